@@ -1,0 +1,40 @@
+# Everything a newcomer needs: `make demo` shows the product, `make test` checks it. Both set themselves up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check setup bench bench-queue clean
+
+demo: setup
+	@$(BIN)/windlass demo
+
+test: check
+	@sh tools/system-packages.sh
+	$(BIN)/pytest -n 2 --dist worksteal
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: bench-queue
+
+bench-queue: setup
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	$(BIN)/python -m bench.queue
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "windlass needs Python 3.11 or newer; name one with: make PYTHON=python3.12"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 2; }
+	@echo "setting up $(VENV) (about half a minute the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,45 @@
+"""Windlass: elastic workers for a PostgreSQL task queue.
+
+Producers use `Client` (or `SyncClient`), handlers take a `RunningTask`. Everything is imported when first used, so that
+a handler's process starts in milliseconds and never loads what it does not need.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from windlass.client import Client, SyncClient
+    from windlass.model.errors import WindlassError
+    from windlass.model.task import NewTask, Task, TaskStatus, new_task
+    from windlass.worker.handler import DoNotRetry, RunningTask
+
+__version__ = "0.1.0"
+__all__ = [
+    "Client",
+    "DoNotRetry",
+    "NewTask",
+    "RunningTask",
+    "SyncClient",
+    "Task",
+    "TaskStatus",
+    "WindlassError",
+    "new_task",
+]
+
+_HOMES = {
+    "Client": "windlass.client",
+    "DoNotRetry": "windlass.worker.handler",
+    "NewTask": "windlass.model.task",
+    "RunningTask": "windlass.worker.handler",
+    "SyncClient": "windlass.client",
+    "Task": "windlass.model.task",
+    "TaskStatus": "windlass.model.task",
+    "WindlassError": "windlass.model.errors",
+    "new_task": "windlass.model.task",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'windlass' has no attribute {name!r}")

@@ -1,0 +1,82 @@
+"""`windlass worker`: claim tasks and run a handler for each."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windlass import __version__, wire
+from windlass.cli.common import ConfigFile, DataDir, command, load
+from windlass.cli.logs import LogFormat, configure_logs
+from windlass.model.errors import BadInput
+from windlass.model.task import check_queue_name
+from windlass.worker.runtime import Ending, WorkerSettings
+
+EXIT_LOST = 3
+
+
+@command
+async def worker(
+    queue: Annotated[
+        list[str], typer.Option("--queue", "-q", help="Queue to serve; several times for several queues.")
+    ],
+    handler: Annotated[
+        str | None, typer.Option(help="Python function that takes the task.", metavar="PACKAGE.MODULE:FUNCTION")
+    ] = None,
+    exec_: Annotated[
+        str | None,
+        typer.Option("--exec", help="Command to run per task: JSON on stdin, JSON on stdout.", metavar="COMMAND"),
+    ] = None,
+    inline: Annotated[
+        bool, typer.Option("--inline", help="Run an async handler in the worker's own loop: fast, but unprotected.")
+    ] = False,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, help="Tasks at the same time.")] = 1,
+    chdir: Annotated[Path | None, typer.Option(help="Work in this folder; handlers are imported from it.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Time limit in seconds for tasks that bring none.", metavar="SECONDS")
+    ] = None,
+    heartbeat_interval: Annotated[float | None, typer.Option(help="Seconds between heartbeats.")] = None,
+    lease: Annotated[float | None, typer.Option(help="Seconds of silence after which its tasks go to others.")] = None,
+    memory_limit_mb: Annotated[int | None, typer.Option(help="Memory one handler's process may use.")] = None,
+    log_format: LogFormat = "auto",
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> int:
+    """Claim tasks from queues and run a handler for each, until told to stop (Ctrl-C or SIGTERM: finishes first)."""
+    configure_logs(log_format)
+    if (handler is None) == (exec_ is None):
+        raise BadInput("a worker needs exactly one of --handler and --exec: say what to run.")
+    if inline and handler is None:
+        raise BadInput("--inline goes with --handler: a command cannot run inside the worker.")
+    loaded = load(
+        config,
+        data_dir and data_dir.absolute(),
+        **{
+            "worker.heartbeat_interval_s": heartbeat_interval,
+            "worker.lease_s": lease,
+            "worker.timeout_s": timeout,
+            "worker.memory_limit_mb": memory_limit_mb,
+        },
+    )
+    if chdir is not None:
+        _change_directory(chdir)
+    chosen = loaded.config.worker
+    settings = WorkerSettings(
+        queues=tuple(check_queue_name(name) for name in queue),
+        concurrency=concurrency,
+        heartbeat_interval_s=chosen.heartbeat_interval_s,
+        lease_s=chosen.lease_s,
+        timeout_s=chosen.timeout_s,
+        drain_timeout_s=chosen.drain_timeout_s,
+        version=__version__,
+    )
+    ending = await wire.run_worker(loaded.config, settings, handler=handler, command=exec_, is_inline=inline)
+    return EXIT_LOST if ending is Ending.LOST else 0
+
+
+def _change_directory(folder: Path) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise BadInput(f"cannot work in {folder} ({error.strerror}): check --chdir.") from None

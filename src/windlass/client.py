@@ -1,0 +1,178 @@
+"""For producers: put tasks in, see what became of them.
+
+    async with windlass.Client() as client:
+        task_id = await client.enqueue("renders", {"prompt": "a lighthouse"})
+        result = await client.result(task_id, timeout_s=60)
+
+Without an address the client uses DATABASE_URL, windlass.toml or the embedded PostgreSQL, like the command line does.
+`SyncClient` is the same without async.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from windlass import wire
+from windlass.configure import load_config
+from windlass.model.errors import BadInput, WindlassError
+from windlass.model.task import NewTask, Task, TaskStatus, new_task
+from windlass.store.postgres import PostgresStore, enqueue_on
+
+RESULT_POLL_MIN_S = 0.02
+RESULT_POLL_MAX_S = 1.0
+Answer = TypeVar("Answer")
+
+
+class TaskFailed(WindlassError):
+    """The task whose result was awaited is a dead letter."""
+
+
+class Client:
+    def __init__(
+        self, database_url: str | None = None, *, data_dir: str | Path | None = None, config: str | Path | None = None
+    ) -> None:
+        overrides: Mapping[str, Any] = {"database_url": database_url, "data_dir": data_dir}
+        self._config = load_config(Path(config) if config is not None else None, overrides).config
+        self._open = AsyncExitStack()
+        self._store: PostgresStore | None = None
+
+    async def __aenter__(self) -> Self:
+        self._store = await self._open.enter_async_context(wire.store(self._config))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open.aclose()
+
+    async def enqueue(
+        self,
+        queue: str,
+        payload: Any = None,
+        *,
+        priority: int = 0,
+        run_after: datetime | None = None,
+        max_attempts: int = 3,
+        timeout_s: float | None = None,
+        unique_key: str | None = None,
+        connection: Any = None,
+    ) -> int:
+        """Add a task and return its id. With a unique key that is already there: that task's id, unchanged.
+
+        `connection`: an asyncpg connection of yours. The task is then part of the transaction it is in.
+        """
+        task = new_task(
+            queue,
+            payload,
+            priority=priority,
+            run_after=run_after,
+            max_attempts=max_attempts,
+            timeout_s=timeout_s,
+            unique_key=unique_key,
+            max_payload_bytes=self._config.max_payload_bytes,
+        )
+        if connection is not None:
+            return await enqueue_on(connection, task)
+        return await self._opened.enqueue(task)
+
+    async def enqueue_many(self, tasks: Iterable[NewTask]) -> int:
+        """Add many at once, all or none, by COPY. Returns how many were new."""
+        return await self._opened.enqueue_many(tasks)
+
+    async def task(self, task_id: int) -> Task | None:
+        return await self._opened.task(task_id)
+
+    async def result(self, task_id: int, timeout_s: float | None = None) -> Any:
+        """Wait until the task is complete and return its result. Raises TaskFailed, or TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            pause_s = RESULT_POLL_MIN_S
+            while True:
+                task = await self._opened.task(task_id)
+                if task is None:
+                    raise BadInput(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
+                if task.status is TaskStatus.COMPLETE:
+                    return json.loads(task.result) if task.result is not None else None
+                if task.status is TaskStatus.FAILED:
+                    raise TaskFailed(f"task {task_id} failed ({task.error_code}): {task.error}")
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, RESULT_POLL_MAX_S)
+
+    async def retry(self, task_id: int) -> bool:
+        """Put a dead letter back into its queue. False if it is not one."""
+        return await self._opened.retry_task(task_id)
+
+    async def cancel(self, task_id: int, reason: str = "cancelled by its producer") -> bool:
+        """End an unfinished task. False if it was finished already."""
+        return await self._opened.cancel_task(task_id, reason)
+
+    @property
+    def _opened(self) -> PostgresStore:
+        if self._store is None:
+            raise WindlassError("the client is not open: use it inside `async with windlass.Client() as client:`.")
+        return self._store
+
+
+class SyncClient:
+    """The same for code without an event loop. Safe to share between threads."""
+
+    def __init__(
+        self, database_url: str | None = None, *, data_dir: str | Path | None = None, config: str | Path | None = None
+    ) -> None:
+        self._client = Client(database_url, data_dir=data_dir, config=config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="windlass-client", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._wait(self._client.__aenter__())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait(self._client.__aexit__())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def enqueue(
+        self,
+        queue: str,
+        payload: Any = None,
+        *,
+        priority: int = 0,
+        run_after: datetime | None = None,
+        max_attempts: int = 3,
+        timeout_s: float | None = None,
+        unique_key: str | None = None,
+    ) -> int:
+        return self._wait(
+            self._client.enqueue(
+                queue,
+                payload,
+                priority=priority,
+                run_after=run_after,
+                max_attempts=max_attempts,
+                timeout_s=timeout_s,
+                unique_key=unique_key,
+            )
+        )
+
+    def enqueue_many(self, tasks: Iterable[NewTask]) -> int:
+        return self._wait(self._client.enqueue_many(tasks))
+
+    def task(self, task_id: int) -> Task | None:
+        return self._wait(self._client.task(task_id))
+
+    def result(self, task_id: int, timeout_s: float | None = None) -> Any:
+        return self._wait(self._client.result(task_id, timeout_s))
+
+    def retry(self, task_id: int) -> bool:
+        return self._wait(self._client.retry(task_id))
+
+    def cancel(self, task_id: int, reason: str = "cancelled by its producer") -> bool:
+        return self._wait(self._client.cancel(task_id, reason))
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

@@ -1,0 +1,156 @@
+"""A task: one unit of work in a queue, and a claim: the right to one attempt of it."""
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+from uuid import UUID
+
+from windlass.model.errors import BadInput
+
+# Payloads and results above this belong into object storage; the task carries the address.
+MAX_PAYLOAD_BYTES = 1024 * 1024
+# The same rule as windlass.is_name() in the database.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}")
+MAX_UNIQUE_KEY_LENGTH = 200
+
+
+class TaskStatus(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETE = "complete"
+    ERROR = "error"  # failed once, waits for its retry
+    FAILED = "failed"  # the dead letter
+
+
+@dataclass(frozen=True, slots=True)
+class NewTask:
+    """What a producer hands in. `payload` is JSON text, already checked by `new_task`."""
+
+    queue: str
+    payload: str = "null"
+    priority: int = 0
+    run_after: datetime | None = None
+    max_attempts: int = 3
+    timeout_s: float | None = None
+    unique_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One attempt of one task. Whoever finishes it must name `token`."""
+
+    task_id: int
+    token: UUID
+    queue: str
+    payload: str
+    attempt: int
+    max_attempts: int
+    timeout_s: float | None
+    priority: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A claim whose attempt succeeded, with its result as JSON text."""
+
+    task_id: int
+    token: UUID
+    result: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The answer to one finish-and-claim: what to do next, and which finishes came too late."""
+
+    claims: list[Claim]
+    lost: list[UUID]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task as the store knows it."""
+
+    id: int
+    queue: str
+    status: TaskStatus
+    priority: int
+    attempts: int
+    max_attempts: int
+    timeout_s: float | None
+    run_after: datetime | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    worker_id: str | None
+    unique_key: str | None
+    progress: float | None
+    progress_note: str | None
+    error_code: str | None
+    error: str | None
+    payload: str
+    result: str | None
+
+
+def check_queue_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise BadInput(
+            f"{name!r} cannot be a queue's name: use letters, digits and _ . : -, "
+            "starting with a letter or digit, at most 63 characters."
+        )
+    return name
+
+
+def new_task(
+    queue: str,
+    payload: Any = None,
+    *,
+    priority: int = 0,
+    run_after: datetime | None = None,
+    max_attempts: int = 3,
+    timeout_s: float | None = None,
+    unique_key: str | None = None,
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+) -> NewTask:
+    """A checked task from a Python value that JSON can hold. Raises BadInput with what to change."""
+    check_queue_name(queue)
+    if max_attempts < 1:
+        raise BadInput(f"max_attempts is {max_attempts}, but a task needs at least 1 attempt.")
+    if timeout_s is not None and not timeout_s > 0:
+        raise BadInput(f"timeout_s is {timeout_s}, but a time limit must be above 0 (leave it out for none).")
+    if unique_key is not None and len(unique_key) > MAX_UNIQUE_KEY_LENGTH:
+        raise BadInput(f"the unique key has {len(unique_key)} characters, at most {MAX_UNIQUE_KEY_LENGTH} fit.")
+    if run_after is not None and run_after.tzinfo is None:
+        raise BadInput(f"run_after {run_after.isoformat()} has no time zone: use an aware datetime.")
+    return NewTask(
+        queue=queue,
+        payload=to_json(payload, "the payload", max_payload_bytes),
+        priority=priority,
+        run_after=run_after,
+        max_attempts=max_attempts,
+        timeout_s=timeout_s,
+        unique_key=unique_key,
+    )
+
+
+def to_json(value: Any, what: str, max_bytes: int) -> str:
+    """JSON text that PostgreSQL's jsonb accepts: no NaN, no infinity, no NUL character, within the limit."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(f"{what} cannot be written as JSON ({error}): use dicts, lists, strings and numbers.") from None
+    if "\\u0000" in text:
+        raise BadInput(f"{what} contains a NUL character, which PostgreSQL cannot store: remove it.")
+    try:
+        size_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise BadInput(f"{what} contains half of a surrogate pair, which is not valid text: remove it.") from None
+    if size_bytes > max_bytes:
+        raise BadInput(
+            f"{what} has {size_bytes:,} bytes and at most {max_bytes:,} are accepted: "
+            "keep large data elsewhere and put its address into the task."
+        )
+    return text

@@ -1,0 +1,89 @@
+"""A worker: one incarnation of what claims and runs tasks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+from uuid import UUID
+
+
+class WorkerStatus(StrEnum):
+    SPAWNING = "spawning"
+    ACTIVE = "active"
+    TERMINATING = "terminating"
+    ERROR = "error"
+    TERMINATED = "terminated"
+
+
+LIVE = frozenset({WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING})
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a worker says of itself when it announces itself."""
+
+    worker_id: str
+    queues: tuple[str, ...]
+    fleet: str = "default"
+    concurrency: int = 1
+    lease_s: float = 30.0
+    host: str | None = None
+    pid: int | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldClaim:
+    """A claim named in a heartbeat, with how far its attempt has come (0 to 1) if the handler says so."""
+
+    task_id: int
+    token: UUID
+    progress: float | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The answer to a heartbeat. `status` is None for a worker the store does not know."""
+
+    status: WorkerStatus | None
+    is_paused: bool
+    lost: frozenset[UUID]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker as the store knows it."""
+
+    id: str
+    fleet: str
+    slot: int | None
+    status: WorkerStatus
+    is_paused: bool
+    queues: tuple[str, ...]
+    concurrency: int
+    lease_s: float
+    created_at: datetime
+    activated_at: datetime | None
+    last_heartbeat: datetime | None
+    first_claimed_at: datetime | None
+    terminated_at: datetime | None
+    code: str | None
+    reason: str | None
+    host: str | None
+    pid: int | None
+    version: str | None
+    vram_total_mb: int | None
+    vram_used_mb: int | None
+    late_results: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A worker that was found lost, and what became of its tasks."""
+
+    worker_id: str
+    tasks_requeued: int
+    tasks_failed: int

@@ -1,0 +1,1 @@
+"""PostgreSQL: the migrations, the store over asyncpg, its twin in memory, and the embedded server."""

@@ -1,0 +1,111 @@
+"""Wakes an idle worker when tasks arrive: LISTEN on a connection of its own.
+
+A notification is a hint. A listening connection can be dead without saying so (a pooler that drops it, a network that
+swallows it), so it is proven with a notification to itself when it opens and again and again while it waits. Where it
+cannot be proven, waiting turns into polling.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+
+CHANNEL = "windlass_tasks"
+# Without notifications an idle worker looks this often: one cheap index probe.
+POLL_WITHOUT_LISTEN_S = 1.0
+# How old the last proof that notifications arrive may be.
+PROOF_VALID_S = 60.0
+PROOF_TIMEOUT_S = 5.0
+# After a failed attempt to listen, the next one waits this long; polling goes on meanwhile.
+RETRY_AFTER_S = 30.0
+
+
+class Listener:
+    def __init__(self, dsn: str, *, is_possible: bool) -> None:
+        self._dsn = dsn
+        self._is_possible = is_possible
+        self._connection: Any = None
+        self._proven_at = float("-inf")
+        self._tried_at = float("-inf")
+        self._arrived: set[str] = set()
+        self._arrival = asyncio.Event()
+
+    async def wait(self, queues: Sequence[str], timeout_s: float) -> None:
+        """Until a notification for one of these queues has come since the last call, or the time is up."""
+        if not await self._is_listening():
+            await asyncio.sleep(min(timeout_s, POLL_WITHOUT_LISTEN_S))
+            return
+        deadline = time.monotonic() + timeout_s
+        while not self._take(queues):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return
+            try:
+                await asyncio.wait_for(self._arrival.wait(), remaining_s)
+            except TimeoutError:
+                return
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.terminate()
+
+    def _take(self, queues: Sequence[str]) -> bool:
+        """Whether something arrived for these queues; forgets all that arrived. The empty name stands for any."""
+        arrived, self._arrived = self._arrived, set()
+        self._arrival.clear()
+        return "" in arrived or any(queue in arrived for queue in queues)
+
+    def _on_notification(self, _connection: object, _pid: int, _channel: str, queue: object) -> None:
+        self._arrived.add(str(queue))
+        self._arrival.set()
+
+    async def _is_listening(self) -> bool:
+        if not self._is_possible:
+            return False
+        if self._connection is not None and not self._connection.is_closed():
+            if time.monotonic() - self._proven_at < PROOF_VALID_S:
+                return True
+            if await self._prove():
+                return True
+        await self.close()
+        if time.monotonic() - self._tried_at < RETRY_AFTER_S:
+            return False
+        self._tried_at = time.monotonic()
+        return await self._open()
+
+    async def _open(self) -> bool:
+        try:
+            self._connection = await asyncpg.connect(
+                self._dsn, timeout=PROOF_TIMEOUT_S, command_timeout=PROOF_TIMEOUT_S, statement_cache_size=0
+            )
+            await self._connection.add_listener(CHANNEL, self._on_notification)
+        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            await self.close()
+            return False
+        # What was announced before we listened is found by one more look.
+        self._arrived.add("")
+        self._arrival.set()
+        return await self._prove()
+
+    async def _prove(self) -> bool:
+        """Send a notification to ourselves and see it arrive."""
+        channel = f"windlass_proof_{uuid4().hex}"
+        seen = asyncio.Event()
+
+        def on_notification(*_: object) -> None:
+            seen.set()
+
+        try:
+            await self._connection.add_listener(channel, on_notification)
+            await self._connection.execute(f"notify {channel}")
+            await asyncio.wait_for(seen.wait(), PROOF_TIMEOUT_S)
+            await self._connection.remove_listener(channel, on_notification)
+        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            await self.close()
+            return False
+        self._proven_at = time.monotonic()
+        return True

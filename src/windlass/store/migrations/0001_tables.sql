@@ -1,0 +1,241 @@
+-- Windlass keeps everything it knows in this schema: what is to be done (tasks), who does it (fleets, slots,
+-- workers), what happened and why (events, cycles, logs), who may decide (leases) and what it cost (charges).
+--
+-- Statuses are text with a check, not enum types: a new value is then an ordinary transactional migration.
+
+create schema if not exists windlass;
+
+create table windlass.migrations (
+  version integer primary key,
+  name text not null,
+  checksum text not null,
+  applied_at timestamptz not null default clock_timestamp()
+);
+
+-- The only clock of leases, ages, back-off and bills. Tests set `windlass.now` on their connection and so drive a
+-- real PostgreSQL in virtual time; otherwise it is the start of the caller's statement.
+create function windlass.now() returns timestamptz
+language sql stable parallel safe
+as $$
+  select coalesce(
+    nullif(current_setting('windlass.now', true), '')::timestamptz,
+    statement_timestamp()
+  )
+$$;
+
+-- A name people type: queues, fleets. Short enough for a label, safe in a channel, a path and a metric.
+create function windlass.is_name(p_name text) returns boolean
+language sql immutable parallel safe
+as $$ select p_name ~ '^[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}$' $$;
+
+
+-- ---------------------------------------------------------------------------------------------------- fleets
+
+-- A group of workers with one provider, one policy, the queues it serves, a min and a max.
+create table windlass.fleets (
+  name text primary key check (windlass.is_name(name)),
+  provider text not null default 'local',
+  queues text[] not null default '{}',
+  min_workers integer not null default 0 check (min_workers >= 0),
+  max_workers integer not null default 10 check (max_workers >= min_workers),
+  paused boolean not null default false,
+  -- The brake: while set, nothing is spawned (or nothing is touched), and hold_reason says why in words.
+  held_since timestamptz,
+  hold_code text,
+  hold_reason text,
+  settings jsonb not null default '{}',
+  created_at timestamptz not null default windlass.now()
+);
+
+-- A numbered place in a fleet. It outlives its workers, so it is where restarts are counted.
+create table windlass.slots (
+  fleet text not null references windlass.fleets (name) on delete cascade,
+  slot integer not null check (slot >= 0),
+  status text not null default 'ok' check (status in ('ok', 'failed')),
+  restart_count integer not null default 0,
+  last_restart_at timestamptz,
+  failed_at timestamptz,
+  failed_reason text,
+  created_at timestamptz not null default windlass.now(),
+  primary key (fleet, slot)
+);
+
+
+-- --------------------------------------------------------------------------------------------------- workers
+
+-- One incarnation of a worker, from intent to terminated. `status` is the only lifecycle field; health is derived
+-- from the times below in every cycle and never stored.
+create table windlass.workers (
+  id text primary key,
+  fleet text not null references windlass.fleets (name),
+  -- Null for a worker that a person started by hand: nobody hired it, so it has no place to be rehired into.
+  slot integer,
+  status text not null
+    check (status in ('spawning', 'active', 'terminating', 'error', 'terminated')),
+  paused boolean not null default false,
+  queues text[] not null default '{}',
+  concurrency integer not null default 1 check (concurrency >= 1),
+  -- Silent for longer than this, a worker counts as lost and its tasks go to others.
+  lease_s double precision not null default 30 check (lease_s > 0),
+  created_at timestamptz not null default windlass.now(),
+  activated_at timestamptz,
+  -- Never has a default: only the worker's own heartbeat proves that it runs.
+  last_heartbeat timestamptz,
+  -- Since when heartbeats came without a gap longer than the lease. Whoever judges others must have this itself.
+  heartbeat_gapless_since timestamptz,
+  -- Set by the first claim and never again, so that "has it ever claimed" costs no count over tasks.
+  first_claimed_at timestamptz,
+  terminating_at timestamptz,
+  terminated_at timestamptz,
+  code text,
+  reason text,
+  host text,
+  pid integer,
+  version text,
+  instance_type text,
+  machine_id text,
+  vram_total_mb integer,
+  vram_used_mb integer,
+  vram_at timestamptz,
+  late_results integer not null default 0,
+  price_micros_per_hour bigint,
+  currency text,
+  metadata jsonb not null default '{}',
+  foreign key (fleet, slot) references windlass.slots (fleet, slot)
+)
+-- Heartbeats rewrite the same few rows all day: room in the page keeps those updates out of the indexes.
+with (fillfactor = 50);
+
+-- "Never more than max" as a constraint: slots are numbered 0 to max-1 and each holds at most one live worker.
+create unique index workers_one_live_per_slot
+  on windlass.workers (fleet, slot)
+  where status in ('spawning', 'active', 'terminating', 'error');
+
+create index workers_live on windlass.workers (fleet) where status <> 'terminated';
+create index workers_ended on windlass.workers (terminated_at) where status = 'terminated';
+
+
+-- ----------------------------------------------------------------------------------------------------- tasks
+
+-- One unit of work. Life: queued -> running -> complete; or running -> error (waits for its retry) -> queued;
+-- or running -> failed, the dead letter.
+create table windlass.tasks (
+  id bigint generated always as identity primary key,
+  queue text not null check (windlass.is_name(queue)),
+  status text not null default 'queued'
+    check (status in ('queued', 'running', 'complete', 'error', 'failed')),
+  priority integer not null default 0,
+  -- Attempts begun. Counted when claimed, so that a worker's death under a task counts too.
+  attempts integer not null default 0,
+  max_attempts integer not null default 3 check (max_attempts >= 1),
+  timeout_s double precision check (timeout_s > 0),
+  -- Not before this time. Null means ready, and only ready tasks stand in the index that claims read.
+  run_after timestamptz,
+  created_at timestamptz not null default windlass.now(),
+  started_at timestamptz,
+  finished_at timestamptz,
+  -- The right to the present (or last) attempt. Every finish, failure and heartbeat names it.
+  claim_token uuid,
+  worker_id text,
+  unique_key text check (length(unique_key) <= 200),
+  progress real,
+  progress_note text,
+  error_code text,
+  error text,
+  payload jsonb not null default 'null',
+  result jsonb,
+  check (status in ('queued', 'error') or run_after is null),
+  check (status <> 'running' or (claim_token is not null and worker_id is not null and started_at is not null))
+);
+
+-- Serves claim_tasks: the queue's head is the first entry. Finished rows are not in it, so they cost nothing.
+create index tasks_ready on windlass.tasks (queue, priority desc, id)
+  where status = 'queued' and run_after is null;
+
+-- Serves the step of claim_tasks that makes due tasks ready, and next_run_after.
+create index tasks_waiting on windlass.tasks (queue, run_after)
+  where run_after is not null;
+
+-- Serves heartbeat, requeue and every question "what is this worker doing".
+create index tasks_running on windlass.tasks (worker_id)
+  where status = 'running';
+
+-- Serves retention and the statistics of recent work. Always appended at its right end.
+create index tasks_finished on windlass.tasks (finished_at)
+  where status in ('complete', 'failed');
+
+-- Makes enqueueing twice safe: one row per key for as long as the row is kept.
+create unique index tasks_unique_key on windlass.tasks (queue, unique_key)
+  where unique_key is not null;
+
+
+-- -------------------------------------------------------------------------------------- what happened and why
+
+-- Every transition that was not the plain path of a task (claimed, completed: those times stand in its row), with
+-- a code for machines and a reason in words.
+create table windlass.events (
+  id bigint generated always as identity primary key,
+  at timestamptz not null default windlass.now(),
+  code text not null,
+  reason text not null,
+  fleet text,
+  worker_id text,
+  task_id bigint,
+  cycle_id bigint,
+  detail jsonb
+);
+create index events_task on windlass.events (task_id, id) where task_id is not null;
+create index events_worker on windlass.events (worker_id, id) where worker_id is not null;
+create index events_at on windlass.events (at);
+
+-- What each turn of the control loop saw and decided. `windlass explain` and `replay` read it.
+create table windlass.cycles (
+  id bigint generated always as identity primary key,
+  fleet text not null,
+  term bigint not null,
+  started_at timestamptz not null,
+  finished_at timestamptz,
+  snapshot jsonb not null,
+  plan jsonb not null,
+  summary jsonb
+);
+create index cycles_fleet on windlass.cycles (fleet, id);
+create index cycles_started on windlass.cycles (started_at);
+
+-- One holder per name; `term` grows with every change of holder and is checked by each of the holder's writes.
+create table windlass.leases (
+  name text primary key,
+  holder text not null,
+  term bigint not null,
+  expires_at timestamptz not null
+);
+
+-- What a worker's time was spent on, in integer micros of a currency. The parts of a worker add up to its bill.
+create table windlass.charges (
+  id bigint generated always as identity primary key,
+  -- No foreign key: what was paid is remembered for longer than who was paid.
+  worker_id text not null,
+  fleet text not null,
+  task_id bigint,
+  kind text not null check (kind in ('task', 'boot', 'idle', 'tail')),
+  from_at timestamptz not null,
+  until_at timestamptz not null check (until_at >= from_at),
+  amount_micros bigint not null,
+  currency text not null
+);
+create index charges_worker on windlass.charges (worker_id);
+create index charges_until on windlass.charges (until_at);
+
+create table windlass.logs (
+  id bigint generated always as identity primary key,
+  at timestamptz not null default windlass.now(),
+  level text not null,
+  message text not null,
+  worker_id text,
+  cycle_id bigint,
+  fields jsonb
+);
+create index logs_at on windlass.logs (at);
+
+-- Nothing here is for everybody: grant usage on the schema to the roles that produce or work.
+revoke all on schema windlass from public;

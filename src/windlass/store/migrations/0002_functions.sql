@@ -1,0 +1,773 @@
+-- The public contract. A worker or a producer in any language needs these functions and nothing else.
+--
+--   producers   enqueue, retry_task, cancel_task
+--   workers     register_worker, activate_worker, claim_task(s), complete_task, fail_task, finish_and_claim,
+--               release_task, heartbeat, leave
+--   upkeep      requeue_tasks_of, recover_lost_workers, sweep
+--
+-- Whoever finishes, fails or beats names the claim token; one that is no longer valid touches no row.
+-- Functions on the hot path forbid sequential scans, hash and merge joins: their cached plans are made while the
+-- table is small and must still be right when it holds millions of rows.
+
+create type windlass.claim as (
+  task_id bigint,
+  token uuid,
+  queue text,
+  payload jsonb,
+  attempt integer,
+  max_attempts integer,
+  timeout_s double precision,
+  priority integer,
+  created_at timestamptz,
+  -- Only finish_and_claim sets this: the row names a finished task whose claim was no longer valid.
+  is_lost boolean
+);
+
+create function windlass.note(
+  p_code text, p_reason text, p_fleet text, p_worker_id text, p_task_id bigint, p_detail jsonb default null
+) returns void
+language sql
+as $$
+  insert into windlass.events (code, reason, fleet, worker_id, task_id, detail)
+  values (p_code, p_reason, p_fleet, p_worker_id, p_task_id, p_detail)
+$$;
+
+-- Seconds to wait before attempt number p_attempts + 1: doubling from 5 s to at most 15 min, of which a random
+-- half is left out so that tasks that failed together do not come back together. Same formula: policy/backoff.py.
+create function windlass.retry_delay_s(p_attempts integer, p_jitter double precision) returns double precision
+language sql immutable parallel safe
+as $$
+  select least(5.0 * power(2.0, least(greatest(p_attempts, 1), 30) - 1), 900.0) * (1.0 - 0.5 * p_jitter)
+$$;
+
+
+-- ------------------------------------------------------------------------------------------------- producers
+
+-- Wakes idle workers, whoever inserts and however: enqueue(), plain INSERT or COPY. One notification a queue and
+-- transaction. It is a hint; workers poll as well.
+create function windlass.announce_tasks() returns trigger
+language plpgsql
+as $$
+begin
+  perform pg_notify('windlass_tasks', q.queue) from (select distinct queue from inserted) q;
+  return null;
+end
+$$;
+
+create trigger announce_tasks
+  after insert on windlass.tasks
+  referencing new table as inserted
+  for each statement execute function windlass.announce_tasks();
+
+-- Adds one task and returns its id, in the caller's own transaction. With a unique key that is already there, the
+-- id of the task that has it, unchanged.
+create function windlass.enqueue(
+  p_queue text,
+  p_payload jsonb default 'null',
+  p_priority integer default 0,
+  p_run_after timestamptz default null,
+  p_max_attempts integer default 3,
+  p_timeout_s double precision default null,
+  p_unique_key text default null,
+  p_max_payload_bytes integer default 1048576
+) returns bigint
+language plpgsql
+as $$
+declare
+  v_id bigint;
+begin
+  if octet_length(p_payload::text) > p_max_payload_bytes then
+    raise exception 'the payload has % bytes and at most % are accepted: keep large data elsewhere and put its address into the task',
+      octet_length(p_payload::text), p_max_payload_bytes
+      using errcode = 'program_limit_exceeded';
+  end if;
+
+  -- The task that has the key may be deleted between our insert and our look for it. Ten times in a row is no chance.
+  for v_round in 1..10 loop
+    insert into windlass.tasks (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key)
+    values (p_queue, p_payload, p_priority, p_run_after, p_max_attempts, p_timeout_s, p_unique_key)
+    on conflict (queue, unique_key) where unique_key is not null do nothing
+    returning id into v_id;
+    if v_id is not null then
+      return v_id;
+    end if;
+
+    select t.id into v_id
+    from windlass.tasks t
+    where t.queue = p_queue
+      and t.unique_key = p_unique_key;
+    if v_id is not null then
+      return v_id;
+    end if;
+  end loop;
+  raise exception 'the task with key % comes and goes: ask again', p_unique_key
+    using errcode = 'serialization_failure';
+end
+$$;
+
+-- Puts a failed (or waiting) task back at its old place in the queue with all its attempts before it. True if it did.
+create function windlass.retry_task(p_task_id bigint) returns boolean
+language plpgsql
+as $$
+declare
+  v_queue text;
+begin
+  update windlass.tasks
+  set status = 'queued', run_after = null, attempts = 0, claim_token = null, worker_id = null,
+      started_at = null, finished_at = null, progress = null, progress_note = null
+  where id = p_task_id
+    and status in ('error', 'failed')
+  returning queue into v_queue;
+  if not found then
+    return false;
+  end if;
+  perform windlass.note('TASK_RETRIED', 'put back into the queue by hand', null, null, p_task_id);
+  perform pg_notify('windlass_tasks', v_queue);
+  return true;
+end
+$$;
+
+-- Ends a task that is not finished as failed, code CANCELLED. A running one loses its claim: its worker learns it
+-- from the next heartbeat and stops. True if it did.
+create function windlass.cancel_task(p_task_id bigint, p_reason text default 'cancelled by hand') returns boolean
+language plpgsql
+as $$
+declare
+  v_worker_id text;
+begin
+  update windlass.tasks
+  set status = 'failed', run_after = null, error_code = 'CANCELLED', error = p_reason,
+      claim_token = null, finished_at = windlass.now()
+  where id = p_task_id
+    and status in ('queued', 'running', 'error')
+  returning worker_id into v_worker_id;
+  if not found then
+    return false;
+  end if;
+  perform windlass.note('TASK_CANCELLED', p_reason, null, v_worker_id, p_task_id);
+  return true;
+end
+$$;
+
+
+-- --------------------------------------------------------------------------------------------------- workers
+
+-- A worker announces itself. One that was hired finds the row of its intent and keeps fleet, slot and status; one
+-- started by hand gets a row without a slot, active at once. An id that has ended stays ended: returns its status.
+create function windlass.register_worker(
+  p_worker_id text,
+  p_fleet text default 'default',
+  p_queues text[] default '{}',
+  p_concurrency integer default 1,
+  p_lease_s double precision default 30,
+  p_host text default null,
+  p_pid integer default null,
+  p_version text default null
+) returns text
+language plpgsql
+as $$
+declare
+  v_status text;
+  v_fleet text;
+begin
+  insert into windlass.fleets (name) values (p_fleet) on conflict do nothing;
+
+  insert into windlass.workers as w (
+    id, fleet, status, paused, queues, concurrency, lease_s, activated_at, host, pid, version
+  )
+  select p_worker_id, p_fleet, 'active', f.paused, p_queues, p_concurrency, p_lease_s, windlass.now(), p_host, p_pid, p_version
+  from windlass.fleets f
+  where f.name = p_fleet
+  on conflict (id) do update
+    set queues = excluded.queues, concurrency = excluded.concurrency, lease_s = excluded.lease_s,
+        host = excluded.host, pid = excluded.pid, version = excluded.version
+    where w.status in ('spawning', 'active', 'terminating')
+  returning w.status, w.fleet into v_status, v_fleet;
+
+  if v_status is null then
+    select w.status into v_status from windlass.workers w where w.id = p_worker_id;
+  else
+    perform windlass.note('WORKER_REGISTERED', format('registered on %s, serving %s', coalesce(p_host, 'an unknown host'),
+      array_to_string(p_queues, ', ')), v_fleet, p_worker_id, null);
+  end if;
+  return v_status;
+end
+$$;
+
+-- A spawning worker says that it is ready for work. Returns its status.
+create function windlass.activate_worker(p_worker_id text) returns text
+language plpgsql
+as $$
+declare
+  v_worker windlass.workers;
+begin
+  update windlass.workers
+  set status = 'active', activated_at = windlass.now()
+  where id = p_worker_id
+    and status = 'spawning'
+  returning * into v_worker;
+  if found then
+    perform windlass.note('WORKER_ACTIVATED', 'the worker reported that it is ready', v_worker.fleet, p_worker_id, null);
+    return 'active';
+  end if;
+  return (select w.status from windlass.workers w where w.id = p_worker_id);
+end
+$$;
+
+-- Up to p_limit tasks for this worker: first in, first out within priority, per queue; among several queues the one
+-- whose head comes first. Empty for a worker that is paused, terminating, in error or terminated.
+create function windlass.claim_tasks(p_worker_id text, p_queues text[], p_limit integer default 1)
+returns setof windlass.claim
+language plpgsql
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_status text;
+  v_paused boolean;
+  v_first_claimed_at timestamptz;
+  v_queue text;
+  v_queues text[] := p_queues;
+  v_left integer := p_limit;
+  v_count integer;
+begin
+  select w.status, w.paused, w.first_claimed_at
+  into v_status, v_paused, v_first_claimed_at
+  from windlass.workers w
+  where w.id = p_worker_id;
+  if not found then
+    raise exception 'worker % is not registered: call windlass.register_worker first', p_worker_id
+      using errcode = 'no_data_found';
+  end if;
+  if v_paused or v_status not in ('spawning', 'active') then
+    return;
+  end if;
+
+  -- Tasks whose time has come join the ready ones. Bounded: the rest is taken by the next claims.
+  if exists (
+    select from windlass.tasks t
+    where t.queue = any (p_queues)
+      and t.run_after is not null
+      and t.run_after <= v_now
+  ) then
+    update windlass.tasks t
+    set status = 'queued', run_after = null
+    where t.id = any (array(
+      select d.id
+      from windlass.tasks d
+      where d.queue = any (p_queues)
+        and d.run_after is not null
+        and d.run_after <= v_now
+      limit 1000
+      for update skip locked
+    ));
+  end if;
+
+  if cardinality(p_queues) > 1 then
+    v_queues := array(
+      select q.name
+      from unnest(p_queues) as q (name)
+      cross join lateral (
+        select t.priority, t.id
+        from windlass.tasks t
+        where t.queue = q.name
+          and t.status = 'queued'
+          and t.run_after is null
+        order by t.priority desc, t.id
+        limit 1
+      ) as head
+      order by head.priority desc, head.id
+    );
+  end if;
+
+  foreach v_queue in array v_queues loop
+    return query
+      update windlass.tasks t
+      set status = 'running', worker_id = p_worker_id, claim_token = gen_random_uuid(), attempts = t.attempts + 1,
+          started_at = v_now, finished_at = null, progress = null, progress_note = null
+      where t.id = any (array(
+        select c.id
+        from windlass.tasks c
+        where c.queue = v_queue
+          and c.status = 'queued'
+          and c.run_after is null
+        order by c.priority desc, c.id
+        limit v_left
+        for update skip locked
+      ))
+      returning t.id, t.claim_token, t.queue, t.payload, t.attempts, t.max_attempts, t.timeout_s, t.priority,
+        t.created_at, false;
+    get diagnostics v_count = row_count;
+    v_left := v_left - v_count;
+    exit when v_left <= 0;
+  end loop;
+
+  if v_first_claimed_at is null and v_left < p_limit then
+    update windlass.workers set first_claimed_at = v_now where id = p_worker_id and first_claimed_at is null;
+  end if;
+end
+$$;
+
+-- One task, or no row.
+create function windlass.claim_task(p_worker_id text, p_queues text[])
+returns setof windlass.claim
+language sql
+as $$ select * from windlass.claim_tasks(p_worker_id, p_queues, 1) $$;
+
+-- A finish or failure came with a claim that is no longer valid. True if it only repeats what was accepted before
+-- (the answer was lost on its way); otherwise it changes nothing and is counted.
+create function windlass.is_repeat(
+  p_worker_id text, p_task_id bigint, p_token uuid, p_statuses text[]
+) returns boolean
+language plpgsql
+as $$
+begin
+  if exists (
+    select from windlass.tasks t
+    where t.id = p_task_id
+      and t.claim_token = p_token
+      and t.status = any (p_statuses)
+  ) then
+    return true;
+  end if;
+  update windlass.workers set late_results = late_results + 1 where id = p_worker_id;
+  perform windlass.note('LATE_RESULT', 'a result came after its claim was lost; it changed nothing', w.fleet, p_worker_id, p_task_id)
+  from (select (select fleet from windlass.workers where id = p_worker_id) as fleet) w;
+  return false;
+end
+$$;
+
+-- The attempt named by the token succeeded. False if the claim is no longer valid: then nothing has changed.
+create function windlass.complete_task(p_worker_id text, p_task_id bigint, p_token uuid, p_result jsonb default null)
+returns boolean
+language plpgsql
+set enable_seqscan = off
+as $$
+begin
+  update windlass.tasks
+  set status = 'complete', result = p_result, finished_at = windlass.now(), error = null, error_code = null
+  where id = p_task_id
+    and claim_token = p_token
+    and status = 'running';
+  return found or windlass.is_repeat(p_worker_id, p_task_id, p_token, array['complete']);
+end
+$$;
+
+-- The attempt failed. It waits as `error` for its retry, or ends as `failed` when attempts are used up or p_retry is
+-- false. Returns the task's new status, or null if the claim is no longer valid: then nothing has changed.
+create function windlass.fail_task(
+  p_worker_id text,
+  p_task_id bigint,
+  p_token uuid,
+  p_error text,
+  p_code text default 'HANDLER_ERROR',
+  p_retry boolean default true,
+  p_jitter double precision default random()
+) returns text
+language plpgsql
+set enable_seqscan = off
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  -- The end of an error is where the cause stands; 8,000 characters hold a long traceback.
+  v_error text := right(p_error, 8000);
+  v_task windlass.tasks;
+begin
+  update windlass.tasks t
+  set status = case when p_retry and t.attempts < t.max_attempts then 'error' else 'failed' end,
+      run_after = case when p_retry and t.attempts < t.max_attempts
+        then v_now + make_interval(secs => windlass.retry_delay_s(t.attempts, p_jitter)) end,
+      finished_at = v_now, error_code = p_code, error = v_error
+  where t.id = p_task_id
+    and t.claim_token = p_token
+    and t.status = 'running'
+  returning t.* into v_task;
+  if not found then
+    if windlass.is_repeat(p_worker_id, p_task_id, p_token, array['error', 'failed']) then
+      return (select t.status from windlass.tasks t where t.id = p_task_id);
+    end if;
+    return null;
+  end if;
+  perform windlass.note(
+    case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
+    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, left(v_error, 300)),
+    null, p_worker_id, p_task_id,
+    jsonb_build_object('attempt', v_task.attempts, 'error_code', p_code, 'error', v_error)
+  );
+  return v_task.status;
+end
+$$;
+
+-- Gives a claimed task back as if it had never been taken: the attempt does not count. False if the claim is lost.
+create function windlass.release_task(p_worker_id text, p_task_id bigint, p_token uuid, p_reason text)
+returns boolean
+language plpgsql
+as $$
+declare
+  v_queue text;
+begin
+  update windlass.tasks
+  set status = 'queued', attempts = attempts - 1, claim_token = null, worker_id = null, started_at = null,
+      progress = null, progress_note = null
+  where id = p_task_id
+    and claim_token = p_token
+    and status = 'running'
+  returning queue into v_queue;
+  if not found then
+    return false;
+  end if;
+  perform windlass.note('TASK_RELEASED', p_reason, null, p_worker_id, p_task_id);
+  perform pg_notify('windlass_tasks', v_queue);
+  return true;
+end
+$$;
+
+-- Completes what is done and claims what is next in one round trip. The three arrays go together. Returns the new
+-- claims, and a row with is_lost for every finished task whose claim was no longer valid.
+create function windlass.finish_and_claim(
+  p_worker_id text,
+  p_task_ids bigint[],
+  p_tokens uuid[],
+  p_results jsonb[],
+  p_queues text[],
+  p_limit integer default 1
+) returns setof windlass.claim
+language plpgsql
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_accepted uuid[];
+begin
+  with done as (
+    update windlass.tasks t
+    set status = 'complete', result = f.result, finished_at = v_now, error = null, error_code = null
+    from unnest(p_task_ids, p_tokens, p_results) as f (task_id, token, result)
+    where t.id = f.task_id
+      and t.claim_token = f.token
+      and t.status = 'running'
+    returning t.claim_token
+  )
+  select array_agg(done.claim_token) into v_accepted from done;
+
+  if coalesce(cardinality(v_accepted), 0) < cardinality(p_task_ids) then
+    return query
+      select f.task_id, f.token, null::text, null::jsonb, null::integer, null::integer, null::double precision,
+        null::integer, null::timestamptz, true
+      from unnest(p_task_ids, p_tokens) as f (task_id, token)
+      where f.token <> all (coalesce(v_accepted, '{}'))
+        and not windlass.is_repeat(p_worker_id, f.task_id, f.token, array['complete']);
+  end if;
+
+  if p_limit > 0 then
+    return query select * from windlass.claim_tasks(p_worker_id, p_queues, p_limit);
+  end if;
+end
+$$;
+
+-- When the next waiting task of these queues is due; null if none waits.
+create function windlass.next_run_after(p_queues text[]) returns timestamptz
+language sql stable
+as $$
+  select min(due.run_after)
+  from unnest(p_queues) as q (name)
+  cross join lateral (
+    select t.run_after
+    from windlass.tasks t
+    where t.queue = q.name
+      and t.run_after is not null
+    order by t.run_after
+    limit 1
+  ) as due
+$$;
+
+-- A worker says that it lives and which claims it holds: [{"task_id", "token", "progress", "note"}]. It learns its
+-- status, whether it is paused, and which of those claims it has lost. Vitals: pid, vram_total_mb, vram_used_mb and
+-- whatever else is worth keeping in metadata. A worker that has ended, or is unknown, touches no row.
+create function windlass.heartbeat(
+  p_worker_id text,
+  p_claims jsonb default '[]',
+  p_vitals jsonb default '{}',
+  out status text,
+  out paused boolean,
+  out lost uuid[]
+)
+language plpgsql
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_lease interval;
+begin
+  update windlass.workers w
+  set last_heartbeat = v_now,
+      heartbeat_gapless_since = case
+        when w.last_heartbeat is null or v_now - w.last_heartbeat > make_interval(secs => w.lease_s) then v_now
+        else w.heartbeat_gapless_since
+      end,
+      pid = coalesce((p_vitals ->> 'pid')::integer, w.pid),
+      vram_total_mb = coalesce((p_vitals ->> 'vram_total_mb')::integer, w.vram_total_mb),
+      vram_used_mb = coalesce((p_vitals ->> 'vram_used_mb')::integer, w.vram_used_mb),
+      vram_at = case when p_vitals ? 'vram_total_mb' then v_now else w.vram_at end,
+      metadata = w.metadata || (p_vitals - 'pid' - 'vram_total_mb' - 'vram_used_mb')
+  where w.id = p_worker_id
+    and w.status in ('spawning', 'active', 'terminating')
+  returning w.status, w.paused, make_interval(secs => w.lease_s)
+  into status, paused, v_lease;
+
+  if not found then
+    status := coalesce((select w.status from windlass.workers w where w.id = p_worker_id), 'unknown');
+    paused := false;
+    lost := array(select (c ->> 'token')::uuid from jsonb_array_elements(p_claims) as c);
+    return;
+  end if;
+
+  -- A locked row is being finished or taken back right now. Waiting for it would hold up this heartbeat, and could be
+  -- a deadlock: whoever holds the task may want the worker's row, which is ours.
+  update windlass.tasks t
+  set progress = held.progress, progress_note = held.note
+  from (
+    select r.id, (c ->> 'progress')::real as progress, left(c ->> 'note', 500) as note
+    from jsonb_array_elements(p_claims) as c
+    join windlass.tasks r on r.id = (c ->> 'task_id')::bigint
+    where c ? 'progress'
+      and r.claim_token = (c ->> 'token')::uuid
+      and r.status = 'running'
+      and (r.progress, r.progress_note) is distinct from ((c ->> 'progress')::real, left(c ->> 'note', 500))
+    for no key update of r skip locked
+  ) as held
+  where t.id = held.id;
+
+  lost := array(
+    select (c ->> 'token')::uuid
+    from jsonb_array_elements(p_claims) as c
+    where not exists (
+      select from windlass.tasks t
+      where t.id = (c ->> 'task_id')::bigint
+        and t.claim_token = (c ->> 'token')::uuid
+        and t.status = 'running'
+    )
+  );
+
+  -- Claims that this worker does not know of: the answer to its claim was lost on the way. After a lease nobody can
+  -- still be waiting for that answer, and without this the task would run forever in name only.
+  perform windlass.release_task(p_worker_id, t.id, t.claim_token, 'claimed by a worker that never received it')
+  from (
+    select r.id, r.claim_token
+    from windlass.tasks r
+    where r.worker_id = p_worker_id
+      and r.status = 'running'
+      and r.started_at < v_now - v_lease
+      and not exists (
+        select from jsonb_array_elements(p_claims) as c
+        where (c ->> 'token')::uuid = r.claim_token
+      )
+    for no key update of r skip locked
+  ) as t;
+end
+$$;
+
+-- A worker leaves of its own accord, holding nothing. What it still holds goes back to the queue.
+create function windlass.leave(p_worker_id text, p_reason text default 'left') returns void
+language plpgsql
+as $$
+declare
+  v_fleet text;
+begin
+  update windlass.workers
+  set status = 'terminated', terminated_at = windlass.now(), code = coalesce(code, 'LEFT'), reason = coalesce(reason, p_reason)
+  where id = p_worker_id
+    and status in ('spawning', 'active', 'terminating')
+  returning fleet into v_fleet;
+  if found then
+    perform windlass.note('WORKER_LEFT', p_reason, v_fleet, p_worker_id, null);
+    perform windlass.release_task(p_worker_id, t.id, t.claim_token, 'its worker left')
+    from windlass.tasks t
+    where t.worker_id = p_worker_id
+      and t.status = 'running';
+  end if;
+end
+$$;
+
+
+-- ---------------------------------------------------------------------------------------------------- upkeep
+
+-- Takes all tasks from these workers: back to the queue, or failed when the attempts are used up. The claims end
+-- here, so whatever those workers still deliver changes nothing.
+create function windlass.requeue_tasks_of(
+  p_worker_ids text[], p_code text, p_reason text, out requeued integer, out failed integer
+)
+language plpgsql
+set enable_seqscan = off
+as $$
+declare
+  v_now timestamptz := windlass.now();
+begin
+  with taken as (
+    select t.id, t.worker_id as from_worker_id
+    from windlass.tasks t
+    where t.worker_id = any (p_worker_ids)
+      and t.status = 'running'
+    order by t.id
+    for update
+  ),
+  moved as (
+    update windlass.tasks t
+    set status = case when t.attempts < t.max_attempts then 'queued' else 'failed' end,
+        finished_at = case when t.attempts < t.max_attempts then null else v_now end,
+        worker_id = case when t.attempts < t.max_attempts then null else t.worker_id end,
+        claim_token = null, error_code = p_code, error = p_reason
+    from taken
+    where t.id = taken.id
+    returning t.id, t.queue, t.status, t.attempts, t.max_attempts, taken.from_worker_id
+  ),
+  noted as (
+    insert into windlass.events (code, reason, worker_id, task_id, detail)
+    select case m.status when 'queued' then 'TASK_REQUEUED' else 'TASK_FAILED' end,
+      format('attempt %s of %s: %s', m.attempts, m.max_attempts, p_reason),
+      m.from_worker_id, m.id,
+      jsonb_build_object('attempt', m.attempts, 'error_code', p_code, 'error', p_reason)
+    from moved m
+  )
+  select count(*) filter (where m.status = 'queued'), count(*) filter (where m.status = 'failed')
+  into requeued, failed
+  from moved m;
+
+  if requeued > 0 then
+    perform pg_notify('windlass_tasks', '');
+  end if;
+end
+$$;
+
+-- Where nobody orchestrates, workers look after each other: those started by hand that were silent for longer than
+-- their lease are marked as error and their tasks go to others. The judge must itself have been heard without a gap
+-- for as long as the lease it judges by: after an outage that silenced all, nobody is condemned for it. Hired
+-- workers (with a slot) are the orchestrator's to judge.
+--
+-- Tasks of workers that have ended are taken back too, whoever asks. A claim does not lock its worker's row, so one
+-- that was under way while the worker left commits after what it held was released.
+create function windlass.recover_lost_workers(p_judge_id text, p_limit integer default 100)
+returns table (worker_id text, tasks_requeued integer, tasks_failed integer)
+language plpgsql
+set enable_seqscan = off
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_gapless_s double precision;
+  v_lost record;
+begin
+  select extract(epoch from v_now - w.heartbeat_gapless_since)
+  into v_gapless_s
+  from windlass.workers w
+  where w.id = p_judge_id
+    and w.status in ('active', 'terminating')
+    and w.last_heartbeat >= v_now - make_interval(secs => w.lease_s);
+
+  for v_lost in
+    select w.id, w.fleet, extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s
+    from windlass.workers w
+    where w.status in ('active', 'terminating')
+      and w.slot is null
+      and w.lease_s <= v_gapless_s
+      and coalesce(w.last_heartbeat, w.created_at) < v_now - make_interval(secs => w.lease_s)
+    order by w.id
+    limit p_limit
+    for update skip locked
+  loop
+    update windlass.workers
+    set status = 'error', code = 'STALE_HEARTBEAT', reason = format('no heartbeat for %s s', round(v_lost.silent_s))
+    where id = v_lost.id;
+    perform windlass.note('WORKER_LOST', format('no heartbeat for %s s', round(v_lost.silent_s)), v_lost.fleet, v_lost.id, null,
+      jsonb_build_object('judge', p_judge_id));
+    worker_id := v_lost.id;
+    select r.requeued, r.failed
+    into tasks_requeued, tasks_failed
+    from windlass.requeue_tasks_of(array[v_lost.id], 'WORKER_LOST', format('worker %s was lost', v_lost.id)) r;
+    -- Nobody hired it, so there is no machine to clean up: it is over.
+    update windlass.workers set status = 'terminated', terminated_at = v_now where id = v_lost.id;
+    return next;
+  end loop;
+
+  for v_lost in
+    select distinct t.worker_id as id
+    from windlass.tasks t
+    where t.status = 'running'
+      and not exists (select from windlass.workers w where w.id = t.worker_id and w.status <> 'terminated')
+    limit p_limit
+  loop
+    worker_id := v_lost.id;
+    select r.requeued, r.failed
+    into tasks_requeued, tasks_failed
+    from windlass.requeue_tasks_of(array[v_lost.id], 'WORKER_LOST', format('worker %s has ended', v_lost.id)) r;
+    return next;
+  end loop;
+end
+$$;
+
+-- Retention: deletes what is older than its limit, at most p_limit rows of each kind, oldest first. Returns how many
+-- rows went, so that a caller can go on until nothing is left.
+create function windlass.sweep(
+  p_complete_s double precision,
+  p_failed_s double precision,
+  p_events_s double precision,
+  p_cycles_s double precision,
+  p_logs_s double precision,
+  p_limit integer default 1000
+) returns integer
+language plpgsql
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_deleted integer := 0;
+  v_count integer;
+begin
+  delete from windlass.tasks where id = any (array(
+    select t.id
+    from windlass.tasks t
+    where t.status in ('complete', 'failed')
+      and t.finished_at < v_now - make_interval(secs => least(p_complete_s, p_failed_s))
+      and t.finished_at < v_now - make_interval(secs => case t.status when 'complete' then p_complete_s else p_failed_s end)
+    order by t.finished_at
+    limit p_limit
+    for update skip locked
+  ));
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  delete from windlass.events where id = any (array(
+    select e.id from windlass.events e where e.at < v_now - make_interval(secs => p_events_s) order by e.at limit p_limit
+  ));
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  delete from windlass.cycles where id = any (array(
+    select c.id from windlass.cycles c where c.started_at < v_now - make_interval(secs => p_cycles_s) order by c.started_at limit p_limit
+  ));
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  delete from windlass.logs where id = any (array(
+    select l.id from windlass.logs l where l.at < v_now - make_interval(secs => p_logs_s) order by l.at limit p_limit
+  ));
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  -- Ended workers outlive the tasks that name them by nothing: events tell the rest of their story.
+  delete from windlass.workers where id = any (array(
+    select w.id
+    from windlass.workers w
+    where w.status = 'terminated'
+      and w.terminated_at < v_now - make_interval(secs => greatest(p_complete_s, p_failed_s, p_events_s))
+    order by w.terminated_at
+    limit p_limit
+  ));
+  get diagnostics v_count = row_count;
+  return v_deleted + v_count;
+end
+$$;

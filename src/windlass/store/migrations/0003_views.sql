@@ -1,0 +1,197 @@
+-- What people and dashboards read. Views compute; nothing here is stored.
+
+-- Per queue: what waits, since when, and what runs. Finished rows are not counted, so it stays cheap.
+create view windlass.queue_depth as
+select
+  t.queue,
+  count(*) filter (where t.status = 'queued' and (t.run_after is null or t.run_after <= windlass.now())) as queued,
+  count(*) filter (where t.status = 'queued' and t.run_after > windlass.now()) as scheduled,
+  count(*) filter (where t.status = 'error') as waiting_for_retry,
+  count(*) filter (where t.status = 'running') as running,
+  extract(epoch from windlass.now() - min(t.created_at) filter (
+    where t.status = 'queued' and (t.run_after is null or t.run_after <= windlass.now())
+  )) as oldest_queued_age_s
+from windlass.tasks t
+where (t.status = 'queued' and t.run_after is null)
+  or t.run_after is not null
+  or t.status = 'running'
+group by t.queue;
+
+-- One row: queue depth, workers by status, and how the last hour went.
+create view windlass.orchestrator_status as
+select
+  windlass.now() as at,
+  q.queued as queued_tasks,
+  q.running as running_tasks,
+  q.waiting_for_retry as waiting_tasks,
+  q.oldest_queued_age_s,
+  f.completed_last_hour,
+  f.failed_last_hour,
+  w.spawning as spawning_workers,
+  w.active as active_workers,
+  w.terminating as terminating_workers,
+  w.error as error_workers,
+  w.total as total_workers,
+  w.stale as stale_workers
+from (
+  select
+    coalesce(sum(d.queued), 0)::bigint as queued,
+    coalesce(sum(d.running), 0)::bigint as running,
+    coalesce(sum(d.waiting_for_retry + d.scheduled), 0)::bigint as waiting_for_retry,
+    max(d.oldest_queued_age_s) as oldest_queued_age_s
+  from windlass.queue_depth d
+) as q
+cross join (
+  select
+    count(*) filter (where t.status = 'complete') as completed_last_hour,
+    count(*) filter (where t.status = 'failed') as failed_last_hour
+  from windlass.tasks t
+  where t.status in ('complete', 'failed')
+    and t.finished_at > windlass.now() - interval '1 hour'
+) as f
+cross join (
+  select
+    count(*) filter (where v.status = 'spawning') as spawning,
+    count(*) filter (where v.status = 'active') as active,
+    count(*) filter (where v.status = 'terminating') as terminating,
+    count(*) filter (where v.status = 'error') as error,
+    count(*) as total,
+    count(*) filter (
+      where v.status = 'active' and v.last_heartbeat < windlass.now() - make_interval(secs => v.lease_s)
+    ) as stale
+  from windlass.workers v
+  where v.status <> 'terminated'
+) as w;
+
+-- Per live worker: how long since it was heard, what it is doing, how full its GPU is.
+create view windlass.active_workers_health as
+select
+  w.id as worker_id,
+  w.fleet,
+  w.slot,
+  w.status,
+  w.paused,
+  w.created_at,
+  w.last_heartbeat,
+  extract(epoch from windlass.now() - w.last_heartbeat) as heartbeat_age_s,
+  coalesce(w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s), false) as is_stale,
+  w.vram_total_mb,
+  w.vram_used_mb,
+  round(100.0 * w.vram_used_mb / nullif(w.vram_total_mb, 0), 1) as vram_used_percent,
+  extract(epoch from windlass.now() - w.vram_at) as vram_age_s,
+  t.running_tasks,
+  t.oldest_task_id,
+  t.oldest_task_age_s
+from windlass.workers w
+cross join lateral (
+  select
+    count(*) as running_tasks,
+    min(r.id) as oldest_task_id,
+    extract(epoch from windlass.now() - min(r.started_at)) as oldest_task_age_s
+  from windlass.tasks r
+  where r.worker_id = w.id
+    and r.status = 'running'
+) as t
+where w.status <> 'terminated';
+
+-- Per worker: what became of the attempts it made, how long they took, how long it has been up. Retried attempts are
+-- counted from events, since a task's row remembers only its last worker.
+create view windlass.worker_performance as
+select
+  w.id as worker_id,
+  w.fleet,
+  w.status,
+  coalesce(t.completed, 0) as completed_tasks,
+  coalesce(e.failed, 0) as failed_attempts,
+  round(100.0 * t.completed / nullif(t.completed + coalesce(e.failed, 0), 0), 1) as success_percent,
+  t.duration_p50_s,
+  t.duration_mean_s,
+  w.late_results,
+  extract(epoch from coalesce(w.terminated_at, windlass.now()) - w.created_at) as uptime_s
+from windlass.workers w
+left join (
+  select
+    d.worker_id,
+    count(*) as completed,
+    percentile_cont(0.5) within group (order by extract(epoch from d.finished_at - d.started_at)) as duration_p50_s,
+    avg(extract(epoch from d.finished_at - d.started_at)) as duration_mean_s
+  from windlass.tasks d
+  where d.status = 'complete'
+  group by d.worker_id
+) as t on t.worker_id = w.id
+left join (
+  select v.worker_id, count(*) as failed
+  from windlass.events v
+  where v.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED')
+  group by v.worker_id
+) as e on e.worker_id = w.id;
+
+-- What went wrong lately, newest first.
+create view windlass.recent_errors as
+select e.id, e.at, e.code, e.reason, e.fleet, e.worker_id, e.task_id, e.detail
+from windlass.events e
+where e.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED', 'LATE_RESULT', 'WORKER_LOST', 'WORKER_ERROR')
+  and e.at > windlass.now() - interval '1 day'
+order by e.id desc;
+
+-- Runtime times price per worker, a rough figure while a worker lives; `charges` holds what was settled.
+create view windlass.cost_estimates as
+select
+  w.id as worker_id,
+  w.fleet,
+  w.instance_type,
+  w.currency,
+  w.price_micros_per_hour,
+  extract(epoch from coalesce(w.terminated_at, windlass.now()) - w.created_at) as runtime_s,
+  (w.price_micros_per_hour * extract(epoch from coalesce(w.terminated_at, windlass.now()) - w.created_at) / 3600)::bigint
+    as cost_micros
+from windlass.workers w
+where w.price_micros_per_hour is not null;
+
+-- Per slot, in the words of a process supervisor: starting, healthy, stopping, crashed, failed. Times are Unix
+-- seconds. Workers started by hand have no slot and are numbered by their id.
+create view windlass.health as
+select
+  'worker:' || coalesce(w.queues[1], w.fleet) || ':' || coalesce(w.slot::text, w.id) as component,
+  extract(epoch from coalesce(w.last_heartbeat, w.created_at))::bigint as last_seen,
+  case
+    when s.status = 'failed' then 'failed'
+    when w.status = 'error' then 'crashed'
+    when coalesce(w.last_heartbeat, w.created_at) < windlass.now() - make_interval(secs => w.lease_s) then 'crashed'
+    when w.status = 'terminating' then 'stopping'
+    when w.last_heartbeat is null then 'starting'
+    else 'healthy'
+  end as status,
+  w.pid,
+  (select min(t.id) from windlass.tasks t where t.worker_id = w.id and t.status = 'running') as current_job,
+  jsonb_build_object(
+    'queue_type', coalesce(w.queues[1], w.fleet),
+    'batch_size', w.concurrency,
+    'paused', w.paused,
+    'error_message', w.reason
+  ) as details_json,
+  coalesce(s.restart_count, 0) as restart_count,
+  extract(epoch from s.last_restart_at)::bigint as last_restart,
+  extract(epoch from coalesce(s.created_at, w.created_at))::bigint as created_at
+from windlass.workers w
+left join windlass.slots s on s.fleet = w.fleet and s.slot = w.slot
+where w.status <> 'terminated'
+union all
+select
+  'worker:' || coalesce(f.queues[1], s.fleet) || ':' || s.slot,
+  extract(epoch from coalesce(s.failed_at, s.last_restart_at, s.created_at))::bigint,
+  'failed',
+  null,
+  null,
+  jsonb_build_object(
+    'queue_type', coalesce(f.queues[1], s.fleet), 'batch_size', null, 'paused', f.paused, 'error_message', s.failed_reason
+  ),
+  s.restart_count,
+  extract(epoch from s.last_restart_at)::bigint,
+  extract(epoch from s.created_at)::bigint
+from windlass.slots s
+join windlass.fleets f on f.name = s.fleet
+where s.status = 'failed'
+  and not exists (
+    select from windlass.workers w where w.fleet = s.fleet and w.slot = s.slot and w.status <> 'terminated'
+  );

@@ -1,0 +1,489 @@
+"""The store over asyncpg.
+
+Safe behind a transaction-mode pooler: one is noticed when the pool opens, and then every call is one transaction,
+nothing is prepared on the server and LISTEN is replaced by polling.
+
+Every call has a time limit. A call whose answer did not arrive raises DatabaseUnavailable, and what was asked may
+have happened: the functions in the database are made so that asking again is safe.
+"""
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from importlib import resources
+from typing import Any, Self
+from urllib.parse import urlsplit
+from uuid import UUID
+
+import asyncpg
+
+from windlass.model.config import Retention
+from windlass.model.errors import BadInput, DatabaseUnavailable, UnknownWorker
+from windlass.model.event import Event, QueueDepth
+from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, Turn
+from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerStatus
+from windlass.store.listener import Listener
+from windlass.store.migrate import applied_migrations, check_schema_version
+
+CONNECT_TIMEOUT_S = 10.0
+# Far above any of our statements; a connection that is silent for this long is broken.
+COMMAND_TIMEOUT_S = 30.0
+# Bulk work is paid by the row and may take longer.
+BULK_TIMEOUT_S = 600.0
+PURGE_BATCH = 5_000
+COPY_COLUMNS = ("queue", "payload", "priority", "run_after", "max_attempts", "timeout_s", "unique_key")
+
+
+def _read_queries() -> dict[str, str]:
+    text = resources.files("windlass.store").joinpath("queries.sql").read_text()
+    named = (block.split("\n", 1) for block in text.split("-- name: ")[1:])
+    return {name.strip(): sql.strip().rstrip(";") for name, sql in named}
+
+
+QUERIES = _read_queries()
+
+
+class PostgresStore:
+    def __init__(
+        self,
+        dsn: str,
+        *,
+        retention: Retention | None = None,
+        max_connections: int = 4,
+        virtual_now: Callable[[], datetime] | None = None,
+    ) -> None:
+        """`virtual_now`, if given, is the database's time for every call: tests drive real PostgreSQL with it."""
+        self._dsn = dsn
+        self._retention = retention or Retention()
+        self._max_connections = max_connections
+        self._virtual_now = virtual_now
+        self._pool: asyncpg.Pool | None = None
+        self._is_pooled = False
+        self._listener: Listener | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            version = await self._look_around()
+            check_schema_version(version)
+            self._pool = asyncpg.create_pool(
+                self._dsn,
+                min_size=0,
+                max_size=self._max_connections,
+                timeout=CONNECT_TIMEOUT_S,
+                command_timeout=COMMAND_TIMEOUT_S,
+                statement_cache_size=0 if self._is_pooled else 100,
+                # The default reset is a round trip after every call, for session state that we never make.
+                reset=_no_reset,
+            )
+            await self._pool
+        except CONNECTION_ERRORS as error:
+            raise unavailable("connecting", self._dsn, error) from None
+        self._listener = Listener(self._dsn, is_possible=not self._is_pooled)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._listener is not None:
+            await self._listener.close()
+        if self._pool is not None:
+            try:
+                await asyncio.wait_for(self._pool.close(), CONNECT_TIMEOUT_S)
+            except (TimeoutError, *CONNECTION_ERRORS):
+                self._pool.terminate()
+
+    async def _look_around(self) -> int | None:
+        """The schema's version, and on the way whether a pooler stands between us and the server."""
+        connection = await asyncpg.connect(
+            self._dsn, timeout=CONNECT_TIMEOUT_S, command_timeout=COMMAND_TIMEOUT_S, statement_cache_size=0
+        )
+        try:
+            async with connection.transaction():
+                # A pooler hands out a process id of its own for cancelling; the server's backend has another.
+                backend_pid = await connection.fetchval("select pg_backend_pid()")
+                self._is_pooled = backend_pid != connection.get_server_pid()
+                applied = await applied_migrations(connection)
+                return max(applied, default=None)
+        finally:
+            await connection.close(timeout=CONNECT_TIMEOUT_S)
+
+    @asynccontextmanager
+    async def _connection(self, doing: str) -> AsyncIterator[Any]:
+        assert self._pool is not None, "the store is used inside `async with`"  # noqa: S101
+        try:
+            async with self._pool.acquire(timeout=CONNECT_TIMEOUT_S) as connection:
+                if self._virtual_now is not None:
+                    await connection.execute(
+                        "select set_config('windlass.now', $1, false)", self._virtual_now().isoformat()
+                    )
+                if self._is_pooled:
+                    async with connection.transaction():
+                        yield connection
+                else:
+                    yield connection
+        except CONNECTION_ERRORS as error:
+            raise unavailable(doing, self._dsn, error) from None
+        except asyncpg.NoDataFoundError as error:
+            raise UnknownWorker(f"{doing}: {error}") from None
+        except (
+            asyncpg.DataError,
+            asyncpg.IntegrityConstraintViolationError,
+            asyncpg.ProgramLimitExceededError,
+        ) as error:
+            raise BadInput(f"{doing}: {error}") from None
+        except (OverflowError, UnicodeEncodeError) as error:
+            # COPY encodes its rows itself and says so in Python's words.
+            raise BadInput(f"{doing}: a value cannot be stored ({error}).") from None
+
+    # ---------------------------------------------------------------------------------------------- producers
+
+    async def enqueue(self, task: NewTask) -> int:
+        async with self._connection("enqueueing a task") as connection:
+            return await enqueue_on(connection, task)
+
+    async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
+        if isinstance(tasks, AsyncIterable):
+            tasks = [task async for task in tasks]
+        rows = [(t.queue, t.payload, t.priority, t.run_after, t.max_attempts, t.timeout_s, t.unique_key) for t in tasks]
+        async with self._connection("enqueueing tasks") as connection, connection.transaction():
+            if all(row[-1] is None for row in rows):
+                # With nothing to be unique, straight into the table.
+                status = await connection.copy_records_to_table(
+                    "tasks",
+                    schema_name="windlass",
+                    records=rows,
+                    columns=COPY_COLUMNS,
+                    timeout=BULK_TIMEOUT_S,
+                )
+                return _row_count(status)
+            await connection.execute(
+                "create temporary table windlass_staging on commit drop as"
+                " select 0 as position, queue, payload, priority, run_after, max_attempts, timeout_s, unique_key"
+                " from windlass.tasks with no data"
+            )
+            await connection.copy_records_to_table(
+                "windlass_staging",
+                records=((position, *row) for position, row in enumerate(rows)),
+                columns=("position", *COPY_COLUMNS),
+                timeout=BULK_TIMEOUT_S,
+            )
+            return _row_count(await connection.execute(QUERIES["insert_from_staging"], timeout=BULK_TIMEOUT_S))
+
+    async def retry_task(self, task_id: int) -> bool:
+        async with self._connection("retrying a task") as connection:
+            return bool(await connection.fetchval("select windlass.retry_task($1)", task_id))
+
+    async def cancel_task(self, task_id: int, reason: str) -> bool:
+        async with self._connection("cancelling a task") as connection:
+            return bool(await connection.fetchval("select windlass.cancel_task($1, $2)", task_id, reason))
+
+    # ------------------------------------------------------------------------------------------------ workers
+
+    async def register(self, registration: Registration) -> WorkerStatus:
+        r = registration
+        async with self._connection("registering the worker") as connection:
+            status = await connection.fetchval(
+                "select windlass.register_worker($1, $2, $3, $4, $5, $6, $7, $8)",
+                r.worker_id,
+                r.fleet,
+                list(r.queues),
+                r.concurrency,
+                r.lease_s,
+                r.host,
+                r.pid,
+                r.version,
+            )
+        return WorkerStatus(status)
+
+    async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
+        async with self._connection("claiming tasks") as connection:
+            rows = await connection.fetch("select * from windlass.claim_tasks($1, $2, $3)", worker_id, queues, limit)
+        return _claims(rows)
+
+    async def finish_and_claim(
+        self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
+    ) -> Turn:
+        async with self._connection("finishing tasks") as connection:
+            rows = await connection.fetch(
+                "select * from windlass.finish_and_claim($1, $2, $3, $4, $5, $6)",
+                worker_id,
+                [f.task_id for f in finished],
+                [f.token for f in finished],
+                [f.result for f in finished],
+                queues,
+                limit,
+            )
+        lost = [row["token"] for row in rows if row["is_lost"]]
+        return Turn(claims=_claims(row for row in rows if not row["is_lost"]), lost=lost)
+
+    async def fail(
+        self,
+        worker_id: str,
+        task_id: int,
+        token: UUID,
+        error: str,
+        *,
+        code: str = "HANDLER_ERROR",
+        retry: bool = True,
+        jitter: float | None = None,
+    ) -> TaskStatus | None:
+        error = _storable(error)
+        async with self._connection("reporting a failed attempt") as connection:
+            status = await connection.fetchval(
+                "select windlass.fail_task($1, $2, $3, $4, $5, $6, coalesce($7, random()))",
+                worker_id,
+                task_id,
+                token,
+                error,
+                code,
+                retry,
+                jitter,
+            )
+        return TaskStatus(status) if status is not None else None
+
+    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str) -> bool:
+        async with self._connection("giving a task back") as connection:
+            released = await connection.fetchval(
+                "select windlass.release_task($1, $2, $3, $4)", worker_id, task_id, token, reason
+            )
+        return bool(released)
+
+    async def heartbeat(
+        self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
+    ) -> Pulse:
+        async with self._connection("sending a heartbeat") as connection:
+            row = await connection.fetchrow(
+                "select * from windlass.heartbeat($1, $2, $3)",
+                worker_id,
+                json.dumps([_held_to_json(claim) for claim in claims]),
+                json.dumps(dict(vitals or {})),
+            )
+        status = WorkerStatus(row["status"]) if row["status"] != "unknown" else None
+        return Pulse(status=status, is_paused=row["paused"], lost=frozenset(row["lost"]))
+
+    async def leave(self, worker_id: str, reason: str) -> None:
+        async with self._connection("signing off") as connection:
+            await connection.execute("select windlass.leave($1, $2)", worker_id, reason)
+
+    async def upkeep(self, worker_id: str) -> list[Recovery]:
+        recovered = await self.recover_lost_workers(worker_id)
+        await self.sweep()
+        return recovered
+
+    async def recover_lost_workers(self, judge_id: str) -> list[Recovery]:
+        async with self._connection("looking for lost workers") as connection:
+            rows = await connection.fetch("select * from windlass.recover_lost_workers($1)", judge_id)
+        return [Recovery(**dict(row)) for row in rows]
+
+    async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
+        async with self._connection("looking for waiting tasks") as connection:
+            due: datetime | None = await connection.fetchval("select windlass.next_run_after($1)", queues)
+        return due
+
+    async def wait_for_work(self, queues: Sequence[str], timeout_s: float) -> None:
+        assert self._listener is not None  # noqa: S101
+        await self._listener.wait(queues, timeout_s)
+
+    # ------------------------------------------------------------------------------------------------ looking
+
+    async def task(self, task_id: int) -> Task | None:
+        async with self._connection("reading a task") as connection:
+            row = await connection.fetchrow(QUERIES["task"], task_id)
+        return _task(row) if row is not None else None
+
+    async def tasks(
+        self,
+        *,
+        queue: str | None = None,
+        status: TaskStatus | None = None,
+        limit: int = 50,
+        before_id: int | None = None,
+    ) -> list[Task]:
+        async with self._connection("listing tasks") as connection:
+            rows = await connection.fetch(QUERIES["tasks"], queue, status, before_id, limit)
+        return [_task(row) for row in rows]
+
+    async def worker(self, worker_id: str) -> Worker | None:
+        async with self._connection("reading a worker") as connection:
+            row = await connection.fetchrow(QUERIES["workers"], worker_id, True)
+        return _worker(row) if row is not None else None
+
+    async def workers(self, *, include_terminated: bool = False) -> list[Worker]:
+        async with self._connection("listing workers") as connection:
+            rows = await connection.fetch(QUERIES["workers"], None, include_terminated)
+        return [_worker(row) for row in rows]
+
+    async def set_paused(self, worker_ids: Sequence[str], is_paused: bool) -> int:
+        async with self._connection("pausing or resuming workers") as connection:
+            return _row_count(await connection.execute(QUERIES["set_paused"], worker_ids, is_paused))
+
+    async def set_terminating(self, worker_ids: Sequence[str], reason: str) -> int:
+        async with self._connection("ending workers") as connection:
+            return _row_count(await connection.execute(QUERIES["set_terminating"], worker_ids, reason))
+
+    async def queue_depths(self) -> list[QueueDepth]:
+        async with self._connection("reading the queues") as connection:
+            rows = await connection.fetch(QUERIES["queue_depths"])
+        return [QueueDepth(**dict(row)) for row in rows]
+
+    async def finished_since(self, since_s: float) -> dict[TaskStatus, int]:
+        async with self._connection("counting finished tasks") as connection:
+            rows = await connection.fetch(QUERIES["finished_since"], since_s)
+        counts = {TaskStatus(row["status"]): row["count"] for row in rows}
+        return {status: counts.get(status, 0) for status in (TaskStatus.COMPLETE, TaskStatus.FAILED)}
+
+    async def events(
+        self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200
+    ) -> list[Event]:
+        async with self._connection("reading events") as connection:
+            rows = await connection.fetch(QUERIES["events"], task_id, worker_id, limit)
+        return [_event(row) for row in reversed(rows)]
+
+    async def purge(self, queue: str | None, statuses: Sequence[TaskStatus], older_than_s: float) -> int:
+        deleted = 0
+        # Bounded by the table: each round deletes a full batch or is the last.
+        for _ in itertools.count():
+            async with self._connection("deleting finished tasks") as connection:
+                status = await connection.execute(QUERIES["purge"], queue, list(statuses), older_than_s, PURGE_BATCH)
+            deleted += _row_count(status)
+            if _row_count(status) < PURGE_BATCH:
+                break
+        return deleted
+
+    async def sweep(self) -> int:
+        kept = self._retention
+        async with self._connection("applying retention") as connection:
+            deleted: int = await connection.fetchval(
+                "select windlass.sweep($1, $2, $3, $4, $5)",
+                kept.complete_s,
+                kept.failed_s,
+                kept.events_s,
+                kept.cycles_s,
+                kept.logs_s,
+            )
+        return deleted
+
+    async def now(self) -> datetime:
+        async with self._connection("reading the time") as connection:
+            now: datetime = await connection.fetchval("select windlass.now()")
+        return now
+
+
+async def enqueue_on(connection: Any, task: NewTask) -> int:
+    """Add a task on the caller's own asyncpg connection, inside whatever transaction it is in."""
+    task_id: int = await connection.fetchval(
+        "select windlass.enqueue($1, $2, $3, $4, $5, $6, $7, $8)",
+        task.queue,
+        task.payload,
+        task.priority,
+        task.run_after,
+        task.max_attempts,
+        task.timeout_s,
+        task.unique_key,
+        # The producer's own limit was applied when the task was made; the database's is for those who come by SQL.
+        2**31 - 1,
+    )
+    return task_id
+
+
+def unavailable(doing: str, dsn: str, error: BaseException) -> DatabaseUnavailable:
+    """One sentence for a connection that failed, without the password."""
+    where = _where(dsn)
+    if isinstance(error, asyncpg.InvalidPasswordError | asyncpg.InvalidAuthorizationSpecificationError):
+        return DatabaseUnavailable(
+            f"{doing}: the database at {where} refused the user or password: check DATABASE_URL."
+        )
+    if isinstance(error, asyncpg.InvalidCatalogNameError):
+        return DatabaseUnavailable(f"{doing}: {error} at {where}: create it, or name another in DATABASE_URL.")
+    if isinstance(error, TimeoutError):
+        return DatabaseUnavailable(
+            f"{doing}: the database at {where} did not answer in time: is it reachable from here?"
+        )
+    what = str(error) or type(error).__name__
+    if isinstance(error, asyncpg.TransactionRollbackError | asyncpg.InsufficientResourcesError):
+        return DatabaseUnavailable(f"{doing}: the database at {where} could not do it now ({what}): try again.")
+    return DatabaseUnavailable(f"{doing}: the database at {where} cannot be reached ({what}): is it running?")
+
+
+def _where(dsn: str) -> str:
+    try:
+        parts = urlsplit(dsn)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return "the address in DATABASE_URL"
+    return f"{host}:{port or 5432}" if host else "its local socket"
+
+
+async def _no_reset(_: Any) -> None:
+    pass
+
+
+def _row_count(status: str) -> int:
+    return int(status.rsplit(" ", 1)[-1])
+
+
+def _claims(rows: Iterable[Any]) -> list[Claim]:
+    claims = [
+        Claim(
+            task_id=row["task_id"],
+            token=row["token"],
+            queue=row["queue"],
+            payload=row["payload"],
+            attempt=row["attempt"],
+            max_attempts=row["max_attempts"],
+            timeout_s=row["timeout_s"],
+            priority=row["priority"],
+            created_at=row["created_at"],
+        )
+        for row in rows
+    ]
+    # An UPDATE returns its rows in no promised order.
+    claims.sort(key=lambda claim: (-claim.priority, claim.task_id))
+    return claims
+
+
+def _held_to_json(claim: HeldClaim) -> dict[str, Any]:
+    held: dict[str, Any] = {"task_id": claim.task_id, "token": str(claim.token)}
+    if claim.progress is not None:
+        held |= {"progress": claim.progress, "note": _storable(claim.note) if claim.note is not None else None}
+    return held
+
+
+def _storable(text: str) -> str:
+    """What PostgreSQL cannot store (NUL, half a surrogate pair) written out: no error is lost for containing it."""
+    return text.replace("\x00", "\\0").encode(errors="backslashreplace").decode()
+
+
+def _task(row: Any) -> Task:
+    return Task(**{**row, "status": TaskStatus(row["status"])})
+
+
+def _worker(row: Any) -> Worker:
+    fields = dict(row)
+    fields["is_paused"] = fields.pop("paused")
+    fields["queues"] = tuple(row["queues"])
+    fields["status"] = WorkerStatus(row["status"])
+    fields["metadata"] = json.loads(row["metadata"])
+    return Worker(**fields)
+
+
+def _event(row: Any) -> Event:
+    detail = json.loads(row["detail"]) if row["detail"] is not None else None
+    return Event(**{**row, "detail": detail})
+
+
+CONNECTION_ERRORS = (
+    OSError,
+    TimeoutError,
+    asyncpg.InterfaceError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.InternalClientError,
+    # The server is starting, stopping or full.
+    asyncpg.OperatorInterventionError,
+    asyncpg.InsufficientResourcesError,
+    # A deadlock or a conflict: it was rolled back, and asking again is safe.
+    asyncpg.TransactionRollbackError,
+    asyncpg.InvalidAuthorizationSpecificationError,
+    asyncpg.InvalidCatalogNameError,
+)

@@ -1,0 +1,104 @@
+-- Named queries of store/postgres.py. Calls of the public functions stand in the Python that makes them.
+
+-- name: insert_from_staging
+-- enqueue_many with unique keys: COPY knows no conflicts, so the rows pass through a temporary table.
+insert into windlass.tasks (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key)
+select queue, payload, priority, run_after, max_attempts, timeout_s, unique_key
+from windlass_staging
+order by position
+on conflict (queue, unique_key) where unique_key is not null do nothing;
+
+-- name: task
+-- `windlass tasks show`; primary key.
+select
+  id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
+  worker_id, unique_key, progress, progress_note, error_code, error, payload, result
+from windlass.tasks
+where id = $1;
+
+-- name: tasks
+-- `windlass tasks list`; walks the primary key backwards and stops at the limit.
+select
+  id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
+  worker_id, unique_key, progress, progress_note, error_code, error, payload, result
+from windlass.tasks
+where ($1::text is null or queue = $1)
+  and ($2::text is null or status = $2)
+  and ($3::bigint is null or id < $3)
+order by id desc
+limit $4;
+
+-- name: workers
+-- `windlass status` and worker(); workers_live or primary key.
+select
+  id, fleet, slot, status, paused, queues, concurrency, lease_s, created_at, activated_at, last_heartbeat,
+  first_claimed_at, terminated_at, code, reason, host, pid, version, vram_total_mb, vram_used_mb, late_results, metadata
+from windlass.workers
+where ($1::text is null or id = $1)
+  and ($2 or status <> 'terminated')
+order by created_at, id;
+
+-- name: set_paused
+-- pause and resume; primary key.
+with changed as (
+  update windlass.workers
+  set paused = $2
+  where id = any ($1::text[])
+    and status in ('spawning', 'active', 'terminating')
+    and paused <> $2
+  returning id, fleet
+)
+insert into windlass.events (code, reason, fleet, worker_id)
+select case when $2 then 'WORKER_PAUSED' else 'WORKER_RESUMED' end, 'by hand', fleet, id
+from changed;
+
+-- name: set_terminating
+-- Graceful end by hand; primary key.
+with changed as (
+  update windlass.workers
+  set status = 'terminating', terminating_at = windlass.now(), code = 'MANUAL', reason = $2
+  where id = any ($1::text[])
+    and status in ('spawning', 'active')
+  returning id, fleet
+)
+insert into windlass.events (code, reason, fleet, worker_id)
+select 'WORKER_TERMINATING', $2, fleet, id
+from changed;
+
+-- name: queue_depths
+-- `windlass status`; tasks_ready, tasks_waiting, tasks_running.
+select queue, queued, scheduled, waiting_for_retry, running, oldest_queued_age_s::double precision
+from windlass.queue_depth
+order by queue;
+
+-- name: finished_since
+-- `windlass status`; tasks_finished.
+select status, count(*) as count
+from windlass.tasks
+where status in ('complete', 'failed')
+  and finished_at > windlass.now() - make_interval(secs => $1::double precision)
+group by status;
+
+-- name: events
+-- The story of a task or a worker; events_task, events_worker.
+select id, at, code, reason, fleet, worker_id, task_id, detail
+from windlass.events
+where ($1::bigint is null or task_id = $1)
+  and ($2::text is null or worker_id = $2)
+order by id desc
+limit $3;
+
+-- name: purge
+-- `windlass tasks purge`, in bounded rounds; tasks_finished.
+delete from windlass.tasks
+where id = any (array(
+  select id
+  from windlass.tasks
+  where status in ('complete', 'failed')
+    and status = any ($2::text[])
+    and finished_at <= windlass.now() - make_interval(secs => $3::double precision)
+    and ($1::text is null or queue = $1)
+  order by finished_at
+  limit $4
+  for update skip locked
+));

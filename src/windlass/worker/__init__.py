@@ -1,0 +1,1 @@
+"""The worker: claims tasks, runs their handlers, stays alive while they misbehave."""

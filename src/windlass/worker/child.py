@@ -1,0 +1,119 @@
+"""The child process: loads the handler once, then runs one attempt after another and stays warm.
+
+It knows nothing of queues and databases, so that nothing a handler does can reach them. Whatever goes wrong inside is
+answered as FAILED; if the process itself dies, its parent sees the socket close. A copy of it that a handler forked
+and that falls out of the handler ends at once and says nothing.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from windlass.model.errors import BadInput, HandlerNotFound
+from windlass.model.task import to_json
+from windlass.worker import frames
+from windlass.worker.handler import DoNotRetry, Handler, RunningTask, load_handler
+
+# More often than this nobody looks; a handler that reports every iteration costs itself nothing.
+PROGRESS_INTERVAL_S = 0.1
+
+
+class Child:
+    def __init__(self, sock: socket.socket, handler: Handler, max_result_bytes: int) -> None:
+        self._sock = sock
+        self._handler = handler
+        self._max_result_bytes = max_result_bytes
+        self._send_lock = threading.Lock()
+        self._runner = asyncio.Runner()
+        self._pid = os.getpid()
+
+    def serve(self) -> None:
+        self._send(frames.READY)
+        # Ends when the parent closes the socket.
+        while (frame := frames.receive(self._sock)) is not None:
+            kind, body = self._attempt(json.loads(frame[1]))
+            if os.getpid() != self._pid:
+                os._exit(0)
+            self._send(kind, body)
+
+    def _attempt(self, given: dict[str, Any]) -> tuple[int, bytes]:
+        task = RunningTask(**given, _report=self._progress_reporter())
+        try:
+            result = self._handler(task)
+            if inspect.isawaitable(result):
+                result = self._runner.run(_awaited(result))
+            return frames.RESULT, to_json(result, "the handler's result", self._max_result_bytes).encode()
+        except DoNotRetry as error:
+            return _failed("DO_NOT_RETRY", str(error) or "the handler said: do not retry", retry=False)
+        except BadInput as error:
+            return _failed("BAD_RESULT", str(error))
+        except MemoryError:
+            return _failed("OUT_OF_MEMORY", traceback.format_exc())
+        except SystemExit as error:
+            return _failed("HANDLER_ERROR", f"the handler called sys.exit({error.code!r})")
+        except BaseException:
+            return _failed("HANDLER_ERROR", traceback.format_exc())
+
+    def _progress_reporter(self) -> Any:
+        sent_at = 0.0
+
+        def report(fraction: float, note: str | None) -> None:
+            nonlocal sent_at
+            now = time.monotonic()
+            if now - sent_at >= PROGRESS_INTERVAL_S or fraction >= 1.0:
+                sent_at = now
+                self._send(frames.PROGRESS, json.dumps([fraction, note and str(note)]).encode())
+
+        return report
+
+    def _send(self, kind: int, body: bytes = b"") -> None:
+        with self._send_lock:
+            self._sock.sendall(frames.pack(kind, body))
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _failed(code: str, error: str, *, retry: bool = True) -> tuple[int, bytes]:
+    return frames.FAILED, json.dumps({"code": code, "error": error, "retry": retry}).encode()
+
+
+def _be_first_to_go() -> None:
+    """When memory runs out, the kernel should end this process and not the parent that keeps the heartbeat."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
+            file.write("800")
+    except OSError:
+        pass  # not Linux, or not allowed: then the kernel chooses
+
+
+def main() -> None:
+    socket_fd, spec, max_result_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    sock = socket.socket(fileno=socket_fd)
+    # Ctrl-C is the parent's to interpret; it decides whether the attempt may finish.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    _be_first_to_go()
+    try:
+        handler = load_handler(spec)
+    except HandlerNotFound as error:
+        sock.sendall(frames.pack(frames.NOT_READY, str(error).encode()))
+        sys.exit(1)
+    # When the parent is gone, so is the reason to exist.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        Child(sock, handler, max_result_bytes).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,498 @@
+"""The embedded PostgreSQL under real programs that come, go and are killed.
+
+A `Program` is another process that opens the directory, says so, and leaves when told. Nothing sleeps: every wait
+is for a condition, with a limit.
+"""
+
+import asyncio
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import psutil
+import pytest
+
+import windlass
+from windlass.model.errors import ConfigError, DatabaseUnavailable
+from windlass.store import embedded
+from windlass.store.embedded import EmbeddedPostgres, default_data_dir
+
+LIMIT_S = 60  # for a wait that ends at once unless something is broken
+IS_ROOT = os.geteuid() == 0
+SOURCES = str(Path(next(iter(windlass.__path__))).parent)
+HOLD_OPEN = """
+import sys
+from pathlib import Path
+from windlass.store.embedded import EmbeddedPostgres
+with EmbeddedPostgres(Path(sys.argv[1])):
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+COME_AND_GO = """
+import asyncio, sys
+from pathlib import Path
+import asyncpg
+from windlass.store.embedded import EmbeddedPostgres
+async def write(dsn):
+    connection = await asyncpg.connect(dsn)
+    await connection.execute("insert into visits default values")
+    await connection.close()
+for _ in range(int(sys.argv[2])):
+    with EmbeddedPostgres(Path(sys.argv[1])) as postgres:
+        asyncio.run(write(postgres.dsn))
+"""
+OPEN_AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from windlass.model.errors import WindlassError
+from windlass.store.embedded import EmbeddedPostgres
+if os.geteuid() == 0:
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    EmbeddedPostgres(Path(sys.argv[1])).open()
+except WindlassError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+def spawn(code: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": SOURCES},
+        start_new_session=True,  # a terminal of its own, so that Ctrl-C can be tried on it
+    )
+
+
+class Program:
+    """Another process that has the directory open until told to leave."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.process = spawn(HOLD_OPEN, data_dir)
+
+    def wait_until_open(self) -> "Program":
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], LIMIT_S)[0], "it did not open in time"
+        if self.process.stdout.readline() != "open\n":
+            pytest.fail(self.process.communicate(timeout=LIMIT_S)[1])
+        return self
+
+    def leave(self) -> None:
+        stderr = self.process.communicate("", timeout=LIMIT_S)[1]
+        assert self.process.returncode == 0, stderr
+
+    def interrupt(self, how: signal.Signals) -> None:
+        os.killpg(self.process.pid, how)
+        self.process.communicate(timeout=LIMIT_S)
+
+
+@pytest.fixture
+def data_dir() -> Iterator[Path]:
+    """A directory of its own. Not tmp_path: under root the server's user could not enter it."""
+    parent = Path(tempfile.mkdtemp(prefix="windlass-test-")).resolve()
+    parent.chmod(0o755)
+    yield parent / "data"
+    for pid_file in parent.rglob("postmaster.pid"):  # of a test that failed half-way
+        with suppress(psutil.Error, ValueError, IndexError):
+            process = psutil.Process(int(pid_file.read_text().split()[0]))
+            if process.name() == "postgres":
+                process.kill()
+    shutil.rmtree(parent)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[EmbeddedPostgres]:
+    """One running server for all tests that only look at it."""
+    parent = Path(tempfile.mkdtemp(prefix="windlass-test-")).resolve()
+    parent.chmod(0o755)
+    with EmbeddedPostgres(parent / "data") as postgres:
+        yield postgres
+    shutil.rmtree(parent)
+
+
+@pytest.fixture(scope="module")
+def made_before() -> Iterator[Path]:
+    parent = Path(tempfile.mkdtemp(prefix="windlass-test-")).resolve()
+    parent.chmod(0o755)
+    with EmbeddedPostgres(parent / "data") as postgres:
+        ask(postgres, "create table kept (n int)", "insert into kept values (42)")
+    yield parent / "data"
+    shutil.rmtree(parent)
+
+
+@pytest.fixture
+def filled_dir(made_before: Path, data_dir: Path) -> Path:
+    """A directory used before, with 42 in the table `kept`; its server is stopped."""
+    subprocess.run(["cp", "-a", made_before, data_dir], check=True)
+    return data_dir
+
+
+def postmaster_pid(data_dir: Path) -> int:
+    return int((data_dir / "postgres" / "postmaster.pid").read_text().split()[0])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+def kill_server(data_dir: Path) -> None:
+    pid = postmaster_pid(data_dir)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(pid))
+
+
+def ask(postgres: EmbeddedPostgres, *statements: str) -> Any:
+    """Runs the statements on a new connection; the value of the last one."""
+
+    async def run() -> Any:
+        connection = await asyncpg.connect(postgres.dsn)
+        try:
+            return [await connection.fetchval(statement) for statement in statements][-1]
+        finally:
+            await connection.close()
+
+    return asyncio.run(run())
+
+
+def test_an_empty_directory_becomes_a_server_that_stops_when_closed(data_dir: Path) -> None:
+    with EmbeddedPostgres(data_dir) as postgres:
+        assert ask(postgres, "select current_database() || ' ' || current_user") == "windlass windlass"
+        pid = postmaster_pid(data_dir)
+        assert is_alive(pid)
+    assert not is_alive(pid)
+    assert not (data_dir / "postgres" / "postmaster.pid").exists()
+
+
+def test_what_was_committed_survives_stop_and_start(data_dir: Path) -> None:
+    with EmbeddedPostgres(data_dir) as postgres:
+        ask(postgres, "create table kept (n int)", "insert into kept values (42)")
+    with EmbeddedPostgres(data_dir) as postgres:
+        assert ask(postgres, "select n from kept") == 42
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        pytest.param("fsync", "on", id="committed is on disk"),
+        pytest.param("synchronous_commit", "on", id="commit waits for the disk"),
+        pytest.param("max_connections", "300", id="many workers fit"),
+        pytest.param("server_encoding", "UTF8", id="any text fits"),
+        pytest.param("listen_addresses", "", id="no network"),
+        pytest.param("unix_socket_permissions", "0700", id="the socket is private"),
+    ],
+)
+def test_the_server_runs_with(shared: EmbeddedPostgres, setting: str, value: str) -> None:
+    assert ask(shared, f"select current_setting('{setting}')") == value
+
+
+def test_nothing_listens_on_the_network(shared: EmbeddedPostgres) -> None:
+    listening = [line for line in (shared.data_dir / "postgres.log").read_text().splitlines() if "listening on" in line]
+    assert len(listening) == 1
+    assert "Unix socket" in listening[0]
+
+
+def test_only_the_owner_can_enter_the_directories_of_data_and_socket(shared: EmbeddedPostgres) -> None:
+    for private in (shared.data_dir / "postgres", shared.data_dir / "run"):
+        assert private.stat().st_mode & 0o777 == 0o700
+
+
+def test_pg_variables_of_the_user_have_no_say(filled_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PGPORT": "6000", "PGHOST": "example.org", "PGDATABASE": "x", "PGSSLMODE": "require"}.items():
+        monkeypatch.setenv(name, value)
+    with EmbeddedPostgres(filled_dir) as postgres:
+        assert ask(postgres, "select current_database()") == "windlass"
+
+
+def test_a_program_that_leaves_does_not_stop_the_server_of_another(filled_dir: Path) -> None:
+    first = Program(filled_dir).wait_until_open()
+    with EmbeddedPostgres(filled_dir) as second:
+        pid = postmaster_pid(filled_dir)
+        first.leave()
+        assert ask(second, "select 1") == 1
+        assert postmaster_pid(filled_dir) == pid
+    assert not is_alive(pid)
+
+
+def test_ctrl_c_in_the_program_that_started_the_server_does_not_reach_the_server(filled_dir: Path) -> None:
+    first = Program(filled_dir).wait_until_open()
+    with EmbeddedPostgres(filled_dir) as second:
+        pid = postmaster_pid(filled_dir)
+        first.interrupt(signal.SIGINT)
+        assert ask(second, "select 1") == 1
+        assert postmaster_pid(filled_dir) == pid
+
+
+def test_a_killed_program_leaves_a_server_that_the_next_one_shares_and_stops(filled_dir: Path) -> None:
+    killed = Program(filled_dir).wait_until_open()
+    pid = postmaster_pid(filled_dir)
+    killed.interrupt(signal.SIGKILL)
+    assert is_alive(pid)
+    with EmbeddedPostgres(filled_dir) as postgres:
+        assert postmaster_pid(filled_dir) == pid
+        assert ask(postgres, "select 1") == 1
+    assert not is_alive(pid)
+
+
+def test_a_program_killed_while_it_makes_the_cluster_leaves_a_place_for_the_next(data_dir: Path) -> None:
+    killed = Program(data_dir)
+    wait_for(lambda: any(data_dir.glob("new-*/base")))  # initdb is at work
+    killed.interrupt(signal.SIGKILL)
+    with EmbeddedPostgres(data_dir) as postgres:
+        assert ask(postgres, "select 1") == 1
+
+
+def test_a_program_killed_while_it_stops_the_server_leaves_it_to_the_next(filled_dir: Path) -> None:
+    killed = Program(filled_dir).wait_until_open()
+    killed.interrupt(signal.SIGKILL)
+    os.kill(postmaster_pid(filled_dir), signal.SIGINT)  # all that the killed one had come to do
+    with EmbeddedPostgres(filled_dir) as postgres:
+        assert ask(postgres, "select n from kept") == 42
+
+
+def test_programs_that_start_at_the_same_instant_on_an_empty_directory_share_one_server(data_dir: Path) -> None:
+    programs = [Program(data_dir) for _ in range(3)]
+    for program in programs:
+        program.wait_until_open()
+    pid = postmaster_pid(data_dir)
+    for program in programs:
+        program.leave()
+    assert not is_alive(pid)
+
+
+def test_programs_that_come_and_go_all_the_time_always_find_a_server(filled_dir: Path) -> None:
+    with EmbeddedPostgres(filled_dir) as postgres:
+        ask(postgres, "create table visits (at timestamptz default now())")
+    visitors = [spawn(COME_AND_GO, filled_dir, 8) for _ in range(4)]
+    for visitor in visitors:
+        _, stderr = visitor.communicate(timeout=LIMIT_S)
+        assert visitor.returncode == 0, stderr
+    assert not (filled_dir / "postgres" / "postmaster.pid").exists()
+    with EmbeddedPostgres(filled_dir) as postgres:
+        assert ask(postgres, "select count(*) from visits") == 32
+
+
+def test_two_users_in_one_program_count_as_two(filled_dir: Path) -> None:
+    with EmbeddedPostgres(filled_dir) as outer:
+        with EmbeddedPostgres(filled_dir):
+            pass
+        assert ask(outer, "select 1") == 1
+
+
+def test_a_killed_server_is_recovered_by_the_next_program_with_its_data(filled_dir: Path) -> None:
+    with EmbeddedPostgres(filled_dir) as postgres:
+        ask(postgres, "update kept set n = 43")
+        kill_server(filled_dir)
+        with EmbeddedPostgres(filled_dir) as next_one:
+            assert ask(next_one, "select n from kept") == 43
+
+
+def test_opening_again_revives_a_server_that_died(filled_dir: Path) -> None:
+    with EmbeddedPostgres(filled_dir) as postgres:
+        kill_server(filled_dir)
+        postgres.open()
+        assert ask(postgres, "select 1") == 1
+    assert not (filled_dir / "postgres" / "postmaster.pid").exists()
+
+
+def test_a_backend_busy_in_a_query_does_not_keep_a_killed_server_from_being_recovered(filled_dir: Path) -> None:
+    async def kill_the_server_under_a_query(dsn: str) -> None:
+        connection, watcher = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
+        busy = asyncio.create_task(connection.execute("do $$ begin loop end loop; end $$"))  # never waits, never looks
+        while not await watcher.fetchval("select count(*) from pg_stat_activity where query like 'do $$%'"):
+            pass
+        kill_server(filled_dir)
+        await asyncio.to_thread(postgres.open)
+        with pytest.raises((asyncpg.PostgresError, OSError)):
+            await asyncio.wait_for(busy, LIMIT_S)
+        watcher.terminate()
+
+    with EmbeddedPostgres(filled_dir) as postgres:
+        asyncio.run(kill_the_server_under_a_query(postgres.dsn))
+        assert ask(postgres, "select 1") == 1
+
+
+@pytest.mark.parametrize("content", [pytest.param("{pid}\n", id="a stranger's pid"), pytest.param("", id="nothing")])
+def test_a_stale_pid_file_does_not_keep_the_server_down_with(filled_dir: Path, content: str) -> None:
+    cluster = filled_dir / "postgres"
+    identity = {"user": cluster.stat().st_uid, "extra_groups": []} if IS_ROOT else {}
+    # The same user: only then PostgreSQL itself takes the stranger for a running server and refuses to start.
+    with subprocess.Popen(["sleep", str(LIMIT_S)], **identity) as stranger:
+        (filled_dir / "run").mkdir(mode=0o700)
+        for lock in (cluster / "postmaster.pid", filled_dir / "run" / ".s.PGSQL.5432.lock"):
+            lock.write_text(content.format(pid=stranger.pid))
+        with EmbeddedPostgres(filled_dir) as postgres:
+            assert ask(postgres, "select n from kept") == 42
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_a_server_whose_directory_was_deleted_does_not_disturb_its_successor(data_dir: Path) -> None:
+    abandoned = Program(data_dir).wait_until_open()
+    old_pid = postmaster_pid(data_dir)
+    shutil.rmtree(data_dir)
+    with EmbeddedPostgres(data_dir) as postgres:
+        assert not is_alive(old_pid)
+        abandoned.leave()
+        assert ask(postgres, "select 1") == 1
+
+
+def test_a_server_whose_socket_was_deleted_is_replaced(filled_dir: Path) -> None:
+    Program(filled_dir).wait_until_open().interrupt(signal.SIGKILL)
+    (filled_dir / "run" / ".s.PGSQL.5432").unlink()
+    with EmbeddedPostgres(filled_dir) as postgres:
+        assert ask(postgres, "select n from kept") == 42
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("x" * 150, id="too long for a socket"),
+        pytest.param("a b", id="a space"),
+        pytest.param("a,b", id="a comma"),
+        pytest.param("$HOME`id`\"'%41", id="what a shell or an address would read otherwise"),
+    ],
+)
+def test_any_path_will_do_with(data_dir: Path, name: str) -> None:
+    with EmbeddedPostgres(data_dir / name) as postgres:
+        assert ask(postgres, "select 1") == 1
+        socket_dir = Path(ask(postgres, "select current_setting('unix_socket_directories')"))
+        assert socket_dir.stat().st_mode & 0o777 == 0o700
+    assert not socket_dir.exists()
+
+
+def test_a_socket_directory_that_somebody_else_made_is_refused(data_dir: Path) -> None:
+    postgres = EmbeddedPostgres(data_dir / ("x" * 150))
+    socket_dir = postgres._socket_dir
+    socket_dir.mkdir(mode=0o700)
+    socket_dir.chmod(0o777)
+    try:
+        with pytest.raises(ConfigError, match=f"{socket_dir}.*remove it"):
+            postgres.open()
+    finally:
+        socket_dir.rmdir()
+
+
+def test_a_log_grown_too_long_is_put_aside_at_the_next_start(filled_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "LOG_LIMIT_BYTES", 100)
+    for _ in range(3):
+        with EmbeddedPostgres(filled_dir):
+            pass
+    assert (filled_dir / "postgres.log").read_text().count("starting PostgreSQL") == 1
+    assert (filled_dir / "postgres.log.1").read_text().count("starting PostgreSQL") == 1
+
+
+def test_data_of_another_major_version_is_left_alone_and_named(filled_dir: Path) -> None:
+    (filled_dir / "postgres" / "PG_VERSION").write_text("16\n")
+    with pytest.raises(ConfigError, match=r"version 16.*name another data directory"):
+        EmbeddedPostgres(filled_dir).open()
+    (filled_dir / "postgres" / "PG_VERSION").write_text("18\n")
+    with EmbeddedPostgres(filled_dir) as postgres:
+        assert ask(postgres, "select n from kept") == 42
+
+
+def test_a_directory_with_foreign_files_is_left_alone_and_named(data_dir: Path) -> None:
+    foreign = data_dir / "postgres" / "thesis.tex"
+    foreign.parent.mkdir(parents=True)
+    foreign.touch()
+    with pytest.raises(ConfigError, match="name another data directory"):
+        EmbeddedPostgres(data_dir).open()
+    assert foreign.exists()
+
+
+def test_a_data_directory_that_is_a_file_is_named(data_dir: Path) -> None:
+    data_dir.touch()
+    with pytest.raises(ConfigError, match=f"{data_dir} is a file"):
+        EmbeddedPostgres(data_dir).open()
+
+
+def test_a_data_directory_that_may_not_be_written_is_named(data_dir: Path) -> None:
+    data_dir.mkdir()
+    data_dir.chmod(0o555)
+    program = spawn(OPEN_AS_NOBODY, data_dir)
+    stderr = program.communicate(timeout=LIMIT_S)[1]
+    assert stderr.startswith(f"ConfigError: cannot use {data_dir} as the data directory (Permission denied")
+    assert stderr.count("\n") == 1
+
+
+def test_a_server_that_cannot_start_is_reported_in_its_own_words(filled_dir: Path) -> None:
+    with (filled_dir / "postgres" / "postgresql.conf").open("a") as config:
+        config.write("shared_buffers = nonsense\n")
+    with pytest.raises(DatabaseUnavailable, match=r"shared_buffers.*or set DATABASE_URL") as caught:
+        EmbeddedPostgres(filled_dir).open()
+    assert "\n" not in str(caught.value)
+    assert (filled_dir / "postgres").exists()
+
+
+def test_a_platform_without_binaries_is_named(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"no embedded PostgreSQL for this platform.*DATABASE_URL"):
+        EmbeddedPostgres(data_dir).open()
+
+
+def test_a_failed_open_leaves_nothing_behind_that_blocks_others(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    postgres = EmbeddedPostgres(data_dir)
+    with monkeypatch.context() as patched, pytest.raises(ConfigError):
+        patched.setattr("importlib.util.find_spec", lambda _: None)
+        postgres.open()
+    with postgres:
+        pid = postmaster_pid(data_dir)
+    assert not is_alive(pid)
+
+
+def test_the_default_place_needs_no_home_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    assert default_data_dir().is_absolute()
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as somebody else")
+def test_root_runs_the_server_as_a_user_of_its_own(shared: EmbeddedPostgres) -> None:
+    assert psutil.Process(postmaster_pid(shared.data_dir)).username() == "windlass-postgres"
+    assert psutil.Process(postmaster_pid(shared.data_dir)).uids().saved != 0
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as somebody else")
+def test_root_with_programs_nobody_else_can_reach_runs_a_copy(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = embedded._package_dir()
+    hidden = data_dir.parent / "hidden"
+    hidden.mkdir(mode=0o700)
+    for source in (package, package.with_name(f"{package.name}.libs")):
+        (hidden / source.name).symlink_to(source)
+    monkeypatch.setattr(embedded, "_package_dir", lambda: hidden / package.name)
+    for _ in range(2):
+        with EmbeddedPostgres(data_dir) as postgres:
+            assert ask(postgres, "select 1") == 1
+            assert Path(psutil.Process(postmaster_pid(data_dir)).cmdline()[0]).is_relative_to(data_dir)
+    assert hidden.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as somebody else")
+def test_root_is_told_when_the_server_cannot_enter_the_data_directory(data_dir: Path) -> None:
+    data_dir.parent.chmod(0o700)
+    with pytest.raises(ConfigError, match=r"cannot enter.*name a data directory every user may enter"):
+        EmbeddedPostgres(data_dir).open()
+    assert data_dir.parent.stat().st_mode & 0o777 == 0o700
