@@ -3,6 +3,7 @@
 - `dsn`: a fresh, migrated database on the PostgreSQL that Windlass brings along.
 - `each_dsn`: the same, once over that server and once over the system's own (the newest in /usr/lib/postgresql).
 - `empty_dsn`: the same two servers, a database without our schema.
+- `clock`: virtual time for either store.
 
 One server of each kind per test session and xdist worker, started when the first test asks for it. Fresh databases are
 copies of a migrated one, which takes a few milliseconds. The servers do not sync to disk: they need not survive.
@@ -20,11 +21,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
+import psutil
 import pytest
 
 from windlass.store.embedded import EmbeddedPostgres
@@ -34,8 +37,9 @@ SYSTEM_POSTGRES = Path("/usr/lib/postgresql")
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.01
-# Crash safety costs time that tests have no use for.
-UNSAFE_SETTINGS = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+PORT = 5432  # only the name of a socket; nothing listens on a port
+# Surviving a power cut costs time that tests have no use for. What was committed survives the server's own crash.
+UNSAFE_SETTINGS = {"fsync": "off", "full_page_writes": "off"}
 
 T = TypeVar("T")
 
@@ -43,11 +47,11 @@ T = TypeVar("T")
 class Server:
     """A running server on which tests make databases."""
 
-    def __init__(self, dsn: str, socket_dir: Path, restart: Callable[[], None]) -> None:
+    def __init__(self, dsn: str, socket_dir: Path, crash: Callable[[], None], start: Callable[[], None]) -> None:
         self.dsn = dsn
         self.socket_dir = socket_dir
-        # Ends it as a power cut would and starts it again.
-        self.restart = restart
+        self.crash = crash
+        self.start = start
         self._numbers = itertools.count()
         self._template: str | None = None
 
@@ -93,7 +97,7 @@ def run_aside(coroutine: Coroutine[Any, Any, T]) -> T:
 @contextmanager
 def reachable_temp_dir() -> Iterator[Path]:
     """pytest's tmp_path is closed to all but its owner; under root, servers run as somebody else."""
-    path = Path(tempfile.mkdtemp(prefix="windlass-test-"))
+    path = Path(tempfile.mkdtemp(prefix="windlass-pytest-"))
     path.chmod(0o755)
     try:
         yield path
@@ -109,6 +113,12 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
         time.sleep(POLL_S)
 
 
+@pytest.fixture
+def reachable_path() -> Iterator[Path]:
+    with reachable_temp_dir() as path:
+        yield path
+
+
 # -------------------------------------------------------------------------------------------------------- servers
 
 
@@ -116,12 +126,12 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
 def embedded_server() -> Iterator[Server]:
     with reachable_temp_dir() as path, EmbeddedPostgres(path / "data") as postgres:
 
-        def restart() -> None:
+        def crash() -> None:
             pid = int((postgres.data_dir / "postgres" / "postmaster.pid").read_text().split()[0])
             os.kill(pid, signal.SIGQUIT)
-            postgres.open()
+            wait_until(lambda: not psutil.pid_exists(pid), STOP_TIMEOUT_S, "stopping PostgreSQL")
 
-        server = Server(postgres.dsn, path / "data" / "run", restart)
+        server = Server(postgres.dsn, path / "data" / "run", crash, postgres.open)
         for name, value in UNSAFE_SETTINGS.items():
             server.execute(f"alter system set {name} = {value}")
         server.execute("select pg_reload_conf()")
@@ -137,7 +147,7 @@ def system_server() -> Iterator[Server]:
         process = SystemPostgres(found[-1].parent, path)
         process.start()
         try:
-            yield Server(process.dsn, path, process.restart)
+            yield Server(process.dsn, path, lambda: process.stop(signal.SIGQUIT), process.start)
         finally:
             process.stop(signal.SIGINT)
 
@@ -157,11 +167,11 @@ class SystemPostgres:
 
     @property
     def dsn(self) -> str:
-        return f"postgresql://postgres@/postgres?host={self._path}"
+        return f"postgresql://postgres@/postgres?host={self._path}&port={PORT}"
 
     def start(self) -> None:
-        settings = {**UNSAFE_SETTINGS, "listen_addresses": "", "unix_socket_directories": str(self._path)}
-        options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+        place = {"listen_addresses": "", "unix_socket_directories": str(self._path), "port": PORT}
+        options = [word for name, value in {**UNSAFE_SETTINGS, **place}.items() for word in ("-c", f"{name}={value}")]
         with (self._path / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [self._bin_dir / "postgres", "-D", self._path / "data", *options],
@@ -178,12 +188,8 @@ class SystemPostgres:
         self._process.send_signal(how)
         self._process.wait(STOP_TIMEOUT_S)
 
-    def restart(self) -> None:
-        self.stop(signal.SIGQUIT)
-        self.start()
-
     def _answers(self) -> bool:
-        asked = subprocess.run([self._bin_dir / "pg_isready", "-q", "-h", self._path], check=False)
+        asked = subprocess.run([self._bin_dir / "pg_isready", "-q", "-h", self._path, "-p", str(PORT)], check=False)
         return asked.returncode == 0
 
 
@@ -220,3 +226,25 @@ def each_dsn(each_server: Server) -> Iterator[str]:
 def empty_dsn(each_server: Server) -> Iterator[str]:
     with each_server.database() as dsn:
         yield dsn
+
+
+# ----------------------------------------------------------------------------------------------------------- time
+
+
+class VirtualClock:
+    """For PostgresStore(virtual_now=...) and MemoryStore: time that passes only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2030, 1, 1, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def advance(self, seconds: float) -> datetime:
+        self.now += timedelta(seconds=seconds)
+        return self.now
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()

@@ -1,9 +1,13 @@
 """Where settings come from: `windlass.toml`, then the environment, then the command line; the later is stronger.
 
-Every value remembers its source, so that an error can name it and `windlass config show` can print it.
+Every value remembers its source, so that an error can name it and `windlass config show` can print it. A name that is
+no setting is refused wherever it stands. An empty environment variable counts as not set. A data directory given on
+the command line is a choice of the embedded PostgreSQL, whatever DATABASE_URL says.
 """
 
+import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,22 +15,33 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic.fields import FieldInfo
 
+from windlass.model.address import HIDDEN, is_database_url, masked, problem_of_database_url
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
+from windlass.model.fleet import DEFAULT_FLEET, FleetConfig
 
 DEFAULT_FILE = Path("windlass.toml")
-# Names people already have in their environment, beside WINDLASS_<KEY> and WINDLASS_<SECTION>__<KEY>.
-ENVIRONMENT_ALIASES = {"DATABASE_URL": "database_url"}
+PREFIX = "WINDLASS_"
 Source = str
 Key = tuple[str, ...]
+Values = dict[Key, tuple[Any, Source]]
 
 
-class _Environment(BaseSettings, Config):
-    """Reads WINDLASS_* with pydantic-settings' rules; only its source is used, validation happens on the whole."""
-
-    model_config = SettingsConfigDict(env_prefix="WINDLASS_", env_nested_delimiter="__", extra="ignore")
+# Minutes in their old name, seconds in ours.
+_IN_MINUTES = {"FAILURE_WINDOW_MINUTES"}
+_FLEET_VARIABLE = re.compile(r"WINDLASS_FLEETS__(\w+?)__(\w+)")
+# Ours, but no settings: a switch of the command line, and what a worker tells the commands it runs.
+NOT_SETTINGS = {
+    "WINDLASS_DEBUG",
+    "WINDLASS_TASK_ID",
+    "WINDLASS_QUEUE",
+    "WINDLASS_ATTEMPT",
+    "WINDLASS_CLAIM_TOKEN",
+}
+# Kubernetes puts these into every container beside a Service called windlass or windlass-something.
+_FROM_KUBERNETES = re.compile(r"WINDLASS_(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +54,12 @@ class Setting:
 
     def shown(self) -> Any:
         """The value as it may be printed."""
-        if self.value is None:
-            return None
-        if self.is_secret:
-            return "********"
-        return str(self.value) if isinstance(self.value, Path) else self.value
+        value = self.value.get_secret_value() if isinstance(self.value, SecretStr) else self.value
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if self.is_secret and not is_database_url(str(value)):
+            return HIDDEN
+        return masked(str(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,90 +70,194 @@ class Loaded:
     sources: Mapping[Key, Source]
 
     def settings(self) -> list[Setting]:
-        return list(_describe(self.config, self.sources))
+        return [
+            Setting(
+                ".".join(key),
+                _value(self.config, key),
+                _source(self.sources, key) or "default",
+                field.description or "",
+                _is_secret(field),
+            )
+            for key, field in _fields_of(self.config)
+        ]
 
 
-def load_config(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Loaded:
+def load_config(
+    file: Path | None = None, overrides: Mapping[str, Any] | None = None, overrides_from: Source = "command line"
+) -> Loaded:
     """`file`: must exist if named; otherwise windlass.toml of this folder, if there is one. Raises ConfigError.
 
-    `overrides` are dotted keys from the command line; None means not given.
+    `overrides` are dotted keys; None means not given.
     """
-    values: dict[Key, tuple[Any, Source]] = {}
-    if file is not None or DEFAULT_FILE.is_file():
-        values |= _from_file(file or DEFAULT_FILE)
-    values |= _from_environment()
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            values[tuple(key.split("."))] = (value, "command line")
+    values: Values = _from_file(file)
+    values |= _from_environment(os.environ)
+    given = {tuple(key.split(".")): value for key, value in (overrides or {}).items() if value is not None}
+    if ("data_dir",) in given and ("database_url",) not in given:
+        values.pop(("database_url",), None)
+    values |= {key: (value, overrides_from) for key, value in given.items()}
     sources = {key: source for key, (_, source) in values.items()}
     try:
         config = Config.model_validate(_nest(values))
     except ValidationError as error:
         raise ConfigError(_explain(error, sources)) from None
-    return Loaded(config, sources)
+    config = _with_plain_database_url(config, sources)
+    folder = file.parent if file and sources.get(("data_dir",)) == str(file) else Path()
+    return Loaded(_with_absolute_data_dir(config, folder), sources)
 
 
-def _from_file(file: Path) -> dict[Key, tuple[Any, Source]]:
+def _with_plain_database_url(config: Config, sources: Mapping[Key, Source]) -> Config:
+    if config.database_url is None:
+        return config
+    # A value read from a file often ends with a line's end.
+    url = config.database_url.get_secret_value().strip()
+    problem = problem_of_database_url(url)
+    if problem is not None:
+        raise ConfigError(f"database_url (from {sources[('database_url',)]}) {problem}.")
+    return config.model_copy(update={"database_url": SecretStr(url)})
+
+
+def _with_absolute_data_dir(config: Config, folder: Path) -> Config:
+    """What stands in a file is meant from where that file is, anything else from where we are now."""
+    if config.data_dir is None:
+        return config
     try:
-        content = tomllib.loads(file.read_text())
+        data_dir = (folder / config.data_dir.expanduser()).absolute()
+    except RuntimeError:
+        raise ConfigError(f"data_dir is {config.data_dir}, but that home directory is unknown: write it out.") from None
+    return config.model_copy(update={"data_dir": data_dir})
+
+
+# -------------------------------------------------------------------------------------------------------- sources
+
+
+def _from_file(file: Path | None) -> Values:
+    name = file or DEFAULT_FILE
+    try:
+        with name.open("rb") as stream:
+            content = tomllib.load(stream)
     except FileNotFoundError:
+        if file is None:
+            return {}
         raise ConfigError(f"there is no configuration file {file}: check the path given with --config.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {file} cannot be read ({error}).") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not valid TOML ({error}).") from None
-    return {key: (value, str(file)) for key, value in _flatten(content)}
+    except OSError as error:
+        raise ConfigError(f"the configuration file {name} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not valid TOML (byte {error.start} is not UTF-8).") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{name} is not valid TOML ({error}).") from None
+    return {key: (value, str(name)) for key, value in _flatten(content)}
 
 
-def _from_environment() -> dict[Key, tuple[Any, Source]]:
-    values: dict[Key, tuple[Any, Source]] = {}
-    for name, alias in ENVIRONMENT_ALIASES.items():
-        if os.environ.get(name):
-            values[tuple(alias.split("."))] = (os.environ[name], name)
-    for key, value in _flatten(EnvSettingsSource(_Environment)()):
-        values[key] = (value, "WINDLASS_" + "__".join(key).upper())
-    return values
+def _from_environment(environment: Mapping[str, str]) -> Values:
+    # The aliases first: a name that says windlass is meant more than one that others read too.
+    names = {**ENVIRONMENT_ALIASES, **{PREFIX + "__".join(key).upper(): key for key, _ in _fields(Config)}}
+    for name, value in environment.items():
+        fleet = _FLEET_VARIABLE.fullmatch(name)
+        if fleet and fleet[2].lower() in FleetConfig.model_fields:
+            names[name] = ("fleets", fleet[1].lower(), fleet[2].lower())
+        is_ours = name in names or name in NOT_SETTINGS or not name.startswith(PREFIX)
+        if value and not is_ours and not _FROM_KUBERNETES.fullmatch(name):
+            raise ConfigError(f"{name} in the environment is not a setting: {_did_you_mean(name, list(names))}.")
+    return {key: (_converted(name, environment[name]), name) for name, key in names.items() if environment.get(name)}
+
+
+def _converted(name: str, value: str) -> Any:
+    if name not in _IN_MINUTES:
+        return value
+    try:
+        return float(value) * 60
+    except ValueError:
+        raise ConfigError(f"{name} in the environment is {value!r}, which is not a number of minutes.") from None
+
+
+def _did_you_mean(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return (f"did you mean {close[0]}? " if close else "") + "`windlass config show` lists all of them"
 
 
 def _flatten(content: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
     for name, value in content.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _flatten(value, (*prefix, name))
         else:
             yield (*prefix, name), value
 
 
-def _nest(values: Mapping[Key, tuple[Any, Source]]) -> dict[str, Any]:
+def _nest(values: Values) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    for key, (value, _) in values.items():
+    for key, (value, source) in values.items():
         section = nested
         for name in key[:-1]:
             section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{'.'.join(key)} (from {source}): {name} has one value already, and no parts.")
         section[key[-1]] = value
     return nested
 
 
+# ------------------------------------------------------------------------------------------------------- the model
+
+
+def _fields(section: type[BaseModel], prefix: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _fields(field.annotation, (*prefix, name))
+        elif name != "fleets":
+            yield (*prefix, name), field
+
+
+def _fields_of(config: Config) -> Iterator[tuple[Key, FieldInfo]]:
+    """Every setting there is, those of each fleet too."""
+    yield from _fields(Config)
+    for fleet in config.fleets:
+        yield from _fields(FleetConfig, ("fleets", fleet))
+
+
+def _value(config: BaseModel, key: Key) -> Any:
+    value: Any = config
+    for name in key:
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+    return value
+
+
+def _source(sources: Mapping[Key, Source], key: Key) -> Source | None:
+    """Where this value, or the first part of it, came from."""
+    return next((source for given, source in sources.items() if given[: len(key)] == key), None)
+
+
+def _is_secret(field: FieldInfo) -> bool:
+    return SecretStr in (field.annotation, *get_args(field.annotation))
+
+
 def _explain(error: ValidationError, sources: Mapping[Key, Source]) -> str:
     """One sentence for each thing that is wrong: the key, the value, its source, and what to do."""
+    secrets = {key for key, field in _fields(Config) if _is_secret(field)}
+    known = [".".join(key) for key, _ in _fields(Config)]
+    known += [f"fleets.{k[1]}.{name}" for k in sources if k[0] == "fleets" for name in FleetConfig.model_fields]
     sentences = []
     for problem in error.errors(include_url=False):
         key = tuple(str(part) for part in problem["loc"])
         name = ".".join(key) or "the configuration"
-        source = sources.get(key) or next((s for k, s in sources.items() if k[: len(key)] == key), "defaults")
+        source = (_source(sources, key) if key else None) or "what was given"
         if problem["type"] == "extra_forbidden":
-            sentences.append(f"{name} in {source} is not a setting: see docs/configuration.md for the names.")
+            sentences.append(f"{name} in {source} is not a setting: {_did_you_mean(name, known)}.")
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            given = "" if isinstance(problem["input"], Mapping) else f" is {problem['input']!r}"
+            is_shown = key not in secrets and not isinstance(problem["input"], Mapping)
+            given = f" is {masked(repr(problem['input']))}" if is_shown else ""
             sentences.append(f"{name} (from {source}){given}: {message[0].lower()}{message[1:]}.")
     return " ".join(sentences)
 
 
-def _describe(section: BaseModel, sources: Mapping[Key, Source], prefix: Key = ()) -> Iterator[Setting]:
-    for name, field in type(section).model_fields.items():
-        key, value = (*prefix, name), getattr(section, name)
-        if isinstance(value, BaseModel):
-            yield from _describe(value, sources, key)
-        else:
-            is_secret = SecretStr in (field.annotation, *get_args(field.annotation))
-            yield Setting(".".join(key), value, sources.get(key, "default"), field.description or "", is_secret)
+def _aliases() -> dict[str, Key]:
+    """Names people already have in their environment, beside WINDLASS_<KEY> and WINDLASS_<SECTION>__<KEY>."""
+    fleet = [(("fleets", DEFAULT_FLEET, name), field) for name, field in FleetConfig.model_fields.items()]
+    return {
+        env: key
+        for key, field in (*_fields(Config), *fleet)
+        if isinstance(field.json_schema_extra, dict)
+        for env in str(field.json_schema_extra["env"]).split()
+    }
+
+
+ENVIRONMENT_ALIASES = _aliases()

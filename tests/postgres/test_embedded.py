@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,12 @@ import asyncpg
 import psutil
 import pytest
 
-import windlass
 from windlass.model.errors import ConfigError, DatabaseUnavailable
 from windlass.store import embedded
 from windlass.store.embedded import EmbeddedPostgres, default_data_dir
 
 LIMIT_S = 60  # for a wait that ends at once unless something is broken
 IS_ROOT = os.geteuid() == 0
-SOURCES = str(Path(next(iter(windlass.__path__))).parent)
 HOLD_OPEN = """
 import sys
 from pathlib import Path
@@ -72,7 +70,7 @@ def spawn(code: str, *arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": SOURCES},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         start_new_session=True,  # a terminal of its own, so that Ctrl-C can be tried on it
     )
 
@@ -99,38 +97,41 @@ class Program:
         self.process.communicate(timeout=LIMIT_S)
 
 
-@pytest.fixture
-def data_dir() -> Iterator[Path]:
-    """A directory of its own. Not tmp_path: under root the server's user could not enter it."""
+@contextmanager
+def place() -> Iterator[Path]:
+    """A directory that does not exist yet. Not tmp_path: under root the server's user could not enter it."""
     parent = Path(tempfile.mkdtemp(prefix="windlass-test-")).resolve()
     parent.chmod(0o755)
-    yield parent / "data"
-    for pid_file in parent.rglob("postmaster.pid"):  # of a test that failed half-way
-        with suppress(psutil.Error, ValueError, IndexError):
-            process = psutil.Process(int(pid_file.read_text().split()[0]))
-            if process.name() == "postgres":
-                process.kill()
-    shutil.rmtree(parent)
+    try:
+        yield parent / "data"
+    finally:
+        for pid_file in parent.rglob("postmaster.pid"):  # of a test that failed half-way
+            with suppress(psutil.Error, ValueError, IndexError):
+                process = psutil.Process(int(pid_file.read_text().split()[0]))
+                if process.name() == "postgres":
+                    process.kill()
+        shutil.rmtree(parent)
+
+
+@pytest.fixture
+def data_dir() -> Iterator[Path]:
+    with place() as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[EmbeddedPostgres]:
     """One running server for all tests that only look at it."""
-    parent = Path(tempfile.mkdtemp(prefix="windlass-test-")).resolve()
-    parent.chmod(0o755)
-    with EmbeddedPostgres(parent / "data") as postgres:
+    with place() as path, EmbeddedPostgres(path) as postgres:
         yield postgres
-    shutil.rmtree(parent)
 
 
 @pytest.fixture(scope="module")
 def made_before() -> Iterator[Path]:
-    parent = Path(tempfile.mkdtemp(prefix="windlass-test-")).resolve()
-    parent.chmod(0o755)
-    with EmbeddedPostgres(parent / "data") as postgres:
-        ask(postgres, "create table kept (n int)", "insert into kept values (42)")
-    yield parent / "data"
-    shutil.rmtree(parent)
+    with place() as path:
+        with EmbeddedPostgres(path) as postgres:
+            ask(postgres, "create table kept (n int)", "insert into kept values (42)")
+        yield path
 
 
 @pytest.fixture
@@ -467,6 +468,15 @@ def test_a_failed_open_leaves_nothing_behind_that_blocks_others(
 def test_the_default_place_needs_no_home_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
     assert default_data_dir().is_absolute()
+
+
+def test_a_user_without_a_home_is_told_to_name_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does for a user it cannot find
+    with pytest.raises(ConfigError, match="name a data directory"):
+        default_data_dir()
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as somebody else")

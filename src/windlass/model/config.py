@@ -4,10 +4,12 @@ Where values come from (file, environment, command line) is no concern of this m
 """
 
 from pathlib import Path
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from windlass.model.task import MAX_PAYLOAD_BYTES
+from windlass.model.fleet import FleetConfig
+from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
 
 _DAY_S = 86_400.0
 
@@ -15,6 +17,10 @@ _DAY_S = 86_400.0
 class _Section(BaseModel):
     # An unknown key is a typo, and a typo that is ignored costs money.
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _from_environment(name: str, description: str) -> Any:
+    return Field(default=None, description=description, json_schema_extra={"env": name})
 
 
 class Retention(_Section):
@@ -52,15 +58,56 @@ class WorkerConfig(_Section):
         return self
 
 
+class ControlConfig(_Section):
+    """The control loop itself."""
+
+    lease_s: float = Field(
+        default=30.0, gt=1, description="A leader that is silent for this long is replaced by another orchestrator."
+    )
+
+
 class Config(_Section):
     database_url: SecretStr | None = Field(
-        default=None, description="PostgreSQL 14 or newer. Without it, windlass starts its own in the data directory."
+        default=None,
+        description="PostgreSQL 14 or newer. Without it, windlass starts its own in the data directory.",
+        json_schema_extra={"env": "DATABASE_URL"},
     )
     data_dir: Path | None = Field(
         default=None, description="Where the embedded PostgreSQL lives. Without it: the user's data directory."
+    )
+    supabase_url: str | None = _from_environment(
+        "SUPABASE_URL", "The project's address, to say where its database is found."
+    )
+    supabase_service_role_key: SecretStr | None = _from_environment(
+        "SUPABASE_SERVICE_ROLE_KEY", "Accepted and kept secret; windlass speaks to the database itself."
+    )
+    runpod_api_key: SecretStr | None = _from_environment("RUNPOD_API_KEY", "For Runpod fleets.")
+    hetzner_api_token: SecretStr | None = _from_environment("HETZNER_API_TOKEN", "For Hetzner fleets.")
+    hetzner_network_id: int | None = _from_environment("HETZNER_NETWORK_ID", "The private network of Hetzner fleets.")
+    control_plane_ip: str | None = _from_environment(
+        "RGRID_CONTROL_PLANE_IP", "Where machines in a private network find the control plane."
     )
     max_payload_bytes: int = Field(
         default=MAX_PAYLOAD_BYTES, gt=0, description="Largest payload or result of a task, as JSON."
     )
     retention: Retention = Retention()
     worker: WorkerConfig = WorkerConfig()
+    control: ControlConfig = ControlConfig()
+    fleets: dict[str, FleetConfig] = Field(default_factory=dict, description="One table per fleet.")
+
+    @field_validator("fleets")
+    @classmethod
+    def _fleet_names(cls, fleets: dict[str, FleetConfig]) -> dict[str, FleetConfig]:
+        for name in fleets:
+            if not is_name(name):
+                raise ValueError(f"{name!r} cannot be a fleet's name: letters, digits and _ . : -, at most 63 of them")
+        return fleets
+
+    @model_validator(mode="after")
+    def _supabase_has_a_database(self) -> Self:
+        if self.supabase_url is not None and self.database_url is None and self.data_dir is None:
+            raise ValueError(
+                f"supabase_url is {self.supabase_url}, but windlass connects to the database itself: set DATABASE_URL "
+                "to the connection string that the project's dashboard shows under Connect"
+            )
+        return self

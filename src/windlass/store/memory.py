@@ -538,7 +538,11 @@ class MemoryStore:
             return
         worker.code = worker.code if worker.code is not None else "LEFT"
         worker.reason = worker.reason if worker.reason is not None else reason
-        self._terminate(worker)
+        if worker.slot is None:
+            self._terminate(worker)
+        else:
+            # It still has a machine, which is the control loop's to end.
+            worker.status = WorkerStatus.TERMINATING
         self._note("WORKER_LEFT", reason, fleet=worker.fleet, worker_id=worker_id)
         for row in self._held_in_order(worker_id):
             self._release(row, worker_id, "its worker left")
@@ -549,6 +553,18 @@ class MemoryStore:
         return recovered
 
     async def recover_lost_workers(self, judge_id: str) -> list[Recovery]:
+        lost = self._lost_workers(judge_id)[:MAX_RECOVERED_PER_CALL]
+        recovered = [self._recover(worker, judge_id) for worker in lost]
+        # Those a control loop ended without taking what they held.
+        ended = sorted(
+            worker_id for worker_id, tasks in self._running.items() if tasks and worker_id not in self._not_terminated
+        )
+        return recovered + [
+            self._take_back_all(worker_id, f"worker {worker_id} has ended")
+            for worker_id in ended[:MAX_RECOVERED_PER_CALL]
+        ]
+
+    def _lost_workers(self, judge_id: str) -> list[_WorkerRow]:
         now = self._clock()
         judge = self._workers.get(judge_id)
         if judge is None or not _is_up(judge) or judge.last_heartbeat is None:
@@ -556,15 +572,15 @@ class MemoryStore:
         if judge.last_heartbeat < now - judge.lease or judge.heartbeat_gapless_since is None:
             return []
         gapless_s = (now - judge.heartbeat_gapless_since).total_seconds()
-        lost = sorted(
-            worker.id
+        lost = (
+            worker
             for worker in self._not_terminated.values()
             if _is_up(worker)
             and worker.slot is None
             and worker.lease_s <= gapless_s
             and worker.heard_at() < now - worker.lease
         )
-        return [self._recover(self._workers[worker_id], judge_id) for worker_id in lost[:MAX_RECOVERED_PER_CALL]]
+        return sorted(lost, key=lambda worker: worker.id)
 
     def _recover(self, worker: _WorkerRow, judge_id: str) -> Recovery:
         silent = self._clock() - worker.heard_at()
@@ -572,11 +588,14 @@ class MemoryStore:
         worker.reason = f"no heartbeat for {_whole_seconds(silent)} s"
         self._note("WORKER_LOST", worker.reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
         self._terminate(worker)
-        tasks = self._held_in_order(worker.id)
+        return self._take_back_all(worker.id, f"worker {worker.id} was lost")
+
+    def _take_back_all(self, worker_id: str, reason: str) -> Recovery:
+        tasks = self._held_in_order(worker_id)
         for row in tasks:
-            self._take_back(row, "WORKER_LOST", f"worker {worker.id} was lost")
+            self._take_back(row, "WORKER_LOST", reason)
         failed = sum(row.status is TaskStatus.FAILED for row in tasks)
-        return Recovery(worker.id, tasks_requeued=len(tasks) - failed, tasks_failed=failed)
+        return Recovery(worker_id, tasks_requeued=len(tasks) - failed, tasks_failed=failed)
 
     def _take_back(self, row: _TaskRow, code: str, reason: str) -> None:
         worker_id = row.worker_id

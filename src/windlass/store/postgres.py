@@ -25,6 +25,7 @@ from windlass.model.errors import BadInput, DatabaseUnavailable, UnknownWorker
 from windlass.model.event import Event, QueueDepth
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, Turn
 from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerStatus
+from windlass.store.connections import Connections
 from windlass.store.listener import Listener
 from windlass.store.migrate import applied_migrations, check_schema_version
 
@@ -58,9 +59,8 @@ class PostgresStore:
         """`virtual_now`, if given, is the database's time for every call: tests drive real PostgreSQL with it."""
         self._dsn = dsn
         self._retention = retention or Retention()
-        self._max_connections = max_connections
         self._virtual_now = virtual_now
-        self._pool: asyncpg.Pool | None = None
+        self._connections = Connections(self._connect, limit=max_connections, timeout_s=CONNECT_TIMEOUT_S)
         self._is_pooled = False
         self._listener: Listener | None = None
 
@@ -68,17 +68,6 @@ class PostgresStore:
         try:
             version = await self._look_around()
             check_schema_version(version)
-            self._pool = asyncpg.create_pool(
-                self._dsn,
-                min_size=0,
-                max_size=self._max_connections,
-                timeout=CONNECT_TIMEOUT_S,
-                command_timeout=COMMAND_TIMEOUT_S,
-                statement_cache_size=0 if self._is_pooled else 100,
-                # The default reset is a round trip after every call, for session state that we never make.
-                reset=_no_reset,
-            )
-            await self._pool
         except CONNECTION_ERRORS as error:
             raise unavailable("connecting", self._dsn, error) from None
         self._listener = Listener(self._dsn, is_possible=not self._is_pooled)
@@ -87,11 +76,15 @@ class PostgresStore:
     async def __aexit__(self, *_: object) -> None:
         if self._listener is not None:
             await self._listener.close()
-        if self._pool is not None:
-            try:
-                await asyncio.wait_for(self._pool.close(), CONNECT_TIMEOUT_S)
-            except (TimeoutError, *CONNECTION_ERRORS):
-                self._pool.terminate()
+        await self._connections.close()
+
+    async def _connect(self) -> Any:
+        return await asyncpg.connect(
+            self._dsn,
+            timeout=CONNECT_TIMEOUT_S,
+            command_timeout=COMMAND_TIMEOUT_S,
+            statement_cache_size=0 if self._is_pooled else 100,
+        )
 
     async def _look_around(self) -> int | None:
         """The schema's version, and on the way whether a pooler stands between us and the server."""
@@ -110,9 +103,10 @@ class PostgresStore:
 
     @asynccontextmanager
     async def _connection(self, doing: str) -> AsyncIterator[Any]:
-        assert self._pool is not None, "the store is used inside `async with`"  # noqa: S101
+        assert self._listener is not None, "the store is used inside `async with`"  # noqa: S101
         try:
-            async with self._pool.acquire(timeout=CONNECT_TIMEOUT_S) as connection:
+            connection = await self._connections.take()
+            try:
                 if self._virtual_now is not None:
                     await connection.execute(
                         "select set_config('windlass.now', $1, false)", self._virtual_now().isoformat()
@@ -122,16 +116,23 @@ class PostgresStore:
                         yield connection
                 else:
                     yield connection
+            except (asyncio.CancelledError, *CUT_OFF):
+                self._connections.discard(connection)
+                raise
+            except BaseException:
+                self._connections.give_back(connection)
+                raise
+            self._connections.give_back(connection)
         except CONNECTION_ERRORS as error:
             raise unavailable(doing, self._dsn, error) from None
         except asyncpg.NoDataFoundError as error:
-            raise UnknownWorker(f"{doing}: {error}") from None
+            raise UnknownWorker(f"{doing}: {_words(error)}") from None
         except (
             asyncpg.DataError,
             asyncpg.IntegrityConstraintViolationError,
             asyncpg.ProgramLimitExceededError,
         ) as error:
-            raise BadInput(f"{doing}: {error}") from None
+            raise BadInput(f"{doing}: {_words(error)}") from None
         except (OverflowError, UnicodeEncodeError) as error:
             # COPY encodes its rows itself and says so in Python's words.
             raise BadInput(f"{doing}: a value cannot be stored ({error}).") from None
@@ -144,19 +145,26 @@ class PostgresStore:
 
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         if isinstance(tasks, AsyncIterable):
-            tasks = [task async for task in tasks]
-        rows = [(t.queue, t.payload, t.priority, t.run_after, t.max_attempts, t.timeout_s, t.unique_key) for t in tasks]
+            # It may be larger than memory, and whether a key comes is not known before its end.
+            return await self._enqueue_by_staging(_numbered(tasks))
+        rows = [_copy_row(task) for task in tasks]
+        if any(row[-1] is not None for row in rows):
+            return await self._enqueue_by_staging((position, *row) for position, row in enumerate(rows))
+        # With nothing to be unique, straight into the table.
+        async with self._connection("enqueueing tasks") as connection:
+            status = await connection.copy_records_to_table(
+                "tasks",
+                schema_name="windlass",
+                records=rows,
+                columns=COPY_COLUMNS,
+                timeout=BULK_TIMEOUT_S,
+            )
+        return _row_count(status)
+
+    async def _enqueue_by_staging(
+        self, numbered_rows: Iterable[tuple[Any, ...]] | AsyncIterable[tuple[Any, ...]]
+    ) -> int:
         async with self._connection("enqueueing tasks") as connection, connection.transaction():
-            if all(row[-1] is None for row in rows):
-                # With nothing to be unique, straight into the table.
-                status = await connection.copy_records_to_table(
-                    "tasks",
-                    schema_name="windlass",
-                    records=rows,
-                    columns=COPY_COLUMNS,
-                    timeout=BULK_TIMEOUT_S,
-                )
-                return _row_count(status)
             await connection.execute(
                 "create temporary table windlass_staging on commit drop as"
                 " select 0 as position, queue, payload, priority, run_after, max_attempts, timeout_s, unique_key"
@@ -164,7 +172,7 @@ class PostgresStore:
             )
             await connection.copy_records_to_table(
                 "windlass_staging",
-                records=((position, *row) for position, row in enumerate(rows)),
+                records=numbered_rows,
                 columns=("position", *COPY_COLUMNS),
                 timeout=BULK_TIMEOUT_S,
             )
@@ -214,8 +222,7 @@ class PostgresStore:
                 queues,
                 limit,
             )
-        lost = [row["token"] for row in rows if row["is_lost"]]
-        return Turn(claims=_claims(row for row in rows if not row["is_lost"]), lost=lost)
+        return Turn(claims=_claims(rows), lost=[row["token"] for row in rows if row["is_lost"]])
 
     async def fail(
         self,
@@ -373,7 +380,8 @@ class PostgresStore:
 async def enqueue_on(connection: Any, task: NewTask) -> int:
     """Add a task on the caller's own asyncpg connection, inside whatever transaction it is in."""
     task_id: int = await connection.fetchval(
-        "select windlass.enqueue($1, $2, $3, $4, $5, $6, $7, $8)",
+        # As text: on a connection of the caller's, jsonb may have a codec that would encode it once more.
+        "select windlass.enqueue($1, $2::text::jsonb, $3, $4, $5, $6, $7, $8)",
         task.queue,
         task.payload,
         task.priority,
@@ -395,13 +403,18 @@ def unavailable(doing: str, dsn: str, error: BaseException) -> DatabaseUnavailab
             f"{doing}: the database at {where} refused the user or password: check DATABASE_URL."
         )
     if isinstance(error, asyncpg.InvalidCatalogNameError):
-        return DatabaseUnavailable(f"{doing}: {error} at {where}: create it, or name another in DATABASE_URL.")
+        return DatabaseUnavailable(f"{doing}: {_words(error)} at {where}: create it, or name another in DATABASE_URL.")
     if isinstance(error, TimeoutError):
         return DatabaseUnavailable(
             f"{doing}: the database at {where} did not answer in time: is it reachable from here?"
         )
-    what = str(error) or type(error).__name__
-    if isinstance(error, asyncpg.TransactionRollbackError | asyncpg.InsufficientResourcesError):
+    what = _words(error)
+    if isinstance(error, asyncpg.InsufficientPrivilegeError):
+        return DatabaseUnavailable(
+            f"{doing}: the database at {where} does not allow it ({what}): "
+            "grant it to this user, or name another in DATABASE_URL."
+        )
+    if isinstance(error, _FOR_NOW):
         return DatabaseUnavailable(f"{doing}: the database at {where} could not do it now ({what}): try again.")
     return DatabaseUnavailable(f"{doing}: the database at {where} cannot be reached ({what}): is it running?")
 
@@ -415,8 +428,28 @@ def _where(dsn: str) -> str:
     return f"{host}:{port or 5432}" if host else "its local socket"
 
 
-async def _no_reset(_: Any) -> None:
-    pass
+def _words(error: BaseException) -> str:
+    """The sentence of an error, without the details and hints that PostgreSQL adds on further lines."""
+    return str(getattr(error, "message", None) or error) or type(error).__name__
+
+
+def _copy_row(task: NewTask) -> tuple[Any, ...]:
+    return (
+        task.queue,
+        task.payload,
+        task.priority,
+        task.run_after,
+        task.max_attempts,
+        task.timeout_s,
+        task.unique_key,
+    )
+
+
+async def _numbered(tasks: AsyncIterable[NewTask]) -> AsyncIterator[tuple[Any, ...]]:
+    position = 0
+    async for task in tasks:
+        yield position, *_copy_row(task)
+        position += 1
 
 
 def _row_count(status: str) -> int:
@@ -424,20 +457,8 @@ def _row_count(status: str) -> int:
 
 
 def _claims(rows: Iterable[Any]) -> list[Claim]:
-    claims = [
-        Claim(
-            task_id=row["task_id"],
-            token=row["token"],
-            queue=row["queue"],
-            payload=row["payload"],
-            attempt=row["attempt"],
-            max_attempts=row["max_attempts"],
-            timeout_s=row["timeout_s"],
-            priority=row["priority"],
-            created_at=row["created_at"],
-        )
-        for row in rows
-    ]
+    """From rows of type windlass.claim: the columns are the fields, and after them stands is_lost."""
+    claims = [Claim(*row[:-1]) for row in rows if not row[-1]]
     # An UPDATE returns its rows in no promised order.
     claims.sort(key=lambda claim: (-claim.priority, claim.task_id))
     return claims
@@ -473,17 +494,21 @@ def _event(row: Any) -> Event:
     return Event(**{**row, "detail": detail})
 
 
+# No answer came: who knows what the connection is doing.
+CUT_OFF = (OSError, TimeoutError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+# The database is there but full, or met a deadlock or a lock: nothing was done, and asking again is safe.
+_FOR_NOW = (
+    asyncpg.InsufficientResourcesError,
+    asyncpg.TransactionRollbackError,
+    asyncpg.LockNotAvailableError,
+)
 CONNECTION_ERRORS = (
-    OSError,
-    TimeoutError,
-    asyncpg.InterfaceError,
+    *CUT_OFF,
     asyncpg.PostgresConnectionError,
-    asyncpg.InternalClientError,
     # The server is starting, stopping or full.
     asyncpg.OperatorInterventionError,
-    asyncpg.InsufficientResourcesError,
-    # A deadlock or a conflict: it was rolled back, and asking again is safe.
-    asyncpg.TransactionRollbackError,
+    *_FOR_NOW,
     asyncpg.InvalidAuthorizationSpecificationError,
     asyncpg.InvalidCatalogNameError,
+    asyncpg.InsufficientPrivilegeError,
 )

@@ -102,3 +102,44 @@ where id = any (array(
   limit $4
   for update skip locked
 ));
+
+-- name: examine
+-- `windlass doctor`; no table is read.
+select
+  current_database() as database,
+  current_user as "user",
+  current_setting('server_version') as server_version,
+  current_setting('server_version_num')::integer as server_version_number,
+  pg_backend_pid() as backend_pid,
+  has_database_privilege(current_database(), 'create') as may_create_schema,
+  clock_timestamp() as now;
+
+-- name: missing_privileges
+-- `windlass doctor`: what this user lacks of what producers and workers need. Empty without a schema.
+with schema as (
+  select oid
+  from pg_namespace
+  where nspname = 'windlass'
+),
+lacking as (
+  -- What stands in the way of all others comes first.
+  select 1 as place, 'usage on schema windlass' as missing
+  from schema
+  where not has_schema_privilege(oid, 'usage')
+  union all
+  select 2, needed || ' on ' || class.relname
+  from schema
+  join pg_class class on class.relnamespace = schema.oid and class.relkind = 'r'
+  cross join unnest(array['select', 'insert', 'update', 'delete']) as needed
+  where not has_table_privilege(class.oid, needed)
+    -- Only who migrates writes there.
+    and (class.relname <> 'migrations' or needed = 'select')
+  union all
+  select 3, 'execute on ' || function.proname
+  from schema
+  join pg_proc function on function.pronamespace = schema.oid
+  where not has_function_privilege(function.oid, 'execute')
+)
+select missing
+from lacking
+order by place, missing;

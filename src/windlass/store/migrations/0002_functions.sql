@@ -6,8 +6,11 @@
 --   upkeep      requeue_tasks_of, recover_lost_workers, sweep
 --
 -- Whoever finishes, fails or beats names the claim token; one that is no longer valid touches no row.
--- Functions on the hot path forbid sequential scans, hash and merge joins: their cached plans are made while the
+-- Functions on the hot path plan once and forbid sequential scans, hash and merge joins: their plans are made while the
 -- table is small and must still be right when it holds millions of rows.
+--
+-- "Running, with this token" is written `claim_token = ... and finished_at is null`, not with the status: that would
+-- offer the planner tasks_running, which it believes empty, and one task is found by reading all that run.
 
 create type windlass.claim as (
   task_id bigint,
@@ -214,108 +217,6 @@ begin
 end
 $$;
 
--- Up to p_limit tasks for this worker: first in, first out within priority, per queue; among several queues the one
--- whose head comes first. Empty for a worker that is paused, terminating, in error or terminated.
-create function windlass.claim_tasks(p_worker_id text, p_queues text[], p_limit integer default 1)
-returns setof windlass.claim
-language plpgsql
-set enable_seqscan = off
-set enable_hashjoin = off
-set enable_mergejoin = off
-as $$
-declare
-  v_now timestamptz := windlass.now();
-  v_status text;
-  v_paused boolean;
-  v_first_claimed_at timestamptz;
-  v_queue text;
-  v_queues text[] := p_queues;
-  v_left integer := p_limit;
-  v_count integer;
-begin
-  select w.status, w.paused, w.first_claimed_at
-  into v_status, v_paused, v_first_claimed_at
-  from windlass.workers w
-  where w.id = p_worker_id;
-  if not found then
-    raise exception 'worker % is not registered: call windlass.register_worker first', p_worker_id
-      using errcode = 'no_data_found';
-  end if;
-  if v_paused or v_status not in ('spawning', 'active') then
-    return;
-  end if;
-
-  -- Tasks whose time has come join the ready ones. Bounded: the rest is taken by the next claims.
-  if exists (
-    select from windlass.tasks t
-    where t.queue = any (p_queues)
-      and t.run_after is not null
-      and t.run_after <= v_now
-  ) then
-    update windlass.tasks t
-    set status = 'queued', run_after = null
-    where t.id = any (array(
-      select d.id
-      from windlass.tasks d
-      where d.queue = any (p_queues)
-        and d.run_after is not null
-        and d.run_after <= v_now
-      limit 1000
-      for update skip locked
-    ));
-  end if;
-
-  if cardinality(p_queues) > 1 then
-    v_queues := array(
-      select q.name
-      from unnest(p_queues) as q (name)
-      cross join lateral (
-        select t.priority, t.id
-        from windlass.tasks t
-        where t.queue = q.name
-          and t.status = 'queued'
-          and t.run_after is null
-        order by t.priority desc, t.id
-        limit 1
-      ) as head
-      order by head.priority desc, head.id
-    );
-  end if;
-
-  foreach v_queue in array v_queues loop
-    return query
-      update windlass.tasks t
-      set status = 'running', worker_id = p_worker_id, claim_token = gen_random_uuid(), attempts = t.attempts + 1,
-          started_at = v_now, finished_at = null, progress = null, progress_note = null
-      where t.id = any (array(
-        select c.id
-        from windlass.tasks c
-        where c.queue = v_queue
-          and c.status = 'queued'
-          and c.run_after is null
-        order by c.priority desc, c.id
-        limit v_left
-        for update skip locked
-      ))
-      returning t.id, t.claim_token, t.queue, t.payload, t.attempts, t.max_attempts, t.timeout_s, t.priority,
-        t.created_at, false;
-    get diagnostics v_count = row_count;
-    v_left := v_left - v_count;
-    exit when v_left <= 0;
-  end loop;
-
-  if v_first_claimed_at is null and v_left < p_limit then
-    update windlass.workers set first_claimed_at = v_now where id = p_worker_id and first_claimed_at is null;
-  end if;
-end
-$$;
-
--- One task, or no row.
-create function windlass.claim_task(p_worker_id text, p_queues text[])
-returns setof windlass.claim
-language sql
-as $$ select * from windlass.claim_tasks(p_worker_id, p_queues, 1) $$;
-
 -- A finish or failure came with a claim that is no longer valid. True if it only repeats what was accepted before
 -- (the answer was lost on its way); otherwise it changes nothing and is counted.
 create function windlass.is_repeat(
@@ -350,7 +251,7 @@ begin
   set status = 'complete', result = p_result, finished_at = windlass.now(), error = null, error_code = null
   where id = p_task_id
     and claim_token = p_token
-    and status = 'running';
+    and finished_at is null;
   return found or windlass.is_repeat(p_worker_id, p_task_id, p_token, array['complete']);
 end
 $$;
@@ -382,7 +283,7 @@ begin
       finished_at = v_now, error_code = p_code, error = v_error
   where t.id = p_task_id
     and t.claim_token = p_token
-    and t.status = 'running'
+    and t.finished_at is null
   returning t.* into v_task;
   if not found then
     if windlass.is_repeat(p_worker_id, p_task_id, p_token, array['error', 'failed']) then
@@ -413,7 +314,7 @@ begin
       progress = null, progress_note = null
   where id = p_task_id
     and claim_token = p_token
-    and status = 'running'
+    and finished_at is null
   returning queue into v_queue;
   if not found then
     return false;
@@ -425,7 +326,11 @@ end
 $$;
 
 -- Completes what is done and claims what is next in one round trip. The three arrays go together. Returns the new
--- claims, and a row with is_lost for every finished task whose claim was no longer valid.
+-- claims, and a row with is_lost for every finished task whose claim was no longer valid. With a limit of 0 it only
+-- completes.
+--
+-- Up to p_limit tasks are claimed: first in, first out within priority, per queue; among several queues the one whose
+-- head comes first. None for a worker that is paused, terminating, in error or terminated.
 create function windlass.finish_and_claim(
   p_worker_id text,
   p_task_ids bigint[],
@@ -435,39 +340,137 @@ create function windlass.finish_and_claim(
   p_limit integer default 1
 ) returns setof windlass.claim
 language plpgsql
+set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_hashjoin = off
 set enable_mergejoin = off
 as $$
 declare
   v_now timestamptz := windlass.now();
-  v_accepted uuid[];
+  -- A claim token is 16 digits of chance for this call and 16 for the task. A random number for each row instead would
+  -- be a fifth of the time of a batch: many servers open /dev/urandom for every one.
+  v_chance text := left(replace(gen_random_uuid()::text, '-', ''), 16);
+  v_worker record;
+  v_queue text;
+  v_queues text[] := p_queues;
+  v_left integer := p_limit;
+  v_count integer := cardinality(p_task_ids);
 begin
-  with done as (
+  if v_count = 1 then
+    update windlass.tasks t
+    set status = 'complete', result = p_results[1], finished_at = v_now, error = null, error_code = null
+    where t.id = p_task_ids[1]
+      and t.claim_token = p_tokens[1]
+      and t.finished_at is null;
+  elsif v_count > 1 then
     update windlass.tasks t
     set status = 'complete', result = f.result, finished_at = v_now, error = null, error_code = null
     from unnest(p_task_ids, p_tokens, p_results) as f (task_id, token, result)
     where t.id = f.task_id
       and t.claim_token = f.token
-      and t.status = 'running'
-    returning t.claim_token
-  )
-  select array_agg(done.claim_token) into v_accepted from done;
-
-  if coalesce(cardinality(v_accepted), 0) < cardinality(p_task_ids) then
-    return query
-      select f.task_id, f.token, null::text, null::jsonb, null::integer, null::integer, null::double precision,
-        null::integer, null::timestamptz, true
-      from unnest(p_task_ids, p_tokens) as f (task_id, token)
-      where f.token <> all (coalesce(v_accepted, '{}'))
-        and not windlass.is_repeat(p_worker_id, f.task_id, f.token, array['complete']);
+      and t.finished_at is null;
+  end if;
+  if v_count > 0 then
+    get diagnostics v_count = row_count;
+    if v_count < cardinality(p_task_ids) then
+      return query
+        select f.task_id, f.token, null::text, null::jsonb, null::integer, null::integer, null::double precision,
+          null::integer, null::timestamptz, true
+        from unnest(p_task_ids, p_tokens) as f (task_id, token)
+        where not windlass.is_repeat(p_worker_id, f.task_id, f.token, array['complete']);
+    end if;
+  end if;
+  if p_task_ids is not null and p_limit <= 0 then
+    return;
   end if;
 
-  if p_limit > 0 then
-    return query select * from windlass.claim_tasks(p_worker_id, p_queues, p_limit);
+  select w.paused or w.status not in ('spawning', 'active') as is_barred, w.first_claimed_at is null as is_first,
+    exists (
+      select from windlass.tasks t
+      where t.queue = any (p_queues)
+        and t.run_after <= v_now
+    ) as is_due
+  into v_worker
+  from windlass.workers w
+  where w.id = p_worker_id;
+  if not found then
+    raise exception 'worker % is not registered: call windlass.register_worker first', p_worker_id
+      using errcode = 'no_data_found';
+  end if;
+  if v_worker.is_barred then
+    return;
+  end if;
+
+  -- Tasks whose time has come join the ready ones. Bounded: the rest is taken by the next claims.
+  if v_worker.is_due then
+    update windlass.tasks t
+    set status = 'queued', run_after = null
+    where t.id = any (array(
+      select d.id
+      from windlass.tasks d
+      where d.queue = any (p_queues)
+        and d.run_after <= v_now
+      limit 1000
+      for update skip locked
+    ));
+  end if;
+
+  if cardinality(p_queues) > 1 then
+    v_queues := array(
+      select q.name
+      from unnest(p_queues) as q (name)
+      cross join lateral (
+        select t.priority, t.id
+        from windlass.tasks t
+        where t.queue = q.name
+          and t.status = 'queued'
+          and t.run_after is null
+        order by t.priority desc, t.id
+        limit 1
+      ) as head
+      order by head.priority desc, head.id
+    );
+  end if;
+
+  foreach v_queue in array v_queues loop
+    return query
+      update windlass.tasks t
+      set status = 'running', worker_id = p_worker_id, attempts = t.attempts + 1, started_at = v_now, finished_at = null,
+          claim_token = (v_chance || lpad(to_hex(t.id), 16, '0'))::uuid, progress = null, progress_note = null
+      where t.id = any (array(
+        select c.id
+        from windlass.tasks c
+        where c.queue = v_queue
+          and c.status = 'queued'
+          and c.run_after is null
+        order by c.priority desc, c.id
+        limit v_left
+        for update skip locked
+      ))
+      returning t.id, t.claim_token, t.queue::text, t.payload, t.attempts, t.max_attempts::integer,
+        t.timeout_s::double precision, t.priority, t.created_at, false;
+    get diagnostics v_count = row_count;
+    v_left := v_left - v_count;
+    exit when v_left <= 0;
+  end loop;
+
+  if v_worker.is_first and v_left < p_limit then
+    update windlass.workers set first_claimed_at = v_now where id = p_worker_id and first_claimed_at is null;
   end if;
 end
 $$;
+
+-- Up to p_limit tasks for this worker, and nothing to finish.
+create function windlass.claim_tasks(p_worker_id text, p_queues text[], p_limit integer default 1)
+returns setof windlass.claim
+language sql
+as $$ select * from windlass.finish_and_claim(p_worker_id, null, null, null, p_queues, p_limit) $$;
+
+-- One task, or no row.
+create function windlass.claim_task(p_worker_id text, p_queues text[])
+returns setof windlass.claim
+language sql
+as $$ select * from windlass.claim_tasks(p_worker_id, p_queues, 1) $$;
 
 -- When the next waiting task of these queues is due; null if none waits.
 create function windlass.next_run_after(p_queues text[]) returns timestamptz
@@ -504,6 +507,9 @@ as $$
 declare
   v_now timestamptz := windlass.now();
   v_lease interval;
+  v_claim record;
+  v_progress real;
+  v_note text;
 begin
   update windlass.workers w
   set last_heartbeat = v_now,
@@ -528,32 +534,38 @@ begin
     return;
   end if;
 
-  -- A locked row is being finished or taken back right now. Waiting for it would hold up this heartbeat, and could be
-  -- a deadlock: whoever holds the task may want the worker's row, which is ours.
-  update windlass.tasks t
-  set progress = held.progress, progress_note = held.note
-  from (
-    select r.id, (c ->> 'progress')::real as progress, left(c ->> 'note', 500) as note
+  -- One by one: there are few of them, and a lookup by primary key is the one plan that is right for every table.
+  lost := '{}';
+  for v_claim in
+    select (c ->> 'task_id')::bigint as task_id, (c ->> 'token')::uuid as token,
+      (c ->> 'progress')::real as progress, left(c ->> 'note', 500) as note
     from jsonb_array_elements(p_claims) as c
-    join windlass.tasks r on r.id = (c ->> 'task_id')::bigint
-    where c ? 'progress'
-      and r.claim_token = (c ->> 'token')::uuid
-      and r.status = 'running'
-      and (r.progress, r.progress_note) is distinct from ((c ->> 'progress')::real, left(c ->> 'note', 500))
-    for no key update of r skip locked
-  ) as held
-  where t.id = held.id;
-
-  lost := array(
-    select (c ->> 'token')::uuid
-    from jsonb_array_elements(p_claims) as c
-    where not exists (
-      select from windlass.tasks t
-      where t.id = (c ->> 'task_id')::bigint
-        and t.claim_token = (c ->> 'token')::uuid
-        and t.status = 'running'
-    )
-  );
+  loop
+    select t.progress, t.progress_note
+    into v_progress, v_note
+    from windlass.tasks t
+    where t.id = v_claim.task_id
+      and t.claim_token = v_claim.token
+      and t.status = 'running';
+    if not found then
+      lost := lost || v_claim.token;
+    elsif v_claim.progress is not null
+      and (v_progress, v_note) is distinct from (v_claim.progress, v_claim.note)
+    then
+      -- A locked row is being finished or taken back right now. Waiting for it would hold up this heartbeat, and could
+      -- be a deadlock: whoever holds the task may want the worker's row, which is ours.
+      update windlass.tasks t
+      set progress = v_claim.progress, progress_note = v_claim.note
+      where t.id = (
+        select r.id
+        from windlass.tasks r
+        where r.id = v_claim.task_id
+          and r.claim_token = v_claim.token
+          and r.status = 'running'
+        for no key update skip locked
+      );
+    end if;
+  end loop;
 
   -- Claims that this worker does not know of: the answer to its claim was lost on the way. After a lease nobody can
   -- still be waiting for that answer, and without this the task would run forever in name only.
@@ -699,6 +711,7 @@ begin
     from windlass.tasks t
     where t.status = 'running'
       and not exists (select from windlass.workers w where w.id = t.worker_id and w.status <> 'terminated')
+    order by t.worker_id
     limit p_limit
   loop
     worker_id := v_lost.id;

@@ -1,0 +1,210 @@
+"""How a fleet is run: its limits, its patience, its policy. One table per fleet in windlass.toml.
+
+Defaults depend on the provider, because a process starts in a second and a GPU pod in minutes. The names in
+`json_schema_extra` are the environment variables that set the value for the fleet called `default`.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from windlass.model.errors import BadInput
+from windlass.model.task import check_queue_name
+
+DEFAULT_FLEET = "default"
+
+# What differs between providers; everything else has one default for all.
+PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "local": {
+        "min_workers": 0,
+        "max_workers": 4,
+        "poll_interval_s": 10.0,
+        "heartbeat_interval_s": 5.0,
+        "heartbeat_timeout_s": 30.0,
+        "spawn_timeout_s": 30.0,
+        "stop_timeout_s": 30.0,
+    },
+}
+
+
+def _setting(default: Any, description: str, *, env: str | None = None, **constraints: Any) -> Any:
+    return Field(
+        default=default,
+        description=description,
+        json_schema_extra={"env": env} if env else None,
+        **constraints,
+    )
+
+
+class FleetConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    provider: Literal["local"] = _setting("local", "Who rents the machines.")
+    queues: tuple[str, ...] = _setting(("default",), "The queues its workers serve.", min_length=1)
+    policy: Literal["threshold", "buffered", "clear-time"] = _setting("buffered", "How many workers are wanted.")
+
+    # --- what a worker runs
+    handler: str | None = _setting(None, "Python function that takes the task, as package.module:function.")
+    exec: str | None = _setting(None, "Command to run per task instead: JSON on stdin, JSON on stdout.")
+    is_inline: bool = _setting(False, "Run an async handler in the worker's own loop: fast, but unprotected.")
+    concurrency: int = _setting(1, "Tasks a worker runs at the same time. A GPU runs one.", ge=1)
+    chdir: Path | None = _setting(None, "The folder its workers work in.")
+    env: dict[str, str] = _setting({}, "Added to the environment of its workers.")
+
+    # --- how many
+    min_workers: int = _setting(0, "Never fewer than this.", env="MIN_ACTIVE_GPUS", ge=0)
+    max_workers: int = _setting(
+        10, "Never more than this, whatever happens.", env="RGRID_MAX_WORKERS MAX_ACTIVE_GPUS", ge=1
+    )
+    max_changes_per_cycle: int = _setting(10, "Hired, or let go, at once at the most.", ge=1)
+    tasks_per_worker: float = _setting(
+        3.0, "threshold: hire when more tasks than this wait for each worker.", env="TASKS_PER_GPU_THRESHOLD", gt=0
+    )
+    idle_buffer: int = _setting(
+        0, "buffered: idle workers kept ready beyond what the queue needs.", env="MACHINES_TO_KEEP_IDLE", ge=0
+    )
+    scale_up_multiplier: float = _setting(
+        1.0, "buffered: workers for each that the tasks at hand and waiting need.", env="SCALE_UP_MULTIPLIER", gt=0
+    )
+    scale_down_multiplier: float = _setting(
+        0.9,
+        "buffered: let go only when those needed are at most this share of those there.",
+        env="SCALE_DOWN_MULTIPLIER",
+        gt=0,
+        le=1,
+    )
+    clear_time_s: float = _setting(300.0, "clear-time: a queue that clears within this time needs nobody new.", gt=0)
+
+    # --- when
+    poll_interval_s: float = _setting(30.0, "From one cycle to the next.", env="ORCHESTRATOR_POLL_SEC", gt=0)
+    min_scaling_interval_s: float = _setting(
+        0.0, "At least this long between two hirings.", env="MIN_SCALING_INTERVAL_SEC", ge=0
+    )
+    spawn_grace_s: float = _setting(
+        0.0,
+        "Nobody is let go while a worker is starting, nor for this long after one was hired.",
+        env="SPAWNING_GRACE_PERIOD_SEC",
+        ge=0,
+    )
+    scale_down_grace_s: float = _setting(
+        0.0, "Too many workers for this long before one is let go.", env="SCALE_DOWN_GRACE_PERIOD_SEC", ge=0
+    )
+    idle_timeout_s: float = _setting(
+        30.0, "Idle for this long before a worker above need is let go.", env="GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC", ge=0
+    )
+
+    # --- patience
+    heartbeat_interval_s: float = _setting(20.0, "How often a worker says that it lives.", gt=0)
+    heartbeat_timeout_s: float = _setting(
+        600.0, "Silent for longer than this, a worker is broken.", env="GPU_IDLE_TIMEOUT_SEC", gt=0
+    )
+    promotion_threshold_s: float | None = _setting(
+        None,
+        "A heartbeat younger than this makes a spawning worker active. Without it: three cycles, at least 60 s.",
+        env="HEARTBEAT_PROMOTION_THRESHOLD_SEC",
+        gt=0,
+    )
+    spawn_timeout_s: float = _setting(600.0, "From hiring to the first heartbeat.", env="SPAWNING_TIMEOUT_SEC", gt=0)
+    startup_grace_s: float = _setting(
+        600.0, "From start to the first word about its GPU, while tasks wait.", env="STARTUP_GRACE_PERIOD_SEC", gt=0
+    )
+    not_claiming_timeout_s: float = _setting(
+        180.0, "Ready, tasks waiting, and never claimed one for this long.", env="READY_NOT_CLAIMING_TIMEOUT_SEC", gt=0
+    )
+    gpu_not_detected_timeout_s: float = _setting(
+        300.0, "A GPU of zero memory for this long is broken.", env="GPU_NOT_DETECTED_TIMEOUT_SEC", gt=0
+    )
+    vram_stale_s: float = _setting(
+        120.0, "Word about the GPU's memory older than this is a warning.", env="GPU_HEALTH_CHECK_TIMEOUT_SEC", gt=0
+    )
+    stuck_timeout_s: float = _setting(
+        1200.0, "A task without a limit of its own may run this long.", env="TASK_STUCK_TIMEOUT_SEC", gt=0
+    )
+    stop_timeout_s: float = _setting(
+        600.0, "A worker that is let go may finish for this long.", env="GRACEFUL_SHUTDOWN_TIMEOUT_SEC", ge=0
+    )
+    has_gpu: bool = _setting(False, "Its workers must report a GPU with memory.")
+
+    # --- when things break
+    max_failure_rate: float = _setting(
+        0.8,
+        "More hirings than this share failed in the window: hire nobody.",
+        env="MAX_WORKER_FAILURE_RATE",
+        gt=0,
+        le=1,
+    )
+    failure_window_s: float = _setting(300.0, "The window of the failure rate.", env="FAILURE_WINDOW_MINUTES", gt=0)
+    min_failures_for_rate: int = _setting(
+        5, "Fewer hirings than this in the window say nothing.", env="MIN_WORKERS_FOR_RATE_CHECK", ge=1
+    )
+    max_restarts: int = _setting(5, "Restarts of a slot in the restart window; one more and it is failed.", ge=1)
+    restart_window_s: float = _setting(300.0, "The window of the restart limit.", gt=0)
+
+    # --- storage that its workers share, and how their program is started: for providers that have such things
+    auto_start_worker: bool = _setting(
+        False, "Start the worker's program on a machine that is ready.", env="AUTO_START_WORKER_PROCESS"
+    )
+    storage_check_interval_cycles: int = _setting(
+        10, "Cycles from one look at the storage to the next.", env="STORAGE_CHECK_INTERVAL_CYCLES", ge=1
+    )
+    storage_min_free_gb: int = _setting(50, "Less free than this: it grows.", env="STORAGE_MIN_FREE_GB", ge=0)
+    storage_max_percent_used: int = _setting(
+        85, "More used than this: it grows.", env="STORAGE_MAX_PERCENT_USED", gt=0, le=100
+    )
+    storage_expansion_increment_gb: int = _setting(
+        50, "By how much it grows.", env="STORAGE_EXPANSION_INCREMENT_GB", gt=0
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_defaults_of_provider(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return PROVIDER_DEFAULTS.get(str(given.get("provider", "local")), {}) | given
+
+    @field_validator("queues", mode="before")
+    @classmethod
+    def _from_one_line(cls, queues: Any) -> Any:
+        """The environment has only text: names, separated by commas."""
+        return [name.strip() for name in queues.split(",")] if isinstance(queues, str) else queues
+
+    @field_validator("queues")
+    @classmethod
+    def _queue_names(cls, queues: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(check_queue_name(name) for name in queues)
+        except BadInput as error:
+            raise ValueError(str(error).rstrip(".")) from None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.min_workers > self.max_workers:
+            raise ValueError(
+                f"min_workers is {self.min_workers} and max_workers is {self.max_workers}: min must not exceed max"
+            )
+        if self.heartbeat_timeout_s < 3 * self.heartbeat_interval_s:
+            raise ValueError(
+                f"heartbeat_timeout_s is {self.heartbeat_timeout_s:g} and heartbeat_interval_s is "
+                f"{self.heartbeat_interval_s:g}: at least three beats must fit, or one lost packet costs a worker"
+            )
+        if self.promotion_threshold_s is not None and self.promotion_threshold_s < 2 * self.heartbeat_interval_s:
+            raise ValueError(
+                f"promotion_threshold_s is {self.promotion_threshold_s:g} and heartbeat_interval_s is "
+                f"{self.heartbeat_interval_s:g}: below two beats a healthy worker may never be promoted"
+            )
+        if self.handler is not None and self.exec is not None:
+            raise ValueError("both handler and exec are set: a worker runs one of them")
+        if self.is_inline and self.exec is not None:
+            raise ValueError("is_inline goes with handler: a command cannot run inside the worker")
+        if self.is_inline is False and self.has_gpu and self.concurrency > 1:
+            raise ValueError(
+                f"concurrency is {self.concurrency} and has_gpu is set: a GPU runs exactly one task at a time"
+            )
+        return self
+
+    @property
+    def promotion_age_s(self) -> float:
+        if self.promotion_threshold_s is not None:
+            return self.promotion_threshold_s
+        return max(60.0, 3 * self.poll_interval_s)

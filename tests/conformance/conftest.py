@@ -1,0 +1,42 @@
+"""Fixtures of the conformance suites: one store of each kind."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+from worlds import RETENTION, empty_tables, hire_in_postgres
+
+from windlass.ports.store import Store
+from windlass.store.memory import MemoryStore
+from windlass.store.postgres import PostgresStore
+
+
+@pytest.fixture(scope="session")
+def shared_dsn(embedded_server: Any) -> Iterator[str]:
+    with embedded_server.migrated_database() as dsn:
+        yield dsn
+
+
+@pytest.fixture(params=["memory", "postgres"])
+async def store(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        yield MemoryStore(clock, RETENTION, Random(1))  # noqa: S311
+        return
+    dsn = request.getfixturevalue("shared_dsn")
+    await empty_tables(dsn)
+    async with PostgresStore(dsn, retention=RETENTION, virtual_now=clock) as postgres:
+        yield postgres
+
+
+@pytest.fixture
+def hire(request: pytest.FixtureRequest, store: Store, clock: Any) -> Callable[[str, str, int], Awaitable[None]]:
+    """Hires a worker (id, fleet, slot) as an orchestrator will."""
+
+    async def hire(worker_id: str, fleet: str, slot: int) -> None:
+        if isinstance(store, MemoryStore):
+            store.hire(worker_id, fleet, slot)
+        else:
+            await hire_in_postgres(request.getfixturevalue("shared_dsn"), clock(), worker_id, fleet, slot)
+
+    return hire

@@ -1,0 +1,442 @@
+"""The same random histories over PostgreSQL and memory: after every step both must tell the same story.
+
+Hypothesis makes up what happens (claims, failures, silence, pauses, recoveries, results that come too late), both
+stores live through it in the same virtual time, and everything that can be seen of them is compared. A history that
+tells them apart is printed as the shortest program that does.
+
+`WINDLASS_HISTORIES=5000 pytest tests/conformance/test_store_histories.py` runs that many new ones; without it, the same
+few run every time.
+"""
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from random import Random
+from typing import Any
+from uuid import UUID
+
+import asyncpg
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from worlds import RETENTION, empty_tables, hire_in_postgres
+
+from windlass.model.errors import BadInput, UnknownWorker
+from windlass.model.event import Event
+from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus
+from windlass.model.worker import HeldClaim, Registration, WorkerStatus
+from windlass.ports.store import Store
+from windlass.store.memory import MemoryStore
+from windlass.store.postgres import PostgresStore
+
+MORE = int(os.environ.get("WINDLASS_HISTORIES", "0"))
+HISTORIES = MORE or 60
+STEPS = 50
+# Everything there is: a history makes far less.
+ALL = 100_000
+
+QUEUES = ("a", "b")
+# Where workers come and go. Two of the places are slots of a fleet: their workers are hired.
+PLACES = ("w1", "w2", "w3", "h1", "h2")
+SLOTS = {"h1": 0, "h2": 1}
+
+queues = st.sampled_from([("a",), ("b",), ("a", "b"), ("b", "a", "b")])
+places = st.sampled_from(PLACES)
+# Which of the tasks or claims there are, counted from the newest.
+ordinals = st.integers(0, 15)
+# Above this an ordinal means any claim there ever was, most of them stale; below, only those that are still valid.
+LAST_VALID_ORDINAL = 10
+flags = st.booleans()
+tasks = st.builds(
+    NewTask,
+    queue=st.sampled_from(QUEUES),
+    payload=st.sampled_from(["null", '{"a": [1, 2.5, "ü"]}']),
+    priority=st.integers(-1, 1),
+    max_attempts=st.integers(1, 3),
+    unique_key=st.sampled_from([None, None, "k1", "k2"]),
+)
+# Around the first retry, around leases, around retention.
+pauses_s = st.sampled_from([0.000001, 1.0, 2.5, 5.0, 30.0, 31.0, 900.0, 3601.0, 7201.0])
+
+
+class Histories(RuleBasedStateMachine):
+    """Set before use, by the test: the loop, and a PostgreSQL store on it."""
+
+    runner: asyncio.Runner
+    postgres: PostgresStore
+    eye: Any  # a plain connection, for what no store shows
+    dsn: str
+    clock: Any
+    start: datetime
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock.now = self.start
+        self.memory = MemoryStore(self.clock, RETENTION, Random(1))  # noqa: S311
+        # What the ids and tokens of PostgreSQL are called in memory.
+        self.task_ids: dict[int, int] = {}
+        self.tokens: dict[UUID | None, UUID | None] = {None: None}
+        # Every claim ever handed out, most of them stale: (worker, PostgreSQL's, memory's).
+        self.claims: list[tuple[str, Claim, Claim]] = []
+        # How many workers have ended at each place; the present one has this number in its id.
+        self.ended = dict.fromkeys(PLACES, 0)
+        self.completed: dict[int, Task] = {}
+        self.seen: dict[int, TaskStatus] = {}
+        self.run(empty_tables(self.dsn))
+
+    # ------------------------------------------------------------------------------------------------- doing both
+
+    def run(self, awaitable: Awaitable[Any]) -> Any:
+        async def wait() -> Any:
+            return await awaitable
+
+        return self.runner.run(wait())
+
+    def both(self, in_postgres: Awaitable[Any], in_memory: Awaitable[Any]) -> tuple[Any, Any]:
+        return self.run(outcome(in_postgres)), self.run(outcome(in_memory))
+
+    def same(self, act: Callable[[Store], Awaitable[Any]]) -> Any:
+        one, other = self.both(act(self.postgres), act(self.memory))
+        assert one == other
+        return other
+
+    def learn(self, worker_id: str, theirs: list[Claim], ours: list[Claim]) -> None:
+        """New claims: the same tasks in the same order, with tokens never seen before."""
+        assert not {claim.token for claim in theirs} & self.tokens.keys()
+        self.tokens |= {one.token: other.token for one, other in zip(theirs, ours, strict=True)}
+        self.claims += [(worker_id, one, other) for one, other in zip(theirs, ours, strict=True)]
+        assert [self.translated(claim) for claim in theirs] == [with_parsed_json(claim) for claim in ours]
+
+    def translated(self, claim: Claim) -> Claim:
+        return with_parsed_json(
+            replace(claim, task_id=self.task_ids[claim.task_id], token=self.tokens[claim.token] or claim.token)
+        )
+
+    def worker_at(self, place: str) -> str:
+        return f"{place}-{self.ended[place]}"
+
+    def some_claim(self, ordinal: int) -> tuple[str, Claim, Claim] | None:
+        claims = self.claims if ordinal > LAST_VALID_ORDINAL else list(filter(self.is_valid, self.claims))
+        return claims[-1 - ordinal % len(claims)] if claims else None
+
+    def is_valid(self, claim: tuple[str, Claim, Claim]) -> bool:
+        row = self.memory._tasks.get(claim[2].task_id)
+        return row is not None and row.is_held_by(claim[2].token)
+
+    def some_task(self, ordinal: int) -> tuple[int, int] | None:
+        return list(self.task_ids.items())[-1 - ordinal % len(self.task_ids)] if self.task_ids else None
+
+    def held_by(self, worker_id: str, ordinals_left_out: set[int]) -> list[tuple[Claim, Claim]]:
+        """The last few claims of a worker, valid or not, except those it forgot."""
+        mine = [(one, other) for holder, one, other in self.claims if holder == worker_id][-6:]
+        return [pair for ordinal, pair in enumerate(mine) if ordinal not in ordinals_left_out]
+
+    # ---------------------------------------------------------------------------------------------------- what happens
+
+    @initialize()
+    def two_workers_and_a_task(self) -> None:
+        self.register("w1", 30.0, QUEUES, is_new=False)
+        self.register("w2", 30.0, QUEUES, is_new=False)
+        self.enqueue(NewTask("a"), None)
+
+    @rule(task=tasks, delay_s=st.sampled_from([None, None, -1.0, 0.0, 3.0, 60.0]))
+    def enqueue(self, task: NewTask, delay_s: float | None) -> None:
+        if delay_s is not None:
+            task = replace(task, run_after=self.clock() + timedelta(seconds=delay_s))
+        one, other = self.both(self.postgres.enqueue(task), self.memory.enqueue(task))
+        assert self.task_ids.setdefault(one, other) == other
+
+    @rule(many=st.lists(tasks, max_size=4))
+    def enqueue_many(self, many: list[NewTask]) -> None:
+        count = self.same(lambda store: store.enqueue_many(many))
+        theirs, ours = self.both(self.postgres.tasks(limit=ALL), self.memory.tasks(limit=ALL))
+        newest = [(one.id, other.id) for one, other in zip(theirs[:count], ours[:count], strict=True)]
+        self.task_ids |= dict(reversed(newest))
+
+    @rule(place=places, lease_s=st.sampled_from([30.0, 30.0, 60.0]), queues=queues, is_new=flags)
+    def register(self, place: str, lease_s: float, queues: tuple[str, ...], is_new: bool) -> None:
+        """A worker announces itself, perhaps again; a new one comes only where the one before has ended."""
+        before = self.run(self.memory.worker(self.worker_at(place)))
+        if is_new and before is not None and before.status is WorkerStatus.TERMINATED:
+            self.ended[place] += 1
+            before = None
+        worker_id = self.worker_at(place)
+        if place in SLOTS and before is None:
+            self.run(hire_in_postgres(self.dsn, self.clock(), worker_id, "gpus", SLOTS[place]))
+            self.memory.hire(worker_id, "gpus", SLOTS[place])
+        self.same(lambda store: store.register(Registration(worker_id, queues, lease_s=lease_s)))
+
+    @rule(place=places, queues=queues, limit=st.integers(0, 3))
+    def claim(self, place: str, queues: tuple[str, ...], limit: int) -> None:
+        worker_id = self.worker_at(place)
+        theirs, ours = self.both(
+            self.postgres.claim(worker_id, queues, limit), self.memory.claim(worker_id, queues, limit)
+        )
+        if isinstance(theirs, type):
+            assert theirs is ours
+        else:
+            self.learn(worker_id, theirs, ours)
+
+    @rule(place=places, task=tasks)
+    def a_fresh_worker_claims_all_there_is(self, place: str, task: NewTask) -> None:
+        """Without this, most histories would be about workers that may not claim and queues that are empty."""
+        self.enqueue(task, None)
+        self.register(place, 30.0, QUEUES, is_new=True)
+        self.claim(place, QUEUES, 5)
+
+    @rule(silent=places, judge=places, task=tasks)
+    def a_worker_falls_silent_under_its_tasks(self, silent: str, judge: str, task: NewTask) -> None:
+        self.register(judge, 30.0, QUEUES, is_new=True)
+        self.a_fresh_worker_claims_all_there_is(silent, task)
+        self.time_passes_with_heartbeats({judge}, 5, judge)
+
+    @rule(place=places, chosen=st.lists(ordinals, max_size=4), queues=queues, limit=st.integers(0, 2))
+    def finish_and_claim(self, place: str, chosen: list[int], queues: tuple[str, ...], limit: int) -> None:
+        worker_id = self.worker_at(place)
+        picked = [claim for ordinal in chosen if (claim := self.some_claim(ordinal)) is not None]
+        # The same for the same claim: which of two results for one claim counts, nobody promises.
+        results = [json.dumps(one.attempt) for _, one, _ in picked]
+        theirs, ours = self.both(
+            self.postgres.finish_and_claim(worker_id, finished([one for _, one, _ in picked], results), queues, limit),
+            self.memory.finish_and_claim(
+                worker_id, finished([other for _, _, other in picked], results), queues, limit
+            ),
+        )
+        if isinstance(theirs, type):
+            assert theirs is ours
+            return
+        assert Counter(self.tokens[token] for token in theirs.lost) == Counter(ours.lost)
+        self.learn(worker_id, theirs.claims, ours.claims)
+
+    @rule(ordinal=ordinals, retry=flags, jitter=st.sampled_from([0.0, 0.25, 1 / 3, 1.0]))
+    def fail(self, ordinal: int, retry: bool, jitter: float) -> None:
+        if (claim := self.some_claim(ordinal)) is None:
+            return
+        worker_id, one, other = claim
+        theirs, ours = self.both(
+            self.postgres.fail(worker_id, one.task_id, one.token, "it broke", retry=retry, jitter=jitter),
+            self.memory.fail(worker_id, other.task_id, other.token, "it broke", retry=retry, jitter=jitter),
+        )
+        assert theirs == ours
+
+    @rule(ordinal=ordinals)
+    def release(self, ordinal: int) -> None:
+        if (claim := self.some_claim(ordinal)) is None:
+            return
+        worker_id, one, other = claim
+        theirs, ours = self.both(
+            self.postgres.release(worker_id, one.task_id, one.token, "not now"),
+            self.memory.release(worker_id, other.task_id, other.token, "not now"),
+        )
+        assert theirs == ours
+
+    @rule(place=places, forgotten=st.sets(st.integers(0, 5)), progress=st.sampled_from([None, 0.0, 0.1, 1.0]))
+    def heartbeat(self, place: str, forgotten: set[int], progress: float | None) -> None:
+        worker_id = self.worker_at(place)
+        pairs = self.held_by(worker_id, forgotten)
+        note = None if progress is None else f"{progress:.0%}"
+        vitals = {} if progress is None else {"pid": 7, "vram_used_mb": 10, "load": progress}
+        theirs, ours = self.both(
+            self.postgres.heartbeat(
+                worker_id, [HeldClaim(one.task_id, one.token, progress, note) for one, _ in pairs], vitals
+            ),
+            self.memory.heartbeat(
+                worker_id, [HeldClaim(other.task_id, other.token, progress, note) for _, other in pairs], vitals
+            ),
+        )
+        assert replace(theirs, lost=frozenset(self.tokens[token] for token in theirs.lost)) == ours
+
+    @rule(seconds=pauses_s)
+    def time_passes_in_silence(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule(place=places, forgotten=st.sets(st.integers(0, 2)), seconds=st.sampled_from([10.0, 30.0, 30.000001, 60.0]))
+    def a_worker_is_heard_again_after(self, place: str, forgotten: set[int], seconds: float) -> None:
+        """Around the length of a lease, where its claims and its standing as a judge hang on a microsecond."""
+        self.heartbeat(place, set(), None)
+        self.clock.advance(seconds)
+        self.heartbeat(place, forgotten, None)
+        self.recover(place)
+
+    @rule(alive=st.sets(places, min_size=1, max_size=3), beats=st.integers(1, 7), judge=places)
+    def time_passes_with_heartbeats(self, alive: set[str], beats: int, judge: str) -> None:
+        for _ in range(beats):
+            self.clock.advance(10.0)
+            for place in sorted(alive):
+                self.heartbeat(place, set(), None)
+        self.recover(judge)
+
+    @rule(ordinal=ordinals)
+    def cancel(self, ordinal: int) -> None:
+        if (task := self.some_task(ordinal)) is not None:
+            theirs, ours = self.both(
+                self.postgres.cancel_task(task[0], "not wanted"), self.memory.cancel_task(task[1], "not wanted")
+            )
+            assert theirs == ours
+
+    @rule(ordinal=ordinals)
+    def retry(self, ordinal: int) -> None:
+        if (task := self.some_task(ordinal)) is not None:
+            theirs, ours = self.both(self.postgres.retry_task(task[0]), self.memory.retry_task(task[1]))
+            assert theirs == ours
+
+    @rule(chosen=st.lists(places, max_size=2))
+    def pause(self, chosen: list[str]) -> None:
+        self.same(lambda store: store.set_paused([self.worker_at(place) for place in chosen], True))
+
+    @rule()
+    def resume_all(self) -> None:
+        self.same(lambda store: store.set_paused([self.worker_at(place) for place in PLACES], False))
+
+    @rule(chosen=st.lists(places, max_size=1))
+    def terminate(self, chosen: list[str]) -> None:
+        self.same(lambda store: store.set_terminating([self.worker_at(place) for place in chosen], "enough"))
+
+    @rule(place=places)
+    def leave(self, place: str) -> None:
+        self.same(lambda store: store.leave(self.worker_at(place), "done"))
+
+    @rule(judge=places)
+    def recover(self, judge: str) -> None:
+        self.same(lambda store: store.recover_lost_workers(self.worker_at(judge)))
+
+    @rule()
+    def sweep(self) -> None:
+        self.same(lambda store: store.sweep())
+
+    @rule(
+        queue=st.sampled_from([None, "a"]),
+        statuses=st.sampled_from([(TaskStatus.COMPLETE,), (TaskStatus.FAILED, TaskStatus.COMPLETE)]),
+        older_than_s=st.sampled_from([0.0, 60.0]),
+    )
+    def purge(self, queue: str | None, statuses: tuple[TaskStatus, ...], older_than_s: float) -> None:
+        self.same(lambda store: store.purge(queue, statuses, older_than_s))
+
+    # --------------------------------------------------------------------------------------------- what must be true
+
+    @invariant()
+    def both_tell_the_same_story(self) -> None:
+        self.both_show_the_same()
+        self.both_keep_the_same_secrets()
+        self.a_running_task_has_exactly_one_valid_claim()
+
+    def both_show_the_same(self) -> None:
+        theirs, ours = self.both(self.postgres.tasks(limit=ALL), self.memory.tasks(limit=ALL))
+        theirs = [with_parsed_json(replace(task, id=self.task_ids[task.id])) for task in theirs]
+        ours = [with_parsed_json(task) for task in ours]
+        assert theirs == ours
+        self.same(lambda store: store.workers(include_terminated=True))
+        self.same(lambda store: store.queue_depths())
+        self.same(lambda store: store.next_run_after(QUEUES))
+        self.same(lambda store: store.finished_since(60.0))
+        their_events, our_events = self.both(self.postgres.events(limit=ALL), self.memory.events(limit=ALL))
+        their_events = [
+            replace(event, task_id=event.task_id and self.task_ids[event.task_id]) for event in their_events
+        ]
+        assert stories(their_events) == stories(our_events)
+        self.no_task_is_lost(ours)
+
+    def both_keep_the_same_secrets(self) -> None:
+        """What no call shows but later answers hang on: the claim's token, and since when heartbeats had no gap."""
+        rows = self.run(self.eye.fetch("select id, claim_token from windlass.tasks"))
+        theirs = {self.task_ids[row["id"]]: self.tokens[row["claim_token"]] for row in rows}
+        assert theirs == {row.id: row.token for row in self.memory._tasks.values()}
+        rows = self.run(self.eye.fetch("select id, heartbeat_gapless_since from windlass.workers"))
+        gapless: dict[str, datetime | None] = dict(map(tuple, rows))
+        assert gapless == {row.id: row.heartbeat_gapless_since for row in self.memory._workers.values()}
+
+    def no_task_is_lost(self, tasks: list[Task]) -> None:
+        """Each task is in exactly one state, only finished ones go, and what is complete stays as it is."""
+        seen = {task.id: task.status for task in tasks}
+        assert len(seen) == len(tasks)
+        gone = self.seen.keys() - seen.keys()
+        assert all(self.seen[task_id] in (TaskStatus.COMPLETE, TaskStatus.FAILED) for task_id in gone)
+        self.seen = seen
+        for task in tasks:
+            if task.status is TaskStatus.COMPLETE:
+                assert self.completed.setdefault(task.id, task) == task
+
+    def a_running_task_has_exactly_one_valid_claim(self) -> None:
+        """And its holder is a worker that has not ended."""
+        rows = {row.id: row for row in self.memory._tasks.values()}
+        valid = Counter(
+            other.task_id
+            for _, _, other in self.claims
+            if other.task_id in rows and rows[other.task_id].is_held_by(other.token)
+        )
+        running = [row for row in rows.values() if row.status is TaskStatus.RUNNING]
+        assert valid == Counter(row.id for row in running)
+        live = {worker.id for worker in self.run(self.memory.workers())}
+        assert {row.worker_id for row in running} <= live
+
+
+async def outcome(call: Awaitable[Any]) -> Any:
+    """What was answered, or the type of what was raised."""
+    try:
+        return await call
+    except (BadInput, UnknownWorker) as error:
+        return type(error)
+
+
+def finished(claims: list[Claim], results: list[str]) -> list[Finished]:
+    return [Finished(claim.task_id, claim.token, result) for claim, result in zip(claims, results, strict=True)]
+
+
+def with_parsed_json(row: Any) -> Any:
+    """PostgreSQL writes JSON its own way; what it means is the same."""
+    row = replace(row, payload=json.loads(row.payload))
+    if isinstance(row, Task) and row.result is not None:
+        row = replace(row, result=json.loads(row.result))
+    return row
+
+
+def stories(events: list[Event]) -> tuple[Counter[str], dict[int, list[str]]]:
+    """All that happened, and each task's part in its order. Within one call the order of tasks is not promised."""
+    by_task: dict[int, list[str]] = {}
+    everything: Counter[str] = Counter()
+    for event in events:
+        words = f"{replace(event, id=0, detail=None)} {json.dumps(event.detail, sort_keys=True)}"
+        everything[words] += 1
+        if event.task_id is not None:
+            by_task.setdefault(event.task_id, []).append(words)
+    return everything, by_task
+
+
+@pytest.fixture
+def histories(shared_dsn: str, clock: Any) -> Iterator[type[Histories]]:
+    postgres = PostgresStore(shared_dsn, retention=RETENTION, virtual_now=clock, max_connections=1)
+    with asyncio.Runner() as runner:
+        eye = runner.run(connect(shared_dsn))
+        runner.run(postgres.__aenter__())
+        try:
+            world = {"runner": runner, "postgres": postgres, "eye": eye, "dsn": shared_dsn, "clock": clock}
+            yield type("Histories", (Histories,), {**world, "start": clock()})
+        finally:
+            runner.run(postgres.__aexit__(None, None, None))
+            runner.run(eye.close())
+
+
+async def connect(dsn: str) -> Any:
+    return await asyncpg.connect(dsn)
+
+
+# Where it fails, Hypothesis takes up to five minutes to make the story short.
+@pytest.mark.timeout(0 if MORE else 600)
+def test_memory_and_postgresql_live_through_the_same_histories(histories: type[Histories]) -> None:
+    run_state_machine_as_test(
+        histories,
+        settings=settings(
+            max_examples=HISTORIES,
+            stateful_step_count=STEPS,
+            derandomize=not MORE,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        ),
+    )
