@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windlass.client import Client, SyncClient
+    from windlass.client import Client, SyncClient, TaskFailed
     from windlass.model.errors import WindlassError
     from windlass.model.task import NewTask, Task, TaskStatus, new_task
     from windlass.worker.handler import DoNotRetry, RunningTask
@@ -21,6 +21,7 @@ __all__ = [
     "RunningTask",
     "SyncClient",
     "Task",
+    "TaskFailed",
     "TaskStatus",
     "WindlassError",
     "new_task",
@@ -33,6 +34,7 @@ _HOMES = {
     "RunningTask": "windlass.worker.handler",
     "SyncClient": "windlass.client",
     "Task": "windlass.model.task",
+    "TaskFailed": "windlass.client",
     "TaskStatus": "windlass.model.task",
     "WindlassError": "windlass.model.errors",
     "new_task": "windlass.model.task",

@@ -5,17 +5,19 @@
         result = await client.result(task_id, timeout_s=60)
 
 Without an address the client uses DATABASE_URL, windlass.toml or the embedded PostgreSQL, like the command line does.
-`SyncClient` is the same without async.
+`SyncClient` is the same without async. Every method raises a WindlassError, whose text says what to do, and for what
+is no input's fault DatabaseUnavailable: then what was asked may have happened, and a `unique_key` makes asking again
+safe.
 """
 
 import asyncio
 import json
 import threading
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from windlass import wire
 from windlass.configure import load_config
@@ -29,15 +31,27 @@ Answer = TypeVar("Answer")
 
 
 class TaskFailed(WindlassError):
-    """The task whose result was awaited is a dead letter."""
+    """The task whose result was awaited is a dead letter. `task` says all that is known of it."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(f"task {task.id} failed ({task.error_code}): {task.error}")
+        self.task = task
+
+
+class Connection(Protocol):
+    """What is needed of an asyncpg connection."""
+
+    async def fetchval(self, query: str, *args: Any) -> Any: ...
 
 
 class Client:
     def __init__(
         self, database_url: str | None = None, *, data_dir: str | Path | None = None, config: str | Path | None = None
     ) -> None:
-        overrides: Mapping[str, Any] = {"database_url": database_url, "data_dir": data_dir}
-        self._config = load_config(Path(config) if config is not None else None, overrides).config
+        """`data_dir` chooses the embedded PostgreSQL there; `config` names a file to read instead of windlass.toml."""
+        given = {"database_url": database_url, "data_dir": data_dir}
+        file = Path(config) if config is not None else None
+        self._config = load_config(file, given, overrides_from="the arguments of Client").config
         self._open = AsyncExitStack()
         self._store: PostgresStore | None = None
 
@@ -58,11 +72,12 @@ class Client:
         max_attempts: int = 3,
         timeout_s: float | None = None,
         unique_key: str | None = None,
-        connection: Any = None,
+        connection: Connection | None = None,
     ) -> int:
         """Add a task and return its id. With a unique key that is already there: that task's id, unchanged.
 
-        `connection`: an asyncpg connection of yours. The task is then part of the transaction it is in.
+        `connection`: an asyncpg connection of yours to the same database. The task is then part of the transaction
+        it is in: it exists if and when that commits.
         """
         task = new_task(
             queue,
@@ -78,11 +93,12 @@ class Client:
             return await enqueue_on(connection, task)
         return await self._opened.enqueue(task)
 
-    async def enqueue_many(self, tasks: Iterable[NewTask]) -> int:
-        """Add many at once, all or none, by COPY. Returns how many were new."""
+    async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
+        """Add many at once, all or none; `new_task` makes them. Returns how many were new."""
         return await self._opened.enqueue_many(tasks)
 
     async def task(self, task_id: int) -> Task | None:
+        """The task as it is now. None if it never was, or its retention is over."""
         return await self._opened.task(task_id)
 
     async def result(self, task_id: int, timeout_s: float | None = None) -> Any:
@@ -96,12 +112,12 @@ class Client:
                 if task.status is TaskStatus.COMPLETE:
                     return json.loads(task.result) if task.result is not None else None
                 if task.status is TaskStatus.FAILED:
-                    raise TaskFailed(f"task {task_id} failed ({task.error_code}): {task.error}")
+                    raise TaskFailed(task)
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, RESULT_POLL_MAX_S)
 
     async def retry(self, task_id: int) -> bool:
-        """Put a dead letter back into its queue. False if it is not one."""
+        """Put a failed task, or one that waits for its retry, back into its queue. False if it is neither."""
         return await self._opened.retry_task(task_id)
 
     async def cancel(self, task_id: int, reason: str = "cancelled by its producer") -> bool:
@@ -127,11 +143,20 @@ class SyncClient:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._wait(self._client.__aenter__())
+        try:
+            self._wait(self._client.__aenter__())
+        except BaseException:
+            self._stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._wait(self._client.__aexit__())
+        try:
+            self._wait(self._client.__aexit__())
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -175,4 +200,12 @@ class SyncClient:
         return self._wait(self._client.cancel(task_id, reason))
 
     def _wait(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise WindlassError("the client is not open: use it inside `with windlass.SyncClient() as client:`.")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C while we wait: nobody will ask for the answer any more
+            raise

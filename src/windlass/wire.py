@@ -1,43 +1,110 @@
-"""The composition root: the only module that knows all the others and puts them together."""
+"""The composition root: the only module that knows all the others and puts them together.
+
+Each part is imported when it is asked for: a producer with a DATABASE_URL loads neither the worker nor the embedded
+server, and a worker nothing that only people look at.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+import random
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import psutil
+import asyncpg
 
 from windlass.model.config import Config
-from windlass.store.embedded import EmbeddedPostgres, default_data_dir
-from windlass.store.migrate import Migration, migrate
-from windlass.store.postgres import CONNECTION_ERRORS, PostgresStore, unavailable
-from windlass.worker.command import CommandExecutor
-from windlass.worker.executor import Executor
-from windlass.worker.inline import InlineExecutor
-from windlass.worker.isolated import IsolatedExecutor
-from windlass.worker.runtime import Ending, WorkerRuntime, WorkerSettings
+from windlass.store.migrate import Migration, applied_migrations, migrate
+from windlass.store.postgres import (
+    COMMAND_TIMEOUT_S,
+    CONNECT_TIMEOUT_S,
+    CONNECTION_ERRORS,
+    PostgresStore,
+    unavailable,
+)
+
+if TYPE_CHECKING:
+    from windlass.control.cycle import FleetCycle
+    from windlass.control.summary import Summary
+    from windlass.model.fleet import FleetConfig
+    from windlass.ports.control import Candidate
+    from windlass.providers.local import LocalProvider
+    from windlass.store.control import PostgresControlStore
+    from windlass.store.examine import Examination
+    from windlass.worker.executor import Executor
+    from windlass.worker.runtime import Ending, WorkerSettings
 
 # Of the machine's memory: what all handlers of a worker may use together when nothing else is configured.
 MEMORY_SHARE = 0.9
 
 
 def data_dir(config: Config) -> Path:
+    from windlass.store.embedded import default_data_dir
+
     return (config.data_dir or default_data_dir()).expanduser()
 
 
+def has_embedded_database(config: Config) -> bool:
+    """Whether the data directory holds one already; opening it would make one."""
+    try:
+        return (data_dir(config) / "postgres" / "PG_VERSION").exists()
+    except PermissionError:
+        return True  # somebody else's: opening it says so
+
+
+@contextmanager
+def temporary_data_dir() -> Iterator[Path]:
+    """A data directory that is gone afterwards, with all that is in it."""
+    folder = Path(tempfile.mkdtemp(prefix="windlass-", dir=_temporary_place()))
+    try:
+        # Under root the server runs as somebody else, who must get through. What lies inside is closed to others.
+        folder.chmod(0o711)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_place() -> Path:
+    """Where temporary files go; under root, if others cannot get there (TMPDIR in root's home), /tmp."""
+    place = Path(tempfile.gettempdir()).absolute()
+    is_open = os.geteuid() != 0 or all(folder.stat().st_mode & 0o001 for folder in (place, *place.parents))
+    return place if is_open else Path("/tmp")  # noqa: S108 - mkdtemp makes its own folder in it
+
+
 @asynccontextmanager
-async def database(config: Config) -> AsyncIterator[str]:
-    """The address of the database, running for as long as this is open. The embedded one is brought up to date."""
+async def database(config: Config, *, is_migrating: bool = True) -> AsyncIterator[str]:
+    """The address of the database, running for as long as this is open.
+
+    The embedded one is brought up to date, unless `is_migrating` is false; any other is left as it is.
+    """
     if config.database_url is not None:
         yield config.database_url.get_secret_value()
         return
+    from windlass.store.embedded import EmbeddedPostgres
+
     server = EmbeddedPostgres(data_dir(config))
-    await asyncio.to_thread(server.open)
     try:
-        await migrate_database(server.dsn)
+        await _in_thread(server.open)
+        if is_migrating:
+            await migrate_database(server.dsn)
         yield server.dsn
     finally:
-        await asyncio.to_thread(server.close)
+        await _in_thread(server.close)
+
+
+async def _in_thread(function: Callable[[], None]) -> None:
+    """Once begun it is waited for, even when we are cancelled: only then can what it did be undone."""
+    work = asyncio.create_task(asyncio.to_thread(function))
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
 
 
 @asynccontextmanager
@@ -49,6 +116,17 @@ async def store(config: Config, *, max_connections: int = 4) -> AsyncIterator[Po
         yield opened
 
 
+@asynccontextmanager
+async def control_store(config: Config, *, max_connections: int = 4) -> "AsyncIterator[PostgresControlStore]":
+    from windlass.store.control import PostgresControlStore
+
+    async with (
+        database(config) as dsn,
+        PostgresControlStore(dsn, retention=config.retention, max_connections=max_connections) as opened,
+    ):
+        yield opened
+
+
 async def migrate_database(dsn: str) -> list[Migration]:
     try:
         return await migrate(dsn)
@@ -56,10 +134,36 @@ async def migrate_database(dsn: str) -> list[Migration]:
         raise unavailable("migrating", dsn, error) from None
 
 
+async def applied_migrations_of(dsn: str) -> dict[int, Any]:
+    """Version to row of what the database has; changes nothing."""
+    try:
+        connection = await asyncpg.connect(
+            dsn, timeout=CONNECT_TIMEOUT_S, command_timeout=COMMAND_TIMEOUT_S, statement_cache_size=0
+        )
+        try:
+            async with connection.transaction(readonly=True):
+                return await applied_migrations(connection)
+        finally:
+            await connection.close(timeout=CONNECT_TIMEOUT_S)
+    except CONNECTION_ERRORS as error:
+        raise unavailable("reading the schema's version", dsn, error) from None
+
+
+async def examine_database(dsn: str) -> "Examination":
+    from windlass.store.examine import examine
+
+    try:
+        return await examine(dsn)
+    except CONNECTION_ERRORS as error:
+        raise unavailable("examining the database", dsn, error) from None
+
+
 async def run_worker(
-    config: Config, settings: WorkerSettings, *, handler: str | None, command: str | None, is_inline: bool
-) -> Ending:
+    config: Config, settings: "WorkerSettings", *, handler: str | None, command: str | None, is_inline: bool
+) -> "Ending":
     """One worker over the database, until it is told to end."""
+    from windlass.worker.runtime import WorkerRuntime
+
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
     async with database(config) as dsn:
 
@@ -71,27 +175,91 @@ async def run_worker(
 
 
 def _executor(
-    config: Config, settings: WorkerSettings, *, handler: str | None, command: str | None, is_inline: bool
-) -> Executor:
+    config: Config, settings: "WorkerSettings", *, handler: str | None, command: str | None, is_inline: bool
+) -> "Executor":
+    limit_mb = config.worker.memory_limit_mb
+    limit_bytes = limit_mb << 20 if limit_mb else int(_memory_bytes() * MEMORY_SHARE) // settings.concurrency
     if command is not None:
-        return CommandExecutor(command, max_result_bytes=config.max_payload_bytes)
+        from windlass.worker.command import CommandExecutor
+
+        return CommandExecutor(command, memory_limit_bytes=limit_bytes, max_result_bytes=config.max_payload_bytes)
     if handler is None:
         raise AssertionError("a worker has a handler or a command")
     if is_inline:
+        from windlass.worker.inline import InlineExecutor
+
         return InlineExecutor(handler, max_result_bytes=config.max_payload_bytes)
-    limit_mb = config.worker.memory_limit_mb
+    from windlass.worker.isolated import IsolatedExecutor
+
     return IsolatedExecutor(
         handler,
         concurrency=settings.concurrency,
-        memory_limit_bytes=limit_mb << 20 if limit_mb else int(_memory_bytes() * MEMORY_SHARE) // settings.concurrency,
+        memory_limit_bytes=limit_bytes,
         max_result_bytes=config.max_payload_bytes,
     )
 
 
 def _memory_bytes() -> int:
     """The memory of this machine, or of the container we are in if that is less."""
+    import psutil
+
     total = int(psutil.virtual_memory().total)
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # no cgroup, or "max"
         return total
+
+
+# ------------------------------------------------------------------------------------------------------------- fleets
+
+
+def fleet_cycle(
+    name: str, fleet: "FleetConfig", config: Config, store: "PostgresControlStore", candidate: "Candidate"
+) -> "FleetCycle":
+    from windlass.control.cycle import FleetCycle
+
+    return FleetCycle(name, fleet, store, provider(name, fleet, config), candidate, random.SystemRandom())
+
+
+def provider(name: str, fleet: "FleetConfig", config: Config) -> "LocalProvider":
+    """Who rents a fleet's machines."""
+    from windlass.providers.local import LocalProvider, database_identity
+
+    url = config.database_url.get_secret_value() if config.database_url is not None else None
+    return LocalProvider(
+        name,
+        fleet,
+        identity=database_identity(url, data_dir(config)),
+        state_dir=data_dir(config),
+        database_url=url,
+        data_dir=data_dir(config) if url is None else None,
+    )
+
+
+def candidate(config: Config) -> "Candidate":
+    """Ourselves, as one who might lead."""
+    from windlass.ports.control import Candidate
+
+    return Candidate(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}", config.control.lease_s)
+
+
+async def run_cycles(config: Config) -> "list[Summary]":
+    """One cycle of every fleet, then give the lead up: for cron and the like."""
+    async with control_store(config) as store:
+        ourselves = candidate(config)
+        try:
+            return [
+                await fleet_cycle(name, fleet, config, store, ourselves).run() for name, fleet in config.fleets.items()
+            ]
+        finally:
+            await store.resign(ourselves)
+
+
+async def worker_log(
+    config: Config, fleet: str, worker_id: str, lines: int, *, is_following: bool
+) -> AsyncIterator[str]:
+    """What a worker of a local fleet printed on this host. Raises BadInput if nothing of it is here."""
+    from windlass.providers.local.logs import log_folder
+
+    async for line in log_folder(data_dir(config), fleet).read(worker_id, lines, follow=is_following):
+        yield line

@@ -1,76 +1,73 @@
-"""What every command shares: its options, its way of ending, its two ways of printing."""
+"""What every command shares: its options and how it runs. Light to import: everything here is loaded by --help too."""
 
-import asyncio
-import json
+import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import fields, is_dataclass
-from datetime import datetime
-from enum import Enum
+from collections.abc import Callable, Coroutine
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from windlass.configure import Loaded, load_config
-from windlass.model.errors import WindlassError
+if TYPE_CHECKING:
+    from windlass.configure import Loaded
 
 EXIT_BAD_INPUT = 2
+# What shells report of a program that was ended by SIGTERM, as every command is that does not see to it itself.
+EXIT_TERMINATED = 143
+# The same for one whose reader went away, as in `windlass tasks list | head`.
+EXIT_BROKEN_PIPE = 141
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="Configuration file (default: windlass.toml, if there).", metavar="FILE")
 ]
 DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Where the embedded PostgreSQL lives.", metavar="FOLDER")
+    Path | None,
+    typer.Option("--data-dir", help="Use the embedded PostgreSQL that lives here, not DATABASE_URL.", metavar="FOLDER"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 
 Parameters = ParamSpec("Parameters")
 
 
-def load(config_file: Path | None, data_dir: Path | None, **overrides: Any) -> Loaded:
+def load(config_file: Path | None, data_dir: Path | None, **overrides: Any) -> "Loaded":
+    from windlass.configure import load_config
+
     return load_config(config_file, {"data_dir": data_dir, **overrides})
 
 
-def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> Callable[Parameters, None]:
-    """Run an async command. A WindlassError becomes one sentence on standard error and exit code 2."""
+def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> Callable[Parameters, int]:
+    """An async function as a command. It returns the exit code; what it raises is main's to explain."""
 
     @wraps(function)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
+        import asyncio
+
         try:
-            code = asyncio.run(function(*args, **kwargs))
-        except WindlassError as error:
-            print(f"windlass: {error}", file=sys.stderr)
-            raise typer.Exit(EXIT_BAD_INPUT) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        if code:
-            raise typer.Exit(code)
+            code = asyncio.run(_until_terminated(function(*args, **kwargs))) or 0
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except asyncio.CancelledError:
+            return EXIT_TERMINATED
+        except BrokenPipeError:
+            return _be_quiet()
+        return code
 
     return run
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(to_plain(value), indent=2, ensure_ascii=False))
+def _be_quiet() -> int:
+    """Whoever read our output has enough; what is still buffered goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_BROKEN_PIPE
 
 
-def to_plain(value: Any) -> Any:
-    """What JSON can hold, from our own types. JSON text in `payload` and `result` is shown as what it says."""
-    if is_dataclass(value) and not isinstance(value, type):
-        plain = {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
-        for name in ("payload", "result"):
-            if isinstance(plain.get(name), str):
-                plain[name] = json.loads(plain[name])
-        return plain
-    if isinstance(value, dict):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [to_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value
+async def _until_terminated(coroutine: Coroutine[Any, Any, int | None]) -> int | None:
+    """SIGTERM ends a command like Ctrl-C does: it tidies up after itself, an embedded server included."""
+    import asyncio
+    import signal
+
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await coroutine

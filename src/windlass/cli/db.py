@@ -1,14 +1,15 @@
-"""`windlass db`: the schema and where it lives."""
+"""`windlass db`: the schema, and how it got there."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import asyncpg
 import typer
 
-from windlass import wire
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load, print_json
-from windlass.store.migrate import LATEST_VERSION, MIGRATIONS, applied_migrations
-from windlass.store.postgres import CONNECTION_ERRORS, unavailable
+from windlass import __version__
+from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.output import print_json
+
+if TYPE_CHECKING:
+    from windlass.model.config import Config
 
 app = typer.Typer(help="The database's schema.", no_args_is_help=True)
 
@@ -16,26 +17,34 @@ app = typer.Typer(help="The database's schema.", no_args_is_help=True)
 @app.command()
 @command
 async def migrate(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Bring the schema to this program's version; all of it or nothing. Safe to repeat."""
+    """Bring the schema to this program's version.
+
+    All of it or nothing. Safe to repeat.
+    """
     loaded = load(config, data_dir)
-    # The embedded database is migrated when it is opened, so what was missing is asked before.
-    async with wire.database(loaded.config) as dsn:
+    from windlass import wire
+    from windlass.store.migrate import LATEST_VERSION
+
+    async with wire.database(loaded.config, is_migrating=False) as dsn:
         applied = await wire.migrate_database(dsn)
     if as_json:
         print_json({"applied": [m.version for m in applied], "version": LATEST_VERSION})
-    else:
-        for migration in applied:
-            print(f"applied {migration.version:04} {migration.name}")
-        print(f"the schema is at version {LATEST_VERSION}")
+        return
+    for migration in applied:
+        print(f"applied {migration.version:04} {migration.name}")
+    print(f"the schema is at version {LATEST_VERSION}")
 
 
 @app.command()
 @command
 async def status(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> int:
-    """Which migrations the database has. Exit code 1 if it is not at this program's version."""
-    loaded = load(config, data_dir)
-    async with wire.database(loaded.config) as dsn:
-        applied = await _applied(dsn)
+    """Show which migrations the database has.
+
+    Changes nothing. Exit code 1 if the database is not at this program's version.
+    """
+    from windlass.store.migrate import LATEST_VERSION, MIGRATIONS
+
+    applied = await _applied(load(config, data_dir).config)
     known = {migration.version: migration.name for migration in MIGRATIONS}
     rows = [
         {
@@ -46,22 +55,45 @@ async def status(config: ConfigFile = None, data_dir: DataDir = None, as_json: A
         }
         for version in sorted({*known, *applied})
     ]
+    version = max(applied, default=None)
     if as_json:
-        print_json({"version": max(applied, default=None), "program_version": LATEST_VERSION, "migrations": rows})
+        print_json({"version": version, "program_version": LATEST_VERSION, "migrations": rows})
     else:
         for row in rows:
             when = f"applied {row['applied_at']:%Y-%m-%d %H:%M}" if row["applied_at"] else "not applied"
             print(f"{row['version']:04} {row['name']:<20} {when}{'' if row['is_known'] else ' by a newer windlass'}")
-    return 0 if max(applied, default=None) == LATEST_VERSION else 1
+    return 0 if version == LATEST_VERSION else 1
 
 
-async def _applied(dsn: str) -> dict[int, Any]:
-    try:
-        connection = await asyncpg.connect(dsn, timeout=10, command_timeout=30, statement_cache_size=0)
-        try:
-            async with connection.transaction():
-                return await applied_migrations(connection)
-        finally:
-            await connection.close(timeout=10)
-    except CONNECTION_ERRORS as error:
-        raise unavailable("reading the schema's version", dsn, error) from None
+@app.command()
+@command
+async def sql(
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Only what the database does not have yet; asks it.")
+    ] = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Print the migrations as one SQL script.
+
+    To apply by hand, in Supabase's SQL editor or after a review. The result is that of `windlass db migrate`.
+    """
+    from windlass.store.migrate import LATEST_VERSION, MIGRATIONS
+    from windlass.store.script import script
+
+    applied = await _applied(load(config, data_dir).config) if missing else {}
+    wanted = [m for m in MIGRATIONS if m.version > max(applied, default=0)]
+    if not wanted:
+        print(f"-- The schema is at version {max(applied)} and this program's is {LATEST_VERSION}: nothing to apply.")
+    else:
+        print(script(wanted, __version__), end="")
+
+
+async def _applied(config: "Config") -> dict[int, Any]:
+    """What the database has. One that does not exist yet has nothing, and is not made by asking."""
+    from windlass import wire
+
+    if config.database_url is None and not wire.has_embedded_database(config):
+        return {}
+    async with wire.database(config, is_migrating=False) as dsn:
+        return await wire.applied_migrations_of(dsn)

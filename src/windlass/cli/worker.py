@@ -6,12 +6,10 @@ from typing import Annotated
 
 import typer
 
-from windlass import __version__, wire
+from windlass import __version__
 from windlass.cli.common import ConfigFile, DataDir, command, load
 from windlass.cli.logs import LogFormat, configure_logs
 from windlass.model.errors import BadInput
-from windlass.model.task import check_queue_name
-from windlass.worker.runtime import Ending, WorkerSettings
 
 EXIT_LOST = 3
 
@@ -19,7 +17,7 @@ EXIT_LOST = 3
 @command
 async def worker(
     queue: Annotated[
-        list[str], typer.Option("--queue", "-q", help="Queue to serve; several times for several queues.")
+        list[str], typer.Option("--queue", "-q", help="Queue to serve; several times for several.", metavar="NAME")
     ],
     handler: Annotated[
         str | None, typer.Option(help="Python function that takes the task.", metavar="PACKAGE.MODULE:FUNCTION")
@@ -31,27 +29,47 @@ async def worker(
     inline: Annotated[
         bool, typer.Option("--inline", help="Run an async handler in the worker's own loop: fast, but unprotected.")
     ] = False,
-    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, help="Tasks at the same time.")] = 1,
-    chdir: Annotated[Path | None, typer.Option(help="Work in this folder; handlers are imported from it.")] = None,
-    timeout: Annotated[
-        float | None, typer.Option(help="Time limit in seconds for tasks that bring none.", metavar="SECONDS")
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", "-c", min=1, help="Tasks at the same time.", metavar="N")
+    ] = 1,
+    chdir: Annotated[
+        Path | None, typer.Option(help="Work in this folder; handlers are imported from it.", metavar="FOLDER")
     ] = None,
-    heartbeat_interval: Annotated[float | None, typer.Option(help="Seconds between heartbeats.")] = None,
-    lease: Annotated[float | None, typer.Option(help="Seconds of silence after which its tasks go to others.")] = None,
-    memory_limit_mb: Annotated[int | None, typer.Option(help="Memory one handler's process may use.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Time limit of tasks that bring none of their own.", metavar="SECONDS")
+    ] = None,
+    heartbeat_interval: Annotated[
+        float | None, typer.Option(help="How often it says that it lives.", metavar="SECONDS")
+    ] = None,
+    lease: Annotated[
+        float | None, typer.Option(help="Silent for longer than this, its tasks go to others.", metavar="SECONDS")
+    ] = None,
+    memory_limit_mb: Annotated[
+        int | None, typer.Option(help="Memory one handler's process may use.", metavar="MB")
+    ] = None,
     log_format: LogFormat = "auto",
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> int:
-    """Claim tasks from queues and run a handler for each, until told to stop (Ctrl-C or SIGTERM: finishes first)."""
+    """Claim tasks and run a handler for each.
+
+    Goes on until it is told to stop. Ctrl-C or SIGTERM: it finishes what it has begun. Twice: it gives it back.
+    """
     configure_logs(log_format)
+    from windlass import wire
+    from windlass.model.task import check_queue_name
+    from windlass.worker.runtime import Ending, WorkerSettings
+
     if (handler is None) == (exec_ is None):
         raise BadInput("a worker needs exactly one of --handler and --exec: say what to run.")
     if inline and handler is None:
         raise BadInput("--inline goes with --handler: a command cannot run inside the worker.")
+    # Set by the provider that started it. Taken out: what a handler starts is not this worker.
+    worker_id = os.environ.pop("WINDLASS_WORKER_ID", None)
+    fleet = os.environ.pop("WINDLASS_FLEET", "default")
     loaded = load(
         config,
-        data_dir and data_dir.absolute(),
+        data_dir,
         **{
             "worker.heartbeat_interval_s": heartbeat_interval,
             "worker.lease_s": lease,
@@ -63,7 +81,9 @@ async def worker(
         _change_directory(chdir)
     chosen = loaded.config.worker
     settings = WorkerSettings(
-        queues=tuple(check_queue_name(name) for name in queue),
+        queues=tuple(check_queue_name(name) for name in dict.fromkeys(queue)),
+        fleet=fleet,
+        worker_id=worker_id,
         concurrency=concurrency,
         heartbeat_interval_s=chosen.heartbeat_interval_s,
         lease_s=chosen.lease_s,

@@ -1,0 +1,230 @@
+"""`windlass doctor`: is everything here that windlass needs, and if not, what to do.
+
+Looks and changes nothing: where there is no embedded database yet, one is tried out in a temporary directory.
+"""
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.output import print_json
+from windlass.model.errors import WindlassError
+
+if TYPE_CHECKING:
+    from windlass.model.config import Config
+    from windlass.store.examine import Examination
+
+OLDEST_PYTHON = (3, 11)
+OLDEST_SERVER = 140_000
+# Below the first it will soon be full; below the second PostgreSQL may not even start.
+DISK_WARN_BYTES = 2 * 1024**3
+DISK_FAIL_BYTES = 200 * 1024**2
+# Leases go by the database's clock; this machine's only decides how punctually a waiting task is looked for.
+CLOCK_WARN_S = 2.0
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    check: str
+    verdict: Verdict
+    what: str
+    # Empty where there is nothing to do.
+    do: str = ""
+
+
+@command
+async def doctor(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> int:
+    """Check this machine and the database.
+
+    A line for each thing, with what to do about it. Exit code 1 if something fails.
+    """
+    findings: list[Finding] = []
+    async for finding in _findings(config, data_dir):
+        findings.append(finding)
+        if not as_json:
+            advice = f": {finding.do}" if finding.do else ""
+            word = finding.verdict.upper() if finding.verdict is Verdict.FAIL else finding.verdict.value
+            print(f"{word:<5}{finding.check:<14}{finding.what}{advice}", flush=True)
+    if as_json:
+        print_json(findings)
+    return 1 if any(finding.verdict is Verdict.FAIL for finding in findings) else 0
+
+
+async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncIterator[Finding]:
+    yield _python()
+    yield _platform()
+    yield _gpu()
+    try:
+        config = load(config_file, data_dir).config
+    except WindlassError as error:
+        yield Finding("configuration", Verdict.FAIL, _clause(error))
+        return
+    yield Finding("configuration", Verdict.OK, "readable")
+    if config.database_url is None:
+        disk = _disk(config)
+        yield disk
+        if disk.verdict is Verdict.FAIL:
+            return
+    try:
+        async with _reached(config) as (where, examination, is_trial):
+            yield where
+            for finding in _database(examination, is_embedded=config.database_url is None, is_trial=is_trial):
+                yield finding
+    except WindlassError as error:
+        yield Finding("database", Verdict.FAIL, _clause(error))
+
+
+# -------------------------------------------------------------------------------------------------------- this machine
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < OLDEST_PYTHON:
+        return Finding("python", Verdict.FAIL, version, "install Python 3.11 or newer")
+    return Finding("python", Verdict.OK, f"{version} at {sys.executable}")
+
+
+def _platform() -> Finding:
+    import platform
+
+    name = f"{platform.system()} {platform.machine()}"
+    if platform.system() not in ("Linux", "Darwin"):
+        return Finding("platform", Verdict.WARN, name, "workers and the embedded database need Linux or macOS")
+    return Finding("platform", Verdict.OK, name)
+
+
+def _gpu() -> Finding:
+    """By NVML, as a worker reports it."""
+    from windlass.worker.gpu import GpuReader
+
+    reader = GpuReader()
+    reader.start()
+    reader.stop()
+    vitals = reader.vitals()
+    if not vitals:
+        return Finding("gpu", Verdict.OK, "no NVIDIA driver: workers report no GPU memory")
+    if not vitals["vram_total_mb"]:
+        return Finding("gpu", Verdict.WARN, "the NVIDIA driver is there, but no GPU answers", "look at nvidia-smi")
+    return Finding("gpu", Verdict.OK, f"{vitals['vram_used_mb']:,} of {vitals['vram_total_mb']:,} MB of memory used")
+
+
+def _disk(config: "Config") -> Finding:
+    import os
+    import shutil
+
+    from windlass import wire
+
+    data_dir = wire.data_dir(config)
+    there = next(folder for folder in (data_dir, *data_dir.parents) if os.path.exists(folder))  # noqa: PTH110
+    free_bytes = shutil.disk_usage(there).free
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Finding("disk", Verdict.FAIL, f"{there} cannot be written", "name another place with --data-dir")
+    what = f"{free_bytes / 1024**3:.1f} GiB free for {data_dir}"
+    if free_bytes < DISK_WARN_BYTES:
+        verdict = Verdict.FAIL if free_bytes < DISK_FAIL_BYTES else Verdict.WARN
+        return Finding("disk", verdict, what, "make room, or name another place with --data-dir")
+    return Finding("disk", Verdict.OK, what)
+
+
+# -------------------------------------------------------------------------------------------------------- the database
+
+
+@asynccontextmanager
+async def _reached(config: "Config") -> AsyncIterator[tuple[Finding, "Examination", bool]]:
+    from windlass import wire
+
+    if config.database_url is not None or wire.has_embedded_database(config):
+        async with wire.database(config, is_migrating=False) as dsn:
+            examination = await wire.examine_database(dsn)
+            kind = "embedded, in " + str(wire.data_dir(config)) if config.database_url is None else "from DATABASE_URL"
+            what = f"{examination.database} as {examination.user} ({kind})"
+            yield Finding("database", Verdict.OK, what), examination, False
+        return
+    with wire.temporary_data_dir() as folder:
+        trial = config.model_copy(update={"data_dir": folder / "data"})
+        async with wire.database(trial) as dsn:
+            what = f"the embedded one works; it will be made in {wire.data_dir(config)} when first used"
+            yield Finding("database", Verdict.OK, what), await wire.examine_database(dsn), True
+
+
+def _database(found: "Examination", *, is_embedded: bool, is_trial: bool) -> Iterator[Finding]:
+    yield _server_version(found)
+    if not is_trial:
+        yield _schema(found, is_embedded=is_embedded)
+        yield _privileges(found)
+    yield _pooler(found)
+    yield _listen(found)
+    yield _clock(found)
+
+
+def _server_version(found: "Examination") -> Finding:
+    what = f"PostgreSQL {found.server_version}"
+    if found.server_version_number < OLDEST_SERVER:
+        return Finding("version", Verdict.FAIL, what, "windlass needs PostgreSQL 14 or newer")
+    return Finding("version", Verdict.OK, what)
+
+
+def _schema(found: "Examination", *, is_embedded: bool) -> Finding:
+    from windlass.store.migrate import LATEST_VERSION, check_schema_version
+
+    if "usage on schema windlass" in found.missing_privileges:
+        return Finding("schema", Verdict.FAIL, "there is one that this user may not enter", "see privileges")
+    try:
+        check_schema_version(found.schema_version)
+    except WindlassError as error:
+        # The embedded one is brought up to date by whoever opens it next; a newer one cannot be.
+        will_be_migrated = is_embedded and (found.schema_version or 0) < LATEST_VERSION
+        return Finding("schema", Verdict.WARN if will_be_migrated else Verdict.FAIL, _clause(error))
+    return Finding("schema", Verdict.OK, f"version {found.schema_version}")
+
+
+def _privileges(found: "Examination") -> Finding:
+    if found.missing_privileges:
+        shown = ", ".join(found.missing_privileges[:3])
+        more = f" and {len(found.missing_privileges) - 3} more" if len(found.missing_privileges) > 3 else ""
+        what = f"{found.user} lacks {shown}{more}"
+        return Finding("privileges", Verdict.FAIL, what, "let the schema's owner grant them")
+    if found.schema_version is None and not found.may_create_schema:
+        what = f"{found.user} may not create the schema"
+        do = f"grant create on database {found.database}, or let its owner apply the output of `windlass db sql`"
+        return Finding("privileges", Verdict.FAIL, what, do)
+    return Finding("privileges", Verdict.OK, f"{found.user} has all it needs")
+
+
+def _pooler(found: "Examination") -> Finding:
+    if found.is_pooled:
+        what = "a pooler stands before the server: workers look for tasks once a second instead of being woken"
+        return Finding("pooler", Verdict.WARN, what, "use the direct address if that is too slow")
+    return Finding("pooler", Verdict.OK, "none between us and the server")
+
+
+def _listen(found: "Examination") -> Finding:
+    if found.can_listen:
+        return Finding("listen", Verdict.OK, "notifications arrive")
+    if found.is_pooled:
+        return Finding("listen", Verdict.WARN, "not possible through a pooler", "see pooler")
+    what = "no notification arrives: workers look for tasks once a second instead"
+    return Finding("listen", Verdict.WARN, what, "is something between us and the server?")
+
+
+def _clock(found: "Examination") -> Finding:
+    difference_s = found.clock_difference_s
+    if abs(difference_s) > CLOCK_WARN_S + found.clock_uncertainty_s:
+        what = f"the database's clock is {abs(difference_s):.1f} s {'ahead' if difference_s > 0 else 'behind'}"
+        return Finding("clock", Verdict.WARN, what, "set this machine's by NTP; scheduled tasks may be found late")
+    return Finding("clock", Verdict.OK, f"{abs(difference_s) * 1000:.0f} ms apart from the database's")
+
+
+def _clause(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")

@@ -1,0 +1,134 @@
+"""`windlass explain` and `replay`: why it is so, and what would have been."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.output import print_json, printable
+from windlass.model.errors import BadInput
+
+if TYPE_CHECKING:
+    from windlass.control.explain import Story
+    from windlass.model.action import Plan
+    from windlass.model.config import Config
+    from windlass.store.control import PostgresControlStore
+
+CYCLES_SHOWN = 10
+
+
+@command
+async def explain(
+    what: Annotated[
+        str, typer.Argument(help="A task's id, a worker's id, or a fleet's name.", metavar="TASK|WORKER|FLEET")
+    ],
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell the story: why is this task waiting, why was this worker ended, why was nobody hired."""
+    from windlass import wire
+
+    loaded = load(config, data_dir)
+    async with wire.control_store(loaded.config) as store:
+        story = await _story(store, loaded.config, what)
+    if as_json:
+        print_json({"answer": story.answer, "history": [{"at": at, "what": text} for at, text in story.history]})
+        return
+    for sentence in story.answer:
+        print(printable(sentence))
+    if story.history:
+        print()
+    for at, text in story.history:
+        print(f"{at:%Y-%m-%d %H:%M:%S}  {printable(text)}")
+
+
+async def _story(store: "PostgresControlStore", config: "Config", what: str) -> "Story":
+    from windlass.control import explain as stories
+
+    now = await store.now()
+    fleets = await store.fleets()
+    if what.isdigit():
+        task = await store.task(int(what))
+        if task is None:
+            raise BadInput(f"there is no task {what}: it was never enqueued, or its retention is over.")
+        serving = [fleet for fleet in fleets if task.queue in fleet.queues]
+        last = [(fleet, next(iter(await store.cycles(fleet.name, 1)), None)) for fleet in serving]
+        return stories.explain_task(
+            task,
+            await store.events(task_id=task.id),
+            now=now,
+            ahead=await store.ready_before(task.id),
+            workers=await store.workers(),
+            fleets=last,
+        )
+    worker = await store.worker(what)
+    if worker is not None:
+        seen = await store.last_cycle_with(worker.fleet, worker.id)
+        return stories.explain_worker(
+            worker, await store.events(worker_id=what), cycle=seen, config=config.fleets.get(worker.fleet)
+        )
+    for fleet in fleets:
+        if fleet.name == what:
+            return stories.explain_fleet(fleet, await store.cycles(what, CYCLES_SHOWN), now=now)
+    known = ", ".join(fleet.name for fleet in fleets) or "none yet"
+    raise BadInput(
+        f"there is no task, worker or fleet {what}: fleets are {known}; `windlass workers list` shows workers."
+    )
+
+
+@command
+async def replay(
+    cycle: Annotated[int, typer.Argument(help="A cycle's id, as `windlass explain FLEET` shows it.", min=1)],
+    with_config: Annotated[
+        Path | None, typer.Option("--with", help="Decide with the fleet as this file has it.", metavar="FILE")
+    ] = None,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> int:
+    """Decide again from what a cycle saw. Without --with it must come to the same; exit code 1 if it does not."""
+    from windlass import wire
+    from windlass.policy.plan import plan
+    from windlass.store.control import actions_to_plain
+
+    async with wire.control_store(load(config, data_dir).config) as store:
+        stored = await store.cycle(cycle)
+    if stored is None:
+        raise BadInput(
+            f"there is no cycle {cycle}: only those of the last days are kept; see `windlass explain FLEET`."
+        )
+    fleet = stored.config
+    if with_config is not None:
+        fleets = load(with_config, data_dir).config.fleets
+        if stored.cycle.fleet not in fleets:
+            raise BadInput(f"{with_config} has no fleet {stored.cycle.fleet}, which cycle {cycle} belongs to.")
+        fleet = fleets[stored.cycle.fleet]
+    again = plan(stored.snapshot, fleet)
+    then, now = actions_to_plain(stored.cycle.actions), actions_to_plain(again.actions)
+    is_same = then == now and stored.cycle.decision == again.decision
+    if as_json:
+        print_json(
+            {
+                "cycle_id": cycle,
+                "is_same": is_same,
+                "then": {"decision": stored.cycle.decision, "actions": then},
+                "again": {"decision": again.decision, "actions": now},
+            }
+        )
+    else:
+        _print_plan("decided then", stored.cycle.decision, then)
+        if is_same:
+            print("decided again: the same")
+        else:
+            _print_plan("decided again", again.decision, now)
+    return 0 if is_same or with_config is not None else 1
+
+
+def _print_plan(title: str, decision: str, actions: list[dict[str, Any]]) -> None:
+    print(f"{title}: {printable(decision)}")
+    for action in actions:
+        details = {key: value for key, value in action.items() if key not in ("kind", "reason") and value is not None}
+        print(f"  {action['kind']:<12} {json.dumps(details)}  {printable(action.get('reason', ''))}")

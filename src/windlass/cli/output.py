@@ -1,0 +1,118 @@
+"""The two ways of printing: JSON for programs, tables for people. And progress, where somebody is watching.
+
+What comes out of the database may be anything, so nothing of it reaches a terminal as a control sequence.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+# Rich takes a millisecond for a row; longer tables are not for looking at.
+MAX_ROWS_FOR_LOOKS = 500
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(to_plain(value), indent=2, ensure_ascii=False))
+
+
+def to_plain(value: Any) -> Any:
+    """What JSON can hold, from our own types. JSON text in `payload` and `result` is shown as what it says."""
+    if is_dataclass(value) and not isinstance(value, type):
+        plain = {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+        for name in ("payload", "result"):
+            if isinstance(plain.get(name), str):
+                plain[name] = json.loads(plain[name])
+        return plain
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def print_table(rows: Sequence[Sequence[object]], *headings: str, right: Collection[str] = ()) -> None:
+    """`right` names the columns of numbers. None is shown as nothing. Without headings, only the rows."""
+    cells = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
+    if sys.stdout.isatty() and len(rows) <= MAX_ROWS_FOR_LOOKS:
+        _print_rich_table(cells, headings, right)
+        return
+    for line in _aligned([list(headings), *cells] if headings else cells, [heading in right for heading in headings]):
+        print(line)
+
+
+def _aligned(rows: list[list[str]], is_right: list[bool]) -> Iterator[str]:
+    """A pipe has no width, so nothing is cut or folded: one line a row, for grep and awk."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_right = is_right or [False] * len(widths)
+    for row in rows:
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_right, strict=True)
+        )
+        yield "  ".join(padded).rstrip().replace("\n", "\\n")
+
+
+def _print_rich_table(rows: list[list[str]], headings: Sequence[str], right: Collection[str]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD if headings else None, show_header=bool(headings), show_edge=False, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    for row in rows:
+        # As Text, so that square brackets are no markup.
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def printable(text: str) -> str:
+    """The text with every control character but the line's end written out."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def shortened(text: str | None, width: int = 60) -> str | None:
+    """One line of it: the last, where a traceback names its cause."""
+    if not text or not text.strip():
+        return None
+    line = text.strip().splitlines()[-1].strip()
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def duration(seconds: float | None) -> str | None:
+    """For people: 0.4 s, 12 s, 3 min, 5 h, 2 d."""
+    if seconds is None:
+        return None
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    for limit, unit, unit_s in ((120, "s", 1), (7_200, "min", 60), (172_800, "h", 3_600)):
+        if seconds < limit:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+@contextmanager
+def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call with how much more is done. Shows a bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda amount: bar.advance(task, amount)

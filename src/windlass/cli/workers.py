@@ -1,0 +1,92 @@
+"""`windlass workers`: who is there, what each is doing, what it printed."""
+
+from typing import Annotated
+
+import typer
+
+from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.output import duration, print_json, print_table, printable
+from windlass.model.errors import BadInput
+from windlass.model.worker import Worker
+
+app = typer.Typer(help="Look at workers and what they printed.", no_args_is_help=True)
+WorkerId = Annotated[str, typer.Argument(help="Id of a worker.", metavar="WORKER")]
+
+
+@app.command("list")
+@command
+async def list_(
+    fleet: Annotated[str | None, typer.Option("--fleet", "-f", help="Only of this fleet.", metavar="NAME")] = None,
+    ended: Annotated[bool, typer.Option("--ended", help="Those that have ended too.")] = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """List workers, oldest first."""
+    from windlass import wire
+
+    async with wire.store(load(config, data_dir).config) as store:
+        found = [w for w in await store.workers(include_terminated=ended) if fleet in (None, w.fleet)]
+        now = await store.now()
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            worker.id,
+            worker.fleet,
+            worker.slot,
+            f"{worker.status}{', paused' if worker.is_paused else ''}",
+            duration((now - worker.created_at).total_seconds()),
+            duration((now - worker.last_heartbeat).total_seconds()) if worker.last_heartbeat else "never",
+            worker.reason,
+        )
+        for worker in found
+    ]
+    if rows:
+        print_table(rows, "worker", "fleet", "slot", "status", "age", "heard", "reason", right=("slot", "age", "heard"))
+    else:
+        print("no workers")
+
+
+@app.command()
+@command
+async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Everything known of one worker, and its story."""
+    from windlass import wire
+
+    async with wire.store(load(config, data_dir).config) as store:
+        found = await _worker(await store.worker(worker), worker)
+        events = await store.events(worker_id=worker)
+    if as_json:
+        print_json({"worker": found, "events": events})
+        return
+    fields = ((name, getattr(found, name)) for name in Worker.__dataclass_fields__)
+    print_table([(name, value) for name, value in fields if value not in (None, {}, ())])
+    for event in events:
+        print(f"{event.at:%Y-%m-%d %H:%M:%S}  {event.code:<20} {printable(event.reason)}")
+
+
+@app.command()
+@command
+async def logs(
+    worker: WorkerId,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=100_000, help="How many of the last lines.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", help="And those to come, until the worker has ended.")] = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """What a worker of a local fleet printed."""
+    from windlass import wire
+
+    loaded = load(config, data_dir)
+    async with wire.store(loaded.config) as store:
+        found = await _worker(await store.worker(worker), worker)
+    async for line in wire.worker_log(loaded.config, found.fleet, worker, lines, is_following=follow):
+        print(printable(line), flush=follow)
+
+
+async def _worker(found: Worker | None, worker_id: str) -> Worker:
+    if found is None:
+        raise BadInput(f"there is no worker {worker_id}: `windlass workers list --ended` shows all that are known.")
+    return found

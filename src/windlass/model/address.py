@@ -1,0 +1,51 @@
+"""The address of a database: whether it is one, and how it may be shown. No message here repeats a password."""
+
+import re
+from urllib.parse import SplitResult, urlsplit
+
+HIDDEN = "********"
+_SCHEMES = ("postgresql", "postgres")
+_SHAPE = "write postgresql://user:password@host:5432/database"
+# Everything up to the last @ of a word: a password that should have been encoded may itself contain : / or @.
+_PASSWORD_IN_URL = re.compile(r"([a-zA-Z][\w+.-]*://[^:/?#@\s]*):\S*@")
+_PASSWORD_IN_QUERY = re.compile(r"([?&]\w*password)=[^&\s]*", re.IGNORECASE)
+
+
+def masked(text: str) -> str:
+    """The text without the passwords of the addresses in it."""
+    return _PASSWORD_IN_QUERY.sub(rf"\1={HIDDEN}", _PASSWORD_IN_URL.sub(rf"\1:{HIDDEN}@", text))
+
+
+def is_database_url(url: str) -> bool:
+    return url.partition("://")[0] in _SCHEMES
+
+
+def problem_of_database_url(url: str) -> str | None:
+    """What is wrong with this address, as the end of a sentence; None if nothing is."""
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        return f"is not an address: {_SHAPE}"
+    if scheme.startswith("postgresql+"):
+        return "names a driver of another program: begin it with postgresql:// alone"
+    if scheme not in _SCHEMES:
+        return f"is not the address of a PostgreSQL server: {_SHAPE}"
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return f"has brackets or characters that no address has: {_SHAPE}"
+    # In these cases a piece of the password was taken for the host, the port or the database.
+    if parts.fragment or "@" in parts.path or ("@" in parts.query and "@" not in parts.netloc):
+        return "has a / ? # or @ in its user or password: write %2F, %3F, %23 or %40 for it"
+    if not all(map(_is_port, _ports(parts))):
+        return "has a port that is not a number from 1 to 65535, or a special character in its password: " + _SHAPE
+    return None
+
+
+def _ports(parts: SplitResult) -> list[str]:
+    """Of each host; several may stand there, separated by commas."""
+    hosts = parts.netloc.rpartition("@")[2].split(",")
+    return [port for host in hosts if (port := host.rpartition("]")[2].partition(":")[2])]
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and 1 <= int(text) <= 65_535

@@ -1,0 +1,60 @@
+"""The command line as its users have it: a process, what it prints, how it ends."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        assert self.code == 0, self
+        return json.loads(self.out)
+
+
+class CommandLine:
+    """`windlass`, in a folder of its own and with nothing of the surrounding environment that it would read."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self._env = dict(env or {})
+
+    def with_env(self, **env: str) -> "CommandLine":
+        return CommandLine(self.folder, {**self._env, **env})
+
+    def __call__(self, *args: object, stdin: str | bytes = "", python: tuple[str, ...] = ()) -> Done:
+        done = subprocess.run(
+            [sys.executable, *python, "-m", "windlass", *map(str, args)],
+            input=stdin.encode() if isinstance(stdin, str) else stdin,
+            capture_output=True,
+            cwd=self.folder,
+            env=self.environment(),
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    def start(self, *args: object, **options: Any) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "windlass", *map(str, args)],
+            cwd=self.folder,
+            env=self.environment(),
+            text=True,
+            **options,
+        )
+
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("WINDLASS_") and k != "DATABASE_URL"}
+        return {**kept, **self._env}

@@ -1,0 +1,302 @@
+"""Whatever is wrong with what was given: one sentence that says so, exit code 2, nothing done, no secret told."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+from command_line import CommandLine, Done
+
+PASSWORD = "hunter2"
+# Nobody listens on port 1.
+NOWHERE = f"postgresql://app:{PASSWORD}@127.0.0.1:1/app"
+WORKER = ("worker", "--queue", "q")
+
+
+@pytest.fixture
+def windlass(tmp_path: Path) -> CommandLine:
+    return CommandLine(tmp_path)
+
+
+def assert_refused(done: Done, sentence: str) -> None:
+    assert done.err.startswith("windlass: "), done
+    assert sentence in done.err
+    assert (done.code, done.out) == (2, "")
+    assert done.err.count("\n") == 1
+    assert done.err.rstrip().endswith((".", "?"))
+    assert "Traceback" not in done.err
+    assert PASSWORD not in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "sentence"),
+    [
+        # What typer itself refuses.
+        pytest.param(("tsks",), {}, "no such command 'tsks'. Did you mean 'tasks'?", id="a command with a typo"),
+        pytest.param(("worker", "--nope"), {}, "no such option", id="an unknown option"),
+        pytest.param(("enqueue",), {}, "missing argument", id="a missing argument"),
+        pytest.param(("tasks", "list", "--status", "lost"), {}, "is not one of", id="an unknown status"),
+        pytest.param(("tasks", "show", "first"), {}, "valid integer", id="an id that is no number"),
+        pytest.param(("tasks", "show", "99999999999999999999"), {}, "less than or equal", id="an id beyond all"),
+        pytest.param(("status", "extra"), {}, "unexpected extra argument", id="an argument too many"),
+        # Payloads.
+        pytest.param(("enqueue", "q", "{a: 1}"), {}, "the payload is not JSON", id="a payload that is no JSON"),
+        pytest.param(("enqueue", "q", "9" * 5_000), {}, "the payload is not JSON", id="a number beyond reason"),
+        pytest.param(("enqueue", "q", "NaN"), {}, "cannot be written as JSON", id="a payload that is not a number"),
+        pytest.param(("enqueue", "q", '"\\u0000"'), {}, "NUL character", id="a payload with NUL"),
+        pytest.param(
+            ("enqueue", "q", '"longer than that"'),
+            {"WINDLASS_MAX_PAYLOAD_BYTES": "10"},
+            "18 bytes and at most 10 are accepted",
+            id="a payload over the configured limit",
+        ),
+        pytest.param(("enqueue", "q"), {}, "say what to enqueue", id="nothing to enqueue"),
+        pytest.param(("enqueue", "q", "1", "--file", "f"), {}, "say what to enqueue", id="a payload and a file"),
+        pytest.param(("enqueue", "q", "--file", "missing"), {}, "cannot read missing (No such file", id="no such file"),
+        pytest.param(("enqueue", "q", "--file", "."), {}, "cannot read . (Is a directory", id="a folder for a file"),
+        # A task's other fields.
+        pytest.param(("enqueue", "a b", "1"), {}, "cannot be a queue's name", id="a queue with a space"),
+        pytest.param(("enqueue", "q", "1", "--priority", "3000000000"), {}, "priority is 3000000000", id="a priority"),
+        pytest.param(("enqueue", "q", "1", "--max-attempts", "0"), {}, "max_attempts is 0", id="no attempts"),
+        pytest.param(("enqueue", "q", "1", "--timeout", "-1"), {}, "timeout_s is -1", id="a negative time limit"),
+        pytest.param(("enqueue", "q", "1", "--timeout", "nan"), {}, "timeout_s is nan", id="a time limit of nothing"),
+        pytest.param(("enqueue", "q", "1", "--run-after", "soon"), {}, "'soon' is not a time", id="a time in words"),
+        pytest.param(("enqueue", "q", "1", "--run-after", "2030-01-01T08:00"), {}, "no time zone", id="a time, where?"),
+        pytest.param(("enqueue", "q", "1", "--run-after", "99999999d"), {}, "not a span", id="a time beyond all"),
+        pytest.param(("enqueue", "q", "1", "--unique-key", "k" * 201), {}, "201 characters", id="a key too long"),
+        pytest.param(("enqueue", "q", "-", "--unique-key", "k"), {}, "names one task", id="one key for many tasks"),
+        # Which tasks.
+        pytest.param(("tasks", "retry"), {}, "say which tasks to retry", id="retry nothing"),
+        pytest.param(("tasks", "retry", "--all-failed"), {}, "with --queue", id="retry all of all queues"),
+        pytest.param(("tasks", "retry", "1", "--all-failed"), {}, "say which tasks", id="retry one and all"),
+        pytest.param(("tasks", "cancel"), {}, "say which tasks to cancel", id="cancel nothing"),
+        pytest.param(("tasks", "purge", "--yes"), {}, "say what to delete", id="purge anything"),
+        pytest.param(("tasks", "purge", "--status", "failed"), {}, "--older-than", id="purge of any age"),
+        pytest.param(
+            ("tasks", "purge", "-s", "queued", "--older-than", "1d"), {}, "not one of", id="purge the waiting"
+        ),
+        pytest.param(("tasks", "purge", "-s", "failed", "--older-than", "1y"), {}, "not a span", id="purge by years"),
+        # Workers.
+        pytest.param(WORKER, {}, "exactly one of --handler and --exec", id="a worker without a handler"),
+        pytest.param((*WORKER, "--exec", "x", "--inline"), {}, "--inline goes with --handler", id="an inline command"),
+        pytest.param((*WORKER, "--handler", "a:b", "--chdir", "missing"), {}, "cannot work in missing", id="no folder"),
+        pytest.param((*WORKER, "--exec", "x", "--lease", "1"), {}, "three beats must fit", id="a lease too short"),
+        pytest.param((*WORKER, "--exec", "x", "--lease", "-1"), {}, "greater than 0", id="a negative lease"),
+        pytest.param(("worker", "-q", "a b", "--exec", "x"), {}, "cannot be a queue's name", id="a worker's queue"),
+        # Configuration.
+        pytest.param(("status", "--config", "missing"), {}, "there is no configuration file missing", id="no config"),
+        pytest.param(("status",), {"WINDLASS_LEASE_S": "3"}, "is not a setting", id="an unknown variable"),
+        pytest.param(("status",), {"WINDLASS_WORKER__LEASE_S": "x"}, "is 'x': input should", id="a bad variable"),
+        pytest.param(("status",), {"DATABASE_URL": f"mysql://u:{PASSWORD}@h"}, "not the address of", id="another kind"),
+        pytest.param(("status",), {"DATABASE_URL": f"postgresql://u:{PASSWORD}#@h"}, "%23", id="an unencoded password"),
+        pytest.param(("status",), {"DATABASE_URL": PASSWORD}, "is not an address", id="no address"),
+        # Databases.
+        pytest.param(("status",), {"DATABASE_URL": NOWHERE}, "127.0.0.1:1 cannot be reached", id="nobody listens"),
+        pytest.param(
+            ("db", "migrate"), {"DATABASE_URL": NOWHERE}, "127.0.0.1:1 cannot be reached", id="nobody to migrate"
+        ),
+        pytest.param(
+            ("db", "status"),
+            {"DATABASE_URL": NOWHERE},
+            "127.0.0.1:1 cannot be reached",
+            id="nobody to ask",
+        ),
+        pytest.param(
+            (*WORKER, "--exec", "true"),
+            {"DATABASE_URL": NOWHERE},
+            "127.0.0.1:1 cannot be reached",
+            id="nobody to serve",
+        ),
+        pytest.param(
+            ("status",), {"DATABASE_URL": "postgresql://windlass.invalid/d"}, "cannot be reached", id="no such host"
+        ),
+        pytest.param(
+            ("status",),
+            {"DATABASE_URL": f"{NOWHERE}?sslmode=maybe"},
+            "cannot be reached (`sslmode` parameter",
+            id="an unknown way of encryption",
+        ),
+        pytest.param(
+            ("status", "--data-dir", "/dev/null/data"), {}, "cannot use /dev/null/data as", id="no place for data"
+        ),
+        pytest.param(("status",), {"WINDLASS_DATA_DIR": "~nobody-here/x"}, "home directory", id="nobody's home"),
+    ],
+)
+def test_refused_in_one_sentence(
+    windlass: CommandLine, arguments: tuple[str, ...], env: dict[str, str], sentence: str
+) -> None:
+    # An address that would fail: nothing of this may come so far, unless it is the point.
+    assert_refused(windlass.with_env(**{"DATABASE_URL": NOWHERE, **env})(*arguments), sentence)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        pytest.param("data_dir = =", "is not valid TOML (Invalid value (at line 1", id="no TOML"),
+        pytest.param("[worker]\nleese_s = 3", "did you mean worker.lease_s?", id="an unknown setting"),
+        pytest.param(f"database_url = 'postgresql://u:{PASSWORD}@h:x'", "has a port that is not", id="a bad address"),
+    ],
+)
+def test_a_file_is_refused_for(windlass: CommandLine, content: str, sentence: str) -> None:
+    (windlass.folder / "windlass.toml").write_text(content)
+    assert_refused(windlass("status"), sentence)
+
+
+def test_data_of_another_postgresql_is_refused(windlass: CommandLine) -> None:
+    cluster = windlass.folder / "data" / "postgres"
+    cluster.mkdir(parents=True)
+    (cluster / "PG_VERSION").write_text("16\n")
+    assert_refused(windlass("status", "--data-dir", "data"), "holds data of another PostgreSQL (version 16")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_data_directory_that_may_not_be_written_is_refused(windlass: CommandLine) -> None:
+    windlass.folder.chmod(0o555)
+    assert_refused(windlass("status", "--data-dir", "data"), "as the data directory (Permission denied")
+
+
+# ------------------------------------------------------------------------------------------------- lines of payloads
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        pytest.param(b"1\n\n{a}\n4\n", "line 3 is not JSON (Expecting property name", id="no JSON"),
+        pytest.param(b"1\n2\n\xff\n", "line 3 is not UTF-8 (at byte 1)", id="no text"),
+        pytest.param(b'1\n"' + b"x" * 1_100_000 + b'"\n', "line 2 has 1,100,002 bytes and at most", id="too much"),
+        pytest.param(b"1\n" + b" " * 7_000_000 + b"2\n", "line 2 has over 6,356,992 bytes", id="a line without end"),
+        pytest.param(b'1\n"\\u0000"\n', "line 2 contains a NUL character", id="NUL"),
+        pytest.param(b"[" * 100_000, "line 1 is not JSON that can be read", id="nested too deeply"),
+        pytest.param(b"\n \n", "there is nothing to enqueue in", id="only empty lines"),
+    ],
+)
+@pytest.mark.parametrize("way", ["file", "stdin"])
+async def test_one_bad_line_and_nothing_is_enqueued(
+    windlass: CommandLine, dsn: str, lines: bytes, sentence: str, way: str
+) -> None:
+    windlass = windlass.with_env(DATABASE_URL=dsn)
+    if way == "file":
+        (windlass.folder / "lines").write_bytes(lines)
+        done = windlass("enqueue", "q", "--file", "lines")
+    else:
+        done = windlass("enqueue", "q", "-", stdin=lines)
+    assert_refused(done, sentence)
+    assert await ask(dsn, "select count(*) from windlass.tasks") == 0
+
+
+# ------------------------------------------------------------------------------------- what only the database can tell
+
+
+async def ask(dsn: str, sql: str) -> Any:
+    connection = await asyncpg.connect(dsn)
+    try:
+        return await connection.fetchval(sql)
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("status", "--queue", "rendrs"), ("tasks", "list", "--queue", "rendrs"),
+     ("tasks", "purge", "--queue", "rendrs", "-s", "failed", "--older-than", "0s", "--yes"),
+     ("tasks", "retry", "--all-failed", "--queue", "rendrs")],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)  # fmt: skip
+def test_an_unknown_queue_is_refused_and_the_known_ones_are_named_by(
+    windlass: CommandLine, dsn: str, arguments: tuple[str, ...]
+) -> None:
+    windlass = windlass.with_env(DATABASE_URL=dsn)
+    assert_refused(windlass(*arguments), "there is no queue 'rendrs': there are no queues yet")
+    windlass("enqueue", "renders", "1")
+    windlass("enqueue", "mail", "1")
+    assert_refused(windlass(*arguments), "there is no queue 'rendrs': known are mail, renders")
+
+
+@pytest.mark.parametrize("command", ["show", "retry", "cancel"])
+async def test_an_unknown_task_is_refused_and_no_other_is_touched_by(
+    windlass: CommandLine, dsn: str, command: str
+) -> None:
+    windlass = windlass.with_env(DATABASE_URL=dsn)
+    task_id = windlass("enqueue", "q", "1").out.strip()
+    ids = ("404",) if command == "show" else (task_id, "404", "405")
+    assert_refused(windlass("tasks", command, *ids), f"there is no task {', '.join(i for i in ids if i != task_id)}")
+    assert await ask(dsn, "select status from windlass.tasks") == "queued"
+
+
+@pytest.mark.parametrize(
+    ("handler", "sentence"),
+    [
+        pytest.param("nowhere:handle", "cannot import nowhere:handle (No module named 'nowhere')", id="no module"),
+        pytest.param("app:missing", "cannot find missing in app", id="no function"),
+        pytest.param("app", "write package.module:function", id="no colon"),
+        pytest.param("broken:handle", "cannot import broken:handle: ZeroDivisionError", id="a broken module"),
+    ],
+)
+def test_an_unknown_handler_is_refused(windlass: CommandLine, dsn: str, handler: str, sentence: str) -> None:
+    (windlass.folder / "app.py").write_text("def handle(task): ...\n")
+    (windlass.folder / "broken.py").write_text("1 / 0\n")
+    windlass = windlass.with_env(DATABASE_URL=dsn)
+    assert_refused(windlass(*WORKER, "--handler", handler), sentence)
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("enqueue", "q", "1"), (*WORKER, "--exec", "true")])
+def test_a_database_without_a_schema_is_refused(
+    windlass: CommandLine, empty_dsn: str, arguments: tuple[str, ...]
+) -> None:
+    windlass = windlass.with_env(DATABASE_URL=empty_dsn)
+    assert_refused(windlass(*arguments), "has no windlass schema yet: run `windlass db migrate` once")
+
+
+async def test_an_older_schema_is_refused(windlass: CommandLine, dsn: str) -> None:
+    await ask(dsn, "delete from windlass.migrations where version = (select max(version) from windlass.migrations)")
+    assert_refused(windlass.with_env(DATABASE_URL=dsn)("enqueue", "q", "1"), "run `windlass db migrate`")
+    assert await ask(dsn, "select count(*) from windlass.tasks") == 0
+
+
+async def test_a_newer_schema_is_refused(windlass: CommandLine, dsn: str) -> None:
+    await ask(dsn, "insert into windlass.migrations (version, name, checksum) values (999, 'later', '')")
+    windlass = windlass.with_env(DATABASE_URL=dsn)
+    for arguments in (("status",), ("db", "migrate")):
+        assert_refused(windlass(*arguments), "is at version 999 and this program knows only")
+
+
+async def test_a_modified_schema_is_not_migrated(windlass: CommandLine, dsn: str) -> None:
+    await ask(dsn, "update windlass.migrations set checksum = 'other' where version = 2")
+    assert_refused(windlass.with_env(DATABASE_URL=dsn)("db", "migrate"), "differs from this program's")
+
+
+@pytest.fixture(scope="module")
+def locked_role(embedded_server: Any) -> Iterator[str]:
+    """A user whom the server asks for a password; others it trusts."""
+    rules = embedded_server.socket_dir.parent / "postgres" / "pg_hba.conf"
+    before = rules.read_text()
+    embedded_server.execute("create role locked login password 'right'")
+    rules.write_text(f"local all locked scram-sha-256\n{before}")
+    embedded_server.execute("select pg_reload_conf()")
+    yield "locked"
+    rules.write_text(before)
+    embedded_server.execute("select pg_reload_conf()")
+    embedded_server.execute("drop role locked")
+
+
+def test_a_wrong_password_is_refused(windlass: CommandLine, dsn: str, locked_role: str) -> None:
+    url = dsn.replace("//windlass@", f"//{locked_role}:{PASSWORD}@")
+    assert_refused(windlass.with_env(DATABASE_URL=url)("status"), "refused the user or password: check DATABASE_URL")
+
+
+def test_a_user_without_rights_is_told_so_and_the_doctor_knows_why(
+    windlass: CommandLine, dsn: str, locked_role: str
+) -> None:
+    windlass = windlass.with_env(DATABASE_URL=dsn.replace("//windlass@", f"//{locked_role}:right@"))
+    assert_refused(windlass("status"), "permission denied for schema windlass")
+    findings = {f["check"]: f for f in json.loads(windlass("doctor", "--json").out)}
+    assert findings["privileges"]["verdict"] == "fail"
+    assert "usage on schema windlass" in findings["privileges"]["what"]
+
+
+def test_a_database_that_does_not_exist_is_named(windlass: CommandLine, dsn: str) -> None:
+    url = dsn.replace("/test_", "/missing_")
+    assert_refused(windlass.with_env(DATABASE_URL=url)("status"), 'database "missing_')

@@ -1,0 +1,223 @@
+"""`db` and `doctor`: the schema and what is around it."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import asyncpg
+import pytest
+from command_line import CommandLine
+
+from windlass.store.embedded import EmbeddedPostgres
+from windlass.store.migrate import LATEST_VERSION, MIGRATIONS
+
+
+@pytest.fixture
+def windlass(tmp_path: Path) -> CommandLine:
+    return CommandLine(tmp_path)
+
+
+@pytest.fixture
+def data_dir(reachable_path: Path) -> Path:
+    return reachable_path / "data"
+
+
+def test_the_embedded_database_is_migrated_and_says_what_it_did(windlass: CommandLine, data_dir: Path) -> None:
+    place = ("--data-dir", data_dir)
+    before = windlass("db", "status", *place)
+    assert before.code == 1
+    assert before.out.count("not applied") == LATEST_VERSION
+    assert not data_dir.exists(), "asking made a database"
+    with EmbeddedPostgres(data_dir):  # opened once for all of this, and empty
+        assert windlass("db", "status", *place).out == before.out
+        done = windlass("db", "migrate", *place)
+        assert done.out.splitlines() == [
+            *(f"applied {migration.version:04} {migration.name}" for migration in MIGRATIONS),
+            f"the schema is at version {LATEST_VERSION}",
+        ]
+        assert windlass("db", "migrate", *place, "--json").json == {"applied": [], "version": LATEST_VERSION}
+        after = windlass("db", "status", *place, "--json").json
+    assert (after["version"], after["program_version"]) == (LATEST_VERSION, LATEST_VERSION)
+    assert all(row["applied_at"] and row["is_known"] for row in after["migrations"])
+
+
+async def test_a_newer_database_is_shown_for_what_it_is(windlass: CommandLine, dsn: str) -> None:
+    connection = await asyncpg.connect(dsn)
+    await connection.execute("insert into windlass.migrations (version, name, checksum) values (999, 'later', '')")
+    await connection.close()
+    done = windlass.with_env(DATABASE_URL=dsn)("db", "status")
+    assert done.code == 1
+    assert re.search(r"^0999 later +applied .* by a newer windlass$", done.out, re.MULTILINE)
+
+
+# ------------------------------------------------------------------------------------------------------ SQL by hand
+
+CATALOG = """
+select jsonb_build_object(
+  'schema', (select jsonb_build_array(nspname, nspacl) from pg_namespace where nspname = 'windlass'),
+  'migrations', (select jsonb_agg(to_jsonb(m) - 'applied_at' order by version) from windlass.migrations m),
+  'relations', (
+    select jsonb_agg(jsonb_build_array(relname, relkind, reloptions, relacl) order by relname)
+    from pg_class
+    where relnamespace = 'windlass'::regnamespace
+  ),
+  'columns', (
+    select jsonb_agg(
+      jsonb_build_array(
+        table_name, column_name, ordinal_position, udt_name, is_nullable, column_default, identity_generation
+      )
+      order by table_name, ordinal_position
+    )
+    from information_schema.columns
+    where table_schema = 'windlass'
+  ),
+  'constraints', (
+    select jsonb_agg(pg_get_constraintdef(oid) order by conrelid::regclass::text, conname)
+    from pg_constraint
+    where connamespace = 'windlass'::regnamespace
+  ),
+  'indexes', (select jsonb_agg(indexdef order by indexname) from pg_indexes where schemaname = 'windlass'),
+  'views', (select jsonb_agg(definition order by viewname) from pg_views where schemaname = 'windlass'),
+  'functions', (
+    select jsonb_agg(pg_get_functiondef(oid) order by oid::regprocedure::text)
+    from pg_proc
+    where pronamespace = 'windlass'::regnamespace
+  ),
+  'triggers', (
+    select jsonb_agg(pg_get_triggerdef(pg_trigger.oid) order by tgname)
+    from pg_trigger
+    join pg_class on pg_class.oid = tgrelid
+    where relnamespace = 'windlass'::regnamespace and not tgisinternal
+  )
+)
+"""
+
+
+async def catalog(dsn: str) -> Any:
+    connection = await asyncpg.connect(dsn)
+    try:
+        return json.loads(await connection.fetchval(CATALOG))
+    finally:
+        await connection.close()
+
+
+async def paste(dsn: str, sql: str) -> None:
+    """As an SQL editor does: all of it in one go."""
+    connection = await asyncpg.connect(dsn)
+    try:
+        await connection.execute(sql)
+    finally:
+        await connection.close()
+
+
+async def test_the_pasted_script_leaves_the_same_as_migrate(
+    windlass: CommandLine, each_server: Any, empty_dsn: str
+) -> None:
+    await paste(empty_dsn, windlass("db", "sql").out)
+    with each_server.migrated_database() as migrated_dsn:
+        expected = await catalog(migrated_dsn)
+        assert len(expected["functions"]) > 20
+        assert await catalog(empty_dsn) == expected
+    # And migrate finds its own work.
+    assert windlass.with_env(DATABASE_URL=empty_dsn)("db", "migrate", "--json").json["applied"] == []
+
+
+async def test_only_what_is_missing_is_printed_and_fits(windlass: CommandLine, dsn: str, embedded_server: Any) -> None:
+    with embedded_server.database() as partial_dsn:
+        windlass = windlass.with_env(DATABASE_URL=partial_dsn)
+        first = windlass("db", "sql").out.split("-- " + "-" * 60 + " 0002")[0] + "commit;"
+        await paste(partial_dsn, first)
+        missing = windlass("db", "sql", "--missing").out
+        assert "0001 tables" not in missing
+        await paste(partial_dsn, missing)
+        assert await catalog(partial_dsn) == await catalog(dsn)
+        assert windlass("db", "sql", "--missing").out.endswith("nothing to apply.\n")
+
+
+async def test_a_script_that_does_not_fit_changes_nothing(windlass: CommandLine, dsn: str) -> None:
+    before = await catalog(dsn)
+    with pytest.raises(
+        asyncpg.RaiseError, match=f"the schema is at version {LATEST_VERSION}, and this script begins at 0"
+    ):
+        await paste(dsn, windlass("db", "sql").out)
+    assert await catalog(dsn) == before
+
+
+# ------------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_good_database(windlass: CommandLine, dsn: str) -> None:
+    done = windlass.with_env(DATABASE_URL=dsn)("doctor")
+    assert done.code == 0, done
+    checks = [line.split()[1] for line in done.out.splitlines()]
+    assert checks == [
+        *("python", "platform", "gpu", "configuration", "database"),
+        *("version", "schema", "privileges", "pooler", "listen", "clock"),
+    ]
+    assert {line.split()[0] for line in done.out.splitlines()} <= {"ok", "warn"}
+
+
+def test_the_doctor_tries_the_embedded_database_and_leaves_none(windlass: CommandLine, data_dir: Path) -> None:
+    done = windlass("doctor", "--data-dir", data_dir)
+    assert done.code == 0, done
+    assert f"it will be made in {data_dir} when first used" in done.out
+    assert not data_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "check", "what"),
+    [
+        pytest.param({"DATABASE_URL": "postgresql://u:pw@127.0.0.1:1/d"}, "database", "cannot be reached", id="nobody"),
+        pytest.param({"WINDLASS_NOPE": "1"}, "configuration", "WINDLASS_NOPE in the environment", id="a bad setting"),
+        pytest.param({"WINDLASS_DATA_DIR": "/dev/null/x"}, "disk", "cannot be written", id="a place that is none"),
+    ],
+)
+def test_the_doctor_finds(windlass: CommandLine, env: dict[str, str], check: str, what: str) -> None:
+    done = windlass.with_env(**env)("doctor", "--json")
+    (finding,) = [finding for finding in json.loads(done.out) if finding["check"] == check]
+    assert (done.code, finding["verdict"]) == (1, "fail")
+    assert what in finding["what"]
+
+
+def test_the_doctor_sends_for_a_migration(windlass: CommandLine, empty_dsn: str) -> None:
+    done = windlass.with_env(DATABASE_URL=empty_dsn)("doctor")
+    assert done.code == 1
+    assert re.search(r"^FAIL schema .*run `windlass db migrate` once$", done.out, re.MULTILINE)
+
+
+@pytest.fixture
+def pooled_dsn(dsn: str, embedded_server: Any, reachable_path: Path) -> Iterator[str]:
+    """The database behind a pgbouncer in transaction mode."""
+    program = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin")
+    if program is None:
+        pytest.skip("there is no pgbouncer here: install the package pgbouncer to run this")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {"listen_addr": "127.0.0.1", "listen_port": port, "unix_socket_dir": "", "auth_type": "any"}
+    lines = [
+        *("[databases]", f"* = host={embedded_server.socket_dir} port=5432 user=windlass"),
+        *("[pgbouncer]", "pool_mode = transaction", *(f"{name} = {value}" for name, value in settings.items())),
+    ]
+    (reachable_path / "pgbouncer.ini").write_text("\n".join(lines) + "\n")
+    # It refuses root, and must get at the server's socket.
+    owner = embedded_server.socket_dir.stat()
+    account = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []} if os.geteuid() == 0 else {}
+    with subprocess.Popen([program, reachable_path / "pgbouncer.ini"], stderr=subprocess.PIPE, **account) as process:
+        assert process.stderr is not None
+        assert any(b"process up" in line for line in process.stderr)
+        yield f"postgresql://windlass@127.0.0.1:{port}{urlsplit(dsn).path}"
+        process.terminate()
+
+
+def test_the_doctor_notices_a_pooler(windlass: CommandLine, pooled_dsn: str) -> None:
+    done = windlass.with_env(DATABASE_URL=pooled_dsn)("doctor", "--json")
+    verdicts = {finding["check"]: finding["verdict"] for finding in done.json}
+    assert (verdicts["schema"], verdicts["pooler"], verdicts["listen"]) == ("ok", "warn", "warn")

@@ -1,0 +1,224 @@
+"""`enqueue`, `tasks` and `status`: what people do with a queue."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+from command_line import CommandLine
+
+
+@pytest.fixture
+def windlass(tmp_path: Path, dsn: str) -> CommandLine:
+    return CommandLine(tmp_path, {"DATABASE_URL": dsn})
+
+
+async def ask(dsn: str, sql: str) -> Any:
+    connection = await asyncpg.connect(dsn)
+    try:
+        return await connection.fetchval(sql)
+    finally:
+        await connection.close()
+
+
+async def set_status(dsn: str, status: str, *task_ids: int, finished_days_ago: float = 0) -> None:
+    """As a worker would have left them."""
+    connection = await asyncpg.connect(dsn)
+    await connection.execute(
+        "update windlass.tasks set status = $1, attempts = 3, error_code = 'HANDLER_ERROR', error = $4,"
+        " finished_at = windlass.now() - make_interval(secs => $3) where id = any ($2)",
+        status,
+        task_ids,
+        finished_days_ago * 86_400.0,
+        "Traceback\n  File x\nZeroDivisionError: [red]by\x1b[2Jzero[/red]",
+    )
+    await connection.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- enqueue
+
+
+def test_a_task_is_enqueued_with_all_it_was_given(windlass: CommandLine) -> None:
+    due = datetime(2100, 1, 31, 8, tzinfo=UTC)
+    options = (
+        "--priority",
+        7,
+        "--max-attempts",
+        1,
+        "--timeout",
+        2.5,
+        "--unique-key",
+        "k",
+        "--run-after",
+        due.isoformat(),
+    )
+    added = windlass("enqueue", "renders", '{"prompt": "ein Türmchen"}', *options, "--json").json
+    assert added == {"id": 1, "queue": "renders"}
+    task = windlass("tasks", "show", 1, "--json").json
+    expected = {
+        "queue": "renders",
+        "payload": {"prompt": "ein Türmchen"},
+        "priority": 7,
+        "max_attempts": 1,
+        "timeout_s": 2.5,
+        "unique_key": "k",
+        "run_after": due.isoformat(),
+        "status": "queued",
+    }
+    assert {name: task[name] for name in expected} == expected
+
+
+def test_a_key_that_is_known_gives_the_task_that_has_it(windlass: CommandLine) -> None:
+    first = windlass("enqueue", "q", "1", "--unique-key", "k")
+    assert windlass("enqueue", "q", "2", "--unique-key", "k").out == first.out
+    assert [task["payload"] for task in windlass("tasks", "list", "--json").json] == [1]
+
+
+def test_a_span_counts_from_the_databases_time(windlass: CommandLine) -> None:
+    windlass("enqueue", "q", "1", "--run-after", "90m")
+    (task,) = windlass("tasks", "list", "--json").json
+    waits = datetime.fromisoformat(task["run_after"]) - datetime.fromisoformat(task["created_at"])
+    assert timedelta(minutes=89) < waits <= timedelta(minutes=90)
+
+
+@pytest.mark.parametrize("way", ["--file", "-", "--file -"])
+async def test_every_line_becomes_a_task_in_order(windlass: CommandLine, dsn: str, way: str) -> None:
+    lines = "\ufeff" + "".join(f'{{"n": {n}}}\r\n\n' for n in range(1_500)) + '"the last has no end"'
+    (windlass.folder / "lines").write_text(lines, newline="")
+    arguments = {"--file": ["--file", "lines"], "-": ["-"], "--file -": ["--file", "-"]}[way]
+    done = windlass("enqueue", "q", *arguments, "--priority", "3", stdin=lines if way.endswith("-") else "")
+    assert (done.code, done.out, done.err) == (0, "enqueued 1,501 tasks in q\n", "")
+    ordered = "select array_agg((payload ->> 'n')::int order by id) from windlass.tasks where payload ? 'n'"
+    assert await ask(dsn, ordered) == list(range(1_500))
+    assert await ask(dsn, "select count(*) from windlass.tasks where priority = 3") == 1_501
+
+
+async def test_a_database_that_fails_in_the_middle_has_none_of_the_lines(windlass: CommandLine, dsn: str) -> None:
+    # The last line is refused by the database alone.
+    await ask(dsn, "alter table windlass.tasks add check (payload <> '\"bad\"')")
+    done = windlass("enqueue", "q", "-", stdin="1\n" * 20_000 + '"bad"\n')
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("windlass: enqueueing tasks: ")
+    assert done.err.count("\n") == 1
+    assert await ask(dsn, "select count(*) from windlass.tasks") == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- tasks
+
+
+async def test_tasks_are_listed_newest_first_and_filtered(windlass: CommandLine, dsn: str) -> None:
+    windlass("enqueue", "a", "-", stdin="1\n2\n3\n")
+    windlass("enqueue", "b", "4")
+    await set_status(dsn, "failed", 2)
+
+    def ids(*arguments: object) -> list[int]:
+        return [task["id"] for task in windlass("tasks", "list", *arguments, "--json").json]
+
+    assert ids() == [4, 3, 2, 1]
+    assert ids("--queue", "a") == [3, 2, 1]
+    assert ids("--status", "failed") == [2]
+    assert ids("--limit", 2, "--before", 4) == [3, 2]
+    assert ids("--queue", "b", "--status", "failed") == []
+    page = windlass("tasks", "list", "--limit", 2).out
+    assert page.splitlines()[0].split() == ["id", "queue", "status", "attempt", "age", "took", "worker", "note"]
+    assert page.splitlines()[-1] == "more: --before 3"
+
+
+async def test_what_a_handler_wrote_cannot_move_the_cursor_or_paint(windlass: CommandLine, dsn: str) -> None:
+    windlass("enqueue", "q", "1")
+    await set_status(dsn, "failed", 1)
+    for arguments in (("list",), ("show", 1)):
+        out = windlass("tasks", *arguments).out
+        assert "\x1b" not in out
+        assert "ZeroDivisionError: [red]by\\x1b[2Jzero[/red]" in out
+
+
+def test_a_task_is_shown_with_its_story(windlass: CommandLine) -> None:
+    windlass("enqueue", "q", '{"a": 1}')
+    assert windlass("tasks", "cancel", 1, "--reason", "no longer wanted").out == "cancelled task 1\n"
+    shown = windlass("tasks", "show", 1)
+    assert 'payload        {"a": 1}' in shown.out
+    assert "TASK_CANCELLED  no longer wanted" in shown.out
+    story = windlass("tasks", "show", 1, "--json").json
+    assert (story["error_code"], [event["code"] for event in story["events"]]) == ("CANCELLED", ["TASK_CANCELLED"])
+
+
+async def test_failed_tasks_are_retried_by_id_and_others_are_refused(windlass: CommandLine, dsn: str) -> None:
+    windlass("enqueue", "q", "-", stdin="1\n2\n3\n")
+    await set_status(dsn, "failed", 1, 2)
+    done = windlass("tasks", "retry", 1, 2, 3, "--json")
+    assert done.code == 2
+    assert json.loads(done.out) == {"retried": [1, 2], "refused": [{"id": 3, "status": "queued"}]}
+    assert done.err == "windlass: task 3 is queued: only failed tasks and those that wait for a retry can be retried.\n"
+    assert await ask(dsn, "select array_agg(status) from windlass.tasks") == ["queued"] * 3
+
+
+async def test_all_dead_letters_of_a_queue_are_retried(windlass: CommandLine, dsn: str) -> None:
+    windlass("enqueue", "q", "-", stdin="1\n" * 1_200)
+    windlass("enqueue", "other", "1")
+    await set_status(dsn, "failed", *range(1, 1_202))
+    assert windlass("tasks", "retry", "--all-failed", "--queue", "q").out == "retried 1,200 tasks\n"
+    assert await ask(dsn, "select string_agg(queue, '') from windlass.tasks where status = 'failed'") == "other"
+    assert windlass("tasks", "retry", "--all-failed", "--queue", "q").out == "retried 0 tasks\n"
+
+
+async def test_finished_tasks_cannot_be_cancelled(windlass: CommandLine, dsn: str) -> None:
+    windlass("enqueue", "q", "-", stdin="1\n2\n")
+    await set_status(dsn, "complete", 1)
+    done = windlass("tasks", "cancel", 1, 2)
+    assert (done.code, done.out) == (2, "cancelled task 2\n")
+    assert done.err == "windlass: task 1 is complete: only tasks that are not finished can be cancelled.\n"
+
+
+async def test_finished_tasks_are_purged_by_status_age_and_queue(windlass: CommandLine, dsn: str) -> None:
+    windlass("enqueue", "q", "-", stdin="1\n" * 6)
+    windlass("enqueue", "other", "1")
+    await set_status(dsn, "failed", 1, finished_days_ago=8)
+    await set_status(dsn, "failed", 2, finished_days_ago=6)
+    await set_status(dsn, "complete", 3, finished_days_ago=8)
+    await set_status(dsn, "failed", 7, finished_days_ago=8)
+    purge = ("tasks", "purge", "--older-than", "7d", "--queue", "q", "--status")
+    assert windlass(*purge, "failed", "--yes", "--json").json == {"deleted": 1}
+    assert windlass(*purge, "failed", "--status", "complete", stdin="y\n").out == "deleted 1 tasks\n"
+    assert await ask(dsn, "select array_agg(id order by id) from windlass.tasks") == [2, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("answer", ["n\n", "\n", "maybe\n", ""], ids=["no", "nothing", "maybe", "nobody there"])
+async def test_nothing_is_purged_without_a_yes(windlass: CommandLine, dsn: str, answer: str) -> None:
+    windlass("enqueue", "q", "1")
+    await set_status(dsn, "failed", 1, finished_days_ago=8)
+    done = windlass("tasks", "purge", "--status", "failed", "--older-than", "7d", stdin=answer)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.endswith("windlass: nothing was deleted: answer yes, or add --yes.\n")
+    assert await ask(dsn, "select count(*) from windlass.tasks") == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- status
+
+
+async def test_status_shows_queues_workers_and_the_last_hour(windlass: CommandLine, dsn: str) -> None:
+    windlass("enqueue", "q", "-", stdin="1\n2\n3\n")
+    windlass("enqueue", "later", "1", "--run-after", "1h")
+    await set_status(dsn, "complete", 1)
+    await ask(dsn, "select windlass.register_worker('w1', 'default', '{q,other}', 2)")
+    await ask(dsn, "select (windlass.heartbeat('w1')).status")
+    await ask(dsn, "update windlass.workers set last_heartbeat = last_heartbeat - interval '1 minute'")
+    status = windlass("status", "--json").json
+    assert [(q["queue"], q["queued"], q["scheduled"]) for q in status["queues"]] == [("later", 0, 1), ("q", 2, 0)]
+    assert [(w["id"], w["is_silent"], w["queues"]) for w in status["workers"]] == [("w1", True, ["q", "other"])]
+    assert status["last_hour"] == {"complete": 1, "failed": 0}
+    assert [q["queue"] for q in windlass("status", "--queue", "q", "--json").json["queues"]] == ["q"]
+    assert windlass("status", "--queue", "other", "--json").json["queues"] == []
+    out = windlass("status").out
+    assert "active, silent" in out
+    assert "last hour: 1 complete, 0 failed" in out
+
+
+def test_status_of_an_empty_database_says_so(windlass: CommandLine) -> None:
+    assert windlass("status").out.splitlines() == [
+        "nothing waits and nothing runs",
+        "no workers; start one with `windlass worker`",
+        "last hour: 0 complete, 0 failed",
+    ]
