@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check setup bench bench-queue clean
+.PHONY: demo test check setup bench bench-queue bench-control clean
 
 demo: setup
 	@$(BIN)/windlass demo
@@ -19,11 +19,14 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: bench-queue
+bench: bench-queue bench-control
 
 bench-queue: setup
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/python -m bench.queue
+
+bench-control: setup
+	$(BIN)/python -m bench.control
 
 setup: $(STAMP)
 

@@ -9,108 +9,25 @@ One server of each kind per test session and xdist worker, started when the firs
 copies of a migrated one, which takes a few milliseconds. The servers do not sync to disk: they need not survive.
 """
 
-import asyncio
-import itertools
 import os
-import pwd
-import shutil
 import signal
-import subprocess
-import tempfile
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
-import asyncpg
 import psutil
 import pytest
 
+from servers import (
+    STOP_TIMEOUT_S,
+    SYSTEM_POSTGRES,
+    UNSAFE_SETTINGS,
+    Server,
+    SystemPostgres,
+    VirtualClock,
+    reachable_temp_dir,
+    wait_until,
+)
 from windlass.store.embedded import EmbeddedPostgres
-from windlass.store.migrate import migrate
-
-SYSTEM_POSTGRES = Path("/usr/lib/postgresql")
-START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 30.0
-POLL_S = 0.01
-PORT = 5432  # only the name of a socket; nothing listens on a port
-# Surviving a power cut costs time that tests have no use for. What was committed survives the server's own crash.
-UNSAFE_SETTINGS = {"fsync": "off", "full_page_writes": "off"}
-
-T = TypeVar("T")
-
-
-class Server:
-    """A running server on which tests make databases."""
-
-    def __init__(self, dsn: str, socket_dir: Path, crash: Callable[[], None], start: Callable[[], None]) -> None:
-        self.dsn = dsn
-        self.socket_dir = socket_dir
-        self.crash = crash
-        self.start = start
-        self._numbers = itertools.count()
-        self._template: str | None = None
-
-    def dsn_of(self, database: str) -> str:
-        return urlunsplit(urlsplit(self.dsn)._replace(path=f"/{database}"))
-
-    @contextmanager
-    def database(self, template: str = "template0") -> Iterator[str]:
-        name = f"test_{next(self._numbers)}"
-        self.execute(f"create database {name} template {template}")
-        try:
-            yield self.dsn_of(name)
-        finally:
-            self.execute(f"drop database {name} with (force)")
-
-    @contextmanager
-    def migrated_database(self) -> Iterator[str]:
-        if self._template is None:
-            self.execute("create database windlass_template template template0")
-            run_aside(migrate(self.dsn_of("windlass_template")))
-            self._template = "windlass_template"
-        with self.database(self._template) as dsn:
-            yield dsn
-
-    def execute(self, sql: str) -> None:
-        run_aside(_execute(self.dsn, sql))
-
-
-async def _execute(dsn: str, sql: str) -> None:
-    connection = await asyncpg.connect(dsn, timeout=START_TIMEOUT_S)
-    try:
-        await connection.execute(sql)
-    finally:
-        await connection.close()
-
-
-def run_aside(coroutine: Coroutine[Any, Any, T]) -> T:
-    """In a thread of its own: fixtures may be set up while pytest-asyncio has a loop in this one."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
-
-
-@contextmanager
-def reachable_temp_dir() -> Iterator[Path]:
-    """pytest's tmp_path is closed to all but its owner; under root, servers run as somebody else."""
-    path = Path(tempfile.mkdtemp(prefix="windlass-pytest-"))
-    path.chmod(0o755)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} took longer than {timeout_s:g} s")
-        time.sleep(POLL_S)
 
 
 @pytest.fixture
@@ -152,55 +69,6 @@ def system_server() -> Iterator[Server]:
             process.stop(signal.SIGINT)
 
 
-class SystemPostgres:
-    """A server of the system's own PostgreSQL, reachable by a socket in `path` only."""
-
-    def __init__(self, bin_dir: Path, path: Path) -> None:
-        self._bin_dir = bin_dir
-        self._path = path
-        self._user = unprivileged_user()
-        self._process: subprocess.Popen[bytes] | None = None
-        if self._user is not None:
-            shutil.chown(path, self._user)
-        initdb = [bin_dir / "initdb", "-D", path / "data", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C"]
-        subprocess.run([*initdb, "--no-sync"], check=True, capture_output=True, cwd=path, user=self._user)
-
-    @property
-    def dsn(self) -> str:
-        return f"postgresql://postgres@/postgres?host={self._path}&port={PORT}"
-
-    def start(self) -> None:
-        place = {"listen_addresses": "", "unix_socket_directories": str(self._path), "port": PORT}
-        options = [word for name, value in {**UNSAFE_SETTINGS, **place}.items() for word in ("-c", f"{name}={value}")]
-        with (self._path / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [self._bin_dir / "postgres", "-D", self._path / "data", *options],
-                cwd=self._path,
-                user=self._user,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        wait_until(self._answers, START_TIMEOUT_S, "starting PostgreSQL")
-
-    def stop(self, how: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(how)
-        self._process.wait(STOP_TIMEOUT_S)
-
-    def _answers(self) -> bool:
-        asked = subprocess.run([self._bin_dir / "pg_isready", "-q", "-h", self._path, "-p", str(PORT)], check=False)
-        return asked.returncode == 0
-
-
-def unprivileged_user() -> str | None:
-    """Whom a server runs as: PostgreSQL refuses root. None means ourselves."""
-    if os.geteuid() != 0:
-        return None
-    names = {entry.pw_name for entry in pwd.getpwall()}
-    return "postgres" if "postgres" in names else "nobody"
-
-
 @pytest.fixture(scope="session", params=["embedded", "system"])
 def each_server(request: pytest.FixtureRequest) -> Server:
     server: Server = request.getfixturevalue(f"{request.param}_server")
@@ -229,20 +97,6 @@ def empty_dsn(each_server: Server) -> Iterator[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------- time
-
-
-class VirtualClock:
-    """For PostgresStore(virtual_now=...) and MemoryStore: time that passes only when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = datetime(2030, 1, 1, tzinfo=UTC)
-
-    def __call__(self) -> datetime:
-        return self.now
-
-    def advance(self, seconds: float) -> datetime:
-        self.now += timedelta(seconds=seconds)
-        return self.now
 
 
 @pytest.fixture

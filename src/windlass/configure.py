@@ -57,6 +57,11 @@ class Setting:
         value = self.value.get_secret_value() if isinstance(self.value, SecretStr) else self.value
         if value is None or isinstance(value, bool | int | float):
             return value
+        if isinstance(value, Mapping):
+            # The environment of a fleet's workers: its names say enough, its values may be anybody's secrets.
+            return ", ".join(f"{name}={HIDDEN}" for name in value) or None
+        if isinstance(value, tuple):
+            return masked(", ".join(map(str, value)))
         if self.is_secret and not is_database_url(str(value)):
             return HIDDEN
         return masked(str(value))
@@ -243,10 +248,23 @@ def _explain(error: ValidationError, sources: Mapping[Key, Source]) -> str:
             sentences.append(f"{name} in {source} is not a setting: {_did_you_mean(name, known)}.")
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            is_shown = key not in secrets and not isinstance(problem["input"], Mapping)
+            is_whole = isinstance(problem["input"], Mapping)
+            is_shown = key not in secrets and not is_whole and key[2:3] != ("env",)
             given = f" is {masked(repr(problem['input']))}" if is_shown else ""
-            sentences.append(f"{name} (from {source}){given}: {message[0].lower()}{message[1:]}.")
+            origin = _origins(sources, key, message) if is_whole else f"from {source}"
+            sentences.append(f"{name} ({origin}){given}: {message[0].lower()}{message[1:]}.")
     return " ".join(sentences)
+
+
+def _origins(sources: Mapping[Key, Source], section: Key, message: str) -> str:
+    """Of values at odds with each other: where each that the message names came from."""
+    fields = (
+        FleetConfig.model_fields if section[:1] == ("fleets",) else {key[-1]: field for key, field in _fields(Config)}
+    )
+    named = [name for name in fields if re.search(rf"\b{name}\b", message)]
+    return ", ".join(f"{name} from {_source(sources, (*section, name)) or 'default'}" for name in named) or (
+        f"from {_source(sources, section) or 'what was given'}"
+    )
 
 
 def _aliases() -> dict[str, Key]:

@@ -5,10 +5,12 @@ server, and a worker nothing that only people look at.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
+import structlog
 
 from windlass.model.config import Config
+from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable
 from windlass.store.migrate import Migration, applied_migrations, migrate
 from windlass.store.postgres import (
     COMMAND_TIMEOUT_S,
@@ -29,8 +33,10 @@ from windlass.store.postgres import (
 )
 
 if TYPE_CHECKING:
+    from windlass.configure import Loaded
     from windlass.control.cycle import FleetCycle
     from windlass.control.summary import Summary
+    from windlass.control.up import Up
     from windlass.model.fleet import FleetConfig
     from windlass.ports.control import Candidate
     from windlass.providers.local import LocalProvider
@@ -60,13 +66,19 @@ def has_embedded_database(config: Config) -> bool:
 @contextmanager
 def temporary_data_dir() -> Iterator[Path]:
     """A data directory that is gone afterwards, with all that is in it."""
-    folder = Path(tempfile.mkdtemp(prefix="windlass-", dir=_temporary_place()))
+    folder = make_temporary_folder("windlass-")
     try:
-        # Under root the server runs as somebody else, who must get through. What lies inside is closed to others.
-        folder.chmod(0o711)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_temporary_folder(prefix: str) -> Path:
+    """For a data directory. Whoever asks deletes it."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_place()))
+    # Under root the server runs as somebody else, who must get through. What lies inside is closed to others.
+    folder.chmod(0o711)
+    return folder
 
 
 def _temporary_place() -> Path:
@@ -253,6 +265,44 @@ async def run_cycles(config: Config) -> "list[Summary]":
             ]
         finally:
             await store.resign(ourselves)
+
+
+async def run_up(
+    loaded: "Loaded",
+    reload: "Callable[[], Loaded]",
+    on_summary: "Callable[[Summary], None]",
+    *,
+    is_leaving_workers: bool,
+) -> None:
+    """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads."""
+    from windlass.control.up import Up
+    from windlass.store.control import PostgresControlStore
+
+    config = loaded.config
+    async with database(config) as dsn:
+        await migrate_database(dsn)
+        async with PostgresControlStore(dsn, retention=config.retention) as opened:
+            ourselves = candidate(config)
+            up = Up(
+                opened,
+                lambda name, fleet: fleet_cycle(name, fleet, config, opened, ourselves),
+                lambda name, fleet: provider(name, fleet, config),
+                on_summary,
+            )
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
+            loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload))
+            await up.run(config.fleets)
+            with contextlib.suppress(DatabaseUnavailable):
+                await opened.resign(ourselves)
+
+
+def _reconfigure(up: "Up", reload: "Callable[[], Loaded]") -> None:
+    try:
+        up.reconfigure(reload().config.fleets)
+    except (ConfigError, BadInput) as error:
+        structlog.get_logger(__name__).error("configuration not reloaded, nothing changed", error=str(error))
 
 
 async def worker_log(

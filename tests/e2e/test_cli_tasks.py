@@ -219,6 +219,6 @@ async def test_status_shows_queues_workers_and_the_last_hour(windlass: CommandLi
 def test_status_of_an_empty_database_says_so(windlass: CommandLine) -> None:
     assert windlass("status").out.splitlines() == [
         "nothing waits and nothing runs",
-        "no workers; start one with `windlass worker`",
+        "no workers; start some with `windlass up` or `windlass worker`",
         "last hour: 0 complete, 0 failed",
     ]

@@ -1,12 +1,15 @@
 """Where settings come from, and what is said of those that cannot be used."""
 
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from windlass.configure import ENVIRONMENT_ALIASES, load_config
 from windlass.model.address import masked, problem_of_database_url
 from windlass.model.errors import ConfigError
+from windlass.model.fleet import FleetConfig
 
 PASSWORD = "hunter2"
 
@@ -115,6 +118,17 @@ def test_a_file_that_cannot_be_used_is_refused_with(tmp_path: Path, content: str
     assert PASSWORD not in str(caught.value)
 
 
+def test_values_at_odds_are_named_each_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "windlass.toml").write_text("[fleets.default]\nmax_workers = 2\nidle_timeout_s = 1")
+    monkeypatch.setenv("MIN_ACTIVE_GPUS", "3")
+    with pytest.raises(ConfigError) as caught:
+        load_config()
+    assert str(caught.value) == (
+        "fleets.default (min_workers from MIN_ACTIVE_GPUS, max_workers from windlass.toml): "
+        "min_workers is 3 and max_workers is 2: min must not exceed max."
+    )
+
+
 def test_a_file_that_is_named_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no configuration file"):
         load_config(tmp_path / "missing.toml")
@@ -188,3 +202,115 @@ def test_an_address_without_its_password_is_shown_and_the_rest_of_a_secret_is_no
     monkeypatch.setenv("DATABASE_URL", f"postgresql://u:{PASSWORD}@h:5432/db")
     (shown,) = [s.shown() for s in load_config().settings() if s.key == "database_url"]
     assert shown == "postgresql://u:********@h:5432/db"
+
+
+# ------------------------------------------------------------------------------------------------------------- fleets
+
+
+# Every name that the seeds have in their environment, as they write it, and what it becomes.
+SEED_NAMES: list[tuple[str, str, str, Any]] = [
+    ("000", "MIN_ACTIVE_GPUS", "min_workers", 2),
+    ("000", "MAX_ACTIVE_GPUS", "max_workers", 12),
+    ("000", "TASKS_PER_GPU_THRESHOLD", "tasks_per_worker", 4.0),
+    ("000", "ORCHESTRATOR_POLL_SEC", "poll_interval_s", 31.0),
+    ("000", "GPU_IDLE_TIMEOUT_SEC", "heartbeat_timeout_s", 301.0),
+    ("000", "TASK_STUCK_TIMEOUT_SEC", "stuck_timeout_s", 302.0),
+    ("000", "SPAWNING_TIMEOUT_SEC", "spawn_timeout_s", 303.0),
+    ("000", "GRACEFUL_SHUTDOWN_TIMEOUT_SEC", "stop_timeout_s", 304.0),
+    ("000", "GPU_HEALTH_CHECK_TIMEOUT_SEC", "vram_stale_s", 121.0),
+    ("000", "AUTO_START_WORKER_PROCESS", "auto_start_worker", True),
+    ("001", "RGRID_MAX_WORKERS", "max_workers", 50),
+    ("003", "MACHINES_TO_KEEP_IDLE", "idle_buffer", 3),
+    ("003", "SCALE_UP_MULTIPLIER", "scale_up_multiplier", 1.5),
+    ("003", "SCALE_DOWN_MULTIPLIER", "scale_down_multiplier", 0.8),
+    ("003", "MIN_SCALING_INTERVAL_SEC", "min_scaling_interval_s", 45.0),
+    ("003", "SPAWNING_GRACE_PERIOD_SEC", "spawn_grace_s", 180.0),
+    ("003", "SCALE_DOWN_GRACE_PERIOD_SEC", "scale_down_grace_s", 60.0),
+    ("003", "GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC", "idle_timeout_s", 31.0),
+    ("003", "HEARTBEAT_PROMOTION_THRESHOLD_SEC", "promotion_threshold_s", 90.0),
+    ("003", "STARTUP_GRACE_PERIOD_SEC", "startup_grace_s", 601.0),
+    ("003", "READY_NOT_CLAIMING_TIMEOUT_SEC", "not_claiming_timeout_s", 181.0),
+    ("003", "GPU_NOT_DETECTED_TIMEOUT_SEC", "gpu_not_detected_timeout_s", 299.0),
+    ("003", "MAX_WORKER_FAILURE_RATE", "max_failure_rate", 0.7),
+    ("003", "FAILURE_WINDOW_MINUTES", "failure_window_s", 420.0),
+    ("003", "MIN_WORKERS_FOR_RATE_CHECK", "min_failures_for_rate", 6),
+    ("003", "STORAGE_CHECK_INTERVAL_CYCLES", "storage_check_interval_cycles", 11),
+    ("003", "STORAGE_MIN_FREE_GB", "storage_min_free_gb", 51),
+    ("003", "STORAGE_MAX_PERCENT_USED", "storage_max_percent_used", 86),
+    ("003", "STORAGE_EXPANSION_INCREMENT_GB", "storage_expansion_increment_gb", 52),
+]
+SEED_NAMES_FOR_ALL = {
+    "DATABASE_URL": ("database_url", "postgresql://h/d"),
+    "HETZNER_API_TOKEN": ("hetzner_api_token", "secret"),
+    "HETZNER_NETWORK_ID": ("hetzner_network_id", "4711"),
+    "RGRID_CONTROL_PLANE_IP": ("control_plane_ip", "10.0.0.1"),
+    "SUPABASE_URL": ("supabase_url", "https://p.supabase.co"),
+    "SUPABASE_SERVICE_ROLE_KEY": ("supabase_service_role_key", "secret"),
+    "RUNPOD_API_KEY": ("runpod_api_key", "secret"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [pytest.param(*row, id=f"{row[0]} of seed {seed}") for seed, *row in SEED_NAMES]
+)
+def test_a_name_of_the_seeds_sets_the_fleet_default(
+    monkeypatch: pytest.MonkeyPatch, name: str, key: str, value: Any
+) -> None:
+    written = {"FAILURE_WINDOW_MINUTES": "7", "AUTO_START_WORKER_PROCESS": "true"}.get(name, f"{value:g}")
+    monkeypatch.setenv(name, written)
+    loaded = load_config()
+    assert getattr(loaded.config.fleets["default"], key) == value
+    (found,) = [setting for setting in loaded.settings() if setting.key == f"fleets.default.{key}"]
+    assert (found.value, found.source) == (value, name)
+    assert value != FleetConfig.model_fields[key].default
+
+
+@pytest.mark.parametrize("name", SEED_NAMES_FOR_ALL)
+def test_a_name_of_the_seeds_that_is_no_fleets(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    key, value = SEED_NAMES_FOR_ALL[name]
+    monkeypatch.setenv("DATABASE_URL", "postgresql://h/d")
+    monkeypatch.setenv(name, value)
+    loaded = load_config()
+    (found,) = [setting for setting in loaded.settings() if setting.key == key]
+    assert found.source == name
+    assert found.shown() != "secret"
+    assert loaded.config.fleets == {}
+
+
+def test_no_other_names_are_taken() -> None:
+    assert set(ENVIRONMENT_ALIASES) == {name for _, name, _, _ in SEED_NAMES} | set(SEED_NAMES_FOR_ALL)
+
+
+def test_a_fleet_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_FLEETS__RENDERS__QUEUES", "a, b")
+    monkeypatch.setenv("WINDLASS_FLEETS__RENDERS__MAX_WORKERS", "7")
+    fleet = load_config().config.fleets["renders"]
+    assert (fleet.queues, fleet.max_workers) == (("a", "b"), 7)
+    monkeypatch.setenv("WINDLASS_FLEETS__RENDERS__MAX_WORKER", "7")
+    with pytest.raises(ConfigError, match="WINDLASS_FLEETS__RENDERS__MAX_WORKER in the environment is not a setting"):
+        load_config()
+
+
+def test_the_environment_of_a_fleets_workers_is_shown_without_its_values(tmp_path: Path) -> None:
+    file = tmp_path / "windlass.toml"
+    file.write_text(f'[fleets.renders]\nqueues = ["a", "b"]\n[fleets.renders.env]\nAPI_KEY = "{PASSWORD}"')
+    shown = {setting.key: (setting.shown(), setting.source) for setting in load_config().settings()}
+    assert shown["fleets.renders.env"] == ("API_KEY=********", "windlass.toml")
+    assert shown["fleets.renders.queues"] == ("a, b", "windlass.toml")
+    assert shown["fleets.renders.max_workers"] == (4, "default")
+    file.write_text(f'[fleets.renders.env]\nAPI_KEY = ["{PASSWORD}"]')
+    with pytest.raises(ConfigError) as caught:
+        load_config()
+    assert "fleets.renders.env.API_KEY (from windlass.toml)" in str(caught.value)
+    assert PASSWORD not in str(caught.value)
+
+
+def test_the_documentation_of_the_settings_is_current() -> None:
+    place = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("configuration_docs", place / "tools" / "configuration_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    is_current = (place / "docs" / "configuration.md").read_text() == tool.render()
+    assert is_current, "run: python tools/configuration_docs.py"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from windlass import __version__
-from windlass.cli import config, db, demo, doctor, enqueue, status, tasks, worker
+from windlass.cli import config, db, demo, doctor, enqueue, explain, fleets, status, tasks, up, worker, workers
 from windlass.cli.common import EXIT_BAD_INPUT
 from windlass.model.address import masked
 from windlass.model.errors import WindlassError
@@ -30,10 +30,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(up.up)
 app.command()(worker.worker)
 app.command()(enqueue.enqueue)
 app.add_typer(tasks.app, name="tasks")
 app.command()(status.status)
+app.add_typer(workers.app, name="workers")
+app.command()(explain.explain)
+app.command()(explain.replay)
+for by_hand in (fleets.spawn, fleets.terminate, fleets.pause, fleets.resume, fleets.restart):
+    app.command()(by_hand)
+app.command()(up.cycle)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.add_typer(db.app, name="db")

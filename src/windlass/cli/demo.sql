@@ -25,57 +25,87 @@ create trigger remember
   after insert or update of status on windlass.tasks
   for each row execute function demo.remember();
 
--- name: standing
--- While it runs, several times a second: how many tasks have which status.
-select status, count(*) as count
-from windlass.tasks
-group by status;
+-- name: news
+-- While it runs: events since the last look, then the decisions that were made of them.
+select *
+from (
+  select 'cycle' as source, id, started_at as at, 'DECISION' as code, decision as reason, null as worker_id, null as task_id
+  from windlass.cycles
+  where id > $1
+  union all
+  select 'event', id, at, code, reason, worker_id, task_id
+  from windlass.events
+  where id > $2
+) as news
+order by source desc, id;
 
--- name: crew
--- While it runs: who is at what. The one that was killed stays in the list.
+-- name: standing
+-- While it runs: how far it is.
 select
-  w.id,
-  w.pid,
-  w.status,
-  (select count(*) from windlass.tasks t where t.worker_id = w.id and t.status = 'complete') as complete,
-  (select min(t.id) from windlass.tasks t where t.worker_id = w.id and t.status = 'running') as task_id,
-  extract(epoch from windlass.now() - w.last_heartbeat)::double precision as silent_s
+  (select count(*) from windlass.tasks where status = 'complete') as complete,
+  (select count(*) from windlass.tasks where status not in ('complete', 'failed')) as unfinished,
+  (select count(*) from windlass.tasks) as enqueued,
+  (select count(*) from windlass.workers where status = 'active') as ready,
+  (select count(*) from windlass.workers where status <> 'terminated') as workers;
+
+-- name: at_work
+-- Whom to kill: workers with a process and a task at hand that does nothing worse than take its time.
+select w.id, w.pid, min(t.id) as task_id
 from windlass.workers w
-order by w.created_at, w.id;
+join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
+where w.status = 'active'
+  and not (t.payload ->> 'is_poisonous')::boolean
+group by w.id, w.pid
+order by w.created_at
+limit 1;
 
 -- name: report
--- At the end, from the witness and the tasks themselves.
+-- At the end, from the witness, the tasks and the workers themselves.
 with per_task as (
   select
     task_id,
     count(*) filter (where status = 'running') as attempts,
     count(*) filter (where status = 'complete') as accepted,
-    min(at) filter (where status = 'running') - min(at) filter (where status = 'queued') as wait
+    extract(epoch from min(at) filter (where status = 'running') - min(at) filter (where status = 'queued')) as wait_s
   from demo.history
   group by task_id
+),
+poison as (
+  select id
+  from windlass.tasks
+  where (payload ->> 'is_poisonous')::boolean
 )
 select
+  (select id from poison) as poisonous_task_id,
+  -- Whom it took along, in their order.
+  array(
+    select e.worker_id
+    from windlass.events e
+    join poison on poison.id = e.task_id
+    where e.code in ('TASK_REQUEUED', 'TASK_FAILED')
+    order by e.id
+  ) as poisoned_worker_ids,
+  (select count(*) from windlass.tasks) as enqueued,
   (select count(*) from windlass.tasks where status = 'complete') as complete,
+  (select array(select id from windlass.tasks where status = 'failed' order by id)) as dead_letters,
   (select count(*) from per_task where accepted = 1) as accepted_once,
   (select count(*) from per_task where accepted > 1) as accepted_twice,
-  (select coalesce(sum(accepted), 0)::bigint from per_task) as accepted,
   (select coalesce(sum(attempts), 0)::bigint from per_task) as attempts,
-  (select count(*) from windlass.events where code = 'TASK_ERROR') as failed_attempts,
-  (select count(*) from windlass.events where code = 'TASK_REQUEUED') as lost_attempts,
-  (select count(*) from windlass.events where code = 'LATE_RESULT') as late_results,
-  (select percentile_cont(0.5) within group (order by extract(epoch from wait)) from per_task)::double precision as wait_p50_s,
-  (select percentile_cont(0.95) within group (order by extract(epoch from wait)) from per_task)::double precision as wait_p95_s;
+  (select count(*) from windlass.events where code in ('TASK_REQUEUED', 'TASK_FAILED')) as lost_attempts,
+  (select percentile_cont(0.5) within group (order by wait_s) from per_task)::double precision as wait_p50_s,
+  (select percentile_cont(0.95) within group (order by wait_s) from per_task)::double precision as wait_p95_s,
+  (select count(*) from windlass.workers where slot is not null) as workers_hired,
+  (select count(*) from windlass.workers where status <> 'terminated') as workers_left;
 
--- name: recoveries
--- The tasks that a lost worker held: who noticed, how soon after $1, and who completed them.
+-- name: recovery
+-- What became of the worker $1, killed at $3, and of the task $2 that it had at hand.
 select
-  requeued.task_id,
-  requeued.worker_id as lost_worker_id,
-  lost.detail ->> 'judge' as noticed_by,
-  extract(epoch from requeued.at - $1::timestamptz)::double precision as noticed_after_s,
-  task.worker_id as completed_by
-from windlass.events requeued
-join windlass.events lost on lost.worker_id = requeued.worker_id and lost.code = 'WORKER_LOST'
-left join windlass.tasks task on task.id = requeued.task_id and task.status = 'complete'
-where requeued.code = 'TASK_REQUEUED'
-order by requeued.id;
+  $1::text as killed_worker_id,
+  $2::bigint as killed_task_id,
+  (select w.code from windlass.workers w where w.id = $1 and w.status = 'terminated') as worker_ended_as,
+  (
+    select extract(epoch from min(e.at) - $3::timestamptz)::double precision
+    from windlass.events e
+    where e.code = 'TASK_REQUEUED' and e.task_id = $2 and e.worker_id = $1
+  ) as noticed_after_s,
+  (select t.worker_id from windlass.tasks t where t.id = $2 and t.status = 'complete') as completed_by;

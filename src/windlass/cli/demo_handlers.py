@@ -1,13 +1,17 @@
 """What the workers of `windlass demo` run."""
 
+import os
+import signal
 import time
 
 from windlass.worker.handler import RunningTask
 
 
 def work(task: RunningTask) -> dict[str, int]:
-    """Takes the time it is told to, and fails the first time if it is told to."""
+    """Takes the time it is told to. The poisonous one takes its worker along, each time."""
     time.sleep(task.payload["work_s"])
-    if task.payload["fails_once"] and task.attempt == 1:
-        raise RuntimeError("the first attempt of this task fails on purpose")
+    if task.payload["is_poisonous"]:
+        # A handler runs in a process of its own, whose parent is the worker.
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(task.payload["work_s"])
     return {"number": task.payload["number"], "attempt": task.attempt}

@@ -12,7 +12,6 @@ from windlass.model.errors import BadInput
 
 if TYPE_CHECKING:
     from windlass.control.explain import Story
-    from windlass.model.action import Plan
     from windlass.model.config import Config
     from windlass.store.control import PostgresControlStore
 
@@ -100,12 +99,14 @@ async def replay(
         raise BadInput(
             f"there is no cycle {cycle}: only those of the last days are kept; see `windlass explain FLEET`."
         )
-    fleet = stored.config
+    fleet = stored.snapshot.settings
     if with_config is not None:
         fleets = load(with_config, data_dir).config.fleets
         if stored.cycle.fleet not in fleets:
             raise BadInput(f"{with_config} has no fleet {stored.cycle.fleet}, which cycle {cycle} belongs to.")
         fleet = fleets[stored.cycle.fleet]
+    if fleet is None:
+        raise BadInput(f"cycle {cycle} was stored without its settings: name a file with --with.")
     again = plan(stored.snapshot, fleet)
     then, now = actions_to_plain(stored.cycle.actions), actions_to_plain(again.actions)
     is_same = then == now and stored.cycle.decision == again.decision

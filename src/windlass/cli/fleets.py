@@ -136,12 +136,20 @@ async def _chosen(store: "PostgresControlStore", ids: list[str] | None, fleet: s
         raise BadInput("say which workers: their ids, or --fleet NAME.")
     workers = await store.workers()
     if fleet:
+        await check_fleet_is_known(store, fleet)
         return [worker.id for worker in workers if worker.fleet == fleet]
     live = {worker.id for worker in workers}
     unknown = [worker_id for worker_id in ids or () if worker_id not in live]
     if unknown:
         raise BadInput(f"no live worker is called {unknown[0]}: `windlass workers list` shows them.")
     return list(ids or ())
+
+
+async def check_fleet_is_known(store: "PostgresControlStore", fleet: str) -> None:
+    """Raise BadInput with the known ones unless a cycle has seen this fleet, or a worker says it is of it."""
+    known = {known.name for known in await store.fleets()} | {worker.fleet for worker in await store.workers()}
+    if fleet not in known:
+        raise BadInput(f"there is no fleet {fleet}: known are {', '.join(sorted(known)) or 'none yet'}.")
 
 
 def _say(plain: dict[str, object], sentence: str, *, as_json: bool) -> None:

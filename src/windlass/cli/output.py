@@ -7,11 +7,14 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # Rich takes a millisecond for a row; longer tables are not for looking at.
 MAX_ROWS_FOR_LOOKS = 500
@@ -42,13 +45,30 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def print_table(rows: Sequence[Sequence[object]], *headings: str, right: Collection[str] = ()) -> None:
+@dataclass(frozen=True, slots=True)
+class TextTable:
     """`right` names the columns of numbers. None is shown as nothing. Without headings, only the rows."""
-    cells = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
-    if sys.stdout.isatty() and len(rows) <= MAX_ROWS_FOR_LOOKS:
-        _print_rich_table(cells, headings, right)
+
+    rows: Sequence[Sequence[object]]
+    headings: Sequence[str] = ()
+    right: Collection[str] = ()
+
+    def cells(self) -> list[list[str]]:
+        return [["" if cell is None else printable(str(cell)) for cell in row] for row in self.rows]
+
+
+def print_table(rows: Sequence[Sequence[object]], *headings: str, right: Collection[str] = ()) -> None:
+    print_text_table(TextTable(rows, headings, right))
+
+
+def print_text_table(table: TextTable) -> None:
+    if sys.stdout.isatty() and len(table.rows) <= MAX_ROWS_FOR_LOOKS:
+        from rich.console import Console
+
+        Console().print(rich_table(table))
         return
-    for line in _aligned([list(headings), *cells] if headings else cells, [heading in right for heading in headings]):
+    cells = [list(table.headings), *table.cells()] if table.headings else table.cells()
+    for line in _aligned(cells, [heading in table.right for heading in table.headings]):
         print(line)
 
 
@@ -64,19 +84,19 @@ def _aligned(rows: list[list[str]], is_right: list[bool]) -> Iterator[str]:
         yield "  ".join(padded).rstrip().replace("\n", "\\n")
 
 
-def _print_rich_table(rows: list[list[str]], headings: Sequence[str], right: Collection[str]) -> None:
+def rich_table(table: TextTable) -> "Table":
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD if headings else None, show_header=bool(headings), show_edge=False, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
-    for row in rows:
+    has_headings = bool(table.headings)
+    drawn = Table(box=SIMPLE_HEAD if has_headings else None, show_header=has_headings, show_edge=False, pad_edge=False)
+    for heading in table.headings:
+        drawn.add_column(heading, justify="right" if heading in table.right else "left", overflow="fold")
+    for row in table.cells():
         # As Text, so that square brackets are no markup.
-        table.add_row(*map(Text, row))
-    Console().print(table)
+        drawn.add_row(*map(Text, row))
+    return drawn
 
 
 def printable(text: str) -> str:

@@ -1,84 +1,216 @@
-"""`windlass status`: what waits, who works, how the last hour went."""
+"""`windlass status`: what waits, who decides, who works, how the last hour went. Once, or live."""
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
-from windlass.cli.output import duration, print_json, print_table
+from windlass.cli.output import TextTable, duration, print_json, print_text_table, rich_table, shortened
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.tasks import Queue
+from windlass.model.errors import BadInput, DatabaseUnavailable
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from windlass.model.event import QueueDepth
+    from windlass.model.record import Cycle, Fleet
+    from windlass.model.task import TaskStatus
     from windlass.model.worker import Worker
+    from windlass.store.control import PostgresControlStore
 
 LAST_HOUR_S = 3_600.0
+WATCH_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How everything stands at one moment."""
+
+    at: datetime
+    depths: list["QueueDepth"]
+    # With the last cycle of each.
+    fleets: list[tuple["Fleet", "Cycle | None"]]
+    workers: list["Worker"]
+    # Worker id to the tasks it has at hand.
+    at_hand: dict[str, list[int]]
+    finished: dict["TaskStatus", int]
+    queue: str | None = None
 
 
 @command
 async def status(
-    queue: Queue = None, config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False
+    queue: Queue = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on showing it, until Ctrl-C.")] = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show the queues, the workers and the last hour."""
+    """Show the queues, the fleets, the workers and the last hour."""
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config) as store:
+    if watch and as_json:
+        raise BadInput("--watch is for people and --json for programs: choose one.")
+    async with wire.control_store(load(config, data_dir).config) as store:
         await check_queue_is_known(store, queue)
-        depths = [depth for depth in await store.queue_depths() if queue in (None, depth.queue)]
-        workers = [worker for worker in await store.workers() if queue is None or queue in worker.queues]
-        finished = await store.finished_since(LAST_HOUR_S)
-        now = await store.now()
+        if watch:
+            await _watch(store, queue)
+            return
+        standing = await look(store, queue)
     if as_json:
-        print_json(
-            {
-                "at": now,
-                "queues": depths,
-                "workers": [_plain(worker, now) for worker in workers],
-                "last_hour": {status.value: count for status, count in finished.items()},
-            }
-        )
-        return
-    _print_queues(depths)
-    _print_workers(workers, now)
-    counts = ", ".join(f"{count:,} {status.value}" for status, count in finished.items())
-    print(f"last hour{' (all queues)' if queue else ''}: {counts}")
+        print_json(_plain(standing))
+    else:
+        _print(standing)
 
 
-def _print_queues(depths: list["QueueDepth"]) -> None:
-    if not depths:
-        print("nothing waits and nothing runs")
-        return
+async def look(store: "PostgresControlStore", queue: str | None = None) -> Standing:
+    fleets = [fleet for fleet in await store.fleets() if queue is None or queue in fleet.queues]
+    return Standing(
+        depths=[depth for depth in await store.queue_depths() if queue in (None, depth.queue)],
+        fleets=[(fleet, next(iter(await store.cycles(fleet.name, 1)), None)) for fleet in fleets],
+        workers=[worker for worker in await store.workers() if queue is None or queue in worker.queues],
+        at_hand=await store.tasks_at_hand(),
+        finished=await store.finished_since(LAST_HOUR_S),
+        at=await store.now(),
+        queue=queue,
+    )
+
+
+async def _watch(store: "PostgresControlStore", queue: str | None) -> None:
+    """A new picture every second. While the database is away the old one stays, and says so."""
+    import asyncio
+
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    shown = Group()
+    # On a terminal the view has the screen to itself and gives it back; elsewhere only the last picture is printed.
+    with Live(shown, auto_refresh=False, screen=sys.stdout.isatty()) as live:
+        while True:
+            try:
+                shown = picture(await look(store, queue))
+                live.update(shown, refresh=True)
+            except DatabaseUnavailable as error:
+                live.update(Group(Text(str(error), style="red"), shown), refresh=True)
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+
+def picture(standing: Standing) -> "Group":
+    """For a live view."""
+    from rich.console import Group
+    from rich.text import Text
+
+    tables = [rich_table(table) if table.rows else Text(empty) for table, empty in _tables(standing, is_short=True)]
+    return Group(*[part for table in tables for part in (table, Text())], Text(_last_hour(standing)))
+
+
+def _print(standing: Standing) -> None:
+    for table, empty in _tables(standing):
+        if table.rows:
+            print_text_table(table)
+        elif empty:
+            print(empty)
+    print(_last_hour(standing))
+
+
+def _tables(standing: Standing, *, is_short: bool = False) -> list[tuple[TextTable, str]]:
+    """Each with what to say when it is empty."""
+    return [
+        (_queues(standing), "nothing waits and nothing runs"),
+        (_fleets(standing, is_short=is_short), ""),
+        (_workers(standing, is_short=is_short), "no workers; start some with `windlass up` or `windlass worker`"),
+    ]
+
+
+def _queues(standing: Standing) -> TextTable:
+    numbers = ("queued", "scheduled", "retrying", "running", "oldest waits")
     rows = [
         (d.queue, d.queued, d.scheduled, d.waiting_for_retry, d.running, duration(d.oldest_queued_age_s))
-        for d in depths
+        for d in standing.depths
     ]
-    numbers = ("queued", "scheduled", "retrying", "running", "oldest waits")
-    print_table(rows, "queue", *numbers, right=numbers)
+    return TextTable(rows, ("queue", *numbers), numbers)
 
 
-def _print_workers(workers: list["Worker"], now: datetime) -> None:
-    if not workers:
-        print("no workers; start one with `windlass worker`")
-        return
+def _fleets(standing: Standing, *, is_short: bool) -> TextTable:
     rows = [
         (
-            worker.id,
-            _state(worker, now),
-            ", ".join(worker.queues),
-            worker.concurrency,
-            duration(_silent_s(worker, now)),
-            _vram(worker),
+            fleet.name,
+            sum(worker.fleet == fleet.name and worker.slot is not None for worker in standing.workers),
+            f"{fleet.min_workers} to {fleet.max_workers}",
+            _brake(fleet),
+            duration((standing.at - (cycle.repeated_at or cycle.started_at)).total_seconds()) if cycle else "never",
+            (shortened(cycle.decision, 80) if is_short else cycle.decision) if cycle else None,
         )
-        for worker in workers
+        for fleet, cycle in standing.fleets
     ]
-    numbers = ("tasks at once", "last heard", "gpu memory")
-    print_table(rows, "worker", "status", "queues", *numbers, right=numbers)
+    return TextTable(
+        rows, ("fleet", "workers", "limits", "brake", "last cycle", "it decided"), ("workers", "last cycle")
+    )
 
 
-def _plain(worker: "Worker", now: datetime) -> dict[str, Any]:
+def _brake(fleet: "Fleet") -> str | None:
+    """What keeps it from hiring."""
+    parts = ["paused"] if fleet.is_paused else []
+    if fleet.hold is not None:
+        parts.append(f"hold {fleet.hold.code}: {fleet.hold.reason}")
+    if fleet.failed_slots:
+        parts.append(f"failed slots {', '.join(map(str, fleet.failed_slots))}")
+    return "; ".join(parts) or None
+
+
+def _workers(standing: Standing, *, is_short: bool) -> TextTable:
+    columns: dict[str, Callable[[Worker], object]] = {
+        "worker": lambda worker: worker.id,
+        "status": lambda worker: _state(worker, standing.at),
+        "queues": lambda worker: ", ".join(worker.queues),
+        "tasks at once": lambda worker: worker.concurrency,
+        "last heard": lambda worker: duration(_silent_s(worker, standing.at)),
+        "gpu memory": _vram,
+        "at work on": lambda worker: ", ".join(map(str, standing.at_hand.get(worker.id, ()))),
+    }
+    if is_short:
+        for name in ("queues", "tasks at once"):
+            del columns[name]
+    rows = [[column(worker) for column in columns.values()] for worker in standing.workers]
+    return TextTable(rows, tuple(columns), ("tasks at once", "last heard", "gpu memory"))
+
+
+def _last_hour(standing: Standing) -> str:
+    counts = ", ".join(f"{count:,} {status.value}" for status, count in standing.finished.items())
+    return f"last hour{' (all queues)' if standing.queue else ''}: {counts}"
+
+
+def _plain(standing: Standing) -> dict[str, Any]:
     from windlass.cli.output import to_plain
 
-    return {**to_plain(worker), "heartbeat_age_s": _silent_s(worker, now), "is_silent": _is_silent(worker, now)}
+    return {
+        "at": standing.at,
+        "queues": standing.depths,
+        "fleets": [
+            {
+                **to_plain(fleet),
+                "decision": cycle.decision if cycle else None,
+                "cycle_id": cycle.id if cycle else None,
+                "cycle_at": (cycle.repeated_at or cycle.started_at) if cycle else None,
+            }
+            for fleet, cycle in standing.fleets
+        ],
+        "workers": [
+            {
+                **to_plain(worker),
+                "heartbeat_age_s": _silent_s(worker, standing.at),
+                "is_silent": _is_silent(worker, standing.at),
+                "task_ids": standing.at_hand.get(worker.id, []),
+            }
+            for worker in standing.workers
+        ],
+        "last_hour": {status.value: count for status, count in standing.finished.items()},
+    }
 
 
 def _state(worker: "Worker", now: datetime) -> str:

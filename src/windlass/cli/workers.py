@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.fleets import check_fleet_is_known
 from windlass.cli.output import duration, print_json, print_table, printable
 from windlass.model.errors import BadInput
 from windlass.model.worker import Worker
@@ -25,7 +26,9 @@ async def list_(
     """List workers, oldest first."""
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config) as store:
+    async with wire.control_store(load(config, data_dir).config) as store:
+        if fleet is not None:
+            await check_fleet_is_known(store, fleet)
         found = [w for w in await store.workers(include_terminated=ended) if fleet in (None, w.fleet)]
         now = await store.now()
     if as_json:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Ma
 from contextlib import asynccontextmanager
 from datetime import datetime
 from importlib import resources
+from operator import attrgetter
 from typing import Any, Self
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -35,7 +36,12 @@ COMMAND_TIMEOUT_S = 30.0
 # Bulk work is paid by the row and may take longer.
 BULK_TIMEOUT_S = 600.0
 PURGE_BATCH = 5_000
+# asyncio reads into 256 KiB, which the allocator takes from the system and gives back for every answer. That takes
+# longer than reading it.
+READ_BYTES = 1 << 16
+# Columns of the table and fields of NewTask alike.
 COPY_COLUMNS = ("queue", "payload", "priority", "run_after", "max_attempts", "timeout_s", "unique_key")
+_copy_row = attrgetter(*COPY_COLUMNS)
 
 
 def _read_queries() -> dict[str, str]:
@@ -79,12 +85,16 @@ class PostgresStore:
         await self._connections.close()
 
     async def _connect(self) -> Any:
-        return await asyncpg.connect(
+        connection = await asyncpg.connect(
             self._dsn,
             timeout=CONNECT_TIMEOUT_S,
             command_timeout=COMMAND_TIMEOUT_S,
             statement_cache_size=0 if self._is_pooled else 100,
         )
+        transport: Any = getattr(connection, "_transport", None)
+        if hasattr(transport, "max_size"):
+            transport.max_size = READ_BYTES
+        return connection
 
     async def _look_around(self) -> int | None:
         """The schema's version, and on the way whether a pooler stands between us and the server."""
@@ -431,18 +441,6 @@ def _where(dsn: str) -> str:
 def _words(error: BaseException) -> str:
     """The sentence of an error, without the details and hints that PostgreSQL adds on further lines."""
     return str(getattr(error, "message", None) or error) or type(error).__name__
-
-
-def _copy_row(task: NewTask) -> tuple[Any, ...]:
-    return (
-        task.queue,
-        task.payload,
-        task.priority,
-        task.run_after,
-        task.max_attempts,
-        task.timeout_s,
-        task.unique_key,
-    )
 
 
 async def _numbered(tasks: AsyncIterable[NewTask]) -> AsyncIterator[tuple[Any, ...]]:

@@ -22,41 +22,41 @@ from typing import Any
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import to_json
 from windlass.worker import frames
-from windlass.worker.handler import DoNotRetry, Handler, RunningTask, load_handler
+from windlass.worker.handler import DoNotRetry, Handler, ProgressReport, RunningTask, last_words, load_handler
 
 # More often than this nobody looks; a handler that reports every iteration costs itself nothing.
 PROGRESS_INTERVAL_S = 0.1
 
 
 class Child:
-    def __init__(self, sock: socket.socket, handler: Handler, max_result_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, handler: Handler, max_result_bytes: int, runner: asyncio.Runner) -> None:
         self._sock = sock
+        # Buffered: a frame is mostly read in one call.
+        self._stream = sock.makefile("rb")
         self._handler = handler
         self._max_result_bytes = max_result_bytes
         self._send_lock = threading.Lock()
-        self._runner = asyncio.Runner()
+        self._runner = runner
         self._pid = os.getpid()
 
     def serve(self) -> None:
         self._send(frames.READY)
         # Ends when the parent closes the socket.
-        while (frame := frames.receive(self._sock)) is not None:
+        while (frame := frames.receive(self._stream)) is not None:
             kind, body = self._attempt(json.loads(frame[1]))
             if os.getpid() != self._pid:
                 os._exit(0)
             self._send(kind, body)
 
     def _attempt(self, given: dict[str, Any]) -> tuple[int, bytes]:
-        task = RunningTask(**given, _report=self._progress_reporter())
+        task = RunningTask(**given, _report=self._progress_reporter(given["claim_token"]))
         try:
             result = self._handler(task)
-            if inspect.isawaitable(result):
+            if result is not None and inspect.isawaitable(result):
                 result = self._runner.run(_awaited(result))
-            return frames.RESULT, to_json(result, "the handler's result", self._max_result_bytes).encode()
+            return self._accept(result)
         except DoNotRetry as error:
             return _failed("DO_NOT_RETRY", str(error) or "the handler said: do not retry", retry=False)
-        except BadInput as error:
-            return _failed("BAD_RESULT", str(error))
         except MemoryError:
             return _failed("OUT_OF_MEMORY", traceback.format_exc())
         except SystemExit as error:
@@ -64,7 +64,15 @@ class Child:
         except BaseException:
             return _failed("HANDLER_ERROR", traceback.format_exc())
 
-    def _progress_reporter(self) -> Any:
+    def _accept(self, result: Any) -> tuple[int, bytes]:
+        if result is None:
+            return frames.RESULT, b"null"
+        try:
+            return frames.RESULT, to_json(result, "the handler's result", self._max_result_bytes).encode()
+        except BadInput as error:
+            return _failed("BAD_RESULT", str(error))
+
+    def _progress_reporter(self, claim_token: str) -> ProgressReport:
         sent_at = 0.0
 
         def report(fraction: float, note: str | None) -> None:
@@ -72,7 +80,8 @@ class Child:
             now = time.monotonic()
             if now - sent_at >= PROGRESS_INTERVAL_S or fraction >= 1.0:
                 sent_at = now
-                self._send(frames.PROGRESS, json.dumps([fraction, note and str(note)]).encode())
+                # With its token: a thread that outlives its attempt must not speak for the next one.
+                self._send(frames.PROGRESS, json.dumps([claim_token, fraction, note]).encode())
 
         return report
 
@@ -86,7 +95,7 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 def _failed(code: str, error: str, *, retry: bool = True) -> tuple[int, bytes]:
-    return frames.FAILED, json.dumps({"code": code, "error": error, "retry": retry}).encode()
+    return frames.FAILED, json.dumps({"code": code, "error": last_words(error), "retry": retry}).encode()
 
 
 def _be_first_to_go() -> None:
@@ -98,21 +107,48 @@ def _be_first_to_go() -> None:
         pass  # not Linux, or not allowed: then the kernel chooses
 
 
+def _leave_signals_to_the_parent() -> None:
+    """Ctrl-C reaches all processes of a terminal, a service manager's SIGTERM all of a service; the parent decides
+    whether the attempt may finish. What a handler forks or executes obeys them as usual."""
+    numbers = {signal.SIGINT, signal.SIGTERM}
+    mask_before_fork = threading.local()
+
+    def pass_over(_number: int, _frame: object) -> None:
+        pass
+
+    # A signal that comes for the copy waits until the copy obeys.
+    def hold_back() -> None:
+        mask_before_fork.value = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def let_through() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before_fork.value)
+
+    def obey() -> None:
+        for number in numbers:
+            if signal.getsignal(number) is pass_over:
+                signal.signal(number, signal.SIG_DFL)
+        let_through()
+
+    # Not SIG_IGN, which would be handed down to what a handler executes.
+    for number in numbers:
+        signal.signal(number, pass_over)
+    os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=obey)
+
+
 def main() -> None:
     socket_fd, spec, max_result_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    sock = socket.socket(fileno=socket_fd)
-    # Ctrl-C is the parent's to interpret; it decides whether the attempt may finish.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _leave_signals_to_the_parent()
     faulthandler.enable()
     _be_first_to_go()
-    try:
-        handler = load_handler(spec)
-    except HandlerNotFound as error:
-        sock.sendall(frames.pack(frames.NOT_READY, str(error).encode()))
-        sys.exit(1)
-    # When the parent is gone, so is the reason to exist.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        Child(sock, handler, max_result_bytes).serve()
+    with socket.socket(fileno=socket_fd) as sock:
+        try:
+            handler = load_handler(spec)
+        except HandlerNotFound as error:
+            sock.sendall(frames.pack(frames.NOT_READY, str(error).encode(errors="backslashreplace")))
+            sys.exit(1)
+        # When the parent is gone, so is the reason to exist.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError), asyncio.Runner() as runner:
+            Child(sock, handler, max_result_bytes, runner).serve()
 
 
 if __name__ == "__main__":

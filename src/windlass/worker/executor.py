@@ -1,13 +1,12 @@
 """How one attempt is run, seen from the worker's loop.
 
-An executor never raises for what a handler does: every attempt ends as an Outcome. `abort` ends an attempt from
-outside, and its outcome is then Abandoned: there is nobody left to report to.
+Whatever a handler does, `run` returns an Outcome. Cancelling `run` ends the attempt at once, with everything it
+started: there is nobody left to report to.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
-from uuid import UUID
 
 from windlass.model.task import Claim
 
@@ -24,12 +23,7 @@ class Failure:
     retry: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    reason: str
-
-
-Outcome = Success | Failure | Abandoned
+Outcome = Success | Failure
 ReportProgress = Callable[[float, str | None], None]
 
 
@@ -38,10 +32,7 @@ class Executor(Protocol):
         """Get ready. Raises HandlerNotFound when there is nothing to run."""
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
-        """Run one attempt to its end."""
-
-    def abort(self, token: UUID, reason: str) -> None:
-        """End the attempt with this token now, whatever it is doing."""
+        """Run one attempt to its end. Raises HandlerNotFound when the handler can no longer be started at all."""
 
     async def close(self) -> None:
         """End everything that was started."""

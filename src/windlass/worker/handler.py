@@ -2,12 +2,17 @@
 
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.model.errors import HandlerNotFound
+
+# As much as the store keeps of either.
+MAX_NOTE_CHARACTERS = 500
+MAX_ERROR_CHARACTERS = 8_000
 
 ProgressReport = Callable[[float, str | None], None]
 
@@ -31,10 +36,18 @@ class RunningTask:
 
     def progress(self, fraction: float, note: str | None = None) -> None:
         """Say how far the attempt has come, from 0 to 1, and what it is at. Cheap; call it as often as you like."""
-        self._report(min(max(float(fraction), 0.0), 1.0), note)
+        fraction = float(fraction)
+        # A loss that became NaN says nothing about how far the attempt has come, and is no reason to end it.
+        if not math.isnan(fraction):
+            self._report(min(max(fraction, 0.0), 1.0), None if note is None else str(note)[:MAX_NOTE_CHARACTERS])
 
 
 Handler = Callable[[RunningTask], Any] | Callable[[RunningTask], Awaitable[Any]]
+
+
+def last_words(error: str) -> str:
+    """The end of an error, where its cause stands."""
+    return error[-MAX_ERROR_CHARACTERS:]
 
 
 def load_handler(spec: str) -> Handler:
@@ -47,11 +60,8 @@ def load_handler(spec: str) -> Handler:
     try:
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        hint = f"Run it from the folder that holds {module_name.split('.')[0]}.py, or set --chdir."
-        if error.name != module_name and error.name != module_name.split(".")[0]:
-            hint = f"Install {error.name} in this environment."
-        raise HandlerNotFound(f"cannot import {spec} ({error}). {hint}") from None
-    except Exception as error:
+        raise HandlerNotFound(f"cannot import {spec} ({error}). {_hint(module_name, error.name)}") from None
+    except (Exception, SystemExit) as error:
         raise HandlerNotFound(
             f"cannot import {spec}: {type(error).__name__}: {error}. Fix the module first."
         ) from error
@@ -68,3 +78,11 @@ def load_handler(spec: str) -> Handler:
     except ValueError:
         pass  # builtins without a signature: the first call will tell
     return target  # type: ignore[no-any-return]
+
+
+def _hint(module_name: str, missing: str | None) -> str:
+    """What to do: the module itself is missing, or one that it imports."""
+    if missing is not None and not f"{module_name}.".startswith(f"{missing}."):
+        return f"Install {missing} in this environment."
+    top, _, rest = module_name.partition(".")
+    return f"Run it from the folder that holds {top}{'/' if rest else '.py'}, or set --chdir."

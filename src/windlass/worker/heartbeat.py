@@ -2,10 +2,12 @@
 
 Each beat names the claims held and how far they have come, and brings back what the worker must know: its status,
 whether it is paused, which claims are gone. A database that cannot be reached is tried again, with growing pauses but
-at least once an interval; the worker goes on meanwhile.
+at least once an interval; the worker goes on meanwhile. Nothing but stop() ends it: a worker that works without a
+heartbeat would lose its tasks while it runs them. Upkeep goes on beside it, and no beat waits for it.
 """
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
@@ -15,7 +17,6 @@ from typing import Any
 
 import structlog
 
-from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.worker import HeldClaim, Pulse
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
@@ -54,7 +55,9 @@ class Heartbeat:
         self._vitals = vitals
         self._on_pulse = on_pulse
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._hurry = asyncio.Event()
+        # Set for whatever shortens a pause; which of the two it was, the flags say.
+        self._wake = asyncio.Event()
+        self._has_news = False
         self._is_stopped = False
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name="windlass-heartbeat", daemon=True)
@@ -64,18 +67,19 @@ class Heartbeat:
 
     def beat_soon(self) -> None:
         """There is news to tell. From any thread."""
-        if self._loop is not None:
-            self._call(self._hurry.set)
+        if not self._has_news:
+            self._has_news = True
+            self._wake_up()
 
     async def stop(self) -> None:
         self._is_stopped = True
-        self.beat_soon()
+        self._wake_up()
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
 
-    def _call(self, function: Callable[[], None]) -> None:
+    def _wake_up(self) -> None:
         try:
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(function)
+                self._loop.call_soon_threadsafe(self._wake.set)
         except RuntimeError:
             pass  # the loop has just ended, and with it the need to tell
 
@@ -88,26 +92,37 @@ class Heartbeat:
             try:
                 async with self._open_transport() as transport:
                     await self._beat_until_trouble(transport)
-            except (DatabaseUnavailable, TimeoutError) as error:
+            except Exception as error:  # whatever it is, there must be a next beat
                 self._failures += 1
                 log.warning(
-                    "heartbeat not delivered", worker_id=self._worker_id, error=str(error), failures=self._failures
+                    "heartbeat not delivered",
+                    worker_id=self._worker_id,
+                    error=str(error) or type(error).__name__,
+                    failures=self._failures,
                 )
-            except WindlassError as error:
-                self._failures += 1
-                log.error("heartbeat refused", worker_id=self._worker_id, error=str(error), failures=self._failures)
             await self._pause(min(reconnect_delay_s(self._failures, random.random()), self._interval_s))  # noqa: S311
 
     async def _beat_until_trouble(self, transport: WorkerTransport) -> None:
-        next_upkeep = time.monotonic() + self._upkeep_interval_s * (0.5 + random.random())  # noqa: S311
-        while not self._is_stopped:
-            started = time.monotonic()
-            # A beat that arrives late names the claims of long ago, and those taken since would count as unknown.
-            async with asyncio.timeout(self._lease_s / 2):
-                self._on_pulse(await transport.heartbeat(self._worker_id, self._held(), self._vitals()))
-            self._failures = 0
-            if started >= next_upkeep:
-                next_upkeep = started + self._upkeep_interval_s
+        upkeep = asyncio.create_task(self._keep_up(transport))
+        try:
+            while not self._is_stopped:
+                self._has_news = False
+                # A beat that arrives late names the claims of long ago, and those taken since would count as unknown.
+                async with asyncio.timeout(self._lease_s / 2):
+                    pulse = await transport.heartbeat(self._worker_id, self._held(), self._vitals())
+                self._on_pulse(pulse)
+                self._failures = 0
+                await self._pause(self._interval_s, news_after_s=PROGRESS_INTERVAL_S)
+        finally:
+            upkeep.cancel()
+            await asyncio.gather(upkeep, return_exceptions=True)
+
+    async def _keep_up(self, transport: WorkerTransport) -> None:
+        """What workers do for the queue where nobody orchestrates."""
+        # Not all of those that were started together at the same time.
+        await asyncio.sleep(self._upkeep_interval_s * (0.5 + random.random()))  # noqa: S311
+        while True:
+            try:
                 for recovery in await transport.upkeep(self._worker_id):
                     log.warning(
                         "recovered the tasks of a lost worker",
@@ -115,17 +130,18 @@ class Heartbeat:
                         requeued=recovery.tasks_requeued,
                         failed=recovery.tasks_failed,
                     )
-            await self._pause(
-                min(self._interval_s, max(next_upkeep - time.monotonic(), 0.0)), hurry=PROGRESS_INTERVAL_S
-            )
+            except Exception as error:  # the next round comes anyway
+                log.warning("upkeep failed", worker_id=self._worker_id, error=str(error) or type(error).__name__)
+            await asyncio.sleep(self._upkeep_interval_s)
 
-    async def _pause(self, seconds: float, hurry: float = 0.0) -> None:
-        """Wait that long, or until there is news, but then at least `hurry` seconds."""
+    async def _pause(self, seconds: float, *, news_after_s: float | None = None) -> None:
+        """Wait that long, with news only `news_after_s` if that is less, and no longer than until stop()."""
         started = time.monotonic()
-        try:
-            await asyncio.wait_for(self._hurry.wait(), seconds)
-        except TimeoutError:
-            return
-        if not self._is_stopped:
-            await asyncio.sleep(max(min(hurry, seconds) - (time.monotonic() - started), 0.0))
-        self._hurry.clear()
+        while not self._is_stopped:
+            limit_s = min(seconds, news_after_s) if self._has_news and news_after_s is not None else seconds
+            remaining_s = started + limit_s - time.monotonic()
+            if remaining_s <= 0:
+                return
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), remaining_s)

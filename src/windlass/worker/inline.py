@@ -8,12 +8,17 @@ import asyncio
 import inspect
 import json
 import traceback
-from uuid import UUID
+import types
+from collections.abc import Generator
+from contextvars import copy_context
+from typing import Any
 
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
-from windlass.worker.executor import Abandoned, Failure, Outcome, ReportProgress, Success, time_limit_failure
-from windlass.worker.handler import DoNotRetry, Handler, RunningTask, load_handler
+from windlass.worker.executor import Failure, Outcome, ReportProgress, Success, time_limit_failure
+from windlass.worker.handler import DoNotRetry, Handler, RunningTask, last_words, load_handler
+
+_NO_RESULT = Success("null")
 
 
 class InlineExecutor:
@@ -21,8 +26,6 @@ class InlineExecutor:
         self._spec = handler
         self._handler: Handler | None = handler if callable(handler) else None
         self._max_result_bytes = max_result_bytes
-        self._attempts: dict[UUID, asyncio.Task[None]] = {}
-        self._verdicts: dict[UUID, Outcome] = {}
 
     async def start(self) -> None:
         if isinstance(self._spec, str):
@@ -34,47 +37,65 @@ class InlineExecutor:
             )
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
-        attempt = asyncio.current_task()
-        if attempt is None or self._handler is None:
-            raise AssertionError("an attempt runs in a task, after start()")
-        self._attempts[claim.token] = attempt
-        task = RunningTask(
-            id=claim.task_id,
-            queue=claim.queue,
-            payload=json.loads(claim.payload),
-            attempt=claim.attempt,
-            max_attempts=claim.max_attempts,
-            claim_token=str(claim.token),
-            _report=report,
-        )
+        if self._handler is None:
+            raise AssertionError("an attempt runs after start()")
         try:
+            task = RunningTask(
+                id=claim.task_id,
+                queue=claim.queue,
+                payload=json.loads(claim.payload),
+                attempt=claim.attempt,
+                max_attempts=claim.max_attempts,
+                claim_token=str(claim.token),
+                _report=report,
+            )
             if claim.timeout_s is None:
-                result = await self._handler(task)
+                result = await _in_fresh_context(self._handler(task))
             else:
                 async with asyncio.timeout(claim.timeout_s) as limit:
-                    result = await self._handler(task)
-            return Success(to_json(result, "the handler's result", self._max_result_bytes))
+                    result = await _in_fresh_context(self._handler(task))
+            return self._accept(result)
         except DoNotRetry as error:
-            return Failure("DO_NOT_RETRY", str(error) or "the handler said: do not retry", retry=False)
-        except BadInput as error:
-            return Failure("BAD_RESULT", str(error))
-        except asyncio.CancelledError:
-            if claim.token in self._verdicts:
-                attempt.uncancel()
-                return self._verdicts.pop(claim.token)
-            raise
-        except Exception as error:
+            return Failure("DO_NOT_RETRY", last_words(str(error)) or "the handler said: do not retry", retry=False)
+        except SystemExit as error:
+            return Failure("HANDLER_ERROR", f"the handler called sys.exit({error.code!r})")
+        except BaseException as error:
+            if _is_cancelled(error):
+                raise
             if isinstance(error, TimeoutError) and claim.timeout_s is not None and limit.expired():
                 return time_limit_failure(claim.timeout_s)
-            return Failure("HANDLER_ERROR", traceback.format_exc())
-        finally:
-            del self._attempts[claim.token]
-
-    def abort(self, token: UUID, reason: str) -> None:
-        if token in self._attempts:
-            self._verdicts[token] = Abandoned(reason)
-            self._attempts[token].cancel()
+            return Failure("HANDLER_ERROR", last_words(traceback.format_exc()))
 
     async def close(self) -> None:
-        for token in list(self._attempts):
-            self.abort(token, "the worker closed")
+        pass
+
+    def _accept(self, result: object) -> Outcome:
+        if result is None:
+            return _NO_RESULT
+        try:
+            return Success(to_json(result, "the handler's result", self._max_result_bytes))
+        except BadInput as error:
+            return Failure("BAD_RESULT", str(error))
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether we were, and not something that the handler awaited."""
+    attempt = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and attempt is not None and attempt.cancelling() > 0
+
+
+@types.coroutine
+def _in_fresh_context(coroutine: Any) -> Generator[Any, Any, Any]:
+    """Await it so that context variables it sets are gone afterwards: a hand runs many attempts in one task."""
+    context = copy_context()
+    step: Any = coroutine.send
+    argument: Any = None
+    while True:
+        try:
+            awaited = context.run(step, argument)
+        except StopIteration as end:
+            return end.value
+        try:
+            step, argument = coroutine.send, (yield awaited)
+        except BaseException as error:
+            step, argument = coroutine.throw, error

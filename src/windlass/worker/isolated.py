@@ -10,17 +10,19 @@ import json
 import os
 import socket
 import sys
-from uuid import UUID
 
-from windlass.model.errors import HandlerNotFound, WindlassError
+from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim
 from windlass.worker import frames
-from windlass.worker.executor import Abandoned, Failure, Outcome, ReportProgress, Success, time_limit_failure
-from windlass.worker.process import MAX_OUTPUT_BYTES, Group, describe_exit, start_group
+from windlass.worker.executor import Failure, Outcome, ReportProgress, Success, time_limit_failure
+from windlass.worker.process import LAST_WORDS_TIMEOUT_S, Group, describe_exit, start_group
 
 # Importing a large framework and its model takes minutes; hanging at import must still end.
 START_TIMEOUT_S = 600.0
-MEMORY_CHECK_INTERVAL_S = 0.5
+# From the closing of its socket to the end of the process; one that lives on has closed it of its own will.
+EXIT_TIMEOUT_S = 1.0
+# Most results fit; larger ones take several reads.
+READ_BYTES = 1 << 16
 
 
 class IsolatedExecutor:
@@ -33,16 +35,11 @@ class IsolatedExecutor:
         max_result_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
         """`memory_limit_bytes` is for each child with everything it started."""
-        self._command = (handler, str(max_result_bytes))
-        self._memory_limit_bytes = memory_limit_bytes
-        self._children = [_Child(self._command) for _ in range(concurrency)]
+        self._children = [_Child(handler, memory_limit_bytes, max_result_bytes) for _ in range(concurrency)]
         self._free = list(self._children)
-        self._memory_watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await asyncio.gather(*(child.start() for child in self._children))
-        if self._memory_limit_bytes is not None:
-            self._memory_watch = asyncio.create_task(self._watch_memory(self._memory_limit_bytes))
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
         child = self._free.pop()
@@ -51,42 +48,37 @@ class IsolatedExecutor:
         finally:
             self._free.append(child)
 
-    def abort(self, token: UUID, reason: str) -> None:
-        for child in self._children:
-            if child.token == token:
-                child.end_attempt(Abandoned(reason))
-
     async def close(self) -> None:
-        if self._memory_watch is not None:
-            self._memory_watch.cancel()
         await asyncio.gather(*(child.close() for child in self._children))
 
-    async def _watch_memory(self, limit_bytes: int) -> None:
-        while True:
-            await asyncio.sleep(MEMORY_CHECK_INTERVAL_S)
-            for child in self._children:
-                if child.token is not None and (used := await asyncio.to_thread(child.rss_bytes)) > limit_bytes:
-                    child.end_attempt(
-                        Failure(
-                            "MEMORY_LIMIT",
-                            f"the handler used {used >> 20:,} MiB of memory and {limit_bytes >> 20:,} MiB are allowed",
-                        )
-                    )
 
+class _Link(asyncio.BufferedProtocol):
+    """Cuts what arrives from the child into frames. None: there will be no more.
 
-class _Link(asyncio.Protocol):
-    """Cuts what arrives from the child into frames."""
+    With a buffer of its own: for every read asyncio would take 256 KiB from the system and give them back.
+    """
 
     def __init__(self) -> None:
         self.frames: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
         self.is_lost = False
+        self._room = bytearray(READ_BYTES)
         self._buffer = bytearray()
+        self._transport: asyncio.BaseTransport | None = None
 
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def get_buffer(self, _size_hint: int) -> bytearray:
+        return self._room
+
+    def buffer_updated(self, length: int) -> None:
+        self._buffer += self._room[:length]
         while len(self._buffer) >= frames.HEADER.size:
             length, kind = frames.HEADER.unpack_from(self._buffer)
             end = frames.HEADER.size + length
+            if length > frames.MAX_FRAME_BYTES and self._transport is not None:
+                self._transport.close()  # a handler wrote into our socket
+                return
             if len(self._buffer) < end:
                 return
             self.frames.put_nowait((kind, bytes(self._buffer[frames.HEADER.size : end])))
@@ -98,103 +90,113 @@ class _Link(asyncio.Protocol):
 
 
 class _Child:
-    def __init__(self, arguments: tuple[str, str]) -> None:
-        self._arguments = arguments
+    def __init__(self, handler: str, memory_limit_bytes: int | None, max_result_bytes: int) -> None:
+        self._handler = handler
+        self._memory_limit_bytes = memory_limit_bytes
+        self._max_result_bytes = max_result_bytes
         self._group: Group | None = None
         self._transport: asyncio.Transport | None = None
         self._link = _Link()
-        self._verdict: Outcome | None = None
-        self.token: UUID | None = None
 
     async def start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "windlass.worker.child", str(theirs.fileno()), *self._arguments]
-            self._group = await start_group(command, pass_fds=[theirs.fileno()], env=_child_environment())
-        self._group.relay_output(self._group.stdout, self._on_flood)
-        loop = asyncio.get_running_loop()
-        self._transport, self._link = await loop.create_connection(_Link, sock=ours)
         try:
-            first = await asyncio.wait_for(self._link.frames.get(), START_TIMEOUT_S)
+            await self._start_process()
+            async with asyncio.timeout(START_TIMEOUT_S):
+                first = await self._link.frames.get()
         except TimeoutError:
             await self.close()
             raise HandlerNotFound(
-                f"{self._arguments[0]} was still being imported after {START_TIMEOUT_S:g} s: what does it wait for?"
+                f"{self._handler} was still being imported after {START_TIMEOUT_S:g} s: what does it wait for?"
             ) from None
-        if first is None or first[0] != frames.READY:
-            how = first[1].decode() if first is not None else await self._describe_death()
+        except OSError as error:
             await self.close()
-            raise HandlerNotFound(how)
+            raise HandlerNotFound(
+                f"cannot start a process for {self._handler} ({error.strerror}): is this machine out of something?"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+        if first is None or first[0] != frames.READY:
+            why = first[1].decode() if first else f"cannot import {self._handler}: {await self._describe_death()}"
+            await self.close()
+            raise HandlerNotFound(why)
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
-        if self._link.is_lost:
-            # It died while it had nothing to do: not this attempt's fault.
-            await self.close()
-        if self._group is None:
-            try:
-                await self.start()
-            except WindlassError as error:
-                return Failure("HANDLER_NOT_FOUND", str(error))
-        if self._group is None or self._transport is None:
-            raise AssertionError("a started child has a process and a socket")
-        self.token, self._verdict = claim.token, None
-        self._group.begin_attempt()
+        group, transport = await self._ready()
+        group.begin_attempt()
         try:
-            self._transport.write(frames.pack(frames.RUN, _describe(claim)))
+            transport.write(frames.pack(frames.RUN, _describe(claim)))
             async with asyncio.timeout(claim.timeout_s):
-                outcome = await self._answer(report)
+                outcome = await self._answer(claim, report)
         except TimeoutError:
             outcome = time_limit_failure(claim.timeout_s or 0)
             await self.close()
-        finally:
-            self.token = None
-        if self._verdict is not None:
-            # It was killed, perhaps in the moment of its answer: the next attempt needs a new one either way.
+        except BaseException:
+            await self.close()
+            raise
+        if outcome is None:
+            outcome = group.breach or Failure("CHILD_DIED", await self._describe_death())
             await self.close()
         return outcome
 
-    async def _answer(self, report: ReportProgress) -> Outcome:
+    async def _ready(self) -> tuple[Group, asyncio.Transport]:
+        if self._link.is_lost or self._group is None or not self._group.is_usable:
+            # It died, perhaps while it had nothing to do: not this attempt's fault.
+            await self.close()
+            await self.start()
+        if self._group is None or self._transport is None:
+            raise AssertionError("a started child has a process and a socket")
+        return self._group, self._transport
+
+    async def _answer(self, claim: Claim, report: ReportProgress) -> Outcome | None:
+        """None: the child is gone."""
         while (frame := await self._link.frames.get()) is not None:
             kind, body = frame
-            if kind == frames.PROGRESS:
-                report(*json.loads(body))
-            elif kind == frames.RESULT:
+            if kind == frames.RESULT:
                 return Success(body.decode())
-            else:
+            if kind == frames.FAILED:
                 return Failure(**json.loads(body))
-        # The child is gone: by our hand, then the verdict says why, or by its own.
-        died = await self._describe_death()
-        await self.close()
-        return self._verdict or Failure("CHILD_DIED", died)
-
-    def end_attempt(self, verdict: Outcome) -> None:
-        """Kill the child in the middle of its attempt; the attempt ends with this verdict."""
-        if self._group is not None and self._verdict is None:
-            self._verdict = verdict
-            self._group.kill()
-
-    def rss_bytes(self) -> int:
-        return self._group.rss_bytes() if self._group is not None else 0
+            token, fraction, note = json.loads(body)
+            if token == str(claim.token):
+                report(fraction, note)
+        return None
 
     async def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-            self._transport = None
-        if self._group is not None:
-            group, self._group = self._group, None
+        transport, self._transport = self._transport, None
+        group, self._group = self._group, None
+        if transport is not None:
+            transport.abort()
+        if group is not None:
             await group.end()
 
-    def _on_flood(self) -> None:
-        self.end_attempt(
-            Failure("OUTPUT_LIMIT", f"the handler printed more than {MAX_OUTPUT_BYTES >> 20} MiB in one attempt")
-        )
+    async def _start_process(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "windlass.worker.child", str(theirs.fileno())]
+        try:
+            with theirs:
+                self._group = await start_group(
+                    [*command, self._handler, str(self._max_result_bytes)],
+                    # What a handler prints should be seen when it is printed, and survive a crash.
+                    env={"PYTHONUNBUFFERED": "1", **os.environ},
+                    pass_fds=[theirs.fileno()],
+                    memory_limit_bytes=self._memory_limit_bytes,
+                )
+            loop = asyncio.get_running_loop()
+            self._transport, self._link = await loop.create_connection(_Link, sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        # Usually the socket says it first. Not if something that escaped holds its other end.
+        lose = self._link.connection_lost
+        self._group.call_on_exit(lambda: loop.call_later(LAST_WORDS_TIMEOUT_S, lose, None))
 
     async def _describe_death(self) -> str:
         if self._group is None:
             return "the handler's process is gone"
-        # The socket closes before the process has ended; a handler may also have closed it and live on.
+        if self._group.breach is not None:
+            return self._group.breach.error
         with contextlib.suppress(TimeoutError):
-            returncode = await asyncio.wait_for(self._group.wait(), 1.0)
+            returncode = await asyncio.wait_for(self._group.wait(), EXIT_TIMEOUT_S)
             tail = self._group.tail()
             return f"the handler's process {describe_exit(returncode)}" + (
                 f"; it printed last:\n{tail}" if tail else ""
@@ -202,20 +204,9 @@ class _Child:
         return "the handler's process closed its connection to the worker"
 
 
-def _child_environment() -> dict[str, str]:
-    # What a handler prints should be seen when it is printed, and survive a crash.
-    return {"PYTHONUNBUFFERED": "1", **os.environ}
-
-
 def _describe(claim: Claim) -> bytes:
-    header = json.dumps(
-        {
-            "id": claim.task_id,
-            "queue": claim.queue,
-            "attempt": claim.attempt,
-            "max_attempts": claim.max_attempts,
-            "claim_token": str(claim.token),
-        }
-    )
-    # The payload is JSON already; parsing it here only to print it again would be work for nothing.
-    return f'{header[:-1]},"payload":{claim.payload}}}'.encode()
+    # The payload is JSON already, and no queue's name has a character that JSON would escape.
+    return (
+        f'{{"id":{claim.task_id},"queue":"{claim.queue}","attempt":{claim.attempt},'
+        f'"max_attempts":{claim.max_attempts},"claim_token":"{claim.token}","payload":{claim.payload}}}'
+    ).encode()

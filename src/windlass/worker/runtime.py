@@ -3,7 +3,8 @@
 One call both delivers what is finished and claims what is next. Results survive the database: a delivery is repeated
 until it is answered, and the claim token makes the repetition harmless. A worker that is told to end (SIGTERM,
 `terminating`) finishes what it holds within the drain limit and gives the rest back; one that is paused finishes and
-claims nothing; one that was declared lost drops everything and, unless it was hired, joins again under a new name.
+claims nothing; one that was declared lost drops everything and, unless it was hired, joins again under a new name. One
+whose handler can no longer be started gives its tasks back and leaves: it would only use up their attempts.
 """
 
 import asyncio
@@ -14,30 +15,33 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID, uuid4
 
 import structlog
 
-from windlass.model.errors import BadInput, DatabaseUnavailable, UnknownWorker
+from windlass.model.errors import BadInput, DatabaseUnavailable, HandlerNotFound, UnknownWorker, WindlassError
 from windlass.model.task import Claim, Finished, Turn
 from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerStatus
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
 from windlass.worker.executor import Executor, Failure, Outcome, Success
 from windlass.worker.gpu import GpuReader
+from windlass.worker.handler import last_words
 from windlass.worker.heartbeat import Heartbeat, OpenTransport
 
 # An idle worker looks for work this often even when no notification comes.
 POLL_INTERVAL_S = 5.0
 # A task that becomes due is found within this time; below it, looking would be spinning.
 POLL_MIN_INTERVAL_S = 0.05
+# A cancelled attempt has ended by then, or is an inline handler that will not; leaving does not wait for that one.
+CANCEL_TIMEOUT_S = 15.0
 FOREVER = float("inf")
-Answer = TypeVar("Answer")
 log = structlog.get_logger(__name__)
 
 
@@ -69,6 +73,8 @@ class _Orders:
     """What the worker was told from outside. `changed` is set with every change, and by ended attempts too."""
 
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    # Told to leave without waiting for anything.
+    is_urgent: asyncio.Event = field(default_factory=asyncio.Event)
     is_draining: bool = False
     drain_deadline: float = FOREVER
 
@@ -78,6 +84,13 @@ class _Orders:
             self.is_draining = True
             self.drain_deadline = time.monotonic() + limit_s
             self.changed.set()
+        if limit_s == 0:
+            self.is_urgent.set()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait that long, unless it is urgent to leave."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.is_urgent.wait(), seconds)
 
 
 class WorkerRuntime:
@@ -85,27 +98,23 @@ class WorkerRuntime:
         self._settings = settings
         self._open_transport = open_transport
         self._executor = executor
+        self._gpu = GpuReader()
         self._orders = _Orders()
         self._signals_seen = 0
 
     async def run(self) -> Ending:
-        """Work until told to end. Raises HandlerNotFound or DatabaseUnavailable if it cannot begin."""
+        """Work until told to end. Raises HandlerNotFound or DatabaseUnavailable if it cannot begin or go on."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        gpu = GpuReader()
         try:
-            await self._executor.start()
-            gpu.start()
+            if not await self._start_executor():
+                return Ending.LEFT
+            await asyncio.to_thread(self._gpu.start)
             async with self._open_transport() as transport:
-                while True:
-                    life = _Life(self._settings, self._orders, self._executor, gpu, transport, self._open_transport)
-                    ending = await life.live()
-                    if ending is Ending.LEFT or self._settings.worker_id is not None:
-                        return ending
-                    log.warning("declared lost; joining again under a new name")
+                return await self._live_on(transport)
         finally:
-            gpu.stop()
+            self._gpu.stop()
             await self._executor.close()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
@@ -119,6 +128,45 @@ class WorkerRuntime:
         # Whoever asks twice does not want to wait.
         self._orders.drain(name, self._settings.drain_timeout_s if self._signals_seen == 1 else 0.0)
 
+    async def _start_executor(self) -> bool:
+        """False when told to end meanwhile: importing a handler may take minutes."""
+        starting = asyncio.create_task(self._executor.start())
+        told = asyncio.create_task(self._orders.changed.wait())
+        await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if starting.done():
+            await starting
+            return True
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return False
+
+    async def _live_on(self, transport: WorkerTransport) -> Ending:
+        life = _Life(self._settings, self._orders, self._executor, self._gpu, transport, self._open_transport)
+        await life.register()
+        while True:
+            ending = await life.live()
+            if ending is Ending.LEFT or self._settings.worker_id is not None:
+                return ending
+            log.warning("declared lost; joining again under a new name")
+            life = _Life(self._settings, self._orders, self._executor, self._gpu, transport, self._open_transport)
+            if not await self._has_joined_again(life):
+                return ending
+
+    async def _has_joined_again(self, life: "_Life") -> bool:
+        """What made us lost may last: this is tried until it works, or until we are told to end."""
+        failures = 0
+        while not self._orders.is_draining:
+            try:
+                await life.register()
+            except DatabaseUnavailable as error:
+                failures += 1
+                log.warning("not registered, trying again", error=str(error), failures=failures)
+                await self._orders.pause(reconnect_delay_s(failures, random.random()))  # noqa: S311
+            else:
+                return True
+        return False
+
 
 @dataclass(slots=True)
 class _Attempt:
@@ -129,13 +177,14 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Outbox:
-    """What has ended and is not yet delivered."""
+    """What has ended and is not yet delivered. Only what the database has answered leaves it."""
 
     finished: list[Finished] = field(default_factory=list)
     failed: list[tuple[Claim, Failure]] = field(default_factory=list)
+    given_back: list[Claim] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.finished or self.failed)
+        return bool(self.finished or self.failed or self.given_back)
 
 
 class _Life:
@@ -151,6 +200,8 @@ class _Life:
         open_transport: OpenTransport,
     ) -> None:
         self._settings = settings
+        # One call claims for at most half of the places: the other half works while the database does.
+        self._claim_limit = (settings.concurrency + 1) // 2
         self._orders = orders
         self._transport = transport
         self._executor = executor
@@ -158,13 +209,21 @@ class _Life:
         self._id = settings.worker_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{uuid4().hex[:6]}"
         # Every claim that is ours until the database has said otherwise: running, or ended and not yet delivered.
         self._held: dict[UUID, _Attempt] = {}
-        self._running: set[UUID] = set()
-        self._attempts: set[asyncio.Task[None]] = set()
+        # The attempts that have not ended, and which hand is at each; None for those that still wait in `_ready`.
+        self._running: dict[UUID, asyncio.Task[None] | None] = {}
+        self._ready: deque[_Attempt] = deque()
+        self._hands: set[asyncio.Task[None]] = set()
+        self._is_relief_called = False
         self._outbox = _Outbox()
+        self._handler_lost: HandlerNotFound | None = None
         self._look_out: asyncio.Task[None] | None = None
+        self._looks_in_vain = 0
+        self._unanswered = 0
+        self._unanswered_since = 0.0
         self._status: WorkerStatus | None = WorkerStatus.ACTIVE
         self._is_paused = False
         self._may_find_work = True
+        self._idle_since = time.monotonic()
         loop = asyncio.get_running_loop()
         self._heartbeat = Heartbeat(
             open_transport,
@@ -177,21 +236,23 @@ class _Life:
         )
 
     async def live(self) -> Ending:
-        await self._register()
         self._heartbeat.start()
         try:
             ending = await self._work()
         finally:
             await self._heartbeat.stop()
-            for task in (*self._attempts, *filter(None, [self._look_out])):
-                task.cancel()
+            await self._end_attempts()
+            if self._look_out is not None:
+                self._look_out.cancel()
         if ending is Ending.LEFT:
             with contextlib.suppress(DatabaseUnavailable):  # then the lease runs out instead
                 await self._transport.leave(self._id, "drained")
         log.info("worker ended", worker_id=self._id, ending=ending.value)
+        if self._handler_lost is not None:
+            raise self._handler_lost
         return ending
 
-    async def _register(self) -> None:
+    async def register(self) -> None:
         settings = self._settings
         self._status = await self._transport.register(
             Registration(
@@ -208,6 +269,7 @@ class _Life:
         log.info(
             "worker registered", worker_id=self._id, queues=list(settings.queues), concurrency=settings.concurrency
         )
+        self._drain_if_terminating()
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -215,17 +277,18 @@ class _Life:
         while True:
             self._orders.changed.clear()
             if self._status not in LIVE:
-                await self._abandon_all("the worker was ended by others")
+                log.warning("ended by others", worker_id=self._id, running=len(self._running))
+                await self._end_attempts()
+                with contextlib.suppress(WindlassError):  # the claims are gone anyway
+                    await self._deliver_all()
                 return Ending.LOST
             if time.monotonic() >= self._orders.drain_deadline:
-                await self._give_back_all()
+                await self._end_attempts()
+                await self._deliver_all()
                 return Ending.LEFT
             free = self._free_places()
             if self._outbox or (free and self._may_find_work):
-                try:
-                    await self._deliver_and_claim()
-                except UnknownWorker:
-                    self._status = None
+                await self._take_turn()
             elif self._orders.is_draining and not self._running:
                 return Ending.LEFT
             else:
@@ -250,7 +313,8 @@ class _Life:
         """Ends when there may be work: a notification came, a waiting task is due, or the poll interval is over."""
         try:
             await self._transport.wait_for_work(self._settings.queues, await self._patience_s())
-        except DatabaseUnavailable:
+        except Exception as error:  # whatever it is, claiming says it aloud; without a look-out nobody would claim
+            log.debug("looking out for work failed", error=str(error))
             await asyncio.sleep(POLL_INTERVAL_S * random.random())  # noqa: S311
         self._may_find_work = True
         self._orders.changed.set()
@@ -259,108 +323,182 @@ class _Life:
         due = await self._transport.next_run_after(self._settings.queues)
         if due is None:
             return POLL_INTERVAL_S
-        return min(max((due - datetime.now(UTC)).total_seconds(), POLL_MIN_INTERVAL_S), POLL_INTERVAL_S)
+        wait_s = (due - datetime.now(UTC)).total_seconds()
+        # What is due by our clock and not yet by the database's would be asked for again and again.
+        self._looks_in_vain = self._looks_in_vain + 1 if wait_s <= 0 else 0
+        least_s = POLL_MIN_INTERVAL_S * 2.0 ** min(self._looks_in_vain, 10)
+        return min(max(wait_s, least_s), POLL_INTERVAL_S)
 
     # ------------------------------------------------------------------------------------- attempts and results
 
-    async def _deliver_and_claim(self) -> None:
-        outbox, self._outbox = self._outbox, _Outbox()
-        for claim, failure in outbox.failed:
-            await self._until_answered(partial(self._report_failure, claim, failure))
-        turn = await self._until_answered(partial(self._finish, outbox.finished))
-        for token in turn.lost:
-            log.warning("a result came too late: the claim was taken back", token=str(token))
-        for claim in turn.claims:
-            self._begin(claim)
+    async def _take_turn(self) -> None:
+        """Deliver and claim. Results are what users waited for, and an outage of the database does not cost them."""
+        try:
+            turn = await self._deliver(min(self._free_places(), self._claim_limit))
+            self._begin(turn.claims)
+            self._unanswered = 0
+        except UnknownWorker:
+            self._status = None
+        except BadInput:
+            raise
+        except Exception as error:  # also what no driver should say: the work at hand is worth another try
+            await self._bear_with(error)
 
-    async def _finish(self, finished: list[Finished]) -> Turn:
-        places = self._free_places()
+    async def _bear_with(self, error: Exception) -> None:
+        if self._unanswered == 0:
+            self._unanswered_since = time.monotonic()
+        self._unanswered += 1
+        undelivered = [held.claim.task_id for token, held in self._held.items() if token not in self._running]
+        if undelivered and time.monotonic() - self._unanswered_since > self._settings.delivery_timeout_s:
+            log.error("results could not be delivered", task_ids=undelivered, error=str(error))
+            raise error
+        log.warning("no answer, trying again", undelivered=undelivered, error=str(error), failures=self._unanswered)
+        await self._orders.pause(reconnect_delay_s(self._unanswered, random.random()))  # noqa: S311
+
+    async def _deliver(self, places: int) -> Turn:
+        """Empty the outbox, and claim as many tasks as there are places."""
+        while self._outbox.failed:
+            await self._report_failure(*self._outbox.failed[0])
+            del self._outbox.failed[0]
+        while self._outbox.given_back:
+            await self._give_back(self._outbox.given_back[0])
+            del self._outbox.given_back[0]
+        finished = tuple(self._outbox.finished)
+        if not finished and not places:
+            return Turn([], [])
         try:
             turn = await self._transport.finish_and_claim(self._id, finished, self._settings.queues, places)
-        except BadInput as error:
-            return await self._finish_one_by_one(finished, error)
-        for item in finished:
-            del self._held[item.token]
+        except BadInput:
+            if not finished:
+                raise
+            return await self._finish_singly(finished)
+        self._settle(finished, turn)
         # A full answer means that there may be more; a short one means that now there is none.
         self._may_find_work = places > 0 and len(turn.claims) == places
         return turn
 
-    async def _finish_one_by_one(self, finished: list[Finished], error: BadInput) -> Turn:
+    async def _deliver_all(self) -> None:
+        while self._outbox:  # each round delivers or raises; a refused result comes back once, as a failure
+            await self._deliver(0)
+
+    async def _finish_singly(self, finished: Sequence[Finished]) -> Turn:
         """The database refused a result. Find out whose, so that one bad result costs only its own attempt."""
-        if len(finished) > 1:
-            turns = [await self._finish([item]) for item in finished]
-            return Turn([c for t in turns for c in t.claims], [token for t in turns for token in t.lost])
         for item in finished:
-            await self._report_failure(self._held[item.token].claim, Failure("BAD_RESULT", str(error)))
+            try:
+                turn = await self._transport.finish_and_claim(self._id, [item], self._settings.queues, 0)
+            except BadInput as error:
+                self._outbox.finished.remove(item)
+                self._outbox.failed.append((self._held[item.token].claim, Failure("BAD_RESULT", str(error))))
+            else:
+                self._settle([item], turn)
         return Turn([], [])
+
+    def _settle(self, finished: Sequence[Finished], turn: Turn) -> None:
+        # New ones are added at the end, so those that were delivered stand at the front.
+        del self._outbox.finished[: len(finished)]
+        for item in finished:
+            del self._held[item.token]
+        for token in turn.lost:
+            log.warning("a result came too late: the claim was taken back", token=str(token))
 
     async def _report_failure(self, claim: Claim, failure: Failure) -> None:
         status = await self._transport.fail(
             self._id, claim.task_id, claim.token, failure.error, code=failure.code, retry=failure.retry
         )
-        self._held.pop(claim.token, None)
+        del self._held[claim.token]
         log.warning(
             "attempt failed", task_id=claim.task_id, attempt=claim.attempt, code=failure.code, status=status or "lost"
         )
 
-    async def _until_answered(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Repeat until the database answers: results are what users waited for, and an outage does not cost them."""
-        give_up_at = time.monotonic() + self._settings.delivery_timeout_s
-        failures = 0
-        while True:
-            try:
-                return await send()
-            except DatabaseUnavailable as error:
-                failures += 1
-                task_ids = [a.claim.task_id for t, a in self._held.items() if t not in self._running]
-                if time.monotonic() > min(give_up_at, self._orders.drain_deadline):
-                    log.error("results could not be delivered", task_ids=task_ids, error=str(error))
-                    raise
-                log.warning("not delivered, trying again", task_ids=task_ids, error=str(error), failures=failures)
-                await asyncio.sleep(reconnect_delay_s(failures, random.random()))  # noqa: S311
+    async def _give_back(self, claim: Claim) -> None:
+        # For a claim that was taken from us this touches no row.
+        is_given_back = await self._transport.release(
+            self._id, claim.task_id, claim.token, "its worker could not finish it"
+        )
+        del self._held[claim.token]
+        log.warning("attempt ended before its time", task_id=claim.task_id, is_given_back=is_given_back)
 
-    def _begin(self, claim: Claim) -> None:
-        if claim.timeout_s is None and self._settings.timeout_s is not None:
-            claim = replace(claim, timeout_s=self._settings.timeout_s)
-        self._held[claim.token] = _Attempt(claim)
-        self._running.add(claim.token)
-        attempt = asyncio.create_task(self._run(claim))
-        self._attempts.add(attempt)
-        attempt.add_done_callback(self._attempts.discard)
+    def _begin(self, claims: Sequence[Claim]) -> None:
+        for claim in claims:
+            if claim.timeout_s is None and self._settings.timeout_s is not None:
+                claim = replace(claim, timeout_s=self._settings.timeout_s)  # noqa: PLW2901
+            held = self._held[claim.token] = _Attempt(claim)
+            self._running[claim.token] = None
+            self._ready.append(held)
+        if claims:
+            self._call_hand()
 
-    async def _run(self, claim: Claim) -> None:
+    def _call_hand(self) -> None:
+        self._is_relief_called = True
+        hand = asyncio.create_task(self._work_off())
+        self._hands.add(hand)
+        hand.add_done_callback(self._hands.discard)
+
+    async def _work_off(self) -> None:
+        """A hand: runs what is ready, one attempt after the other for as long as none makes it wait.
+
+        Another hand is always called before, and goes on where this one has to wait. So all that is ready runs at the
+        same time, but hundreds of small attempts do not cost a task of the event loop each.
+        """
+        hand = asyncio.current_task()
+        self._is_relief_called = False
+        while self._ready:
+            held = self._ready.popleft()
+            if self._ready and not self._is_relief_called:
+                self._call_hand()
+            self._running[held.claim.token] = hand
+            await self._run(held)
+            if hand is None or hand.cancelling():
+                # Whatever is left of the cancellation must not hit the next attempt.
+                if self._ready and not self._is_relief_called:
+                    self._call_hand()
+                return
+
+    async def _run(self, held: _Attempt) -> None:
+        claim = held.claim
+
         def report(fraction: float, note: str | None) -> None:
-            held = self._held[claim.token]
             held.progress, held.note = fraction, note
             self._heartbeat.beat_soon()
 
-        self._file(claim, await self._executor.run(claim, report))
-
-    def _file(self, claim: Claim, outcome: Outcome) -> None:
-        self._running.discard(claim.token)
-        if isinstance(outcome, Success):
-            self._outbox.finished.append(Finished(claim.task_id, claim.token, outcome.result))
-        elif isinstance(outcome, Failure):
-            self._outbox.failed.append((claim, outcome))
-        else:
-            del self._held[claim.token]
-            log.warning("attempt abandoned", task_id=claim.task_id, reason=outcome.reason)
+        try:
+            self._file(claim, await self._executor.run(claim, report))
+        except asyncio.CancelledError:
+            self._outbox.given_back.append(claim)
+        except HandlerNotFound as error:
+            self._outbox.given_back.append(claim)
+            self._handler_lost = error
+            self._orders.drain(str(error), self._settings.drain_timeout_s)
+        except Exception:
+            # Ours, not the handler's. It must end all the same: a claim that is held is beaten for, for ever.
+            self._file(claim, Failure("WORKER_ERROR", last_words(traceback.format_exc())))
+        del self._running[claim.token]
+        self._idle_since = time.monotonic()
         self._orders.changed.set()
 
-    async def _abandon_all(self, reason: str) -> None:
-        for token in list(self._running):
-            self._executor.abort(token, reason)
-        if self._attempts:
-            await asyncio.wait(list(self._attempts))
+    def _cancel(self, token: UUID) -> None:
+        hand = self._running[token]
+        if hand is not None:
+            hand.cancel()
+            return
+        held = self._held[token]
+        self._ready.remove(held)
+        del self._running[token]
+        self._outbox.given_back.append(held.claim)
+        self._orders.changed.set()
 
-    async def _give_back_all(self) -> None:
-        claims = [self._held[token].claim for token in self._running]
-        await self._abandon_all("the drain limit was reached")
-        for claim in claims:
-            log.warning("task given back", task_id=claim.task_id)
-            await self._transport.release(
-                self._id, claim.task_id, claim.token, "its worker had to leave before its end"
-            )
+    def _file(self, claim: Claim, outcome: Outcome) -> None:
+        if isinstance(outcome, Success):
+            self._outbox.finished.append(Finished(claim.task_id, claim.token, outcome.result))
+        else:
+            self._outbox.failed.append((claim, outcome))
+
+    async def _end_attempts(self) -> None:
+        """Whatever still runs is cancelled and then waits in the outbox to be given back."""
+        for token in list(self._running):
+            self._cancel(token)
+        if hands := {hand for hand in self._running.values() if hand is not None}:
+            await asyncio.wait(hands, timeout=CANCEL_TIMEOUT_S)
 
     # --------------------------------------------------------------------------------- what the heartbeat brings
 
@@ -369,19 +507,24 @@ class _Life:
         return [HeldClaim(a.claim.task_id, token, a.progress, a.note) for token, a in self._held.copy().items()]
 
     def _vitals(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), **self._gpu.vitals()}
+        # For how long it has had nothing to do; the control loop lets the most idle go first.
+        idle_s = 0.0 if self._running else round(time.monotonic() - self._idle_since, 1)
+        return {"pid": os.getpid(), "idle_s": idle_s, **self._gpu.vitals()}
 
     def _on_pulse(self, pulse: Pulse) -> None:
-        for token in pulse.lost & self._running:
-            self._executor.abort(token, "its claim was taken back")
+        for token in pulse.lost & self._running.keys():
+            self._cancel(token)
         if (pulse.status, pulse.is_paused) == (self._status, self._is_paused):
             return
         log.info("told by the store", status=pulse.status, is_paused=pulse.is_paused)
         self._status, self._is_paused = pulse.status, pulse.is_paused
         self._may_find_work = True
-        if pulse.status is WorkerStatus.TERMINATING:
-            self._orders.drain("terminating", self._settings.drain_timeout_s)
+        self._drain_if_terminating()
         self._orders.changed.set()
+
+    def _drain_if_terminating(self) -> None:
+        if self._status is WorkerStatus.TERMINATING:
+            self._orders.drain("terminating", self._settings.drain_timeout_s)
 
 
 def _call_from_thread(loop: asyncio.AbstractEventLoop, function: Callable[[Pulse], None], pulse: Pulse) -> None:

@@ -23,10 +23,11 @@ as $$
   )
 $$;
 
--- A name people type: queues, fleets. Short enough for a label, safe in a channel, a path and a metric.
+-- A name people type: queues, fleets. Short enough for a label, safe in a channel, a path and a metric. The length is
+-- not counted by the expression, which would make it five times as slow, for every row that is enqueued.
 create function windlass.is_name(p_name text) returns boolean
 language sql immutable parallel safe
-as $$ select p_name ~ '^[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}$' $$;
+as $$ select length(p_name) <= 63 and p_name ~ '^[A-Za-z0-9][A-Za-z0-9_.:-]*$' $$;
 
 -- The rules of a task's columns are domains and not checks: a domain looks at a value when it is set. A check is read,
 -- planned and run again by every statement that touches the row, and that is a tenth of the time of a claim.

@@ -1,0 +1,1 @@
+"""Who is measured, each in one file: its schema, its bulk enqueue, its worker process."""

@@ -1,0 +1,71 @@
+"""What a claim costs beside 1,000,000 finished and 100,000 queued tasks, against a small table.
+
+One worker finishes its last task and claims the next, through the same store and function as always, now here and now
+there, so that both tables see the same moments of the machine.
+"""
+
+import statistics
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from bench.arena import Arena, connected
+from bench.contenders.base import QUEUE
+from bench.contenders.ours import Windlass
+from windlass.model.task import Finished
+from windlass.model.worker import Registration
+from windlass.store.postgres import PostgresStore
+
+QUEUED = {"small table": 5_000, "large table": 100_000}
+CALLS_A_ROUND = 40
+WARM_UP_CALLS = 50
+
+
+class _Claimer:
+    """A worker of a store, without a handler."""
+
+    def __init__(self, store: PostgresStore) -> None:
+        self._store = store
+        self._finished: list[Finished] = []
+
+    async def turn_us(self) -> float:
+        began = time.perf_counter()
+        turn = await self._store.finish_and_claim("bench", self._finished, [QUEUE], 1)
+        took_us = (time.perf_counter() - began) * 1e6
+        claim = turn.claims[0]
+        self._finished = [Finished(claim.task_id, claim.token, "null")]
+        return took_us
+
+
+async def measure(arena: Arena, rounds: int) -> dict[str, list[float]]:
+    """The median microseconds of a call, in each round."""
+    if CALLS_A_ROUND * rounds + WARM_UP_CALLS > min(QUEUED.values()):
+        raise ValueError(f"{rounds} rounds would empty the small table")
+    samples: dict[str, list[float]] = {name: [] for name in QUEUED}
+    async with AsyncExitStack() as stack:
+        claimers = {}
+        for name in QUEUED:
+            dsn = arena.dsn_of(await arena.template(name.replace(" ", "_"), lambda dsn, name=name: _build(dsn, name)))
+            store = await stack.enter_async_context(PostgresStore(dsn))
+            await store.register(Registration("bench", (QUEUE,)))
+            claimers[name] = _Claimer(store)
+        for claimer in claimers.values():
+            for _ in range(WARM_UP_CALLS):
+                await claimer.turn_us()
+        for _ in range(rounds):
+            taken: dict[str, list[float]] = {name: [] for name in claimers}
+            for _ in range(CALLS_A_ROUND):
+                for name, claimer in claimers.items():
+                    taken[name].append(await claimer.turn_us())
+            for name, took_us in taken.items():
+                samples[name].append(statistics.median(took_us))
+    return samples
+
+
+async def _build(dsn: str, name: str) -> None:
+    windlass = Windlass()
+    await windlass.install(dsn)
+    if name == "large table":
+        async with connected(dsn) as connection:
+            await connection.execute(Path(__file__).with_suffix(".sql").read_text())
+    await windlass.enqueue(dsn, QUEUED[name])

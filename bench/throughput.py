@@ -1,0 +1,118 @@
+"""Tasks per second: one at a time, and many small ones at once.
+
+All contenders are up at the same time, each with its worker processes and its own database, and stand still (SIGSTOP).
+Then they take turns: in each round everyone runs alone for a short window, in an order drawn anew, and the calls of its
+handler are counted. What disturbs the machine for longer than a round disturbs all alike. Afterwards each database must
+know of as many finished tasks as were handled, or the figures are refused.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from bench.arena import Arena, connected
+from bench.contenders.bare import Bare
+from bench.contenders.base import Contender, Mode
+from bench.contenders.ours import Windlass
+from bench.contenders.pgmq import Pgmq
+from bench.contenders.pgqueuer import PgQueuer
+from bench.contenders.procrastinate import Procrastinate
+from bench.crew import Crew, crew
+from bench.tally import Tally
+
+# From being let go to being counted: time to get back into stride.
+SETTLE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    contender: Contender
+    mode: Mode
+    # Tasks are filled in for this many a second: the queue must not run dry.
+    most_per_s: int
+
+
+ONE_AT_A_TIME: Mapping[str, Entry] = {
+    "bare loop": Entry(Bare(), Mode(), 12_000),
+    "windlass --inline": Entry(Windlass(), Mode(variant="inline"), 12_000),
+    "windlass": Entry(Windlass(), Mode(variant="isolated"), 12_000),
+    "pgmq, delete": Entry(Pgmq(), Mode(variant="delete"), 6_000),
+    "pgmq, archive": Entry(Pgmq(), Mode(variant="archive"), 6_000),
+    "pgqueuer": Entry(PgQueuer(), Mode(), 4_000),
+    "procrastinate": Entry(Procrastinate(), Mode(), 2_000),
+}
+# Each at the batch size at which it was fastest on the machine of docs/benchmarks.md; `--part sweep` finds them.
+IN_BATCHES: Mapping[str, Entry] = {
+    "bare loop": Entry(Bare(), Mode(batch=1000), 80_000),
+    "windlass --inline": Entry(Windlass(), Mode(batch=1000, variant="inline"), 80_000),
+    "pgmq, delete": Entry(Pgmq(), Mode(batch=1000, variant="delete"), 100_000),
+    "pgmq, archive": Entry(Pgmq(), Mode(batch=1000, variant="archive"), 80_000),
+    "pgqueuer": Entry(PgQueuer(), Mode(batch=500), 30_000),
+    "procrastinate": Entry(Procrastinate(), Mode(batch=10), 2_000),
+}
+
+
+async def measure(
+    arena: Arena, entries: Mapping[str, Entry], processes: int, rounds: int, window_s: float
+) -> dict[str, list[float]]:
+    """Tasks per second of every entry, round after round."""
+    samples: dict[str, list[float]] = {name: [] for name in entries}
+    async with AsyncExitStack() as stack:
+        crews = {
+            name: await stack.enter_async_context(_standing_by(arena, number, entry, processes, rounds, window_s))
+            for number, (name, entry) in enumerate(entries.items())
+        }
+        await arena.level_the_ground()
+        order = list(crews)
+        for _ in range(rounds):
+            random.shuffle(order)
+            for name in order:
+                samples[name].append(await _turn(crews[name], window_s))
+    return samples
+
+
+async def _turn(workers: Crew, window_s: float) -> float:
+    workers.resume()
+    await asyncio.sleep(SETTLE_S)
+    began, before = time.monotonic(), sum(workers.counts())
+    await asyncio.sleep(window_s)
+    rate = (sum(workers.counts()) - before) / (time.monotonic() - began)
+    workers.check()
+    workers.pause()
+    return rate
+
+
+@asynccontextmanager
+async def _standing_by(
+    arena: Arena, number: int, entry: Entry, processes: int, rounds: int, window_s: float
+) -> AsyncIterator[Crew]:
+    """The entry's workers, each with its first task in hand, standing still."""
+    tasks = int(entry.most_per_s * (rounds + 1) * (window_s + SETTLE_S))
+    contender, command = entry.contender, entry.contender.worker(entry.mode)
+    template = await _filled(arena, contender, tasks)
+    async with arena.copy(template, f"contender_{number}") as dsn:
+        tally = Tally(arena.folder / f"tally_{number}")
+        with crew(command, processes, dsn, tally, arena.folder / f"workers_{number}.log") as workers:
+            await workers.until_all_work()
+            tally.open_gate()
+            workers.pause()
+            yield workers
+            handled = sum(workers.counts())
+        async with connected(dsn) as connection:
+            finished = await contender.finished(connection)
+    if handled >= tasks:
+        raise RuntimeError(f"{command} emptied the queue of {tasks:,} tasks: raise its most_per_s")
+    # What was in hand when the workers were stopped, several batches deep, may be missing.
+    if finished < handled - 10 * entry.mode.batch * processes:
+        raise RuntimeError(f"{command} handled {handled:,} tasks and finished only {finished:,}")
+
+
+async def _filled(arena: Arena, contender: Contender, tasks: int) -> str:
+    async def build(dsn: str) -> None:
+        await contender.install(dsn)
+        await contender.enqueue(dsn, tasks)
+
+    return await arena.template(f"{contender.schema}_{tasks}", build)

@@ -1,0 +1,182 @@
+"""Carry out what a plan asks of a provider: everything at once, each within its time, nobody waiting for another.
+
+A call that takes longer than a cycle's patience goes on beside the next cycles and is not made again meanwhile; what
+became of it is written down by the cycle that comes after it. An answer that did not come is an outcome too: a creation
+becomes unclear and keeps its slot, a deletion is asked for again. So is an error nobody foresaw: an adapter's fault
+must not make us forget what its other calls have done. A provider that asks us to slow down is left alone for as long
+as it said.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import structlog
+
+from windlass.control.leader import Trust
+from windlass.model.action import Delete, DeleteStray, Plan
+from windlass.model.errors import NoCapacity, ProviderError, Refused, Throttled
+from windlass.model.machine import Machine, MachineRequest, MachineState
+from windlass.model.snapshot import Snapshot
+from windlass.ports.control import (
+    Created,
+    CreationRefused,
+    CreationUnclear,
+    Deleted,
+    Intent,
+    NotDeleted,
+    Outcome,
+    StrayDeleted,
+)
+from windlass.ports.provider import Provider
+
+# Adapters keep their own limits; this one is for an adapter that does not.
+CALL_TIMEOUT_S = 60.0
+# Calls under way at the same time: enough to hide latency, few enough not to look like an attack.
+MAX_CONCURRENT_CALLS = 16
+log = structlog.get_logger(__name__)
+
+
+class Actor:
+    """`on_settled` is told when a call ends that no cycle waits for any more."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        trust: Trust,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        on_settled: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._provider = provider
+        self._trust = trust
+        self._call_timeout_s = call_timeout_s
+        self._on_settled = on_settled
+        # Apart, so that machines that do not end keep nobody from being hired.
+        self._places_to_create = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._places_to_end = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        # By what they are about: the worker to be hired, the machine to be ended.
+        self._under_way: dict[str, asyncio.Task[Outcome]] = {}
+        # Those that the present cycle began and waits for.
+        self._begun: set[asyncio.Task[Outcome]] = set()
+        # By the loop's clock.
+        self._throttled_until = float("-inf")
+
+    def end_machines(self, snapshot: Snapshot, plan: Plan) -> None:
+        """Begin all deletions of a plan that are not under way."""
+        machines = {machine.id: machine for machine in snapshot.machines or ()}
+        for action in plan.actions:
+            if isinstance(action, Delete):
+                self._begin(action.machine_id or action.worker_id, self._delete(action, machines))
+            elif isinstance(action, DeleteStray):
+                self._begin(action.machine_id, self._delete_stray(action, machines))
+
+    def create_machines(self, fleet: str, intents: Iterable[Intent], granted: frozenset[str]) -> None:
+        """Begin to create a machine for each intent that was granted."""
+        for intent in intents:
+            if intent.worker_id in granted:
+                self._begin(intent.worker_id, self._create(fleet, intent))
+
+    def _begin(self, about: str, call: Coroutine[Any, Any, Outcome]) -> None:
+        if about in self._under_way:
+            call.close()
+            return
+        self._under_way[about] = task = asyncio.create_task(call)
+        self._begun.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Outcome]) -> None:
+        if task not in self._begun and not task.cancelled():
+            self._on_settled()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way, or one has ended and nobody has written it down."""
+        return bool(self._under_way)
+
+    async def outcomes(self, patience_s: float | None) -> list[Outcome]:
+        """What became of all calls that have ended, those just begun being waited for no longer than this.
+
+        None: until all have ended. Each outcome stays until it is forgotten: whoever writes it down may fail.
+        """
+        waited_for = list(self._under_way.values()) if patience_s is None else [*self._begun]
+        if waited_for:
+            await asyncio.wait(waited_for, timeout=patience_s)
+        self._begun.clear()
+        return [task.result() for task in self._under_way.values() if task.done()]
+
+    def forget(self, outcomes: Iterable[Outcome]) -> None:
+        """They are written down."""
+        written = set(map(id, outcomes))
+        self._under_way = {
+            about: task
+            for about, task in self._under_way.items()
+            if not task.done() or id(task.result()) not in written
+        }
+
+    def abandon(self) -> None:
+        """Stop waiting for anything. What was sent may still happen; a later cycle finds out."""
+        for task in self._under_way.values():
+            task.cancel()
+        self._under_way.clear()
+        self._begun.clear()
+
+    async def _create(self, fleet: str, intent: Intent) -> Outcome:
+        request = MachineRequest(name=intent.worker_id, fleet=fleet, slot=intent.slot)
+        try:
+            async with self._places_to_create, asyncio.timeout(self._call_timeout_s):
+                if not self._trust.is_valid:
+                    # Not called at all, so nothing can have been made; a new leader decides anew.
+                    return CreationRefused(intent.worker_id, "LEASE_LOST", "the lead was lost before it was hired")
+                self._check_throttle()
+                return Created(intent.worker_id, await self._provider.create(request))
+        except (Refused, NoCapacity, Throttled) as error:
+            self._heed(error)
+            log.warning("machine refused", worker_id=intent.worker_id, error=str(error))
+            return CreationRefused(intent.worker_id, type(error).__name__, str(error))
+        except Exception as error:
+            problem = self._describe(error)
+            log.warning("creation unclear", worker_id=intent.worker_id, error=problem)
+            return CreationUnclear(intent.worker_id, problem)
+
+    async def _delete(self, action: Delete, machines: dict[str, Machine]) -> Outcome:
+        if action.machine_id is None:
+            return Deleted(action.worker_id, action.code, action.reason)
+        machine = machines.get(action.machine_id) or Machine(action.machine_id, action.worker_id, MachineState.RUNNING)
+        problem = await self._end(machine)
+        if problem is None:
+            return Deleted(action.worker_id, action.code, action.reason)
+        return NotDeleted(action.worker_id, problem)
+
+    async def _delete_stray(self, action: DeleteStray, machines: dict[str, Machine]) -> Outcome:
+        problem = await self._end(machines[action.machine_id])
+        return StrayDeleted(action.name, action.reason) if problem is None else NotDeleted(action.name, problem)
+
+    async def _end(self, machine: Machine) -> str | None:
+        """Why it is not gone, or None if it is."""
+        try:
+            async with self._places_to_end, asyncio.timeout(self._call_timeout_s):
+                if not self._trust.is_valid:
+                    return "the lead was lost before it was ended"
+                self._check_throttle()
+                await self._provider.delete(machine)
+        except Exception as error:
+            self._heed(error)
+            problem = self._describe(error)
+            log.warning("machine not deleted", machine_id=machine.id, error=problem)
+            return problem
+        return None
+
+    def _heed(self, error: Exception) -> None:
+        if isinstance(error, Throttled):
+            until = asyncio.get_running_loop().time() + error.retry_after_s
+            self._throttled_until = max(self._throttled_until, until)
+
+    def _check_throttle(self) -> None:
+        left_s = self._throttled_until - asyncio.get_running_loop().time()
+        if left_s > 0:
+            raise Throttled(f"the provider asked for a pause; {left_s:.0f} s of it are left", left_s)
+
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return str(error) or f"no answer within {self._call_timeout_s:g} s"
+        return str(error) if isinstance(error, ProviderError) else f"{type(error).__name__}: {error}"

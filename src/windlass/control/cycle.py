@@ -1,0 +1,218 @@
+"""One cycle of one fleet: list machines, observe, plan, commit, act, record.
+
+A crash at any point is repaired by the next cycle: what was decided is committed before any provider is called, and
+what a provider did is found again by listing. The database is asked a constant number of times. Whoever does not lead
+asks the provider nothing. A provider that is slow delays what was asked of it, and no cycle.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import structlog
+
+from windlass.control.act import CALL_TIMEOUT_S, Actor
+from windlass.control.leader import Trust
+from windlass.control.summary import Summary, count_actions, count_status
+from windlass.model.action import Delete, Plan, Spawn
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, ProviderTraits
+from windlass.model.snapshot import Snapshot
+from windlass.policy.plan import plan
+from windlass.ports.control import Candidate, ControlStore, Deleted, Intent, LeaseLost, Outcome, Standby
+from windlass.ports.provider import Provider
+
+LIST_TIMEOUT_S = 60.0
+# A cycle of many waits this long for what it began; the rest is the next one's to write down. Well below a lease.
+PATIENCE_S = 5.0
+log = structlog.get_logger(__name__)
+
+
+class FleetCycle:
+    """Runs cycles of one fleet, one after another. `rng` gives the random part of worker ids."""
+
+    def __init__(
+        self,
+        name: str,
+        config: FleetConfig,
+        store: ControlStore,
+        provider: Provider,
+        candidate: Candidate,
+        rng: random.Random,
+        *,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self._store = store
+        self._provider = provider
+        self._candidate = candidate
+        self._rng = rng
+        self._call_timeout_s = call_timeout_s
+        self._trust = Trust(candidate)
+        # Told when a call ends that no cycle waits for any more: the next one has something to write down.
+        self.on_settled: Callable[[], None] = lambda: None
+        self._actor = self._make_actor()
+        # Whose outcomes are still to be written down, and for which cycle.
+        self._formerly: list[Actor] = []
+        self._last = (0, 0)
+        # The fleet is to end: nobody is hired any more, whatever waits.
+        self.is_winding_down = False
+
+    def _make_actor(self) -> Actor:
+        return Actor(self._provider, self._trust, self._call_timeout_s, self._settled)
+
+    def _settled(self) -> None:
+        self.on_settled()
+
+    def reconfigure(self, config: FleetConfig, provider: Provider) -> None:
+        """From the next cycle on. Workers that run keep what they were started with."""
+        self.config = config
+        self._provider = provider
+        self._formerly.append(self._actor)
+        self._actor = self._make_actor()
+
+    async def settle(self) -> None:
+        """Wait for every call that is under way and write down what became of it."""
+        await self._write_down_late(None)
+
+    def abandon(self) -> None:
+        """Stop waiting for calls under way. What was sent may still happen; a later cycle finds out."""
+        for actor in (*self._formerly, self._actor):
+            actor.abandon()
+
+    async def run(self, patience_s: float | None = None) -> Summary:
+        """One cycle. Raises DatabaseUnavailable; whatever a provider does is part of the summary.
+
+        `patience_s`: how long to wait for what was asked of the provider; a later cycle, or settle(), must then follow.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        late = await self._write_down_late(0.0)
+        if not self._trust.is_valid:
+            led = await self._store.lead(self._candidate)
+            if isinstance(led, Standby):
+                return self._stand_by(led)
+        # Machines first: what is written down after this list was asked for is judged by a later one.
+        listing = loop.time()
+        machines = await self._list_machines()
+        observing = loop.time()
+        observed = await self._store.observe(self._candidate, self.name, self.config)
+        if isinstance(observed, Standby):
+            return self._stand_by(observed)
+        self._trust.renewed(observing)
+        term, seen = observed
+        listed_at = seen.now - timedelta(seconds=loop.time() - listing)
+        snapshot = replace(
+            seen,
+            machines=machines,
+            listed_at=listed_at,
+            traits=self._traits(),
+            is_paused=seen.is_paused or self.is_winding_down,
+            # What is stored with the cycle is read by many: the environment of workers may hold secrets.
+            settings=self.config.model_copy(update={"env": {}}),
+        )
+        decided = plan(snapshot, self.config)
+        try:
+            cycle_id, outcomes, requeued = await self._carry_out(term, snapshot, decided, patience_s)
+        except LeaseLost as error:
+            self._trust.lost()
+            log.warning("lead lost in the middle of a cycle", fleet=self.name, error=str(error))
+            return Summary(self.name, is_leader=False, timestamp=snapshot.now.isoformat(), decision=decided.decision)
+        return Summary(
+            fleet=self.name,
+            is_leader=True,
+            timestamp=snapshot.now.isoformat(),
+            decision=decided.decision,
+            hold=decided.hold.reason if decided.hold is not None else None,
+            cycle_id=cycle_id,
+            duration_s=loop.time() - started,
+            actions=count_actions(decided, [*late, *outcomes], requeued),
+            status=count_status(snapshot),
+        )
+
+    def _stand_by(self, standby: Standby) -> Summary:
+        self._trust.lost()
+        return Summary(self.name, is_leader=False, timestamp="", standby_s=standby.expires_in_s)
+
+    def _traits(self) -> ProviderTraits:
+        """The provider's, with its lateness counted from the intent: the call itself is made while we trust our lease,
+        and takes its time. Until all that has passed, a machine may appear for an intent that has no answer."""
+        traits = self._provider.traits
+        call_s = self._candidate.ttl_s + self._call_timeout_s
+        return replace(traits, creation_lateness_s=traits.creation_lateness_s + call_s)
+
+    async def _write_down_late(self, patience_s: float | None) -> list[Outcome]:
+        """What became of calls that outlasted their cycle: facts, so we need not lead."""
+        late = [outcome for actor in (*self._formerly, self._actor) for outcome in await actor.outcomes(patience_s)]
+        if late:
+            term, cycle_id = self._last
+            await self._store.commit_outcomes(self._candidate, term, self.name, cycle_id, late, [], None)
+            for actor in (*self._formerly, self._actor):
+                actor.forget(late)
+        self._formerly = [actor for actor in self._formerly if actor.is_busy]
+        return late
+
+    async def _carry_out(
+        self, term: int, snapshot: Snapshot, decided: Plan, patience_s: float | None
+    ) -> tuple[int, list[Outcome], int]:
+        store, candidate, actor = self._store, self._candidate, self._actor
+        now_free, freed_later = self._intents(snapshot, decided)
+        committed = await store.commit_plan(candidate, term, snapshot, decided, now_free)
+        self._last = (term, committed.cycle_id)
+        actor.end_machines(snapshot, decided)
+        actor.create_machines(self.name, now_free, committed.granted)
+        outcomes = await actor.outcomes(patience_s)
+        gone = {outcome.worker_id for outcome in outcomes if isinstance(outcome, Deleted)}
+        replacements = [intent for worker_id, intent in freed_later if worker_id in gone]
+        if not outcomes:
+            return committed.cycle_id, [], committed.requeued
+        summary = count_actions(decided, outcomes, committed.requeued)
+        try:
+            granted = await store.commit_outcomes(
+                candidate, term, self.name, committed.cycle_id, outcomes, replacements, summary
+            )
+        except LeaseLost:
+            actor.forget(outcomes)
+            raise
+        actor.forget(outcomes)
+        actor.create_machines(self.name, replacements, granted)
+        created = await actor.outcomes(patience_s) if granted else []
+        if created:
+            outcomes += created
+            summary = count_actions(decided, outcomes, committed.requeued)
+            await store.commit_outcomes(candidate, term, self.name, committed.cycle_id, created, [], summary)
+            actor.forget(created)
+        return committed.cycle_id, outcomes, committed.requeued
+
+    def _intents(self, snapshot: Snapshot, decided: Plan) -> tuple[list[Intent], list[tuple[str, Intent]]]:
+        """Hirings into slots that are free, and those that must wait until their slot's last worker is gone."""
+        deleted = {action.worker_id for action in decided.actions if isinstance(action, Delete)}
+        holders = {worker.slot: worker.id for worker in snapshot.workers if worker.id in deleted}
+        now_free: list[Intent] = []
+        freed_later: list[tuple[str, Intent]] = []
+        for action in decided.actions:
+            if not isinstance(action, Spawn):
+                continue
+            intent = Intent(self._new_id(action.slot), action.slot, action.reason, self.config.heartbeat_timeout_s)
+            if action.slot in holders:
+                freed_later.append((holders[action.slot], intent))
+            else:
+                now_free.append(intent)
+        return now_free, freed_later
+
+    def _new_id(self, slot: int) -> str:
+        # A name for hosts, pods and processes alike: lower case, dashes, never used twice.
+        fleet = "".join(c if c.isalnum() else "-" for c in self.name.lower())[:40].strip("-")
+        return f"{fleet}-{slot}-{self._rng.getrandbits(40):010x}"
+
+    async def _list_machines(self) -> tuple[Machine, ...] | None:
+        try:
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                return await self._provider.list_machines()
+        except Exception as error:
+            # Whatever went wrong, the list is not known: an error nobody foresaw is no reason to conclude anything.
+            log.warning("machines unknown", fleet=self.name, error=str(error) or type(error).__name__)
+            return None

@@ -1,0 +1,122 @@
+"""The control loop as a daemon: every fleet in its own rhythm, one cycle at a time.
+
+A cycle that takes longer than its interval delays the next one; cycles never pile up. What a provider takes long over
+goes on beside them, and its end starts a cycle. A database that is away is tried
+again with growing pauses; workers do not notice. Nor does one fleet notice another's trouble: a cycle that fails in a
+way nobody foresaw is logged and tried again. Whoever stands by looks again when the lease it saw runs out, so a leader
+that dies is replaced within one lease. The lease is renewed by each cycle and, between cycles that are far
+apart, by nobody: it then runs out, which harms no one, since nothing is decided between cycles.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Mapping
+
+import structlog
+
+from windlass.control.cycle import PATIENCE_S, FleetCycle
+from windlass.control.summary import Summary
+from windlass.model.errors import DatabaseUnavailable
+from windlass.policy.backoff import reconnect_delay_s
+
+# After a cycle that changed something, the next one comes this soon, to see what became of it.
+FOLLOW_UP_S = 1.0
+# Whoever stands by looks when the lease runs out; below this, looking again would be spinning.
+STANDBY_MIN_S = 0.05
+log = structlog.get_logger(__name__)
+
+
+class Daemon:
+    """`on_summary` is told of every cycle. `wake` starts one before its time. `rng` spreads what is tried again."""
+
+    def __init__(
+        self, fleets: Iterable[FleetCycle], on_summary: Callable[[Summary], None], rng: random.Random | None = None
+    ) -> None:
+        self._fleets = {fleet.name: fleet for fleet in fleets}
+        self._on_summary = on_summary
+        self._rng = rng or random.Random()  # noqa: S311
+        self._wakers = {name: asyncio.Event() for name in self._fleets}
+        self._stopping = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+
+    @property
+    def fleets(self) -> Mapping[str, FleetCycle]:
+        return self._fleets
+
+    def wake(self) -> None:
+        for waker in self._wakers.values():
+            waker.set()
+
+    def stop(self) -> None:
+        """End after the cycles that are under way."""
+        self._stopping.set()
+        self.wake()
+
+    def add(self, fleet: FleetCycle) -> None:
+        """One more, while running."""
+        self._fleets[fleet.name] = fleet
+        self._wakers[fleet.name] = asyncio.Event()
+        if self._group is not None:
+            self._group.create_task(self._keep(fleet))
+
+    def wind_down(self, name: str) -> None:
+        """Hire nobody for this fleet any more; when its last worker is gone, so is the fleet."""
+        self._fleets[name].is_winding_down = True
+        self._wakers[name].set()
+
+    async def run(self) -> None:
+        """Until stopped, or until every fleet has been wound down."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for fleet in tuple(self._fleets.values()):
+                group.create_task(self._keep(fleet))
+
+    async def _keep(self, fleet: FleetCycle) -> None:
+        fleet.on_settled = self._wakers[fleet.name].set
+        try:
+            await self._turn(fleet)
+            with contextlib.suppress(DatabaseUnavailable):
+                await fleet.settle()
+        finally:
+            fleet.abandon()
+
+    async def _turn(self, fleet: FleetCycle) -> None:
+        failures = 0
+        loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            started = loop.time()
+            self._wakers[fleet.name].clear()
+            try:
+                summary = await fleet.run(PATIENCE_S)
+            except DatabaseUnavailable as error:
+                failures += 1
+                pause_s = reconnect_delay_s(failures, self._rng.random())
+                log.warning("no cycle: the database is away", fleet=fleet.name, error=str(error), failures=failures)
+            except Exception:
+                failures += 1
+                pause_s = reconnect_delay_s(failures, self._rng.random())
+                log.exception("a cycle failed", fleet=fleet.name, failures=failures)
+            else:
+                failures = 0
+                self._on_summary(summary)
+                if fleet.is_winding_down and summary.is_leader and not (summary.status or {}).get("total_workers"):
+                    del self._fleets[fleet.name]
+                    return
+                pause_s = max(0.0, started + _interval_s(fleet, summary) - loop.time())
+            await self._pause(self._wakers[fleet.name], pause_s)
+
+    async def _pause(self, waker: asyncio.Event, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(waker.wait(), seconds)
+        except TimeoutError:
+            return
+
+
+def _interval_s(fleet: FleetCycle, summary: Summary) -> float:
+    """From the start of this cycle to the start of the next."""
+    interval_s = fleet.config.poll_interval_s
+    if summary.standby_s is not None:
+        return min(interval_s, max(summary.standby_s, STANDBY_MIN_S))
+    is_moving = any((summary.actions or {}).values())
+    return min(FOLLOW_UP_S, interval_s) if is_moving else interval_s

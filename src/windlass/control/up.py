@@ -1,0 +1,128 @@
+"""A whole host's worth of fleets, from start to good night.
+
+Fleets are run until told to stop; a stop lets the workers of this host finish and leave, within their time. A changed
+configuration is taken over between cycles, and one with a mistake changes nothing.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+import structlog
+
+from windlass.control.cycle import FleetCycle
+from windlass.control.daemon import Daemon
+from windlass.control.summary import Summary
+from windlass.model.errors import DatabaseUnavailable, WindlassError
+from windlass.model.fleet import FleetConfig
+from windlass.ports.control import Operations
+from windlass.ports.provider import Provider
+from windlass.ports.store import Store
+
+# A burst wakes a fleet without workers once, not once a task.
+WAKE_INTERVAL_S = 0.5
+LOOK_OUT_S = 60.0
+# Retention is applied in small bites all day.
+SWEEP_INTERVAL_S = 60.0
+# Beyond a worker's own time to stop: for the cycles that notice and the processes that end.
+STOP_MARGIN_S = 15.0
+log = structlog.get_logger(__name__)
+
+
+class UpStore(Store, Operations, Protocol):
+    """What running a host needs of the store beyond its cycles."""
+
+
+class Up:
+    def __init__(
+        self,
+        store: UpStore,
+        make_cycle: Callable[[str, FleetConfig], FleetCycle],
+        make_provider: Callable[[str, FleetConfig], Provider],
+        on_summary: Callable[[Summary], None],
+    ) -> None:
+        self._store = store
+        self._make_cycle = make_cycle
+        self._make_provider = make_provider
+        self._on_summary = on_summary
+        self._daemon = Daemon((), self._note)
+        # Fleets whose last cycle saw no worker: only they are worth waking for a task.
+        self._empty: set[str] = set()
+        self._beside: set[asyncio.Task[None]] = set()
+
+    async def run(self, fleets: Mapping[str, FleetConfig]) -> None:
+        """Until stopped."""
+        for name, config in fleets.items():
+            self._daemon.add(self._make_cycle(name, config))
+        for work in (self._wake_for_tasks, self._sweep):
+            self._begin(work())
+        try:
+            await self._daemon.run()
+        finally:
+            for task in self._beside:
+                task.cancel()
+
+    def reconfigure(self, fleets: Mapping[str, FleetConfig]) -> None:
+        """From the next cycle on: changed fleets change, new ones start, those left out are wound down."""
+        for name, config in fleets.items():
+            running = self._daemon.fleets.get(name)
+            if running is None:
+                self._daemon.add(self._make_cycle(name, config))
+            elif running.config != config:
+                running.reconfigure(config, self._make_provider(name, config))
+        for name in set(self._daemon.fleets) - set(fleets):
+            self._begin(self._wind_down(name))
+        self._daemon.wake()
+
+    def stop(self, *, is_leaving_workers: bool = False) -> None:
+        """Let every worker finish and leave, then end. Leaving workers, or a second time: end after this cycle."""
+        if is_leaving_workers or any(fleet.is_winding_down for fleet in self._daemon.fleets.values()):
+            self._daemon.stop()
+            return
+        for name in tuple(self._daemon.fleets):
+            self._begin(self._wind_down(name))
+
+    async def _wind_down(self, name: str) -> None:
+        fleet = self._daemon.fleets[name]
+        limit_s = fleet.config.stop_timeout_s + STOP_MARGIN_S
+        log.info("winding down", fleet=name, limit_s=limit_s)
+        self._daemon.wind_down(name)
+        give_up_at = asyncio.get_running_loop().time() + limit_s
+        while name in self._daemon.fleets and asyncio.get_running_loop().time() < give_up_at:
+            with contextlib.suppress(DatabaseUnavailable):
+                hired = [w.id for w in await self._store.workers() if w.fleet == name and w.slot is not None]
+                await self._store.set_terminating(hired, "its fleet is being wound down")
+            self._daemon.wake()
+            await asyncio.sleep(WAKE_INTERVAL_S)
+        if name in self._daemon.fleets:
+            log.error("some workers are still there; they are left to the next start", fleet=name)
+            self._daemon.stop()
+
+    def _begin(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    def _note(self, summary: Summary) -> None:
+        total = (summary.status or {}).get("total_workers")
+        (self._empty.add if total == 0 else self._empty.discard)(summary.fleet)
+        self._on_summary(summary)
+
+    async def _wake_for_tasks(self) -> None:
+        """A task that finds nobody should not wait for the next cycle."""
+        while True:
+            queues = [queue for fleet in self._daemon.fleets.values() for queue in fleet.config.queues]
+            try:
+                await self._store.wait_for_work(queues, LOOK_OUT_S)
+            except WindlassError:
+                await asyncio.sleep(LOOK_OUT_S)
+            if self._empty:
+                self._daemon.wake()
+            await asyncio.sleep(WAKE_INTERVAL_S)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            with contextlib.suppress(DatabaseUnavailable):
+                await self._store.sweep()

@@ -1,0 +1,113 @@
+"""What a plan can ask for. Each action prints as a sentence and carries its reason in words."""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from windlass.model.snapshot import Hold, Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """A spawning worker has been heard: it is active."""
+
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A worker is broken: status error, and its tasks go to others at once."""
+
+    worker_id: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """Tasks that run in the name of a worker that is no longer live go to others."""
+
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A worker takes no new tasks and ends when it has none, at the deadline at the latest."""
+
+    worker_id: str
+    code: str
+    reason: str
+    deadline: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """End a worker's machine; when the provider says that it is gone, the worker is terminated and its slot free."""
+
+    worker_id: str
+    machine_id: str | None
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """A machine was found for a worker whose creation was never answered."""
+
+    worker_id: str
+    machine_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteStray:
+    """End a machine that carries our tags and belongs to no worker."""
+
+    machine_id: str
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailSlot:
+    """A slot's restarts are used up: nothing is put into it until `windlass restart`."""
+
+    slot: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Hire a worker into a free slot."""
+
+    slot: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Tell a person: when a cause appears, and every hour while it lasts."""
+
+    code: str
+    reason: str
+    worker_id: str | None = None
+
+
+Action = Promote | Fail | Requeue | Drain | Delete | Adopt | DeleteStray | FailSlot | Spawn | Alert
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a cycle should do, in order, and what the next one should remember."""
+
+    actions: tuple[Action, ...]
+    memory: Memory
+    # The scaling decision in words: "hiring 3: 41 waiting, 5 workers". There is one even when nothing is done.
+    decision: str
+    # A cap, a hold, or machines still on their way out left a part of the decision to a later cycle.
+    is_cut_short: bool = False
+
+    @property
+    def hold(self) -> Hold | None:
+        return self.memory.hold

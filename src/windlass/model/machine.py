@@ -1,0 +1,49 @@
+"""A machine: what a provider bills. A pod, a server, a process."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+
+class MachineState(StrEnum):
+    BOOTING = "booting"  # exists, and is billed, but cannot run anything yet
+    RUNNING = "running"
+    EXITED = "exited"  # still listed, will never run again: a process that ended, a pod that stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine that carries our tags. `name` is the id of the worker it was made for."""
+
+    id: str
+    name: str
+    state: MachineState
+    created_at: datetime | None = None
+    address: str | None = None
+    instance_type: str | None = None
+    place: str | None = None
+    price_micros_per_hour: int | None = None
+    currency: str | None = None
+    # What the provider says about why it exited, for the event.
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRequest:
+    """What to hire. `name` is unique for ever and is the idempotency key of the call."""
+
+    name: str
+    fleet: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderTraits:
+    """What the control loop must know of a provider to judge what it says."""
+
+    # For how long a machine may be missing from a complete list before it counts as gone. 0: the list is the truth.
+    absence_grace_s: float = 0.0
+    # How long after a create whose answer was lost its machine may still appear.
+    creation_lateness_s: float = 0.0
+    # For how long a machine with our tags and no row is left alone: its row may belong to a newer leader.
+    stray_grace_s: float = 0.0

@@ -1,0 +1,164 @@
+"""Everything one cycle knows, as plain values. A plan is a pure function of it, so it is stored with each cycle and
+`windlass replay` can think again.
+
+Unknown is a value: `machines` is None when the provider's list could not be had whole, and nothing is then concluded
+from a machine's absence.
+"""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, ProviderTraits
+from windlass.model.worker import WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class RunningView:
+    """A task a worker has at hand."""
+
+    task_id: int
+    started_at: datetime
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker that is not terminated."""
+
+    id: str
+    # None: a person started it. The control loop did not hire it, does not count on it and does not end it.
+    slot: int | None
+    status: WorkerStatus
+    is_paused: bool
+    concurrency: int
+    created_at: datetime
+    activated_at: datetime | None = None
+    last_heartbeat: datetime | None = None
+    first_claimed_at: datetime | None = None
+    terminating_at: datetime | None = None
+    # For how long it had been idle when it last beat, by its own word.
+    idle_s: float | None = None
+    machine_id: str | None = None
+    # When its machine became known to us.
+    machine_at: datetime | None = None
+    # What happened to the call that should have made its machine: None while it is under way or was never answered.
+    creation: str | None = None
+    prepared_at: datetime | None = None
+    vram_total_mb: int | None = None
+    vram_used_mb: int | None = None
+    vram_at: datetime | None = None
+    running: tuple[RunningView, ...] = ()
+    code: str | None = None
+    reason: str | None = None
+    # For how long it may be silent by its own word. Only asked of workers started by hand; others keep the fleet's.
+    lease_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """What a slot remembers of its former workers."""
+
+    slot: int
+    is_failed: bool
+    # When its workers broke within the restart window, newest last. Each meant, or means, a restart.
+    restarts: tuple[datetime, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """The queues a fleet serves, together."""
+
+    queued: int = 0
+    running: int = 0
+    oldest_queued_age_s: float | None = None
+    # Median of recently completed tasks; None when there are none.
+    duration_p50_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hiring:
+    """That a worker was hired, and whether it ended broken."""
+
+    at: datetime
+    has_failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The brake: while it is on, the fleet spawns nothing, or (`is_total`) nothing is touched."""
+
+    code: str
+    reason: str
+    since: datetime
+    is_total: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What the failure-rate guard remembers."""
+
+    # How often in a row it tripped, and until when nobody is hired.
+    trips: int = 0
+    until: datetime | None = None
+    # What was hired up to here has had its consequence and is not judged again.
+    judged_until: datetime | None = None
+    # Workers that broke before they had proven themselves, one after another, and when the last of them did.
+    broken_starts: int = 0
+    broken_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The explicit memory of plan(): in with the snapshot, out with the plan, stored with the fleet."""
+
+    cycle: int = 0
+    # When the last plan was made. A long gap since then means that we, or the database, were away.
+    planned_at: datetime | None = None
+    scaled_up_at: datetime | None = None
+    # Since when there have been more workers than needed, without a break.
+    over_capacity_since: datetime | None = None
+    # Worker id to when it was first missing from a complete list.
+    missing_since: dict[str, datetime] = field(default_factory=dict)
+    # Machine id to when it was first seen without a row.
+    stray_since: dict[str, datetime] = field(default_factory=dict)
+    # Since when workers have been silent in a way that may be our own blindness.
+    doubted_since: datetime | None = None
+    # Worker id to the first of the cycles, without a break, that saw it idle.
+    idle_since: dict[str, datetime] = field(default_factory=dict)
+    # Worker id to the first of the cycles, without a break, that saw tasks waiting and it without any claim ever.
+    unclaimed_since: dict[str, datetime] = field(default_factory=dict)
+    # Since when no list of machines could be had.
+    unlisted_since: datetime | None = None
+    guard: Guard = Guard()
+    # What a person has been told, and when. A cause that is gone is forgotten.
+    alerts: dict[str, datetime] = field(default_factory=dict)
+    hold: Hold | None = None
+    # Whatever a policy of its own wants to keep.
+    policy: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    now: datetime
+    fleet: str
+    queue: QueueView = QueueView()
+    workers: tuple[WorkerView, ...] = ()
+    slots: tuple[SlotView, ...] = ()
+    machines: tuple[Machine, ...] | None = None
+    # When that list was asked for, by the database's clock. What became known later cannot be missing from it.
+    listed_at: datetime | None = None
+    traits: ProviderTraits = field(default_factory=ProviderTraits)
+    # Everybody hired, or found broken, within the failure window, in the order of hiring.
+    hirings: tuple[Hiring, ...] = ()
+    # Names in which tasks run although no live worker has them.
+    orphaned: tuple[str, ...] = ()
+    is_paused: bool = False
+    boot_p50_s: float | None = None
+    # Workers a person asked for, whatever the policy thinks.
+    requested: int = 0
+    # What earlier plans wanted later ones to know.
+    memory: Memory = field(default_factory=Memory)
+    # The settings it was judged by, for whoever thinks again later.
+    settings: FleetConfig | None = None

@@ -1,0 +1,200 @@
+"""A plan in the making: the snapshot with every worker judged, and what the stages so far have decided."""
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from windlass.model.action import Action, Alert, Delete, Fail
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, MachineState
+from windlass.model.snapshot import Hold, Memory, Snapshot, WorkerView
+from windlass.model.worker import WorkerStatus
+from windlass.policy.derive import Presence, WorkerState, derive_worker_state
+
+# A list that lost more than half of what it had, and at least this many, is doubted before it is believed.
+SHRUNK_MIN = 3
+# And this many times longer than a single absence.
+SHRUNK_PATIENCE = 3
+# Whoever was told of something that lasts is reminded this often.
+ALERT_AGAIN_S = 3600.0
+
+
+@dataclass(slots=True)
+class Draft:
+    snapshot: Snapshot
+    fleet: FleetConfig
+    memory: Memory
+    states: dict[str, WorkerState]
+    machines: dict[str, tuple[Machine, ...]]  # by the name of the worker they were made for, oldest first
+    actions: list[Action] = field(default_factory=list)
+    decision: str = ""
+    is_cut_short: bool = False
+    alerts: dict[str, datetime] = field(default_factory=dict)
+
+    @property
+    def now(self) -> datetime:
+        return self.snapshot.now
+
+    def remember(self, **changes: Any) -> None:
+        self.memory = replace(self.memory, **changes)
+
+    def hold(self, code: str, reason: str, *, is_total: bool = False) -> None:
+        """Put the brake on. The first reason of a cycle stays, unless a later one forbids more."""
+        current = self.memory.hold
+        if current is None or (is_total and not current.is_total):
+            before = self.snapshot.memory.hold
+            since = before.since if before is not None and before.code == code else self.now
+            self.remember(hold=Hold(code, reason, since, is_total))
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the brake forbids touching anything."""
+        return self.memory.hold is not None and self.memory.hold.is_total
+
+    def alert(self, code: str, reason: str, *, about: str = "", worker_id: str | None = None) -> list[Action]:
+        """Tell a person, unless they know. Call it in every cycle in which the cause is there."""
+        key = f"{code} {about or worker_id or ''}".rstrip()
+        told_at = self.snapshot.memory.alerts.get(key)
+        is_news = told_at is None or self.age_s(told_at) >= ALERT_AGAIN_S
+        self.alerts[key] = self.now if told_at is None or is_news else told_at
+        return [Alert(code, reason, worker_id)] if is_news else []
+
+    @property
+    def failed_ids(self) -> set[str]:
+        return {action.worker_id for action in self.actions if isinstance(action, Fail)}
+
+    @property
+    def deleted_ids(self) -> set[str]:
+        return {action.worker_id for action in self.actions if isinstance(action, Delete)}
+
+    def machine_of(self, worker: WorkerView) -> Machine | None:
+        return _machine_of(worker, self.machines.get(worker.id, ()))
+
+    @property
+    def unowned(self) -> list[Machine]:
+        """Listed machines whose worker has no row."""
+        return [machine for name, found in self.machines.items() if name not in self.states for machine in found]
+
+    @property
+    def doubles(self) -> list[tuple[Machine, str]]:
+        """Listed machines beside the one their hired worker has, with the id of that one."""
+        pairs: list[tuple[Machine, str]] = []
+        for name, found in self.machines.items():
+            state = self.states.get(name)
+            if state is not None and len(found) == 1 and state.worker.machine_id == found[0].id:
+                continue  # as it nearly always is
+            own = self.machine_of(state.worker) if state is not None and state.is_hired else None
+            keep = state.worker.machine_id if state is not None else None
+            keep = keep or (own.id if own is not None else None)
+            if keep is not None:
+                pairs += [(machine, keep) for machine in found if machine.id != keep]
+        return pairs
+
+    def age_s(self, moment: datetime) -> float:
+        return (self.now - moment).total_seconds()
+
+    def in_s(self, seconds: float) -> datetime:
+        return self.now + timedelta(seconds=seconds)
+
+
+def begin(snapshot: Snapshot, fleet: FleetConfig) -> Draft:
+    """Judge every worker. Absence from a list becomes evidence only when the list can be believed."""
+    machines: dict[str, list[Machine]] = {}
+    for machine in sorted(snapshot.machines or (), key=lambda m: (m.created_at or snapshot.now, m.id)):
+        machines.setdefault(machine.name, []).append(machine)
+    # Holds are decided anew in every cycle: the cause is there, or the hold is gone.
+    memory = replace(snapshot.memory, cycle=snapshot.memory.cycle + 1, hold=None)
+    draft = Draft(snapshot, fleet, memory, {}, {name: tuple(found) for name, found in machines.items()})
+    presences = _presences(draft)
+    for worker in snapshot.workers:
+        draft.states[worker.id] = derive_worker_state(
+            worker,
+            draft.machine_of(worker),
+            presences[worker.id],
+            fleet,
+            snapshot.now,
+            snapshot.queue.queued,
+            idle_since=snapshot.memory.idle_since.get(worker.id),
+            unclaimed_since=snapshot.memory.unclaimed_since.get(worker.id),
+        )
+    states = draft.states.values()
+    draft.remember(
+        unlisted_since=(memory.unlisted_since or snapshot.now) if snapshot.machines is None else None,
+        idle_since={s.worker.id: s.idle_since for s in states if s.idle_since is not None},
+        unclaimed_since={s.worker.id: s.unclaimed_since for s in states if s.unclaimed_since is not None},
+    )
+    return draft
+
+
+def _machine_of(worker: WorkerView, found: tuple[Machine, ...]) -> Machine | None:
+    """The one we know of; else the oldest that runs, or may yet; else the oldest."""
+    if worker.slot is None or not found:
+        return None
+    if len(found) == 1:
+        return found[0] if worker.machine_id in (None, found[0].id) else None
+    own = [machine for machine in found if worker.machine_id in (None, machine.id)]
+    return min(own, key=lambda machine: machine.state is MachineState.EXITED, default=None)
+
+
+def _presences(draft: Draft) -> dict[str, Presence]:
+    snapshot = draft.snapshot
+    if snapshot.machines is None:
+        return {worker.id: _without_list(worker) for worker in snapshot.workers}
+    # A worker started by hand has no machine of ours, and one without a machine yet cannot have lost it.
+    expected = [w for w in snapshot.workers if w.machine_id is not None and _is_older_than_list(draft, w.machine_at)]
+    absent = [w for w in expected if draft.machine_of(w) is None]
+    since = {w.id: snapshot.memory.missing_since.get(w.id, snapshot.now) for w in absent}
+    draft.remember(missing_since=since)
+    grace_s = snapshot.traits.absence_grace_s
+    is_doubted = grace_s > 0 and _has_shrunk(draft, expected, since, grace_s)
+    if is_doubted:
+        grace_s *= SHRUNK_PATIENCE
+    return {w.id: _presence(draft, w, since.get(w.id), grace_s, is_doubted) for w in snapshot.workers}
+
+
+def _without_list(worker: WorkerView) -> Presence:
+    return Presence.NEVER if worker.slot is not None and worker.creation == "refused" else Presence.UNKNOWN
+
+
+def _is_older_than_list(draft: Draft, moment: datetime | None) -> bool:
+    """What became known after the list was asked for cannot be missing from it."""
+    listed_at = draft.snapshot.listed_at
+    return moment is None or listed_at is None or moment <= listed_at
+
+
+def _has_shrunk(draft: Draft, expected: list[WorkerView], since: dict[str, datetime], grace_s: float) -> bool:
+    """Whether the list lacks more than can be chance. Those who were told to leave may be gone with good reason."""
+    staying = [w for w in expected if w.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)]
+    lacking = [w for w in staying if w.id in since]
+    if len(lacking) < SHRUNK_MIN or len(lacking) * 2 <= len(staying):
+        return False
+    if any(draft.age_s(since[w.id]) < grace_s * SHRUNK_PATIENCE for w in lacking):
+        draft.hold("LIST_SHRANK", f"the provider's list lacks {len(lacking)} of {len(staying)} machines")
+    return True
+
+
+def _presence(
+    draft: Draft, worker: WorkerView, missing_since: datetime | None, grace_s: float, is_doubted: bool
+) -> Presence:
+    machine = draft.machine_of(worker)
+    if machine is not None:
+        return Presence.EXITED if machine.state is MachineState.EXITED else Presence.PRESENT
+    if worker.machine_id is None:
+        is_never = worker.slot is not None and not is_doubted and not _may_still_appear(draft, worker)
+        return Presence.NEVER if is_never else Presence.UNKNOWN
+    if missing_since is None or draft.age_s(missing_since) < grace_s:
+        return Presence.UNKNOWN
+    is_heard = (
+        worker.last_heartbeat is not None and draft.age_s(worker.last_heartbeat) < 2 * draft.fleet.heartbeat_interval_s
+    )
+    # Whoever still speaks is not gone, whatever a list that may lag says.
+    return Presence.UNKNOWN if is_heard and grace_s > 0 else Presence.MISSING
+
+
+def _may_still_appear(draft: Draft, worker: WorkerView) -> bool:
+    """Whether the machine of an unanswered creation could still turn up in a list."""
+    if worker.creation == "refused":
+        return False
+    # By when the list was asked for: a slow list tells what was true then, not what is true now.
+    listed_at = draft.snapshot.listed_at or draft.now
+    return (listed_at - worker.created_at).total_seconds() < draft.snapshot.traits.creation_lateness_s

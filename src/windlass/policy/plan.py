@@ -1,0 +1,39 @@
+"""What to do: `plan(snapshot, fleet)`. Pure; planning again after these actions gives none.
+
+Unless it was cut short: what a cap left for later is planned next. Nothing is alerted twice within the hour.
+
+The stages of a cycle stand here in order. Each is a function from the draft so far to actions, and whoever asks why a
+worker was ended, or nobody hired, opens the stage of that name.
+"""
+
+from collections.abc import Callable
+
+from windlass.model.action import Action, Plan
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import Snapshot
+from windlass.policy import stages
+from windlass.policy.draft import Draft, begin
+
+Stage = Callable[[Draft], list[Action]]
+
+STAGES: tuple[Stage, ...] = (
+    stages.promote,
+    stages.brake,
+    stages.fail_broken,
+    stages.fail_slots,
+    stages.requeue_orphans,
+    stages.clean_up,
+    stages.end_drained,
+    stages.scale,
+    stages.reconcile,
+    stages.warn,
+)
+
+
+def plan(snapshot: Snapshot, fleet: FleetConfig) -> Plan:
+    """Everything this cycle should do, in order."""
+    draft = begin(snapshot, fleet)
+    for stage in STAGES:
+        draft.actions += stage(draft)
+    draft.remember(planned_at=snapshot.now, alerts=draft.alerts)
+    return Plan(tuple(draft.actions), draft.memory, draft.decision, draft.is_cut_short)

@@ -1,0 +1,36 @@
+"""clear-time: hire only when the queue would not clear soon by itself.
+
+    free   = places of all workers, starting ones too, less the tasks that run on them
+    hire   0                                    if free >= queued
+           0                                    if queued / (free / median duration) < clear time
+           ceil((queued - free) / concurrency)  otherwise
+    spare  idle workers beyond those that the waiting tasks will fill
+
+No free place means that the queue never clears; an unknown duration means that nothing is known to clear it.
+"""
+
+from math import ceil, inf
+
+from windlass.policy.scale.demand import Demand, Wish
+
+# A median of nothing at all would divide by zero; below this a queue clears at once anyway.
+_SHORTEST_S = 1e-3
+
+
+def clear_time(demand: Demand) -> Wish:
+    fleet, queued, free = demand.fleet, demand.queue.queued, demand.free_places
+    if free >= queued:
+        spare = demand.unneeded
+        return Wish(f"{queued} waiting, {free} free places: enough", spare=spare, is_over_capacity=bool(spare))
+    clears_in_s = _clears_in_s(queued, free, demand.queue.duration_p50_s)
+    if clears_in_s < fleet.clear_time_s:
+        return Wish(f"{queued} waiting, clears in {clears_in_s:.0f} s, below {fleet.clear_time_s:g} s: no need")
+    hire = ceil((queued - free) / fleet.concurrency)
+    when = "never clears" if clears_in_s == inf else f"clears in {clears_in_s:.0f} s"
+    return Wish(f"{queued} waiting, {free} free places, {when}: {hire} more wanted", hire=hire)
+
+
+def _clears_in_s(queued: int, free: int, duration_s: float | None) -> float:
+    if free <= 0 or duration_s is None:
+        return inf
+    return queued / (free / max(duration_s, _SHORTEST_S))

@@ -1,0 +1,140 @@
+"""Who works, who is broken, and whose tasks go to others."""
+
+from collections import Counter
+
+from windlass.model.action import Action, Fail, FailSlot, Promote, Requeue
+from windlass.model.worker import LIVE
+from windlass.policy.derive import Lifecycle, WorkerState
+from windlass.policy.draft import Draft
+
+# Fewer silent workers than this are an ordinary misfortune; this many, and more than half, look like our own blindness.
+MANY_DEAD_MIN = 3
+# Whoever lives is heard within this many beats after a database, or we, came back.
+BEATS_TO_BE_HEARD = 2
+# Restarts of a slot within its window before a person should know (health reference, seed 004).
+RESTARTS_TO_TELL = 4
+# Cycles without a list of machines before a person should know (Hetzner epic, seed 001).
+UNLISTED_TO_TELL = 3
+
+
+def promote(draft: Draft) -> list[Action]:
+    """Spawning workers that have been heard of are active."""
+    return [
+        Promote(state.worker.id, f"heartbeat {state.heartbeat_age_s:.0f} s ago")
+        for state in draft.states.values()
+        if state.should_promote and not state.should_terminate
+    ]
+
+
+def brake(draft: Draft) -> list[Action]:
+    """Before silence counts: could it be us who did not hear?
+
+    When most workers fall silent at once, the fault is more likely the network's or the database's than theirs, and
+    nothing is touched for one more heartbeat time-out. When there was no cycle for a while, the database may have been
+    away, and whoever lives gets two beats to be heard.
+    """
+    heard = [s for s in draft.states.values() if s.has_heartbeat and s.worker.status in LIVE]
+    silent = [s for s in heard if s.is_stale]
+    is_many = len(silent) >= MANY_DEAD_MIN and len(silent) * 2 > len(heard)
+    since = draft.memory.doubted_since
+    if not silent or (since is None and not is_many and not _was_away(draft)):
+        draft.remember(doubted_since=None)
+        return []
+    since = since or draft.now
+    draft.remember(doubted_since=since)
+    if is_many:
+        if draft.age_s(since) >= draft.fleet.heartbeat_timeout_s:
+            return []
+        what = f"{len(silent)} of {len(heard)} workers fell silent at once"
+        draft.hold("TOO_MANY_DEAD", what, is_total=True)
+        return draft.alert("TOO_MANY_DEAD", f"{what}: nothing is touched")
+    if draft.age_s(since) < BEATS_TO_BE_HEARD * draft.fleet.heartbeat_interval_s:
+        draft.hold(
+            "WAS_AWAY", f"nobody watched for a while; {len(silent)} silent workers may be heard yet", is_total=True
+        )
+    return []
+
+
+def _was_away(draft: Draft) -> bool:
+    """Whether there was no cycle for so long that heartbeats may have been missed."""
+    last = draft.snapshot.memory.planned_at
+    return last is None or draft.age_s(last) > draft.fleet.heartbeat_timeout_s / 2
+
+
+def fail_broken(draft: Draft) -> list[Action]:
+    """Broken workers become `error`, and their tasks go to others."""
+    if draft.is_stopped:
+        return []
+    return [
+        Fail(state.worker.id, state.code or "BROKEN", state.reason or "broken")
+        for state in draft.states.values()
+        if state.should_terminate and not has_no_machine(state)
+    ]
+
+
+def has_no_machine(state: WorkerState) -> bool:
+    """Nobody broke, because there never was anybody: its row is closed, and no restart is counted."""
+    return state.code == "NO_MACHINE_ID"
+
+
+def fail_slots(draft: Draft) -> list[Action]:
+    """A slot whose workers break too often becomes `failed`: nothing is put into it until a person says so."""
+    if draft.is_stopped:
+        return []
+    reasons = {draft.states[id_].worker.slot: draft.states[id_].reason for id_ in draft.failed_ids}
+    window_min = draft.fleet.restart_window_s / 60
+    actions: list[Action] = []
+    for slot, count in sorted(_breaks(draft).items()):
+        if count > draft.fleet.max_restarts:
+            last = f", the last time: {reasons[slot]}" if slot in reasons else ""
+            actions.append(FailSlot(slot, f"its workers broke {count} times within {window_min:g} minutes{last}"))
+    return actions
+
+
+def _breaks(draft: Draft) -> Counter[int]:
+    """How often the workers of each slot that is not failed broke in the window, those of this plan included."""
+    breaks = Counter({slot.slot: len(slot.restarts) for slot in draft.snapshot.slots})
+    slots = [draft.states[id_].worker.slot for id_ in draft.failed_ids]
+    breaks.update(slot for slot in slots if slot is not None)
+    failed = {slot.slot for slot in draft.snapshot.slots if slot.is_failed}
+    return Counter({slot: count for slot, count in breaks.items() if slot not in failed})
+
+
+def requeue_orphans(draft: Draft) -> list[Action]:
+    """Tasks in the name of workers that are no longer live: Fail takes its own, here is what slipped past it."""
+    if draft.is_stopped:
+        return []
+    return [Requeue(worker_id, f"worker {worker_id} is no longer live") for worker_id in draft.snapshot.orphaned]
+
+
+def warn(draft: Draft) -> list[Action]:
+    """What a person should know and no stage acts on."""
+    actions: list[Action] = []
+    for state in draft.states.values():
+        if state.is_vram_stale and state.lifecycle is Lifecycle.ACTIVE_READY and draft.fleet.has_gpu and state.is_hired:
+            actions += draft.alert(
+                "VRAM_STALE", "no word about its GPU's memory for too long", worker_id=state.worker.id
+            )
+    actions += _warn_of_slots(draft)
+    working = [s for s in draft.states.values() if s.is_hired and (s.lifecycle is Lifecycle.CRASHED or s.is_healthy)]
+    if len(working) > 1 and all(s.lifecycle is Lifecycle.CRASHED for s in working):
+        actions += draft.alert("ALL_CRASHED", f"all {len(working)} workers crashed at the same time")
+    unlisted_since = draft.memory.unlisted_since
+    if unlisted_since and draft.age_s(unlisted_since) >= UNLISTED_TO_TELL * draft.fleet.poll_interval_s:
+        actions += draft.alert(
+            "LIST_UNKNOWN", f"the provider has listed no machines since {unlisted_since:%H:%M:%S} UTC"
+        )
+    return actions
+
+
+def _warn_of_slots(draft: Draft) -> list[Action]:
+    failed = {slot.slot: "its restarts are used up" for slot in draft.snapshot.slots if slot.is_failed}
+    failed |= {action.slot: action.reason for action in draft.actions if isinstance(action, FailSlot)}
+    actions: list[Action] = []
+    for number, reason in failed.items():
+        why = f"slot {number} is failed, and empty until `windlass restart`: {reason}"
+        actions += draft.alert("SLOT_FAILED", why, about=str(number))
+    for number, count in _breaks(draft).items():
+        if number not in failed and count >= RESTARTS_TO_TELL:
+            actions += draft.alert("SLOT_RESTARTS", f"slot {number} broke {count} times lately", about=str(number))
+    return actions

@@ -1,0 +1,215 @@
+"""From a policy's wish to who is hired and who is let go, within the limits that hold for every policy.
+
+The control loop counts what it hired. A worker that a person started takes tasks, and so makes the queue shorter, but
+it may leave at any moment and may serve other queues: no hiring is saved, and no limit used up, on its account. A
+paused worker is what a person made it: it does not count as capacity, and it is not let go.
+"""
+
+from dataclasses import replace
+
+from windlass.model.action import Action, Drain, FailSlot, Requeue, Spawn
+from windlass.model.machine import MachineState
+from windlass.model.worker import WorkerStatus
+from windlass.policy.derive import WorkerState
+from windlass.policy.draft import Draft
+from windlass.policy.scale import POLICIES, Demand, Wish
+from windlass.policy.stages import guard
+
+ASKED_FOR = "asked for by hand"
+
+
+def scale(draft: Draft) -> list[Action]:
+    """Hire, or let go, never both."""
+    alerts = guard.guard_hiring(draft)
+    staying = _staying(draft)
+    demand = _demand(draft, staying)
+    wish = POLICIES[draft.fleet.policy](demand)
+    is_over = wish.is_over_capacity or len(staying) > draft.fleet.max_workers
+    draft.remember(over_capacity_since=(draft.memory.over_capacity_since or draft.now) if is_over else None)
+    changes = _hire(draft, demand, staying, wish)
+    # Whoever would hire as soon as it can has nobody to spare.
+    if not changes and not draft.is_cut_short:
+        changes = _let_go(draft, demand, staying, wish)
+    if not draft.decision:
+        draft.decision = _standing_still(draft, staying, wish)
+    return [*alerts, *changes]
+
+
+def _standing_still(draft: Draft, staying: list[WorkerState], wish: Wish) -> str:
+    if draft.memory.hold is not None:
+        return f"holding: {draft.memory.hold.reason}"
+    if draft.snapshot.is_paused:
+        return f"paused: {wish.reason}"
+    if wish.hire > 0:
+        is_full = len(staying) >= draft.fleet.max_workers
+        return f"{'full' if is_full else 'waiting until the next hiring may be'}: {wish.reason}"
+    return f"steady: {wish.reason}"
+
+
+def _staying(draft: Draft) -> list[WorkerState]:
+    """Those hired, starting or working, whom nothing in this plan ends."""
+    leaving = draft.failed_ids | draft.deleted_ids
+    return [
+        state
+        for state in draft.states.values()
+        if state.is_hired
+        and state.worker.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
+        and state.worker.id not in leaving
+    ]
+
+
+def _demand(draft: Draft, staying: list[WorkerState]) -> Demand:
+    counted = [state for state in staying if not state.worker.is_paused]
+    # Tasks that this plan takes from workers wait again: who replaces those is hired in the same cycle.
+    returned = sum(
+        len(draft.states[id_].worker.running) if id_ in draft.states else 1
+        for id_ in draft.failed_ids | draft.deleted_ids | _requeued_ids(draft)
+    )
+    return Demand(
+        queue=replace(draft.snapshot.queue, queued=draft.snapshot.queue.queued + returned),
+        active=tuple(state for state in counted if not state.is_booting),
+        booting=tuple(state for state in counted if state.is_booting),
+        fleet=draft.fleet,
+    )
+
+
+def _requeued_ids(draft: Draft) -> set[str]:
+    return {action.worker_id for action in draft.actions if isinstance(action, Requeue)}
+
+
+# ------------------------------------------------------------------------------------------------------------- hiring
+
+
+def _hire(draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish) -> list[Action]:
+    if draft.snapshot.is_paused or draft.is_stopped:
+        return []
+    wanted, reason = _wanted(draft, demand, staying, wish)
+    if wanted <= 0:
+        return []
+    hold = draft.memory.hold
+    if hold is not None and hold.code == guard.CODE and draft.snapshot.requested > 0:
+        # A person who asks may try what the guard would not: one at a time, as a probe.
+        wanted, reason = min(wanted, draft.snapshot.requested), ASKED_FOR
+    elif hold is not None:
+        draft.is_cut_short = True
+        draft.decision = f"holding ({hold.reason}), would hire {wanted}: {reason}"
+        return []
+    free, cap = _free_slots(draft), _cap(draft, staying)
+    slots = _with_room(draft, free)[: min(wanted, cap)]
+    draft.is_cut_short = len(slots) < min(wanted, len(free)) or wish.is_first_step
+    draft.decision = f"hiring {len(slots)}: {reason}" if slots else f"wanting {wanted} more: {reason}"
+    if len(slots) < wanted:
+        why = _what_limits(draft, cap, len(slots), len(free))
+        draft.decision += f" ({wanted - len(slots)} fewer than wanted: {why})"
+    if slots:
+        draft.remember(scaled_up_at=draft.now)
+    return [Spawn(slot, reason) for slot in slots]
+
+
+def _wanted(draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish) -> tuple[int, str]:
+    """How many more the policy, the minimum or a person wants, within the maximum."""
+    fleet, last = draft.fleet, draft.memory.scaled_up_at
+    wanted, reason = wish.hire, wish.reason
+    # Two hirings in short order answer the same rush; but the minimum, and the first worker, do not wait.
+    if last is not None and draft.age_s(last) < fleet.min_scaling_interval_s and demand.capacity > 0:
+        wanted = 0
+    if draft.snapshot.requested > wanted:
+        wanted, reason = draft.snapshot.requested, ASKED_FOR
+    below_min = fleet.min_workers - len(staying)
+    if below_min > wanted:
+        wanted, reason = below_min, f"{len(staying)} workers, the minimum is {fleet.min_workers}"
+    return min(wanted, fleet.max_workers - len(staying)), reason
+
+
+def _cap(draft: Draft, staying: list[WorkerState]) -> int:
+    memory = draft.memory
+    if memory.guard.trips:
+        # After a trip, one at a time until one of them works.
+        return 0 if any(guard.is_probe(state, memory.guard) for state in staying) else 1
+    return draft.fleet.max_changes_per_cycle
+
+
+def _what_limits(draft: Draft, cap: int, hired: int, free: int) -> str:
+    if hired == free:
+        return "no free slot"
+    if hired < cap:
+        return "machines that are on their way out take up the room"
+    return "one probe at a time" if draft.memory.guard.trips else f"at most {draft.fleet.max_changes_per_cycle} at once"
+
+
+def _free_slots(draft: Draft) -> list[int]:
+    """Slots that are not failed and whose worker, if any, this plan deletes; lowest first."""
+    gone = draft.deleted_ids
+    taken = {state.worker.slot for state in draft.states.values() if state.worker.id not in gone}
+    failed = {slot.slot for slot in draft.snapshot.slots if slot.is_failed}
+    failed |= {action.slot for action in draft.actions if isinstance(action, FailSlot)}
+    return [slot for slot in range(draft.fleet.max_workers) if slot not in taken and slot not in failed]
+
+
+def _with_room(draft: Draft, free: list[int]) -> list[int]:
+    """Of these slots, those to fill now, so that no more machines than the maximum exist at any moment.
+
+    A slot whose worker this plan deletes is filled only after the deletion. Any other must leave room for every machine
+    there is: strays, and those being deleted, too.
+    """
+    rows = {state.worker.slot: state.worker.id for state in draft.states.values() if state.is_hired}
+    limit = draft.fleet.max_workers - _count_strays(draft)
+    empty = [slot for slot in free if slot not in rows][: max(0, limit - len(rows))]
+    freed = [slot for slot in free if slot in rows]
+    staying = len(rows) - sum(id_ in draft.deleted_ids for id_ in rows.values())
+    # A machine that was asked to end before this cycle may take its time over it: its slot comes last.
+    over = (WorkerStatus.ERROR, WorkerStatus.TERMINATING)
+    lingering = {state.worker.slot for state in draft.states.values() if state.worker.status in over}
+    return sorted([*empty, *freed], key=lambda slot: (slot in lingering, slot))[: max(0, limit - staying)]
+
+
+def _count_strays(draft: Draft) -> int:
+    """Machines that are billed and belong to no worker; as far as the last list said, when there is none now."""
+    if draft.snapshot.machines is None:
+        return len(draft.memory.stray_since)
+    strays = [*draft.unowned, *(double for double, _ in draft.doubles)]
+    return sum(machine.state is not MachineState.EXITED for machine in strays)
+
+
+# --------------------------------------------------------------------------------------------------------- letting go
+
+
+def _let_go(draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish) -> list[Action]:
+    if draft.is_stopped:
+        return []
+    deadline = draft.in_s(draft.fleet.stop_timeout_s)
+    too_many = f"more workers than the maximum of {draft.fleet.max_workers}"
+    over = [Drain(s.worker.id, "OVER_MAX", too_many, deadline) for s in _over_max(draft, demand, staying)]
+    idle = [
+        Drain(s.worker.id, "IDLE", f"idle {s.idle_s or 0.0:.0f} s; {wish.reason}", deadline)
+        for s in _rested(draft, staying, wish)
+    ]
+    chosen = list({drain.worker_id: drain for drain in (*idle, *over)}.values())
+    chosen.sort(key=lambda drain: drain.code == "IDLE")
+    going = chosen[: draft.fleet.max_changes_per_cycle]
+    if going:
+        draft.is_cut_short = len(going) < len(chosen)
+        draft.decision = f"letting {len(going)} go: {too_many if over else wish.reason}"
+    return [*going]
+
+
+def _over_max(draft: Draft, demand: Demand, staying: list[WorkerState]) -> list[WorkerState]:
+    """The configuration shrank. Idle ones first, then those that started last; all may finish what they have."""
+    excess = max(0, len(staying) - draft.fleet.max_workers)
+    idle_ids = {state.worker.id for state in demand.idle}
+    rest = [state for state in staying if state.worker.id not in idle_ids]
+    rest.sort(key=lambda state: state.worker.created_at, reverse=True)
+    rest.sort(key=lambda state: state.has_active_task)
+    return [*demand.idle, *rest][:excess]
+
+
+def _rested(draft: Draft, staying: list[WorkerState], wish: Wish) -> list[WorkerState]:
+    """Spare workers that may go: long enough too many, nobody just starting, each idle for long enough."""
+    fleet, since = draft.fleet, draft.memory.over_capacity_since
+    if since is None or draft.age_s(since) < fleet.scale_down_grace_s or draft.snapshot.is_paused:
+        return []
+    # Whoever is starting was needed a moment ago. What has changed since may change back before it is there.
+    if any(state.is_booting or draft.age_s(state.worker.created_at) < fleet.spawn_grace_s for state in staying):
+        return []
+    rested = [state for state in wish.spare if (state.idle_s or 0.0) >= fleet.idle_timeout_s]
+    return rested[: max(0, len(staying) - fleet.min_workers)]

@@ -1,0 +1,158 @@
+"""What the control loop needs from the store: to lead, to see everything at once, to write down what was decided.
+
+The contract:
+- One holder of a lease at a time; `lead` and `observe` take or renew it. A decision of a holder whose lease is gone
+  raises LeaseLost and changes nothing. Facts about machines are written down whoever reports them, also when the
+  decisions that came with them are refused.
+- The number of round trips does not depend on the number of workers, tasks or actions.
+- `commit_plan` grants an intent only for a slot that is free and within the maximum, so no two leaders, and no leader
+  twice, can fill a slot.
+- A worker's status moves only along: spawning, active, terminating, error, terminated. Never back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from windlass.model.action import Plan
+from windlass.model.errors import WindlassError
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine
+from windlass.model.record import Cycle, CycleInFull, Fleet
+from windlass.model.snapshot import Snapshot
+
+
+class LeaseLost(WindlassError):
+    """Somebody else leads now. Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Who wants to lead, and for how long at a time."""
+
+    holder: str
+    ttl_s: float
+    lease: str = "orchestrator"
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """Somebody else leads, until then at least unless they resign or are gone."""
+
+    expires_in_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """A worker about to be hired. Its id names its machine and is the idempotency key of the creation."""
+
+    worker_id: str
+    slot: int
+    reason: str
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    cycle_id: int
+    granted: frozenset[str]
+    requeued: int
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    worker_id: str
+    machine: Machine
+
+
+@dataclass(frozen=True, slots=True)
+class CreationUnclear:
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CreationRefused:
+    worker_id: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    worker_id: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotDeleted:
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StrayDeleted:
+    name: str
+    reason: str
+
+
+Outcome = Created | CreationUnclear | CreationRefused | Deleted | NotDeleted | StrayDeleted
+
+
+class ControlStore(Protocol):
+    async def lead(self, candidate: Candidate) -> int | Standby:
+        """Take or renew the lease and nothing else. The term, or for how long somebody else leads."""
+
+    async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
+        """Take or renew the lease; the term and what the store knows, in one round trip."""
+
+    async def commit_plan(
+        self, candidate: Candidate, term: int, snapshot: Snapshot, plan: Plan, intents: Sequence[Intent]
+    ) -> Committed:
+        """Do what needs no provider, and intend what does. Raises LeaseLost."""
+
+    async def commit_outcomes(
+        self,
+        candidate: Candidate,
+        term: int,
+        fleet: str,
+        cycle_id: int,
+        outcomes: Sequence[Outcome],
+        intents: Sequence[Intent],
+        summary: dict[str, Any] | None,
+    ) -> frozenset[str]:
+        """Write down what providers did, then intend hirings into slots that became free: LeaseLost is for those.
+
+        Without a summary the cycle keeps the one it has: these outcomes came after it.
+        """
+
+    async def resign(self, candidate: Candidate) -> None:
+        """Give the lease up at once."""
+
+
+class Operations(Protocol):
+    """What a person does by hand, and reads. None of it needs the lease; the next cycle sees it.
+
+    A fleet that no cycle has seen yet is unknown: BadInput.
+    """
+
+    async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
+        """Forget the restarts of a slot, or of all, so that they may be filled again. Returns how many were failed."""
+
+    async def request_workers(self, fleet: str, count: int) -> int:
+        """Ask for so many more; below 0 takes a wish back. Returns how many are now asked for and not yet hired."""
+
+    async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
+        """Pause or resume its workers, those to come too. Returns how many changed. While paused, nobody is hired."""
+
+    async def fail_worker(self, worker_id: str, reason: str) -> bool:
+        """End a worker at once, code MANUAL; its tasks go to others. Nobody's failure. False if it was over already."""
+
+    async def fleets(self) -> list[Fleet]:
+        """By name."""
+
+    async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
+        """Newest first."""
+
+    async def cycle(self, cycle_id: int) -> CycleInFull | None: ...

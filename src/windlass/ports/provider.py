@@ -1,0 +1,28 @@
+"""What we need from whoever rents us machines.
+
+The contract:
+- `create` is called once per name. It returns the machine, or raises: Refused and NoCapacity mean that no machine was
+  made; Ambiguous means that one may have been made, or may still be. After any other failure of the call itself the
+  adapter raises Ambiguous: only a provider's clear refusal is a refusal.
+- `list_machines` returns every machine that carries this fleet's tags, or raises Unavailable. Never a part.
+- `delete` returns when the provider says that the machine does not exist (any more). Deleting one that is gone is no
+  error. Denied is not gone: it raises.
+- No call takes longer than the adapter's own time limit. A machine without our tags is never touched.
+"""
+
+from typing import Protocol
+
+from windlass.model.machine import Machine, MachineRequest, ProviderTraits
+
+
+class Provider(Protocol):
+    @property
+    def traits(self) -> ProviderTraits: ...
+
+    async def create(self, request: MachineRequest) -> Machine: ...
+
+    async def list_machines(self) -> tuple[Machine, ...]: ...
+
+    async def delete(self, machine: Machine) -> None: ...
+
+    async def close(self) -> None: ...

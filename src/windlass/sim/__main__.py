@@ -1,0 +1,26 @@
+"""Tell the story of a seed again: `python -m windlass.sim --seed 7`."""
+
+import argparse
+import sys
+
+from windlass.sim.scenario import draw
+from windlass.sim.watch import Broken
+from windlass.sim.world import World
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m windlass.sim", description=__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    arguments = parser.parse_args()
+    world = World(draw(arguments.seed))
+    try:
+        report = world.run()
+    except Broken as error:
+        sys.stdout.write(f"{world.story.text(limit=None)}\n\nseed {arguments.seed} broke a promise: {error.args[0]}\n")
+        return 1
+    sys.stdout.write(f"{report.story.text(limit=None)}\n\nseed {arguments.seed} kept every promise\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

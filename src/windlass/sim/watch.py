@@ -1,0 +1,230 @@
+"""What must hold in every run, at every moment, judged by the clouds' books, the workers' books and a book of tasks.
+
+The store's opinion is never asked whether something is right: it is what is being judged.
+
+    never more than max machines of a fleet are billed         on every machine that begins
+    nobody ends a blameless worker before its time             on every call that deletes
+    nobody takes a task from a blameless worker                on every claim
+    a task is accepted once, and claimed no more afterwards    on every claim and finish
+    whoever lost the lead decides nothing                      on every plan written down
+    no cycle fails in a way nobody foresaw                     on every line logged
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+from windlass.model.action import Drain, Plan
+from windlass.model.fleet import FleetConfig
+from windlass.model.task import Claim, Finished, Turn
+from windlass.model.worker import LIVE, Pulse, WorkerStatus
+from windlass.ports.control import Committed, Intent
+from windlass.sim.cloud import Cloud, Entry
+from windlass.sim.workers import SimWorker
+
+# A decision is made a moment before it is carried out.
+MOMENT_S = 0.001
+
+
+class Broken(AssertionError):
+    """A promise was broken. The message says which, and how."""
+
+
+@dataclass(slots=True)
+class TaskEntry:
+    """A task in the book: who had it, and whose result was taken."""
+
+    claims: list[tuple[str, UUID]] = field(default_factory=list)
+    accepted: UUID | None = None
+    is_dead: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self.accepted is not None or self.is_dead
+
+
+@dataclass(slots=True)
+class Watch:
+    fleets: dict[str, FleetConfig]
+    on_broken: Callable[[str], None]
+    clouds: dict[str, Cloud] = field(default_factory=dict)
+    tasks: dict[int, TaskEntry] = field(default_factory=dict)
+    # By machine, and the latest by worker id.
+    by_machine: dict[str, SimWorker] = field(default_factory=dict)
+    by_id: dict[str, SimWorker] = field(default_factory=dict)
+    hired_at: dict[str, float] = field(default_factory=dict)
+    told_to_end_at: dict[str, float] = field(default_factory=dict)
+    ended_by_hand: set[str] = field(default_factory=set)
+    most_billed: dict[str, int] = field(default_factory=dict)
+    # When somebody last held the lease, and the longest time nobody did.
+    led_at: float = 0.0
+    holder: str = ""
+    longest_without_lead_s: float = 0.0
+    takeovers: int = 0
+    plans: int = 0
+    last_term: int = 0
+    late_results: int = 0
+
+    # ----------------------------------------------------------------------------------------------------- machines
+
+    def machine_begins(self, entry: Entry) -> None:
+        cloud, fleet = self.clouds[entry.fleet], self.fleets[entry.fleet]
+        billed = [other for other in cloud.billed() if not other.is_double]
+        self.most_billed[entry.fleet] = max(self.most_billed.get(entry.fleet, 0), len(billed))
+        if len(billed) > fleet.max_workers:
+            names = ", ".join(f"{other.id} of {other.name}" for other in billed)
+            self._break(
+                f"{len(billed)} machines of {entry.fleet} are billed, the maximum is {fleet.max_workers}: {names}"
+            )
+
+    def moved_in(self, entry: Entry, worker: SimWorker) -> None:
+        self.by_machine[entry.id] = self.by_id[worker.id] = worker
+        worker.conduct.asked_at = self.hired_at.get(worker.id, entry.began_at)
+
+    def machine_ends(self, entry: Entry) -> None:
+        """Somebody asks for it to be deleted."""
+        worker = self.by_machine.get(entry.id)
+        if worker is None or entry.is_double or worker.conduct.is_over or worker.id in self.ended_by_hand:
+            return
+        now, fleet = self._now(), self.fleets[entry.fleet]
+        if worker.conduct.blame(now, fleet) is not None:
+            return
+        told_at = self.told_to_end_at.get(worker.id)
+        if told_at is None:
+            self._break(f"{worker.id} is blameless, was never told to end, and its machine {entry.id} is deleted")
+        elif worker.conduct.at_work and now - told_at < fleet.stop_timeout_s - MOMENT_S:
+            self._break(
+                f"{worker.id} is at work, was told to end {now - told_at:.1f} s ago, may finish for "
+                f"{fleet.stop_timeout_s:g} s, and its machine {entry.id} is deleted"
+            )
+
+    # -------------------------------------------------------------------------------------------------------- tasks
+
+    def of_workers(self, name: str, arguments: tuple[Any, ...], _: dict[str, Any], result: Any) -> None:
+        """What took effect of a worker's call, whether or not it learns of it."""
+        if isinstance(result, Exception):
+            return
+        match name:
+            case "claim":
+                self._claimed(arguments[0], result)
+            case "finish_and_claim":
+                self._finished(arguments[0], arguments[1], result)
+            case "fail":
+                self._is_done(arguments[0], arguments[2])
+                self._failed(arguments[1], result)
+            case "heartbeat":
+                self._beat(arguments[0], result)
+            case "leave":
+                self.told_to_end_at.setdefault(arguments[0], self._now())
+            case _:
+                pass
+
+    def enqueued(self, task_id: int) -> None:
+        self.tasks[task_id] = TaskEntry()
+
+    def _claimed(self, worker_id: str, claims: list[Claim]) -> None:
+        for claim in claims:
+            task = self.tasks[claim.task_id]
+            if task.is_finished:
+                self._break(f"task {claim.task_id} is finished and was claimed again by {worker_id}")
+            for before, token in task.claims:
+                self._check_taken(claim.task_id, before, token)
+            task.claims.append((worker_id, claim.token))
+
+    def _check_taken(self, task_id: int, worker_id: str, token: UUID) -> None:
+        """Somebody else has it now: who had it must be to blame, or have had its time."""
+        worker = self.by_id.get(worker_id)
+        if worker is None or worker.conduct.is_over or worker_id in self.ended_by_hand:
+            return
+        if token not in worker.conduct.at_work:
+            return
+        fleet, now = self.fleets[worker.fleet_name], self._now()
+        told_at = self.told_to_end_at.get(worker_id)
+        is_timely = told_at is not None and now - told_at >= fleet.stop_timeout_s - MOMENT_S
+        if worker.conduct.blame(now, fleet) is None and not is_timely:
+            self._break(f"task {task_id} was taken from {worker_id}, which is blameless and at work on it")
+
+    def _finished(self, worker_id: str, finished: list[Finished], turn: Turn) -> None:
+        for done in finished:
+            task = self.tasks[done.task_id]
+            self._is_done(worker_id, done.token)
+            if done.token in turn.lost:
+                self.late_results += 1
+            elif task.accepted not in (None, done.token) or task.is_dead:
+                self._break(f"task {done.task_id} was accepted twice, now from {worker_id}")
+            else:
+                task.accepted = done.token
+                if task.claims[-1:] != [(worker_id, done.token)]:
+                    self._break(f"task {done.task_id} was accepted from {worker_id}, which does not have it")
+        self._claimed(worker_id, turn.claims)
+
+    def _is_done(self, worker_id: str, token: UUID) -> None:
+        """Its work on it has arrived, whether or not it knows."""
+        worker = self.by_id.get(worker_id)
+        if worker is not None:
+            worker.conduct.at_work.pop(token, None)
+
+    def _failed(self, task_id: int, status: str | None) -> None:
+        if status == "failed":
+            self.tasks[task_id].is_dead = True
+
+    def _beat(self, worker_id: str, pulse: Pulse) -> None:
+        worker = self.by_id.get(worker_id)
+        if worker is None or pulse.status not in LIVE:
+            return
+        worker.conduct.heard(self._now())
+        if pulse.status is WorkerStatus.TERMINATING:
+            self.told_to_end_at.setdefault(worker_id, self._now())
+
+    # ------------------------------------------------------------------------------------------------ orchestrators
+
+    def of_orchestrators(self, name: str, arguments: tuple[Any, ...], _: dict[str, Any], result: Any) -> None:
+        if isinstance(result, Exception):
+            return
+        match name:
+            case "lead" if isinstance(result, int):
+                self._led(arguments[0].holder, arguments[0].ttl_s)
+            case "observe" if isinstance(result, tuple):
+                self._led(arguments[0].holder, arguments[0].ttl_s)
+            case "commit_plan":
+                self._planned(arguments[1], arguments[3], arguments[4], result)
+            case "commit_outcomes":
+                self._hired(arguments[5], result)
+            case _:
+                pass
+
+    def _led(self, holder: str, ttl_s: float) -> None:
+        now = self._now()
+        self.longest_without_lead_s = max(self.longest_without_lead_s, now - self.led_at - ttl_s)
+        self.takeovers += holder != self.holder
+        self.holder, self.led_at = holder, now
+
+    def _planned(self, term: int, plan: Plan, intents: list[Intent], committed: Committed) -> None:
+        if term < self.last_term:
+            self._break(f"a plan of term {term} was written down after one of term {self.last_term}")
+        self.last_term = term
+        self.plans += 1
+        for action in plan.actions:
+            if isinstance(action, Drain):
+                self.told_to_end_at.setdefault(action.worker_id, self._now())
+        self._hired(intents, committed.granted)
+
+    def _hired(self, intents: list[Intent], granted: frozenset[str]) -> None:
+        for intent in intents:
+            if intent.worker_id in granted:
+                if intent.worker_id in self.hired_at:
+                    self._break(f"{intent.worker_id} was hired twice")
+                self.hired_at[intent.worker_id] = self._now()
+
+    # -------------------------------------------------------------------------------------------------------- other
+
+    def unfinished(self) -> list[int]:
+        return [task_id for task_id, task in self.tasks.items() if not task.is_finished]
+
+    def _break(self, what: str) -> None:
+        self.on_broken(what)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

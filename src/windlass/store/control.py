@@ -1,0 +1,289 @@
+"""The control loop's part of the PostgreSQL store: a few calls a cycle, whatever the number of workers.
+
+store/memory_control.py keeps the same contract; tests/conformance/test_control_store.py runs over both.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib import resources
+from typing import TYPE_CHECKING, Any, get_args
+
+import asyncpg
+from pydantic import TypeAdapter
+
+from windlass.model.action import Action, Plan
+from windlass.model.fleet import FleetConfig
+from windlass.model.record import Cycle, CycleInFull, Fleet
+from windlass.model.snapshot import Hold, Memory, RunningView, Snapshot, WorkerView
+from windlass.model.worker import WorkerStatus
+from windlass.ports.control import (
+    Candidate,
+    Committed,
+    Created,
+    CreationRefused,
+    CreationUnclear,
+    Deleted,
+    Intent,
+    LeaseLost,
+    NotDeleted,
+    Outcome,
+    Standby,
+    StrayDeleted,
+)
+from windlass.store.postgres import PostgresStore
+
+if TYPE_CHECKING:
+    from windlass.ports.control import ControlStore, Operations
+
+
+def _read_queries() -> dict[str, str]:
+    text = resources.files("windlass.store").joinpath("control_queries.sql").read_text()
+    named = (block.split("\n", 1) for block in text.split("-- name: ")[1:])
+    return {name.strip(): sql.strip().rstrip(";") for name, sql in named}
+
+
+QUERIES = _read_queries()
+SNAPSHOT = TypeAdapter(Snapshot)
+MEMORY = TypeAdapter(Memory)
+_HOLD = TypeAdapter(Hold | None)
+_ACTIONS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
+
+
+class PostgresControlStore(PostgresStore):
+    def __init__(self, dsn: str, **options: Any) -> None:
+        super().__init__(dsn, **options)
+        # Fleet to what its last plan decided, as far as this store wrote it.
+        self._decided: dict[str, str] = {}
+
+    async def lead(self, candidate: Candidate) -> int | Standby:
+        async with self._connection("asking for the lead") as connection:
+            text = await connection.fetchval(
+                "select windlass.lead($1, $2, $3)", candidate.lease, candidate.holder, candidate.ttl_s
+            )
+        led = json.loads(text)
+        return Standby(led["expires_in_s"]) if led["term"] is None else int(led["term"])
+
+    async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
+        async with self._connection("observing the fleet") as connection:
+            header, *workers = await connection.fetch(
+                "select * from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+                candidate.lease,
+                candidate.holder,
+                candidate.ttl_s,
+                fleet,
+                config.provider,
+                list(config.queues),
+                config.min_workers,
+                config.max_workers,
+                config.failure_window_s,
+                config.restart_window_s,
+            )
+        observed = json.loads(header["header"])
+        if observed["term"] is None:
+            return Standby(observed["expires_in_s"])
+        seen = SNAPSHOT.validate_python(observed["snapshot"])
+        return observed["term"], replace(seen, workers=tuple(map(_worker_view, workers)))
+
+    async def commit_plan(
+        self, candidate: Candidate, term: int, snapshot: Snapshot, plan: Plan, intents: Sequence[Intent]
+    ) -> Committed:
+        # A cycle that decides nothing new is only counted; its snapshot, which may be large, need not travel.
+        is_news = bool(plan.actions or intents) or self._decided.get(snapshot.fleet) != plan.decision
+        written = await self._commit_plan(candidate, term, snapshot, plan, intents, is_stored=is_news)
+        if written["cycle_id"] is None:
+            written = await self._commit_plan(candidate, term, snapshot, plan, intents, is_stored=True)
+        self._decided[snapshot.fleet] = plan.decision
+        return Committed(written["cycle_id"], frozenset(written["granted"]), written["requeued"])
+
+    async def _commit_plan(
+        self,
+        candidate: Candidate,
+        term: int,
+        snapshot: Snapshot,
+        plan: Plan,
+        intents: Sequence[Intent],
+        *,
+        is_stored: bool,
+    ) -> dict[str, Any]:
+        try:
+            async with self._connection("writing down the plan") as connection:
+                text = await connection.fetchval(
+                    "select windlass.commit_plan($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+                    candidate.lease,
+                    candidate.holder,
+                    term,
+                    snapshot.fleet,
+                    SNAPSHOT.dump_json(snapshot).decode() if is_stored else None,
+                    json.dumps(actions_to_plain(plan.actions)),
+                    MEMORY.dump_json(plan.memory).decode(),
+                    plan.decision,
+                    json.dumps([asdict(intent) for intent in intents]),
+                )
+        except asyncpg.ObjectNotInPrerequisiteStateError as error:
+            raise LeaseLost(str(error)) from None
+        written: dict[str, Any] = json.loads(text)
+        return written
+
+    async def commit_outcomes(
+        self,
+        candidate: Candidate,
+        term: int,
+        fleet: str,
+        cycle_id: int,
+        outcomes: Sequence[Outcome],
+        intents: Sequence[Intent],
+        summary: dict[str, Any] | None,
+    ) -> frozenset[str]:
+        async with self._connection("writing down the outcomes") as connection:
+            granted = await connection.fetchval(
+                "select windlass.commit_outcomes($1, $2, $3, $4, $5, $6, $7, $8)",
+                candidate.lease,
+                candidate.holder,
+                term,
+                fleet,
+                cycle_id,
+                json.dumps([_outcome_to_plain(outcome) for outcome in outcomes]),
+                json.dumps([asdict(intent) for intent in intents]),
+                json.dumps(summary) if summary is not None else None,
+            )
+        if granted is None:
+            raise LeaseLost(f"the lease {candidate.lease} of term {term} is no longer held by {candidate.holder}")
+        return frozenset(granted)
+
+    async def resign(self, candidate: Candidate) -> None:
+        async with self._connection("giving up the lead") as connection:
+            await connection.execute("select windlass.resign($1, $2)", candidate.lease, candidate.holder)
+
+    # ------------------------------------------------------------------------------------------------ by hand
+
+    async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
+        async with self._connection("restarting slots") as connection:
+            return int(await connection.fetchval("select windlass.restart_slots($1, $2)", fleet, slot))
+
+    async def request_workers(self, fleet: str, count: int) -> int:
+        async with self._connection("asking for workers") as connection:
+            return int(await connection.fetchval("select windlass.request_workers($1, $2)", fleet, count))
+
+    async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
+        async with self._connection("pausing or resuming a fleet") as connection:
+            return int(await connection.fetchval("select windlass.pause_fleet($1, $2)", fleet, is_paused))
+
+    async def fail_worker(self, worker_id: str, reason: str) -> bool:
+        async with self._connection("ending a worker") as connection:
+            return bool(await connection.fetchval("select windlass.end_worker($1, $2)", worker_id, reason))
+
+    async def fleets(self) -> list[Fleet]:
+        async with self._connection("listing fleets") as connection:
+            rows = await connection.fetch(QUERIES["fleets"])
+        return [_fleet(row) for row in rows]
+
+    async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
+        async with self._connection("listing cycles") as connection:
+            rows = await connection.fetch(QUERIES["cycles"], fleet, limit)
+        return [_cycle(row) for row in rows]
+
+    async def cycle(self, cycle_id: int) -> CycleInFull | None:
+        async with self._connection("reading a cycle") as connection:
+            row = await connection.fetchrow(QUERIES["cycle"], cycle_id)
+        return CycleInFull(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
+
+    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
+        """The newest cycle of a fleet, among its last, that saw this worker."""
+        async with self._connection("reading a cycle") as connection:
+            row = await connection.fetchrow(QUERIES["last_cycle_with"], fleet, json.dumps([{"id": worker_id}]))
+        return CycleInFull(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
+
+    async def tasks_at_hand(self) -> dict[str, list[int]]:
+        """Worker id to the tasks it is running."""
+        async with self._connection("reading what workers do") as connection:
+            rows = await connection.fetch(QUERIES["tasks_at_hand"])
+        return {row["worker_id"]: row["task_ids"] for row in rows}
+
+    async def ready_before(self, task_id: int) -> int:
+        """How many ready tasks of its queue come before this one."""
+        async with self._connection("counting tasks") as connection:
+            count: int = await connection.fetchval(QUERIES["ready_before"], task_id)
+        return count
+
+
+def actions_to_plain(actions: Sequence[Action]) -> list[dict[str, Any]]:
+    """Actions as they are stored with their cycle: each with its kind, times as text."""
+    adapter: TypeAdapter[Any] = TypeAdapter(Any)
+    return [{"kind": type(action).__name__, **adapter.dump_python(asdict(action), mode="json")} for action in actions]
+
+
+def actions_from_plain(actions: list[dict[str, Any]]) -> tuple[Action, ...]:
+    return tuple(
+        _ACTIONS[action["kind"]].validate_python({name: value for name, value in action.items() if name != "kind"})
+        for action in actions
+    )
+
+
+def _worker_view(row: Any) -> WorkerView:
+    fields = dict(row.items())
+    ids, since, limits = fields.pop("running_ids"), fields.pop("running_since"), fields.pop("running_limits")
+    del fields["header"]
+    fields["status"] = WorkerStatus(fields["status"])
+    fields["running"] = tuple(map(RunningView, ids, since, limits)) if ids else ()
+    return WorkerView(**fields)
+
+
+def _fleet(row: Any) -> Fleet:
+    return Fleet(
+        name=row["name"],
+        provider=row["provider"],
+        queues=tuple(row["queues"]),
+        min_workers=row["min_workers"],
+        max_workers=row["max_workers"],
+        is_paused=row["paused"],
+        requested_workers=row["requested_workers"],
+        hold=_HOLD.validate_json(row["hold"]) if row["hold"] is not None else None,
+        failed_slots=tuple(row["failed_slots"]),
+        created_at=row["created_at"],
+    )
+
+
+def _cycle(row: Any) -> Cycle:
+    return Cycle(
+        id=row["id"],
+        fleet=row["fleet"],
+        term=row["term"],
+        started_at=row["started_at"],
+        finished_at=row["finished_at"],
+        decision=row["decision"],
+        actions=actions_from_plain(json.loads(row["plan"])),
+        summary=json.loads(row["summary"]) if row["summary"] is not None else None,
+        repeats=row["repeats"],
+        repeated_at=row["repeated_at"],
+    )
+
+
+def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
+    match outcome:
+        case Created(worker_id, machine):
+            return {
+                "kind": "created",
+                "worker_id": worker_id,
+                "machine_id": machine.id,
+                "instance_type": machine.instance_type,
+                "price_micros_per_hour": machine.price_micros_per_hour,
+                "currency": machine.currency,
+            }
+        case CreationUnclear():
+            kind = "ambiguous"
+        case CreationRefused():
+            kind = "refused"
+        case Deleted():
+            kind = "deleted"
+        case NotDeleted():
+            kind = "not_deleted"
+        case StrayDeleted():
+            kind = "stray_deleted"
+    return {"kind": kind, **asdict(outcome)}
+
+
+if TYPE_CHECKING:
+    # mypy compares every signature with the contracts'.
+    _: type[ControlStore] = PostgresControlStore
+    __: type[Operations] = PostgresControlStore

@@ -1,0 +1,618 @@
+"""The control loop's part of the store in memory: the contract of PostgresControlStore without PostgreSQL.
+
+migrations/0004_control.sql says what is right; every method here is the function of the same name there, and
+tests/conformance/test_control_store.py runs the same histories over both. What a fleet's memory and snapshots hold is
+kept as the values they are: nothing passes through JSON.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from heapq import merge
+from itertools import islice
+from random import Random
+from typing import TYPE_CHECKING, Any, assert_never
+
+from windlass.model.action import (
+    Action,
+    Adopt,
+    Alert,
+    Delete,
+    DeleteStray,
+    Drain,
+    Fail,
+    FailSlot,
+    Plan,
+    Promote,
+    Requeue,
+    Spawn,
+)
+from windlass.model.config import Retention
+from windlass.model.errors import BadInput
+from windlass.model.fleet import FleetConfig
+from windlass.model.record import Cycle, CycleInFull, Fleet
+from windlass.model.snapshot import Hiring, Memory, QueueView, RunningView, SlotView, Snapshot, WorkerView
+from windlass.model.task import TaskStatus
+from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerStatus
+from windlass.ports.control import (
+    Candidate,
+    Committed,
+    Created,
+    CreationRefused,
+    CreationUnclear,
+    Deleted,
+    Intent,
+    LeaseLost,
+    NotDeleted,
+    Outcome,
+    Standby,
+    StrayDeleted,
+)
+from windlass.store.memory import MAX_SWEPT_PER_KIND, MemoryStore, _interval, _TaskRow, _WorkerRow
+
+if TYPE_CHECKING:
+    from windlass.ports.control import ControlStore, Operations
+
+# The bounds of the SQL functions.
+MAX_HIRINGS = 1000
+MAX_RESTARTS_KEPT = 100
+MAX_BOOTS = 50
+MAX_DURATIONS = 500
+# A cycle that repeats the last one is stored again after this time, so that there is a recent snapshot to explain from.
+REPEAT_LIMIT = timedelta(minutes=5)
+
+LEGAL_MOVES = {
+    WorkerStatus.SPAWNING: frozenset(WorkerStatus) - {WorkerStatus.SPAWNING},
+    WorkerStatus.ACTIVE: frozenset({WorkerStatus.TERMINATING, WorkerStatus.ERROR, WorkerStatus.TERMINATED}),
+    WorkerStatus.TERMINATING: frozenset({WorkerStatus.ERROR, WorkerStatus.TERMINATED}),
+    WorkerStatus.ERROR: frozenset({WorkerStatus.TERMINATED}),
+    WorkerStatus.TERMINATED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class _Lease:
+    holder: str
+    term: int
+    expires_at: datetime
+
+
+@dataclass(slots=True)
+class _FleetRow:
+    name: str
+    created_at: datetime
+    provider: str = "local"
+    queues: tuple[str, ...] = ()
+    min_workers: int = 0
+    max_workers: int = 10
+    is_paused: bool = False
+    requested_workers: int = 0
+    memory: Memory = field(default_factory=Memory)
+    slots: dict[int, "_SlotRow"] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _SlotRow:
+    is_failed: bool = False
+    restarts: list[datetime] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Hired:
+    """The columns of a worker that only the control loop reads."""
+
+    terminating_at: datetime | None = None
+    machine_id: str | None = None
+    machine_at: datetime | None = None
+    creation: str | None = None
+    prepared_at: datetime | None = None
+    failed_at: datetime | None = None
+    vram_at: datetime | None = None
+
+
+class MemoryControlStore(MemoryStore):
+    def __init__(
+        self, clock: Callable[[], datetime], retention: Retention | None = None, chance: Random | None = None
+    ) -> None:
+        super().__init__(clock, retention, chance)
+        self._leases: dict[str, _Lease] = {}
+        self._fleets: dict[str, _FleetRow] = {}
+        self._hired: defaultdict[str, _Hired] = defaultdict(_Hired)
+        self._cycles: OrderedDict[int, CycleInFull] = OrderedDict()
+        self._last_cycle_id = 0
+        self._last_cycle_of: dict[str, int] = {}
+
+    # ------------------------------------------------------------------------------------------------- leadership
+
+    async def lead(self, candidate: Candidate) -> int | Standby:
+        now = self._clock()
+        lease = self._leases.get(candidate.lease)
+        if lease is None:
+            lease = self._leases[candidate.lease] = _Lease(candidate.holder, 1, now)
+        elif lease.holder != candidate.holder:
+            if lease.expires_at > now:
+                return Standby((lease.expires_at - now).total_seconds())
+            lease.holder = candidate.holder
+            lease.term += 1
+        lease.expires_at = now + _interval(candidate.ttl_s)
+        return lease.term
+
+    async def resign(self, candidate: Candidate) -> None:
+        lease = self._leases.get(candidate.lease)
+        if lease is not None and lease.holder == candidate.holder:
+            lease.expires_at = self._clock()
+
+    def _require_lease(self, candidate: Candidate, term: int) -> None:
+        lease = self._leases.get(candidate.lease)
+        is_held = lease is not None and (lease.holder, lease.term) == (candidate.holder, term)
+        if lease is None or not is_held or lease.expires_at <= self._clock():
+            raise LeaseLost(f"the lease {candidate.lease} of term {term} is no longer held by {candidate.holder}")
+
+    # ---------------------------------------------------------------------------------------------------- observe
+
+    async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
+        led = await self.lead(candidate)
+        if isinstance(led, Standby):
+            return led
+        row = self._fleet_row(fleet)
+        row.provider, row.queues = config.provider, config.queues
+        row.min_workers, row.max_workers = config.min_workers, config.max_workers
+        now = self._clock()
+        workers = sorted((w for w in self._workers.values() if w.fleet == fleet), key=_age_order)
+        hired = [worker for worker in workers if worker.slot is not None]
+        return led, Snapshot(
+            now=now,
+            fleet=fleet,
+            queue=self._observe_queues(config.queues, now),
+            workers=tuple(self._view(w) for w in workers if w.status is not WorkerStatus.TERMINATED),
+            slots=_observe_slots(row, now - _interval(config.restart_window_s)),
+            hirings=self._observe_hirings(hired, now - _interval(config.failure_window_s)),
+            orphaned=self._observe_orphaned(fleet, config.queues),
+            is_paused=row.is_paused,
+            boot_p50_s=_median(
+                (w.activated_at - w.created_at).total_seconds() for w in hired[-MAX_BOOTS:] if w.activated_at
+            ),
+            requested=row.requested_workers,
+            memory=row.memory,
+        )
+
+    def _fleet_row(self, name: str) -> _FleetRow:
+        if name not in self._fleets:
+            self._fleets[name] = _FleetRow(name, self._clock())
+        return self._fleets[name]
+
+    def _observe_queues(self, names: Sequence[str], now: datetime) -> QueueView:
+        queues = [self._queues[name] for name in dict.fromkeys(names)]
+        rows = [row for queue in queues for row in queue.unfinished.values()]
+        heads = [head.created_at for queue in queues if (head := queue.head()) is not None]
+        recent = islice(
+            merge(*map(_newest_first, self._finished.values()), key=_finish_order, reverse=True), MAX_DURATIONS
+        )
+        return QueueView(
+            queued=sum(row.is_ready() or (row.run_after is not None and row.run_after <= now) for row in rows),
+            running=sum(row.status is TaskStatus.RUNNING for row in rows),
+            oldest_queued_age_s=(now - min(heads)).total_seconds() if heads else None,
+            duration_p50_s=_median(
+                (row.finished_at - row.started_at).total_seconds()
+                for row in recent
+                if row.status is TaskStatus.COMPLETE and row.queue in names and row.finished_at and row.started_at
+            ),
+        )
+
+    def _view(self, worker: _WorkerRow) -> WorkerView:
+        hired = self._hired[worker.id]
+        idle_s = worker.metadata.get("idle_s")
+        return WorkerView(
+            id=worker.id,
+            slot=worker.slot,
+            status=worker.status,
+            is_paused=worker.is_paused,
+            concurrency=worker.concurrency,
+            created_at=worker.created_at,
+            activated_at=worker.activated_at,
+            last_heartbeat=worker.last_heartbeat,
+            first_claimed_at=worker.first_claimed_at,
+            terminating_at=hired.terminating_at,
+            idle_s=float(idle_s) if idle_s is not None else None,
+            machine_id=hired.machine_id,
+            machine_at=hired.machine_at,
+            creation=hired.creation,
+            prepared_at=hired.prepared_at,
+            vram_total_mb=worker.vram_total_mb,
+            vram_used_mb=worker.vram_used_mb,
+            vram_at=hired.vram_at,
+            running=tuple(
+                RunningView(row.id, row.started_at, row.timeout_s)
+                for row in self._held_in_order(worker.id)
+                if row.started_at is not None
+            ),
+            code=worker.code,
+            reason=worker.reason,
+            lease_s=worker.lease_s,
+        )
+
+    def _observe_hirings(self, hired: list[_WorkerRow], since: datetime) -> tuple[Hiring, ...]:
+        recent = []
+        for worker in hired:
+            failed_at = self._hired[worker.id].failed_at
+            if worker.created_at > since or (failed_at is not None and failed_at > since):
+                recent.append(Hiring(worker.created_at, failed_at is not None))
+        return tuple(recent[-MAX_HIRINGS:])
+
+    def _observe_orphaned(self, fleet: str, queues: Sequence[str]) -> tuple[str, ...]:
+        orphaned = []
+        for worker_id, tasks in self._running.items():
+            worker = self._workers.get(worker_id)
+            if not tasks or (worker is not None and (worker.fleet != fleet or worker.status in LIVE)):
+                continue
+            if worker is not None or any(row.queue in queues for row in tasks.values()):
+                orphaned.append(worker_id)
+        return tuple(sorted(orphaned))
+
+    # ----------------------------------------------------------------------------------------------------- commit
+
+    async def commit_plan(
+        self, candidate: Candidate, term: int, snapshot: Snapshot, plan: Plan, intents: Sequence[Intent]
+    ) -> Committed:
+        self._require_lease(candidate, term)
+        fleet = self._fleets[snapshot.fleet]
+        cycle_id = self._repeat_cycle(plan, fleet.name) or self._store_cycle(term, snapshot, plan)
+        requeued = sum(self._carry_out(fleet.name, action) for action in plan.actions)
+        fleet.memory = plan.memory
+        return Committed(cycle_id, self._intend(fleet, intents), requeued)
+
+    def _repeat_cycle(self, plan: Plan, fleet: str) -> int | None:
+        last = self._cycles.get(self._last_cycle_of.get(fleet, 0))
+        if plan.actions or last is None or last.cycle.actions or last.cycle.decision != plan.decision:
+            return None
+        now, cycle = self._clock(), last.cycle
+        if cycle.started_at <= now - REPEAT_LIMIT:
+            return None
+        self._amend(cycle.id, repeats=cycle.repeats + 1, repeated_at=now)
+        return cycle.id
+
+    def _store_cycle(self, term: int, snapshot: Snapshot, plan: Plan) -> int:
+        self._last_cycle_id += 1
+        is_over = not any(isinstance(action, Delete | DeleteStray | Spawn) for action in plan.actions)
+        cycle = Cycle(
+            id=self._last_cycle_id,
+            fleet=snapshot.fleet,
+            term=term,
+            started_at=snapshot.now,
+            finished_at=self._clock() if is_over else None,
+            decision=plan.decision,
+            actions=plan.actions,
+            summary=None,
+            repeats=0,
+            repeated_at=None,
+        )
+        self._cycles[cycle.id] = CycleInFull(cycle, snapshot)
+        self._last_cycle_of[cycle.fleet] = cycle.id
+        return cycle.id
+
+    def _amend(self, cycle_id: int, **changes: Any) -> None:
+        stored = self._cycles.get(cycle_id)
+        if stored is not None:
+            self._cycles[cycle_id] = replace(stored, cycle=replace(stored.cycle, **changes))
+
+    def _carry_out(self, fleet: str, action: Action) -> int:
+        """What of an action needs no provider. Returns how many tasks it took from their workers."""
+        match action:
+            case Fail(worker_id, code, reason):
+                return self._fail_worker(worker_id, code, reason, counts=True)
+            case Requeue(worker_id, reason):
+                return self._requeue_tasks_of(worker_id, "WORKER_LOST", reason)
+            case Promote():
+                self._promote(fleet, action)
+            case Drain():
+                self._drain(fleet, action)
+            case Adopt():
+                self._adopt(fleet, action)
+            case FailSlot(number, reason):
+                slot = self._fleets[fleet].slots.get(number)
+                if slot is not None:
+                    slot.is_failed = True
+                self._note("SLOT_FAILED", reason, fleet=fleet, detail={"slot": number})
+            case Alert(code, reason, worker_id):
+                self._note("ALERT", reason, fleet=fleet, worker_id=worker_id, detail={"code": code})
+            case Delete() | DeleteStray() | Spawn():
+                pass  # the provider's to do first
+            case _:
+                assert_never(action)
+        return 0
+
+    def _promote(self, fleet: str, action: Promote) -> None:
+        worker = self._in(action.worker_id, WorkerStatus.SPAWNING)
+        if worker is not None:
+            self._move(worker, WorkerStatus.ACTIVE)
+            worker.activated_at = self._clock()
+            self._note("WORKER_ACTIVATED", action.reason, fleet=fleet, worker_id=worker.id)
+
+    def _drain(self, fleet: str, action: Drain) -> None:
+        worker = self._in(action.worker_id, WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
+        if worker is not None:
+            self._move(worker, WorkerStatus.TERMINATING)
+            self._hired[worker.id].terminating_at = self._clock()
+            worker.code, worker.reason = action.code, action.reason
+            self._note("WORKER_TERMINATING", action.reason, fleet=fleet, worker_id=worker.id)
+
+    def _adopt(self, fleet: str, action: Adopt) -> None:
+        worker, hired = self._workers.get(action.worker_id), self._hired[action.worker_id]
+        if worker is not None and hired.machine_id is None:
+            hired.machine_id, hired.machine_at, hired.creation = action.machine_id, self._clock(), "created"
+            self._note("MACHINE_ADOPTED", action.reason, fleet=fleet, worker_id=worker.id)
+
+    def _fail_worker(self, worker_id: str, code: str, reason: str, *, counts: bool) -> int:
+        worker, now = self._in(worker_id, *LIVE), self._clock()
+        if worker is None:
+            return 0
+        self._move(worker, WorkerStatus.ERROR)
+        worker.code, worker.reason = code, reason
+        self._hired[worker_id].failed_at = now if counts else None
+        self._note("WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code})
+        if counts and worker.slot is not None:
+            slot = self._fleets[worker.fleet].slots[worker.slot]
+            slot.restarts = [*slot.restarts, now][-MAX_RESTARTS_KEPT:]
+        return self._requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
+
+    def _requeue_tasks_of(self, worker_id: str, code: str, reason: str) -> int:
+        tasks = self._held_in_order(worker_id)
+        for row in tasks:
+            self._take_back(row, code, reason)
+        return len(tasks)
+
+    def _intend(self, fleet: _FleetRow, intents: Sequence[Intent]) -> frozenset[str]:
+        own = [w for w in self._not_terminated.values() if w.fleet == fleet.name and w.slot is not None]
+        taken = {worker.slot for worker in own}
+        room = fleet.max_workers - len(own)
+        for intent in intents:
+            fleet.slots.setdefault(intent.slot, _SlotRow())
+        granted = []
+        for intent in intents:
+            is_free = intent.slot not in taken and not fleet.slots[intent.slot].is_failed
+            if room > 0 and is_free and intent.slot < fleet.max_workers and intent.worker_id not in self._workers:
+                room -= 1
+                taken.add(intent.slot)
+                self._hire(fleet, intent)
+                granted.append(intent.worker_id)
+        fleet.requested_workers = max(0, fleet.requested_workers - len(granted))
+        return frozenset(granted)
+
+    def _hire(self, fleet: _FleetRow, intent: Intent) -> None:
+        row = _WorkerRow(
+            intent.worker_id, fleet.name, intent.slot, WorkerStatus.SPAWNING, created_at=self._clock(),
+            queues=fleet.queues, lease_s=intent.lease_s, is_paused=fleet.is_paused,
+        )  # fmt: skip
+        self._workers[row.id] = self._not_terminated[row.id] = row
+        self._note("WORKER_HIRED", intent.reason, fleet=fleet.name, worker_id=row.id, detail={"slot": intent.slot})
+
+    async def commit_outcomes(
+        self,
+        candidate: Candidate,
+        term: int,
+        fleet: str,
+        cycle_id: int,
+        outcomes: Sequence[Outcome],
+        intents: Sequence[Intent],
+        summary: dict[str, Any] | None,
+    ) -> frozenset[str]:
+        for outcome in outcomes:
+            self._write_down(fleet, outcome)
+        changes = {} if summary is None else {"summary": dict(summary)}
+        self._amend(cycle_id, finished_at=self._clock(), **changes)
+        if not intents:
+            return frozenset()
+        self._require_lease(candidate, term)
+        return self._intend(self._fleets[fleet], intents)
+
+    def _write_down(self, fleet: str, outcome: Outcome) -> None:
+        now = self._clock()
+        match outcome:
+            case Created(worker_id, machine):
+                hired = self._hired[worker_id]
+                if worker_id in self._workers and hired.machine_id in (None, machine.id):
+                    hired.machine_id, hired.creation = machine.id, "created"
+                    hired.machine_at = hired.machine_at or now
+            case CreationUnclear(worker_id, reason):
+                hired = self._hired[worker_id]
+                if worker_id in self._workers and hired.creation is None:
+                    hired.creation = "ambiguous"
+                self._note("MACHINE_AMBIGUOUS", reason, fleet=fleet, worker_id=worker_id)
+            case CreationRefused(worker_id, code, reason):
+                worker, hired = self._not_terminated.get(worker_id), self._hired[worker_id]
+                if worker is not None and hired.machine_id is None:
+                    worker.code, worker.reason = code, reason
+                    hired.creation, hired.failed_at = "refused", now if code == "Refused" else None
+                    self._terminate(worker)
+                    self._note("MACHINE_REFUSED", reason, fleet=fleet, worker_id=worker_id, detail={"code": code})
+            case Deleted(worker_id, code, reason):
+                self._requeue_tasks_of(worker_id, code, reason)
+                worker = self._not_terminated.get(worker_id)
+                if worker is not None:
+                    worker.code = worker.code if worker.code is not None else code
+                    worker.reason = worker.reason if worker.reason is not None else reason
+                    self._terminate(worker)
+                    self._note("WORKER_TERMINATED", reason, fleet=fleet, worker_id=worker_id)
+            case NotDeleted(worker_id, reason):
+                self._note("MACHINE_NOT_DELETED", reason, fleet=fleet, worker_id=worker_id)
+            case StrayDeleted(name, reason):
+                self._note("STRAY_DELETED", reason, fleet=fleet, worker_id=name)
+            case _:
+                assert_never(outcome)
+
+    # ---------------------------------------------------------------------------------------------------- by hand
+
+    async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
+        slots = self._known_fleet("restarting slots", fleet).slots
+        chosen = [number for number in slots if slot in (None, number)]
+        failed = sum(slots[number].is_failed for number in chosen)
+        for number in chosen:
+            slots[number] = _SlotRow()
+        self._note("SLOTS_RESTARTED", "restart counts cleared by hand", fleet=fleet, detail={"slot": slot})
+        return failed
+
+    async def request_workers(self, fleet: str, count: int) -> int:
+        row = self._known_fleet("asking for workers", fleet)
+        row.requested_workers = max(0, min(row.requested_workers + count, row.max_workers))
+        self._note("WORKERS_REQUESTED", "by hand", fleet=fleet, detail={"count": count})
+        return row.requested_workers
+
+    async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
+        self._known_fleet("pausing or resuming a fleet", fleet).is_paused = is_paused
+        rows = [w for w in self._workers.values() if w.fleet == fleet and w.status in LIVE and w.is_paused != is_paused]
+        for row in rows:
+            row.is_paused = is_paused
+        self._note("FLEET_PAUSED" if is_paused else "FLEET_RESUMED", "by hand", fleet=fleet)
+        return len(rows)
+
+    async def fail_worker(self, worker_id: str, reason: str) -> bool:
+        worker = self._in(worker_id, *LIVE)
+        if worker is None:
+            return False
+        self._fail_worker(worker_id, "MANUAL", reason, counts=False)
+        if worker.slot is None:
+            self._terminate(worker)
+        return True
+
+    async def fleets(self) -> list[Fleet]:
+        return [
+            Fleet(
+                name=name,
+                provider=row.provider,
+                queues=row.queues,
+                min_workers=row.min_workers,
+                max_workers=row.max_workers,
+                is_paused=row.is_paused,
+                requested_workers=row.requested_workers,
+                hold=row.memory.hold,
+                failed_slots=tuple(number for number, slot in sorted(row.slots.items()) if slot.is_failed),
+                created_at=row.created_at,
+            )
+            for name, row in sorted(self._fleets.items())
+        ]
+
+    async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
+        own = (stored.cycle for stored in reversed(self._cycles.values()) if stored.cycle.fleet == fleet)
+        return list(islice(own, limit))
+
+    async def cycle(self, cycle_id: int) -> CycleInFull | None:
+        return self._cycles.get(cycle_id)
+
+    def _known_fleet(self, doing: str, name: str) -> _FleetRow:
+        try:
+            return self._fleets[name]
+        except KeyError:
+            raise BadInput(f"{doing}: there is no fleet {name}") from None
+
+    # -------------------------------------------------------------------- what changes for workers and tidying up
+
+    async def register(self, registration: Registration) -> WorkerStatus:
+        is_new = registration.worker_id not in self._workers
+        status = await super().register(registration)
+        if is_new:
+            self._workers[registration.worker_id].is_paused = self._fleet_row(registration.fleet).is_paused
+        return status
+
+    async def heartbeat(
+        self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
+    ) -> Pulse:
+        pulse = await super().heartbeat(worker_id, claims, vitals)
+        if pulse.status in LIVE and "vram_total_mb" in (vitals or {}):
+            self._hired[worker_id].vram_at = self._clock()
+        return pulse
+
+    async def leave(self, worker_id: str, reason: str) -> None:
+        """One that was hired still has a machine: the control loop ends it."""
+        worker = self._in(worker_id, *LIVE)
+        if worker is None or worker.slot is None:
+            await super().leave(worker_id, reason)
+            return
+        if worker.status is not WorkerStatus.TERMINATING:
+            self._move(worker, WorkerStatus.TERMINATING)
+        hired = self._hired[worker_id]
+        hired.terminating_at = hired.terminating_at or self._clock()
+        worker.code = worker.code if worker.code is not None else "LEFT"
+        worker.reason = worker.reason if worker.reason is not None else reason
+        self._note("WORKER_LEFT", reason, fleet=worker.fleet, worker_id=worker_id)
+        for row in self._held_in_order(worker_id):
+            self._release(row, worker_id, "its worker left")
+
+    async def set_terminating(self, worker_ids: Sequence[str], reason: str) -> int:
+        able = [w for w in self._named(worker_ids) if w.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)]
+        for worker in able:
+            self._hired[worker.id].terminating_at = self._clock()
+        return await super().set_terminating(worker_ids, reason)
+
+    def hire(self, worker_id: str, fleet: str, slot: int) -> None:
+        super().hire(worker_id, fleet, slot)
+        self._fleet_row(fleet).slots.setdefault(slot, _SlotRow())
+
+    async def sweep(self) -> int:
+        deleted = await super().sweep()
+        before = self._clock() - _interval(self._retention.cycles_s)
+        old = [id_ for id_, stored in self._cycles.items() if stored.cycle.started_at < before][:MAX_SWEPT_PER_KIND]
+        for cycle_id in old:
+            del self._cycles[cycle_id]
+        for worker_id in self._hired.keys() - self._workers.keys():
+            del self._hired[worker_id]
+        return deleted + len(old)
+
+    # ------------------------------------------------------------------------------------ the steps of a life
+
+    def move(self, worker_id: str, status: WorkerStatus) -> None:
+        """Set a worker's status as plain SQL would: nothing else changes, and only along its life."""
+        worker = self._workers[worker_id]
+        if status is WorkerStatus.TERMINATED and worker.status is not status:
+            self._terminate(worker)
+        elif worker.status is not status:
+            self._move(worker, status)
+
+    def _move(self, worker: _WorkerRow, status: WorkerStatus) -> None:
+        if status not in LEGAL_MOVES[worker.status]:
+            raise BadInput(f"worker {worker.id} cannot go from {worker.status} to {status}")
+        worker.status = status
+
+    def _terminate(self, worker: _WorkerRow) -> None:
+        self._move(worker, WorkerStatus.TERMINATED)
+        super()._terminate(worker)
+
+    def _in(self, worker_id: str, *statuses: WorkerStatus) -> _WorkerRow | None:
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and worker.status in statuses else None
+
+
+def _observe_slots(fleet: _FleetRow, since: datetime) -> tuple[SlotView, ...]:
+    views = (
+        SlotView(number, slot.is_failed, tuple(at for at in slot.restarts if at > since))
+        for number, slot in sorted(fleet.slots.items())
+    )
+    return tuple(view for view in views if view.is_failed or view.restarts)
+
+
+def _age_order(worker: _WorkerRow) -> tuple[datetime, str]:
+    return worker.created_at, worker.id
+
+
+def _newest_first(rows: OrderedDict[int, _TaskRow]) -> Iterable[_TaskRow]:
+    return reversed(rows.values())
+
+
+def _finish_order(row: _TaskRow) -> datetime:
+    assert row.finished_at is not None  # noqa: S101
+    return row.finished_at
+
+
+def _median(values: Iterable[float]) -> float | None:
+    """As percentile_cont(0.5): between two neighbours, the middle."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return low + 0.5 * (high - low)
+
+
+if TYPE_CHECKING:
+    # mypy compares every signature with the contracts'.
+    _: type[ControlStore] = MemoryControlStore
+    __: type[Operations] = MemoryControlStore

@@ -1,0 +1,727 @@
+-- What the control loop needs: one leader, one round trip to see everything, one to write down what was decided.
+--
+-- Every decision of a leader is checked against its term in the transaction that writes it, so an old leader that
+-- wakes up late can write nothing. What happened at a provider is a fact and is written down whoever reports it.
+
+alter table windlass.workers
+  -- What became of the call that should have made its machine: created, ambiguous, refused. Null: no answer yet.
+  add column creation text check (creation in ('created', 'ambiguous', 'refused')),
+  -- When its machine became known to us. A list that was asked for before then says nothing about it.
+  add column machine_at timestamptz,
+  add column prepared_at timestamptz,
+  -- Set when it was found broken; not when a person, or the scaling, ended it.
+  add column failed_at timestamptz;
+
+create index workers_hired on windlass.workers (fleet, created_at) where slot is not null;
+create index workers_failed on windlass.workers (fleet, failed_at) where failed_at is not null;
+
+alter table windlass.fleets
+  add column memory jsonb not null default '{}',
+  -- Workers a person asked for and nobody has hired yet.
+  add column requested_workers integer not null default 0 check (requested_workers >= 0);
+
+alter table windlass.slots
+  -- When its workers broke, newest last; what is older than any window is forgotten.
+  add column restarts timestamptz[] not null default '{}';
+
+alter table windlass.cycles
+  add column decision text,
+  -- How often the next cycles saw and decided the same, and when last: they are not stored again.
+  add column repeats integer not null default 0,
+  add column repeated_at timestamptz;
+
+
+-- --------------------------------------------------------------------------------------- legal transitions only
+
+create function windlass.check_worker_transition() returns trigger
+language plpgsql
+as $$
+begin
+  if (old.status, new.status) not in (
+    ('spawning', 'active'), ('spawning', 'terminating'), ('spawning', 'error'), ('spawning', 'terminated'),
+    ('active', 'terminating'), ('active', 'error'), ('active', 'terminated'),
+    ('terminating', 'error'), ('terminating', 'terminated'),
+    ('error', 'terminated')
+  ) then
+    raise exception 'worker % cannot go from % to %', old.id, old.status, new.status
+      using errcode = 'check_violation';
+  end if;
+  return new;
+end
+$$;
+
+create trigger check_worker_transition
+  before update of status on windlass.workers
+  for each row
+  when (old.status is distinct from new.status)
+  execute function windlass.check_worker_transition();
+
+
+-- ---------------------------------------------------------------------------------------------------- leadership
+
+-- Take or renew the lease. Returns the term, or null while somebody else holds it. A new holder gets a new term.
+create function windlass.take_lease(p_name text, p_holder text, p_ttl_s double precision) returns bigint
+language sql
+as $$
+  insert into windlass.leases as l (name, holder, term, expires_at)
+  values (p_name, p_holder, 1, windlass.now() + make_interval(secs => p_ttl_s))
+  on conflict (name) do update
+    set holder = excluded.holder,
+        term = case when l.holder = excluded.holder then l.term else l.term + 1 end,
+        expires_at = excluded.expires_at
+    where l.holder = excluded.holder
+      or l.expires_at <= windlass.now()
+  returning l.term
+$$;
+
+-- The same for a caller that wants to know how long to wait: {"term"} or {"term": null, "expires_in_s"}.
+create function windlass.lead(p_name text, p_holder text, p_ttl_s double precision) returns json
+language plpgsql
+as $$
+declare
+  v_term bigint := windlass.take_lease(p_name, p_holder, p_ttl_s);
+begin
+  return json_build_object('term', v_term, 'expires_in_s', case when v_term is null then windlass.lease_left_s(p_name) end);
+end
+$$;
+
+create function windlass.lease_left_s(p_name text) returns double precision
+language sql stable
+as $$
+  select greatest(0, extract(epoch from l.expires_at - windlass.now())) from windlass.leases l where l.name = p_name
+$$;
+
+-- Give the lease up, so that another need not wait for it to run out. The term stays.
+create function windlass.resign(p_name text, p_holder text) returns void
+language sql
+as $$
+  update windlass.leases set expires_at = windlass.now() where name = p_name and holder = p_holder
+$$;
+
+create function windlass.require_lease(p_name text, p_holder text, p_term bigint) returns void
+language plpgsql
+as $$
+begin
+  -- Locked until the caller's transaction ends: nobody can become leader between this check and what it guards.
+  perform from windlass.leases l
+  where l.name = p_name
+    and l.holder = p_holder
+    and l.term = p_term
+    and l.expires_at > windlass.now()
+  for update;
+  if not found then
+    raise exception 'the lease % of term % is no longer held by %', p_name, p_term, p_holder
+      using errcode = 'object_not_in_prerequisite_state';
+  end if;
+end
+$$;
+
+
+-- ------------------------------------------------------------------------------------------------------- observe
+
+-- Everything a cycle must know of a fleet, in one round trip, and the lease on the way. The first row has the header, JSON
+-- in the shape of model/snapshot.py, or {"term": null} while somebody else leads. Each row after it is a worker that is not
+-- terminated, with what it has at hand: thousands of them cost little more than reading their rows.
+create function windlass.observe(
+  p_lease text,
+  p_holder text,
+  p_ttl_s double precision,
+  p_fleet text,
+  p_provider text,
+  p_queues text[],
+  p_min_workers integer,
+  p_max_workers integer,
+  p_failure_window_s double precision,
+  p_restart_window_s double precision
+) returns table (
+  header json,
+  id text,
+  slot integer,
+  status text,
+  is_paused boolean,
+  concurrency integer,
+  created_at timestamptz,
+  activated_at timestamptz,
+  last_heartbeat timestamptz,
+  first_claimed_at timestamptz,
+  terminating_at timestamptz,
+  idle_s double precision,
+  machine_id text,
+  machine_at timestamptz,
+  creation text,
+  prepared_at timestamptz,
+  vram_total_mb integer,
+  vram_used_mb integer,
+  vram_at timestamptz,
+  code text,
+  reason text,
+  lease_s double precision,
+  running_ids bigint[],
+  running_since timestamptz[],
+  running_limits double precision[]
+)
+language plpgsql
+set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := windlass.now();
+  v_term bigint := windlass.take_lease(p_lease, p_holder, p_ttl_s);
+begin
+  if v_term is null then
+    header := json_build_object('term', null, 'expires_in_s', windlass.lease_left_s(p_lease));
+    return next;
+    return;
+  end if;
+
+  insert into windlass.fleets as f (name, provider, queues, min_workers, max_workers)
+  values (p_fleet, p_provider, p_queues, p_min_workers, p_max_workers)
+  on conflict (name) do update
+    set provider = excluded.provider, queues = excluded.queues,
+        min_workers = excluded.min_workers, max_workers = excluded.max_workers
+    where (f.provider, f.queues, f.min_workers, f.max_workers)
+      is distinct from (excluded.provider, excluded.queues, excluded.min_workers, excluded.max_workers);
+
+  header := (
+    select json_build_object(
+      'term', v_term,
+      'snapshot', json_build_object(
+        'now', v_now,
+        'fleet', p_fleet,
+        'is_paused', f.paused,
+        'requested', f.requested_workers,
+        'memory', f.memory,
+        'queue', windlass.observe_queues(p_queues, v_now),
+        'slots', coalesce((
+          select json_agg(json_build_object(
+            'slot', s.slot,
+            'is_failed', s.status = 'failed',
+            'restarts', array(
+              select r from unnest(s.restarts) as r where r > v_now - make_interval(secs => p_restart_window_s) order by r
+            )
+          ) order by s.slot)
+          from windlass.slots s
+          where s.fleet = p_fleet
+            and (s.status = 'failed' or s.last_restart_at > v_now - make_interval(secs => p_restart_window_s))
+        ), '[]'),
+        'hirings', coalesce((
+          -- Hired in the window, or found broken in it: a machine may take longer to fail than the window is long.
+          -- Bounded: a fleet that hired this many within minutes has long been judged.
+          select json_agg(
+            json_build_object('at', h.created_at, 'has_failed', h.failed_at is not null) order by h.created_at, h.id collate "C"
+          )
+          from (
+            select w.id, w.created_at, w.failed_at
+            from windlass.workers w
+            where w.fleet = p_fleet
+              and w.slot is not null
+              and (
+                w.created_at > v_now - make_interval(secs => p_failure_window_s)
+                or w.failed_at > v_now - make_interval(secs => p_failure_window_s)
+              )
+            order by w.created_at desc, w.id collate "C" desc
+            limit 1000
+          ) as h
+        ), '[]'),
+        'boot_p50_s', (
+          select percentile_cont(0.5) within group (order by extract(epoch from b.activated_at - b.created_at))
+          from (
+            select w.activated_at, w.created_at
+            from windlass.workers w
+            where w.fleet = p_fleet
+              and w.slot is not null
+            order by w.created_at desc, w.id collate "C" desc
+            limit 50
+          ) as b
+          where b.activated_at is not null
+        ),
+        'orphaned', array(
+          select t.worker_id
+          from windlass.tasks t
+          left join windlass.workers w on w.id = t.worker_id
+          where t.status = 'running'
+            and (w.fleet = p_fleet or (w.id is null and t.queue = any (p_queues)))
+            and (w.id is null or w.status in ('error', 'terminated'))
+          group by t.worker_id
+          order by t.worker_id collate "C"
+        )
+      )
+    )
+    from windlass.fleets f
+    where f.name = p_fleet
+  );
+  return next;
+
+  return query
+    select
+      null::json, w.id, w.slot, w.status, w.paused, w.concurrency, w.created_at, w.activated_at, w.last_heartbeat,
+      w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
+      w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.code, w.reason, w.lease_s::double precision,
+      r.ids, r.since, r.limits
+    from windlass.workers w
+    left join (
+      select t.worker_id, array_agg(t.id order by t.id) as ids, array_agg(t.started_at order by t.id) as since,
+        array_agg(t.timeout_s::double precision order by t.id) as limits
+      from windlass.tasks t
+      where t.status = 'running'
+      group by t.worker_id
+    ) as r on r.worker_id = w.id
+    where w.fleet = p_fleet
+      and w.status <> 'terminated'
+    order by w.created_at, w.id collate "C";
+end
+$$;
+
+-- What waits and runs in a fleet's queues. Tasks whose time has come count as waiting.
+create function windlass.observe_queues(p_queues text[], p_now timestamptz) returns json
+language sql stable
+as $$
+  select json_build_object(
+    'queued', ready.count + due.count,
+    'running', (
+      select count(*) from windlass.tasks t where t.status = 'running' and t.queue = any (p_queues)
+    ),
+    'oldest_queued_age_s', extract(epoch from p_now - oldest.created_at),
+    'duration_p50_s', (
+      select percentile_cont(0.5) within group (order by extract(epoch from d.finished_at - d.started_at))
+      from (
+        select t.queue, t.status, t.started_at, t.finished_at
+        from windlass.tasks t
+        where t.status in ('complete', 'failed')
+        order by t.finished_at desc
+        limit 500
+      ) as d
+      where d.status = 'complete'
+        and d.queue = any (p_queues)
+    )
+  )
+  from (
+    select count(*) as count from windlass.tasks t
+    where t.queue = any (p_queues) and t.status = 'queued' and t.run_after is null
+  ) as ready
+  cross join (
+    select count(*) as count from windlass.tasks t
+    where t.queue = any (p_queues) and t.run_after is not null and t.run_after <= p_now
+  ) as due
+  left join lateral (
+    -- The head of each queue, which is the oldest unless priorities differ: good enough to show, and one probe a queue.
+    select min(head.created_at) as created_at
+    from unnest(p_queues) as q (name)
+    cross join lateral (
+      select t.created_at from windlass.tasks t
+      where t.queue = q.name and t.status = 'queued' and t.run_after is null
+      order by t.priority desc, t.id
+      limit 1
+    ) as head
+  ) as oldest on true
+$$;
+
+
+-- -------------------------------------------------------------------------------------------------------- commit
+
+-- Mark a worker as broken and give its tasks to others. p_counts: it broke by itself, so its slot remembers.
+create function windlass.fail_worker(
+  p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null
+) returns integer
+language plpgsql
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_worker windlass.workers;
+  v_requeued integer := 0;
+begin
+  update windlass.workers
+  set status = 'error', code = p_code, reason = p_reason, failed_at = case when p_counts then v_now end
+  where id = p_worker_id
+    and status in ('spawning', 'active', 'terminating')
+  returning * into v_worker;
+  if not found then
+    return 0;
+  end if;
+  insert into windlass.events (code, reason, fleet, worker_id, cycle_id, detail)
+  values ('WORKER_ERROR', p_reason, v_worker.fleet, p_worker_id, p_cycle_id, jsonb_build_object('code', p_code));
+  if p_counts and v_worker.slot is not null then
+    update windlass.slots
+    set restart_count = restart_count + 1, last_restart_at = v_now,
+        -- The newest hundred: no restart limit is higher.
+        restarts = (restarts || v_now)[greatest(1, cardinality(restarts) - 98):]
+    where fleet = v_worker.fleet
+      and slot = v_worker.slot;
+  end if;
+  select r.requeued + r.failed into v_requeued
+  from windlass.requeue_tasks_of(array[p_worker_id], p_code, format('worker %s: %s', p_worker_id, p_reason)) as r;
+  return v_requeued;
+end
+$$;
+
+-- Hire into free slots: the intent, before any provider is called. Returns the ids that got a slot; one that is taken
+-- meanwhile, or beyond the fleet's maximum, gets none. Workers in slots that a smaller maximum has abolished still have
+-- machines, so they count too.
+create function windlass.intend(p_fleet text, p_intents jsonb, p_cycle_id bigint) returns text[]
+language plpgsql
+as $$
+declare
+  v_granted text[];
+  v_room integer;
+begin
+  select f.max_workers - (
+    select count(*) from windlass.workers w where w.fleet = p_fleet and w.status <> 'terminated' and w.slot is not null
+  )
+  into v_room
+  from windlass.fleets f
+  where f.name = p_fleet;
+
+  insert into windlass.slots (fleet, slot)
+  select p_fleet, (i ->> 'slot')::integer
+  from jsonb_array_elements(p_intents) as i
+  on conflict do nothing;
+
+  with hired as (
+    insert into windlass.workers (id, fleet, slot, status, paused, queues, reason, lease_s)
+    select i ->> 'worker_id', p_fleet, (i ->> 'slot')::integer, 'spawning', f.paused, f.queues, null,
+      coalesce((i ->> 'lease_s')::double precision, 30)
+    from jsonb_array_elements(p_intents) with ordinality as e (i, position)
+    join windlass.fleets f on f.name = p_fleet
+    join windlass.slots s on s.fleet = p_fleet and s.slot = (i ->> 'slot')::integer and s.status = 'ok'
+    where (i ->> 'slot')::integer < f.max_workers
+      and not exists (
+        select from windlass.workers w where w.fleet = p_fleet and w.slot = s.slot and w.status <> 'terminated'
+      )
+    order by e.position
+    limit greatest(v_room, 0)
+    on conflict do nothing
+    returning id, slot
+  ),
+  noted as (
+    insert into windlass.events (code, reason, fleet, worker_id, cycle_id, detail)
+    select 'WORKER_HIRED', i ->> 'reason', p_fleet, h.id, p_cycle_id, jsonb_build_object('slot', h.slot)
+    from hired h
+    join jsonb_array_elements(p_intents) as i on i ->> 'worker_id' = h.id
+  )
+  select coalesce(array_agg(h.id order by h.id), '{}') into v_granted from hired h;
+
+  update windlass.fleets
+  set requested_workers = greatest(0, requested_workers - cardinality(v_granted))
+  where name = p_fleet
+    and requested_workers > 0;
+  return v_granted;
+end
+$$;
+
+-- Write down what a cycle saw and decided, and do at once what needs no provider. Raises if the lease is lost: then
+-- nothing has changed. Returns {"cycle_id", "granted": [worker ids], "requeued": n}.
+create function windlass.commit_plan(
+  p_lease text,
+  p_holder text,
+  p_term bigint,
+  p_fleet text,
+  p_snapshot jsonb,
+  p_actions jsonb,
+  p_memory jsonb,
+  p_decision text,
+  p_intents jsonb
+) returns jsonb
+language plpgsql
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_cycle_id bigint;
+  v_requeued integer := 0;
+  v_count integer;
+  v_action jsonb;
+begin
+  perform windlass.require_lease(p_lease, p_holder, p_term);
+
+  -- A cycle that did nothing and decided what the last one decided is counted, not stored again; but at least one in
+  -- five minutes is, so that there is a recent snapshot to explain from.
+  if p_actions = '[]' then
+    update windlass.cycles c
+    set repeats = c.repeats + 1, repeated_at = v_now
+    where c.id = (select max(l.id) from windlass.cycles l where l.fleet = p_fleet)
+      and c.decision = p_decision
+      and c.plan = '[]'
+      and c.started_at > v_now - interval '5 minutes'
+    returning c.id into v_cycle_id;
+  end if;
+  if v_cycle_id is null and p_snapshot is null then
+    -- The caller thought that there was nothing to store. Nothing has been done; it sends the snapshot along.
+    return jsonb_build_object('cycle_id', null);
+  end if;
+  if v_cycle_id is null then
+    insert into windlass.cycles (fleet, term, started_at, snapshot, plan, decision)
+    values (p_fleet, p_term, (p_snapshot ->> 'now')::timestamptz, p_snapshot, p_actions, p_decision)
+    returning id into v_cycle_id;
+    -- One that asks nothing of a provider is over with this call.
+    update windlass.cycles
+    set finished_at = v_now
+    where id = v_cycle_id
+      and not p_actions @? '$[*] ? (@.kind == "Delete" || @.kind == "DeleteStray" || @.kind == "Spawn")';
+  end if;
+
+  for v_action in select a from jsonb_array_elements(p_actions) as a loop
+    case v_action ->> 'kind'
+      when 'Promote' then
+        update windlass.workers set status = 'active', activated_at = v_now
+        where id = v_action ->> 'worker_id' and status = 'spawning';
+        if found then
+          perform windlass.note('WORKER_ACTIVATED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+        end if;
+      when 'Fail' then
+        v_requeued := v_requeued + windlass.fail_worker(
+          v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id);
+      when 'Requeue' then
+        select r.requeued + r.failed into v_count
+        from windlass.requeue_tasks_of(array[v_action ->> 'worker_id'], 'WORKER_LOST', v_action ->> 'reason') as r;
+        v_requeued := v_requeued + v_count;
+      when 'Drain' then
+        update windlass.workers
+        set status = 'terminating', terminating_at = v_now, code = v_action ->> 'code', reason = v_action ->> 'reason'
+        where id = v_action ->> 'worker_id' and status in ('spawning', 'active');
+        if found then
+          perform windlass.note('WORKER_TERMINATING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+        end if;
+      when 'Adopt' then
+        update windlass.workers
+        set machine_id = v_action ->> 'machine_id', machine_at = v_now, creation = 'created',
+            instance_type = m.machine ->> 'instance_type',
+            price_micros_per_hour = (m.machine ->> 'price_micros_per_hour')::bigint,
+            currency = m.machine ->> 'currency'
+        from (
+          -- What it is and costs stands in the list in which it was found.
+          select jsonb_path_query_first(
+            p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')
+          ) as machine
+        ) as m
+        where id = v_action ->> 'worker_id' and machine_id is null;
+        if found then
+          perform windlass.note('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+        end if;
+      when 'FailSlot' then
+        update windlass.slots
+        set status = 'failed', failed_at = v_now, failed_reason = v_action ->> 'reason'
+        where fleet = p_fleet and slot = (v_action ->> 'slot')::integer;
+        perform windlass.note('SLOT_FAILED', v_action ->> 'reason', p_fleet, null, null,
+          jsonb_build_object('slot', (v_action ->> 'slot')::integer));
+      when 'Alert' then
+        perform windlass.note('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
+          jsonb_build_object('code', v_action ->> 'code'));
+      else
+        null;  -- Delete, DeleteStray and Spawn are the provider's to do first
+    end case;
+  end loop;
+
+  update windlass.fleets
+  set memory = p_memory,
+      held_since = (p_memory -> 'hold' ->> 'since')::timestamptz,
+      hold_code = p_memory -> 'hold' ->> 'code',
+      hold_reason = p_memory -> 'hold' ->> 'reason'
+  where name = p_fleet;
+
+  return jsonb_build_object(
+    'cycle_id', v_cycle_id,
+    'granted', windlass.intend(p_fleet, p_intents, v_cycle_id),
+    'requeued', v_requeued
+  );
+end
+$$;
+
+-- Write down what providers did: facts, whoever reports them. Then hire into the slots that became free by it, which
+-- is a decision and needs the lease. Returns the ids that got a slot; null if the lease is lost and hirings were asked
+-- for: an error would undo the facts.
+--   {"kind": "created", "worker_id", "machine_id", "instance_type", "price_micros_per_hour", "currency"}
+--   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
+--   {"kind": "deleted", "worker_id", "code", "reason"}    {"kind": "stray_deleted", "name", "reason"}
+--   {"kind": "not_deleted", "worker_id", "reason"}
+create function windlass.commit_outcomes(
+  p_lease text,
+  p_holder text,
+  p_term bigint,
+  p_fleet text,
+  p_cycle_id bigint,
+  p_outcomes jsonb,
+  p_intents jsonb,
+  p_summary jsonb
+) returns text[]
+language plpgsql
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_outcome jsonb;
+begin
+  for v_outcome in select o from jsonb_array_elements(p_outcomes) as o loop
+    case v_outcome ->> 'kind'
+      when 'created' then
+        update windlass.workers
+        set machine_id = v_outcome ->> 'machine_id', machine_at = coalesce(machine_at, v_now), creation = 'created',
+            instance_type = v_outcome ->> 'instance_type',
+            price_micros_per_hour = (v_outcome ->> 'price_micros_per_hour')::bigint,
+            currency = v_outcome ->> 'currency'
+        where id = v_outcome ->> 'worker_id' and (machine_id is null or machine_id = v_outcome ->> 'machine_id');
+      when 'ambiguous' then
+        update windlass.workers set creation = 'ambiguous'
+        where id = v_outcome ->> 'worker_id' and creation is null;
+        perform windlass.note('MACHINE_AMBIGUOUS', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+      when 'refused' then
+        update windlass.workers
+        set status = 'terminated', terminated_at = v_now, creation = 'refused',
+            -- No capacity, or a lost lead, is nobody's fault; only a plain no counts against the fleet.
+            failed_at = case when v_outcome ->> 'code' = 'Refused' then v_now end,
+            code = v_outcome ->> 'code', reason = v_outcome ->> 'reason'
+        where id = v_outcome ->> 'worker_id' and status <> 'terminated' and machine_id is null;
+        if found then
+          perform windlass.note('MACHINE_REFUSED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null,
+            jsonb_build_object('code', v_outcome ->> 'code'));
+        end if;
+      when 'deleted' then
+        perform windlass.requeue_tasks_of(array[v_outcome ->> 'worker_id'], v_outcome ->> 'code', v_outcome ->> 'reason');
+        update windlass.workers
+        set status = 'terminated', terminated_at = v_now,
+            code = coalesce(code, v_outcome ->> 'code'), reason = coalesce(reason, v_outcome ->> 'reason')
+        where id = v_outcome ->> 'worker_id' and status <> 'terminated';
+        if found then
+          perform windlass.note('WORKER_TERMINATED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+        end if;
+      when 'not_deleted' then
+        perform windlass.note('MACHINE_NOT_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+      when 'stray_deleted' then
+        perform windlass.note('STRAY_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'name', null);
+    end case;
+  end loop;
+
+  -- Without a summary these came after their cycle was over: it keeps its own.
+  update windlass.cycles set finished_at = v_now, summary = coalesce(p_summary, summary) where id = p_cycle_id;
+
+  if p_intents = '[]' then
+    return '{}';
+  end if;
+  begin
+    perform windlass.require_lease(p_lease, p_holder, p_term);
+  exception when object_not_in_prerequisite_state then
+    return null;
+  end;
+  return windlass.intend(p_fleet, p_intents, p_cycle_id);
+end
+$$;
+
+
+-- ------------------------------------------------------------------------------------------------------- by hand
+
+create function windlass.require_fleet(p_fleet text) returns void
+language plpgsql
+as $$
+begin
+  if not exists (select from windlass.fleets f where f.name = p_fleet) then
+    raise exception 'there is no fleet %', p_fleet using errcode = 'invalid_parameter_value';
+  end if;
+end
+$$;
+
+-- Clear a slot's restarts, so that it may be filled again. Null: all slots of the fleet. Returns how many were failed.
+create function windlass.restart_slots(p_fleet text, p_slot integer default null) returns integer
+language plpgsql
+as $$
+declare
+  v_count integer;
+begin
+  perform windlass.require_fleet(p_fleet);
+  with failed as (
+    select s.slot
+    from windlass.slots s
+    where s.fleet = p_fleet and (p_slot is null or s.slot = p_slot) and s.status = 'failed'
+    for update
+  )
+  select count(*) into v_count from failed;
+
+  update windlass.slots
+  set status = 'ok', restart_count = 0, last_restart_at = null, restarts = '{}', failed_at = null, failed_reason = null
+  where fleet = p_fleet
+    and (p_slot is null or slot = p_slot);
+  perform windlass.note('SLOTS_RESTARTED', 'restart counts cleared by hand', p_fleet, null, null,
+    jsonb_build_object('slot', p_slot));
+  return v_count;
+end
+$$;
+
+-- Ask for workers beyond what the policy wants; a negative count takes a wish back. Returns how many are now asked for
+-- and not yet hired, never more than the fleet's maximum.
+create function windlass.request_workers(p_fleet text, p_count integer) returns integer
+language plpgsql
+as $$
+declare
+  v_requested integer;
+begin
+  perform windlass.require_fleet(p_fleet);
+  update windlass.fleets
+  set requested_workers = greatest(0, least(requested_workers + p_count, max_workers))
+  where name = p_fleet
+  returning requested_workers into v_requested;
+  perform windlass.note('WORKERS_REQUESTED', 'by hand', p_fleet, null, null, jsonb_build_object('count', p_count));
+  return v_requested;
+end
+$$;
+
+-- Pause or resume a fleet: those there and those to come. Returns how many workers changed.
+create function windlass.pause_fleet(p_fleet text, p_paused boolean) returns integer
+language plpgsql
+as $$
+declare
+  v_count integer;
+begin
+  perform windlass.require_fleet(p_fleet);
+  update windlass.fleets set paused = p_paused where name = p_fleet;
+  update windlass.workers set paused = p_paused
+  where fleet = p_fleet and status in ('spawning', 'active', 'terminating') and paused <> p_paused;
+  get diagnostics v_count = row_count;
+  perform windlass.note(case when p_paused then 'FLEET_PAUSED' else 'FLEET_RESUMED' end, 'by hand', p_fleet, null, null);
+  return v_count;
+end
+$$;
+
+-- End a worker at once, whatever it has at hand: nobody's failure, so nothing is counted against its slot or fleet. One
+-- that was hired keeps its slot until its machine is gone; one started by hand is over. False if it was over already.
+create function windlass.end_worker(p_worker_id text, p_reason text) returns boolean
+language plpgsql
+as $$
+declare
+  v_is_live boolean;
+begin
+  perform from windlass.workers w
+  where w.id = p_worker_id and w.status in ('spawning', 'active', 'terminating')
+  for update;
+  v_is_live := found;
+  if v_is_live then
+    perform windlass.fail_worker(p_worker_id, 'MANUAL', p_reason, false);
+    update windlass.workers
+    set status = 'terminated', terminated_at = windlass.now()
+    where id = p_worker_id and slot is null;
+  end if;
+  return v_is_live;
+end
+$$;
+
+-- A worker leaves of its own accord. One started by hand is over; one that was hired still has a machine, so it only
+-- stops counting as a worker, and the control loop ends it.
+create or replace function windlass.leave(p_worker_id text, p_reason text default 'left') returns void
+language plpgsql
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_worker windlass.workers;
+begin
+  update windlass.workers
+  set status = case when slot is null then 'terminated' else 'terminating' end,
+      terminated_at = case when slot is null then v_now end,
+      terminating_at = coalesce(terminating_at, v_now),
+      code = coalesce(code, 'LEFT'), reason = coalesce(reason, p_reason)
+  where id = p_worker_id
+    and status in ('spawning', 'active', 'terminating')
+  returning * into v_worker;
+  if found then
+    perform windlass.note('WORKER_LEFT', p_reason, v_worker.fleet, p_worker_id, null);
+    perform windlass.release_task(p_worker_id, t.id, t.claim_token, 'its worker left')
+    from windlass.tasks t
+    where t.worker_id = p_worker_id
+      and t.status = 'running';
+  end if;
+end
+$$;

@@ -1,0 +1,1109 @@
+"""The contract of ports/control.py, over memory and over PostgreSQL in the same virtual time.
+
+The last test lets both live through the same random histories and compares everything that can be seen of them.
+`WINDLASS_HISTORIES=2000 pytest tests/conformance/test_control_store.py` runs that many.
+"""
+
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from random import Random
+from typing import Any
+from uuid import UUID
+
+import asyncpg
+import pytest
+
+from windlass.model.action import (
+    Action,
+    Adopt,
+    Alert,
+    Delete,
+    DeleteStray,
+    Drain,
+    Fail,
+    FailSlot,
+    Plan,
+    Promote,
+    Requeue,
+    Spawn,
+)
+from windlass.model.config import Retention
+from windlass.model.errors import BadInput
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, MachineState, ProviderTraits
+from windlass.model.snapshot import Hold, Memory, Snapshot
+from windlass.model.task import Finished, NewTask, TaskStatus
+from windlass.model.worker import HeldClaim, Registration, WorkerStatus
+from windlass.ports.control import (
+    Candidate,
+    Committed,
+    Created,
+    CreationRefused,
+    CreationUnclear,
+    Deleted,
+    Intent,
+    LeaseLost,
+    NotDeleted,
+    Outcome,
+    Standby,
+    StrayDeleted,
+)
+from windlass.store.control import PostgresControlStore
+from windlass.store.memory_control import MemoryControlStore
+
+HISTORIES = int(os.environ.get("WINDLASS_HISTORIES", "0")) or 15
+STEPS = 60
+RETENTION = Retention(complete_s=3600, failed_s=7200, events_s=10_800, cycles_s=3600)
+
+ControlStores = MemoryControlStore | PostgresControlStore
+FLEET = FleetConfig(queues=("a", "b"), min_workers=0, max_workers=4)
+ANN = Candidate("ann", ttl_s=30.0)
+BOB = Candidate("bob", ttl_s=30.0)
+EMPTY = """
+truncate windlass.tasks, windlass.events, windlass.cycles, windlass.leases, windlass.workers, windlass.slots,
+  windlass.fleets restart identity cascade
+"""
+
+
+class VirtualClock:
+    def __init__(self) -> None:
+        self.now = datetime(2030, 1, 1, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture(scope="session")
+def shared_dsn(embedded_server: Any) -> Iterator[str]:
+    with embedded_server.migrated_database() as dsn:
+        yield dsn
+
+
+@pytest.fixture(params=["memory", "postgres"])
+async def store(request: pytest.FixtureRequest, clock: VirtualClock) -> AsyncIterator[ControlStores]:
+    if request.param == "memory":
+        yield MemoryControlStore(clock, RETENTION, Random(1))  # noqa: S311
+        return
+    dsn = request.getfixturevalue("shared_dsn")
+    await execute(dsn, EMPTY)
+    async with PostgresControlStore(dsn, retention=RETENTION, virtual_now=clock) as postgres:
+        yield postgres
+
+
+async def execute(dsn: str, sql: str, *arguments: Any) -> None:
+    connection = await asyncpg.connect(dsn)
+    try:
+        await connection.execute(sql, *arguments)
+    finally:
+        await connection.close()
+
+
+SetStatus = Callable[[str, WorkerStatus], Awaitable[None]]
+
+
+@pytest.fixture
+def set_status(request: pytest.FixtureRequest, store: ControlStores) -> SetStatus:
+    """Past all functions, as a person with psql might."""
+
+    async def set_status(worker_id: str, status: WorkerStatus) -> None:
+        if isinstance(store, MemoryControlStore):
+            store.move(worker_id, status)
+            return
+        try:
+            sql = "update windlass.workers set status = $2 where id = $1"
+            await execute(request.getfixturevalue("shared_dsn"), sql, worker_id, status)
+        except asyncpg.CheckViolationError as error:
+            raise BadInput(str(error)) from None
+
+    return set_status
+
+
+class Leader:
+    """A candidate with what it saw last, so that a test reads as a story."""
+
+    def __init__(self, store: ControlStores, candidate: Candidate = ANN, fleet: str = "f") -> None:
+        self.store = store
+        self.candidate = candidate
+        self.fleet = fleet
+        self.term = 0
+        self.snapshot = Snapshot(now=datetime.min, fleet=fleet)
+
+    async def observe(self, config: FleetConfig = FLEET) -> Snapshot:
+        observed = await self.store.observe(self.candidate, self.fleet, config)
+        assert not isinstance(observed, Standby)
+        self.term, self.snapshot = observed
+        return self.snapshot
+
+    async def commit(
+        self, *actions: Action, intents: tuple[Intent, ...] = (), memory: Memory | None = None, decision: str = "so"
+    ) -> Committed:
+        plan = Plan(actions, memory or self.snapshot.memory, decision)
+        return await self.store.commit_plan(self.candidate, self.term, self.snapshot, plan, intents)
+
+    async def report(self, *outcomes: Outcome, intents: tuple[Intent, ...] = (), cycle_id: int = 1) -> frozenset[str]:
+        return await self.store.commit_outcomes(
+            self.candidate, self.term, self.fleet, cycle_id, outcomes, intents, {"n": len(outcomes)}
+        )
+
+    async def hire(self, *slots: int) -> Committed:
+        """Workers w0, w1, ... into these slots."""
+        intents = tuple(intent(f"w{slot}", slot) for slot in slots)
+        return await self.commit(*(Spawn(slot, "wanted") for slot in slots), intents=intents)
+
+
+def intent(worker_id: str, slot: int) -> Intent:
+    return Intent(worker_id, slot, "wanted", 30.0)
+
+
+def machine(number: int, name: str = "w0") -> Machine:
+    return Machine(
+        f"m{number}", name, MachineState.RUNNING, instance_type="tiny", price_micros_per_hour=5, currency="EUR"
+    )
+
+
+@pytest.fixture
+async def ann(store: ControlStores) -> Leader:
+    leader = Leader(store)
+    await leader.observe()
+    return leader
+
+
+async def events(store: ControlStores, worker_id: str | None = None) -> list[str]:
+    return [event.code for event in await store.events(worker_id=worker_id, limit=1000)]
+
+
+# ------------------------------------------------------------------------------------------------------- leadership
+
+
+async def test_the_first_to_ask_leads_and_others_learn_for_how_long(store: ControlStores, clock: VirtualClock) -> None:
+    assert await store.lead(ANN) == 1
+    clock.advance(10)
+    assert await store.lead(BOB) == Standby(20.0)
+    assert await store.observe(BOB, "f", FLEET) == Standby(20.0)
+
+
+async def test_a_renewed_lease_keeps_its_term(store: ControlStores, clock: VirtualClock) -> None:
+    assert await store.lead(ANN) == 1
+    clock.advance(29)
+    assert await store.lead(ANN) == 1
+    clock.advance(29)
+    assert await store.lead(BOB) == Standby(1.0)
+
+
+async def test_a_lease_that_ran_out_goes_to_the_next_with_a_new_term(store: ControlStores, clock: VirtualClock) -> None:
+    assert await store.lead(ANN) == 1
+    clock.advance(30)
+    assert await store.lead(BOB) == 2
+    assert await store.lead(ANN) == Standby(30.0)
+    clock.advance(30)
+    assert await store.lead(ANN) == 3
+
+
+async def test_a_lease_that_was_given_up_need_not_run_out(store: ControlStores) -> None:
+    assert await store.lead(ANN) == 1
+    await store.resign(BOB)
+    assert isinstance(await store.lead(BOB), Standby)
+    await store.resign(ANN)
+    assert await store.lead(BOB) == 2
+
+
+async def test_leases_of_different_names_do_not_disturb_each_other(store: ControlStores) -> None:
+    assert await store.lead(ANN) == 1
+    assert await store.lead(replace(BOB, lease="other")) == 1
+
+
+async def lose_by_time(store: ControlStores, clock: VirtualClock) -> None:
+    clock.advance(30)
+
+
+async def lose_to_another(store: ControlStores, clock: VirtualClock) -> None:
+    clock.advance(30)
+    assert await store.lead(BOB) == 2
+
+
+async def lose_and_win_back(store: ControlStores, clock: VirtualClock) -> None:
+    await lose_to_another(store, clock)
+    clock.advance(30)
+    assert await store.lead(ANN) == 3
+
+
+async def lose_by_resigning(store: ControlStores, clock: VirtualClock) -> None:
+    await store.resign(ANN)
+
+
+LOSSES = [lose_by_time, lose_to_another, lose_and_win_back, lose_by_resigning]
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+async def test_a_plan_of_a_lost_lease_changes_nothing(
+    store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
+) -> None:
+    await ann.hire(0)
+    await ann.observe()
+    before = await store.events(limit=1000), await store.workers(), await store.cycles("f"), await store.fleets()
+    await lose(store, clock)
+    with pytest.raises(LeaseLost):
+        await ann.commit(
+            Promote("w0", "heard"),
+            Drain("w0", "IDLE", "idle", clock()),
+            Alert("X", "x"),
+            intents=(intent("w1", 1),),
+            memory=Memory(cycle=9),
+        )
+    after = await store.events(limit=1000), await store.workers(), await store.cycles("f"), await store.fleets()
+    assert after == before
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+async def test_facts_are_written_down_though_the_lease_is_lost_and_hirings_are_not(
+    store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
+) -> None:
+    await ann.hire(0, 1)
+    await lose(store, clock)
+    with pytest.raises(LeaseLost):
+        await ann.report(Created("w0", machine(1)), Deleted("w1", "X", "gone"), intents=(intent("w9", 2),))
+    view = (await Leader(store, replace(ANN, lease="aside")).observe()).workers
+    assert [(worker.id, worker.machine_id) for worker in view] == [("w0", "m1")]
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+async def test_facts_alone_need_no_lease(
+    store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
+) -> None:
+    await ann.hire(0)
+    await lose(store, clock)
+    assert await ann.report(Deleted("w0", "X", "gone")) == frozenset()
+    assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
+
+
+# ---------------------------------------------------------------------------------------------------------- observe
+
+
+async def test_the_first_observation_of_a_fleet_is_empty_and_makes_it_known(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    assert ann.snapshot == Snapshot(now=clock(), fleet="f")
+    (fleet,) = await store.fleets()
+    assert (fleet.name, fleet.provider, fleet.queues, fleet.min_workers, fleet.max_workers) == (
+        "f", "local", ("a", "b"), 0, 4,
+    )  # fmt: skip
+    assert (fleet.is_paused, fleet.requested_workers, fleet.hold, fleet.failed_slots) == (False, 0, None, ())
+    await ann.observe(FleetConfig(queues=("c",), min_workers=1, max_workers=2))
+    (fleet,) = await store.fleets()
+    assert (fleet.queues, fleet.min_workers, fleet.max_workers) == (("c",), 1, 2)
+
+
+async def test_a_worker_is_seen_with_everything_it_said_and_has(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    created_at = clock()
+    await ann.hire(0)
+    await ann.report(Created("w0", machine(1)))
+    machine_at = clock()
+    clock.advance(5)
+    await store.register(Registration("w0", ("a", "b"), fleet="f", concurrency=2))
+    clock.advance(5)
+    await store.heartbeat("w0", (), {"vram_total_mb": 100, "vram_used_mb": 7, "idle_s": 2.5})
+    heard_at = clock()
+    await ann.observe()
+    await ann.commit(Promote("w0", "heard"))
+    activated_at = clock()
+    first = await store.enqueue(NewTask("a", timeout_s=9.0))
+    second = await store.enqueue(NewTask("b"))
+    await store.enqueue(NewTask("a"))
+    clock.advance(1)
+    assert len(await store.claim("w0", ("a", "b"), 1)) == 1
+    claimed_at = clock()
+    clock.advance(1)
+    await store.claim("w0", ("b",), 1)
+    await ann.observe()
+    (view,) = ann.snapshot.workers
+    assert (view.id, view.slot, view.status, view.is_paused, view.concurrency) == ("w0", 0, "active", False, 2)
+    assert (view.created_at, view.activated_at, view.last_heartbeat) == (created_at, activated_at, heard_at)
+    assert (view.first_claimed_at, view.terminating_at, view.idle_s) == (claimed_at, None, 2.5)
+    assert (view.machine_id, view.machine_at, view.creation, view.prepared_at) == ("m1", machine_at, "created", None)
+    assert (view.vram_total_mb, view.vram_used_mb, view.vram_at) == (100, 7, heard_at)
+    assert [(task.task_id, task.started_at, task.timeout_s) for task in view.running] == [
+        (first, claimed_at, 9.0),
+        (second, clock(), None),
+    ]
+    assert (view.code, view.reason) == (None, None)
+    assert ann.snapshot.boot_p50_s == 10.0
+
+
+async def test_workers_of_other_fleets_and_terminated_ones_are_not_seen(store: ControlStores, ann: Leader) -> None:
+    other = Leader(store, ANN, "g")
+    await other.observe()
+    await other.commit(Spawn(0, "x"), intents=(intent("g0", 0),))
+    await ann.hire(0, 1)
+    await ann.report(Deleted("w0", "X", "gone"))
+    assert [worker.id for worker in (await ann.observe()).workers] == ["w1"]
+
+
+async def test_a_worker_started_by_hand_is_seen_in_its_fleet(store: ControlStores, ann: Leader) -> None:
+    await store.register(Registration("hand", ("a",), fleet="f"))
+    (view,) = (await ann.observe()).workers
+    assert (view.id, view.slot, view.status, view.machine_id) == ("hand", None, "active", None)
+
+
+async def test_what_waits_and_runs_in_its_queues_is_counted(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await store.register(Registration("hand", ("a",), fleet="g"))
+    for _ in range(3):
+        await store.enqueue(NewTask("a"))
+    clock.advance(2)
+    await store.enqueue(NewTask("b", priority=5))
+    await store.enqueue(NewTask("b", run_after=clock() + timedelta(seconds=10)))
+    await store.enqueue(NewTask("elsewhere"))
+    (claim,) = await store.claim("hand", ("a",), 1)
+    clock.advance(4)
+    queue = (await ann.observe()).queue
+    assert (queue.queued, queue.running, queue.oldest_queued_age_s, queue.duration_p50_s) == (3, 1, 6.0, None)
+    await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None)], (), 0)
+    clock.advance(6)
+    queue = (await ann.observe()).queue
+    assert (queue.queued, queue.running, queue.oldest_queued_age_s, queue.duration_p50_s) == (4, 0, 12.0, 4.0)
+
+
+async def test_a_retry_whose_time_has_come_waits(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    await store.register(Registration("hand", ("a",), fleet="g"))
+    await store.enqueue(NewTask("a"))
+    (claim,) = await store.claim("hand", ("a",), 1)
+    await store.fail("hand", claim.task_id, claim.token, "oh", jitter=0.0)
+    assert (await ann.observe()).queue.queued == 0
+    clock.advance(5)
+    assert (await ann.observe()).queue.queued == 1
+
+
+async def test_the_median_duration_lies_between_neighbours(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await store.register(Registration("hand", ("a",), fleet="g"))
+    for duration_s in (1.0, 9.0, 2.0, 4.5):
+        await store.enqueue(NewTask("a"))
+        (claim,) = await store.claim("hand", ("a",), 1)
+        clock.advance(duration_s)
+        await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None)], (), 0)
+    await store.enqueue(NewTask("a", max_attempts=1))
+    (claim,) = await store.claim("hand", ("a",), 1)
+    clock.advance(100)
+    await store.fail("hand", claim.task_id, claim.token, "failures say nothing")
+    assert (await ann.observe()).queue.duration_p50_s == 3.25
+
+
+async def test_hirings_of_the_window_are_seen_and_those_that_broke_in_it(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0, 1)
+    first = clock()
+    await ann.report(Deleted("w1", "X", "gone"))
+    clock.advance(200)
+    await ann.observe()
+    await ann.hire(1, 2)
+    second = clock()
+    assert [(hiring.at, hiring.has_failed) for hiring in (await ann.observe()).hirings] == [
+        (first, False), (first, False), (second, False),
+    ]  # fmt: skip
+    clock.advance(200)
+    await ann.observe()
+    # Hired before the window, found broken in it.
+    await ann.commit(Fail("w0", "SPAWNING_TIMEOUT", "too slow"), Fail("w2", "SPAWNING_TIMEOUT", "too slow"))
+    assert [(hiring.at, hiring.has_failed) for hiring in (await ann.observe()).hirings] == [
+        (first, True), (second, True),
+    ]  # fmt: skip
+    clock.advance(299)
+    assert len((await ann.observe()).hirings) == 2
+    clock.advance(1)
+    assert (await ann.observe()).hirings == ()
+
+
+async def test_a_slot_remembers_restarts_within_the_window(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0, 1)
+    await ann.commit(Fail("w0", "CRASHED", "x"))
+    broke_at = clock()
+    (slot,) = (await ann.observe()).slots
+    assert (slot.slot, slot.is_failed, slot.restarts) == (0, False, (broke_at,))
+    clock.advance(FLEET.restart_window_s)
+    assert (await ann.observe()).slots == ()
+    await ann.commit(FailSlot(0, "too often"))
+    (slot,) = (await ann.observe()).slots
+    assert (slot.slot, slot.is_failed, slot.restarts) == (0, True, ())
+    assert (await store.fleets())[0].failed_slots == (0,)
+
+
+async def test_tasks_in_the_name_of_the_dead_are_seen_as_orphaned(
+    store: ControlStores, clock: VirtualClock, ann: Leader, set_status: SetStatus
+) -> None:
+    for worker_id in ("broken", "gone", "well"):
+        await store.register(Registration(worker_id, ("a",), fleet="f"))
+    await store.register(Registration("stranger", ("a",), fleet="g"))
+    for worker_id in ("broken", "gone", "well", "stranger"):
+        await store.enqueue(NewTask("a"))
+        await store.claim(worker_id, ("a",), 1)
+    # As a claim does that was under way when its worker ended.
+    await set_status("gone", WorkerStatus.TERMINATED)
+    await set_status("broken", WorkerStatus.ERROR)
+    await set_status("stranger", WorkerStatus.ERROR)
+    assert (await ann.observe()).orphaned == ("broken", "gone")
+    await ann.commit(Requeue("gone", "worker gone is no longer live"))
+    assert (await ann.observe()).orphaned == ("broken",)
+
+
+async def test_a_fleets_memory_comes_back_as_it_was(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    memory = Memory(
+        cycle=7,
+        scaled_up_at=clock(),
+        over_capacity_since=clock(),
+        missing_since={"w0": clock()},
+        stray_since={"m0": clock() - timedelta(microseconds=1)},
+        hold=Hold("X", "because", clock(), is_total=True),
+        policy={"rate": 1.25, "seen": [1, 2], "name": "ü"},
+    )
+    await ann.commit(memory=memory)
+    assert (await ann.observe()).memory == memory
+    assert (await store.fleets())[0].hold == memory.hold
+    await ann.commit(memory=replace(memory, hold=None))
+    assert (await ann.observe()).memory.hold is None
+    assert (await store.fleets())[0].hold is None
+
+
+# ------------------------------------------------------------------------------------------------------ commit_plan
+
+
+async def test_promoting_makes_a_spawning_worker_active_once(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    clock.advance(3)
+    await ann.commit(Promote("w0", "heard"))
+    worker = await store.worker("w0")
+    assert (worker.status, worker.activated_at) == (WorkerStatus.ACTIVE, clock())
+    activated_at = clock()
+    clock.advance(3)
+    await ann.commit(Promote("w0", "heard"), Promote("nobody", "heard"))
+    assert (await store.worker("w0")).activated_at == activated_at
+    assert await events(store, "w0") == ["WORKER_HIRED", "WORKER_ACTIVATED"]
+
+
+async def test_failing_gives_tasks_to_others_and_counts_for_the_slot(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await store.register(Registration("w0", ("a",), fleet="f", concurrency=2))
+    again = await store.enqueue(NewTask("a"))
+    over = await store.enqueue(NewTask("a", max_attempts=1))
+    claims = await store.claim("w0", ("a",), 2)
+    committed = await ann.commit(Fail("w0", "CRASHED", "it crashed"))
+    assert committed.requeued == 2
+    assert (await store.task(again)).status is TaskStatus.QUEUED
+    assert (await store.task(over)).status is TaskStatus.FAILED
+    worker = await store.worker("w0")
+    assert (worker.status, worker.code, worker.reason) == (WorkerStatus.ERROR, "CRASHED", "it crashed")
+    turn = await store.finish_and_claim("w0", [Finished(c.task_id, c.token, "1") for c in claims], (), 0)
+    assert len(turn.lost) == 2
+    snapshot = await ann.observe()
+    assert [slot.restarts for slot in snapshot.slots] == [(clock(),)]
+    assert [hiring.has_failed for hiring in snapshot.hirings] == [True]
+    assert (await ann.commit(Fail("w0", "AGAIN", "again"))).requeued == 0
+    assert (await store.worker("w0")).code == "CRASHED"
+
+
+async def test_a_worker_that_broke_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.commit(Fail("w0", "CRASHED", "x"))
+    assert (await ann.commit(intents=(intent("again", 0),))).granted == frozenset()
+
+
+async def test_draining_asks_a_worker_to_end_and_notes_since_when(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    clock.advance(2)
+    await ann.commit(Drain("w0", "IDLE", "idle 41 s", clock()))
+    drained_at = clock()
+    clock.advance(2)
+    await ann.commit(Drain("w0", "OTHER", "again", clock()))
+    (view,) = (await ann.observe()).workers
+    assert (view.status, view.terminating_at, view.code, view.reason) == (
+        "terminating", drained_at, "IDLE", "idle 41 s",
+    )  # fmt: skip
+    assert (await store.heartbeat("w0")).status is WorkerStatus.TERMINATING
+    assert await events(store, "w0") == ["WORKER_HIRED", "WORKER_TERMINATING"]
+
+
+async def test_adopting_gives_a_worker_the_machine_that_was_found(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await ann.observe()
+    ann.snapshot = replace(ann.snapshot, machines=(machine(1), machine(2)), traits=ProviderTraits())
+    clock.advance(4)
+    await ann.commit(Adopt("w0", "m1", "found"))
+    await ann.commit(Adopt("w0", "m2", "found"))
+    (view,) = (await ann.observe()).workers
+    assert (view.machine_id, view.machine_at, view.creation) == ("m1", clock(), "created")
+
+
+async def test_a_failed_slot_and_an_alert_are_noted(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.commit(FailSlot(0, "too often"), Alert("SLOT_FAILED", "slot 0 is failed", "w0"))
+    told = {event.code: event for event in await store.events(limit=1000)}
+    assert (told["SLOT_FAILED"].reason, told["SLOT_FAILED"].detail) == ("too often", {"slot": 0})
+    assert (told["ALERT"].worker_id, told["ALERT"].detail) == ("w0", {"code": "SLOT_FAILED"})
+
+
+async def test_what_a_provider_must_do_first_changes_no_worker(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    before = await store.workers()
+    await ann.commit(Delete("w0", "m0", "X", "x"), DeleteStray("m9", "w9", "x"), Spawn(1, "x"))
+    assert await store.workers() == before
+
+
+# ---------------------------------------------------------------------------------------------------------- intents
+
+
+async def test_intents_get_free_slots_below_the_maximum_only(store: ControlStores, ann: Leader) -> None:
+    committed = await ann.commit(
+        intents=(intent("x3", 3), intent("x4", 4), intent("x0", 0), intent("twin", 0), intent("x99", 99))
+    )
+    assert committed.granted == {"x3", "x0"}
+    assert (await ann.commit(intents=(intent("y0", 0), intent("y1", 1)))).granted == {"y1"}
+
+
+async def test_an_intent_is_granted_once(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.report(Deleted("w0", "X", "gone"))
+    assert (await ann.commit(intents=(intent("w0", 0),))).granted == frozenset()
+
+
+async def test_a_failed_slot_is_never_filled_until_it_is_restarted(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.commit(FailSlot(0, "too often"))
+    await ann.report(Deleted("w0", "X", "gone"))
+    assert (await ann.commit(intents=(intent("y0", 0),))).granted == frozenset()
+    assert await ann.report(intents=(intent("y0", 0),)) == frozenset()
+    assert await store.restart_slots("f", 0) == 1
+    assert (await ann.commit(intents=(intent("y0", 0),))).granted == {"y0"}
+
+
+async def test_workers_beyond_a_smaller_maximum_count(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(1, 2, 3)
+    await ann.observe(FleetConfig(queues=("a",), min_workers=0, max_workers=3))
+    await ann.report(Deleted("w1", "X", "gone"))
+    # Two are left, one of them in a slot that is no more: there is room for one.
+    assert (await ann.commit(intents=(intent("y0", 0), intent("y1", 1)))).granted == {"y0"}
+
+
+async def test_a_hired_worker_takes_queues_and_pause_from_its_fleet(store: ControlStores, ann: Leader) -> None:
+    await store.pause_fleet("f", True)
+    await ann.commit(intents=(Intent("w0", 0, "wanted", 12.5),))
+    worker = await store.worker("w0")
+    assert (worker.fleet, worker.slot, worker.status) == ("f", 0, WorkerStatus.SPAWNING)
+    assert (worker.queues, worker.is_paused, worker.lease_s) == (("a", "b"), True, 12.5)
+    (hired,) = await store.events(worker_id="w0")
+    assert (hired.code, hired.reason, hired.fleet, hired.detail) == ("WORKER_HIRED", "wanted", "f", {"slot": 0})
+
+
+async def test_outcomes_free_slots_for_the_intents_that_come_with_them(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0, 1)
+    granted = await ann.report(Deleted("w0", "X", "gone"), intents=(intent("y0", 0), intent("y1", 1)))
+    assert granted == {"y0"}
+
+
+# --------------------------------------------------------------------------------------------------------- outcomes
+
+
+async def test_a_created_machine_is_known_from_then_on(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    await ann.hire(0)
+    clock.advance(2)
+    await ann.report(Created("w0", machine(1)))
+    known_at = clock()
+    clock.advance(2)
+    await ann.report(Created("w0", machine(1)), Created("w0", machine(2)), CreationUnclear("w0", "late word"))
+    (view,) = (await ann.observe()).workers
+    assert (view.machine_id, view.machine_at, view.creation) == ("m1", known_at, "created")
+
+
+async def test_an_unclear_creation_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.report(CreationUnclear("w0", "no answer"))
+    (view,) = (await ann.observe()).workers
+    assert (view.status, view.creation, view.machine_id) == ("spawning", "ambiguous", None)
+    assert "MACHINE_AMBIGUOUS" in await events(store, "w0")
+
+
+@pytest.mark.parametrize(("code", "is_failure"), [("Refused", True), ("NoCapacity", False), ("LEASE_LOST", False)])
+async def test_a_refused_creation_is_over_and_only_a_plain_no_is_a_failure(
+    store: ControlStores, ann: Leader, code: str, is_failure: bool
+) -> None:
+    await ann.hire(0)
+    await ann.report(CreationRefused("w0", code, "said no"))
+    worker = await store.worker("w0")
+    assert (worker.status, worker.code, worker.reason) == (WorkerStatus.TERMINATED, code, "said no")
+    snapshot = await ann.observe()
+    assert [hiring.has_failed for hiring in snapshot.hirings] == [is_failure]
+    assert snapshot.slots == ()
+    assert (await ann.commit(intents=(intent("y0", 0),))).granted == {"y0"}
+
+
+@pytest.mark.parametrize(
+    "meanwhile", [Fail("w0", "SPAWNING_TIMEOUT", "x"), Drain("w0", "MANUAL", "x", datetime(2030, 1, 1))]
+)
+async def test_a_refusal_ends_a_worker_that_was_given_up_meanwhile(
+    store: ControlStores, ann: Leader, meanwhile: Action
+) -> None:
+    await ann.hire(0)
+    await ann.commit(meanwhile)
+    await ann.report(CreationRefused("w0", "NoCapacity", "said no"))
+    assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
+
+
+async def test_a_machine_that_was_found_outweighs_a_refusal(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.commit(Adopt("w0", "m1", "found"))
+    await ann.report(CreationRefused("w0", "Refused", "said no"))
+    (view,) = (await ann.observe()).workers
+    assert (view.status, view.machine_id) == ("spawning", "m1")
+
+
+async def test_a_deleted_worker_is_terminated_and_what_it_had_goes_to_others(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    task_id = await store.enqueue(NewTask("a"))
+    await store.claim("w0", ("a",), 1)
+    await ann.commit(Drain("w0", "IDLE", "idle", clock()))
+    await ann.report(Deleted("w0", "DRAIN_TIMEOUT", "still at work"))
+    worker = await store.worker("w0")
+    assert (worker.status, worker.terminated_at, worker.code) == (WorkerStatus.TERMINATED, clock(), "IDLE")
+    task = await store.task(task_id)
+    assert (task.status, task.error_code) == (TaskStatus.QUEUED, "DRAIN_TIMEOUT")
+    before = await events(store)
+    await ann.report(Deleted("w0", "X", "x"), Deleted("nobody", "X", "x"))
+    assert await events(store) == before
+
+
+async def test_what_could_not_be_deleted_and_strays_are_noted_and_change_nothing(
+    store: ControlStores, ann: Leader
+) -> None:
+    await ann.hire(0)
+    before = await store.workers()
+    await ann.report(NotDeleted("w0", "denied"), StrayDeleted("w7", "nobody's"))
+    assert await store.workers() == before
+    assert await events(store, "w0") == ["WORKER_HIRED", "MACHINE_NOT_DELETED"]
+    assert await events(store, "w7") == ["STRAY_DELETED"]
+
+
+# ------------------------------------------------------------------------------------------------------ transitions
+
+LIFE = [
+    WorkerStatus.SPAWNING,
+    WorkerStatus.ACTIVE,
+    WorkerStatus.TERMINATING,
+    WorkerStatus.ERROR,
+    WorkerStatus.TERMINATED,
+]
+
+
+@pytest.mark.parametrize("before", LIFE)
+async def test_a_workers_status_moves_only_along_its_life(
+    store: ControlStores, ann: Leader, set_status: SetStatus, before: WorkerStatus
+) -> None:
+    for number, after in enumerate(LIFE):
+        worker_id = f"w{before}{number}"
+        await ann.commit(intents=(intent(worker_id, 0),))
+        await set_status(worker_id, before)
+        if LIFE.index(after) < LIFE.index(before):
+            with pytest.raises(BadInput, match=f"cannot go from {before} to {after}"):
+                await set_status(worker_id, after)
+            assert (await store.worker(worker_id)).status is before
+        else:
+            await set_status(worker_id, after)
+            assert (await store.worker(worker_id)).status is after
+        await set_status(worker_id, WorkerStatus.TERMINATED)
+
+
+# ----------------------------------------------------------------------------------------------------------- cycles
+
+
+async def test_a_cycle_is_stored_with_what_it_saw_and_decided(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await store.enqueue(NewTask("a"))
+    await ann.observe()
+    ann.snapshot = replace(
+        ann.snapshot,
+        machines=(replace(machine(1), created_at=clock(), note="x"),),
+        listed_at=clock() - timedelta(seconds=1.5),
+        traits=ProviderTraits(1.0, 2.0, 3.0),
+    )
+    actions: tuple[Action, ...] = (
+        Promote("a", "heard"),
+        Fail("b", "X", "x"),
+        Requeue("c", "x"),
+        Drain("d", "IDLE", "idle", clock()),
+        Delete("e", None, "X", "x"),
+        Adopt("f", "m1", "found"),
+        DeleteStray("m2", "g", "x"),
+        FailSlot(0, "x"),
+        Spawn(1, "x"),
+        Alert("Y", "y"),
+    )
+    committed = await ann.commit(*actions, decision="hiring 1: 1 waiting")
+    stored = await store.cycle(committed.cycle_id)
+    assert stored.snapshot == ann.snapshot
+    assert stored.cycle.actions == actions
+    assert (stored.cycle.fleet, stored.cycle.term, stored.cycle.started_at) == ("f", 1, clock())
+    assert (stored.cycle.decision, stored.cycle.repeats) == ("hiring 1: 1 waiting", 0)
+    assert (stored.cycle.finished_at, stored.cycle.summary) == (None, None)
+    clock.advance(2)
+    await ann.report(Deleted("e", "X", "x"), cycle_id=committed.cycle_id)
+    (cycle,) = await store.cycles("f")
+    assert cycle == (await store.cycle(committed.cycle_id)).cycle
+    assert (cycle.finished_at, cycle.summary) == (clock(), {"n": 1})
+    assert await store.cycles("other") == []
+    assert await store.cycle(99_999) is None
+
+
+async def test_a_cycle_that_asks_nothing_of_a_provider_is_finished_at_once(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    committed = await ann.commit(Alert("X", "x"))
+    assert (await store.cycle(committed.cycle_id)).cycle.finished_at == clock()
+
+
+async def test_cycles_that_do_nothing_and_say_the_same_are_counted(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    first = (await ann.commit(decision="steady")).cycle_id
+    for _ in range(2):
+        clock.advance(10)
+        await ann.observe()
+        assert (await ann.commit(decision="steady", memory=Memory(cycle=5))).cycle_id == first
+    (cycle,) = await store.cycles("f")
+    assert (cycle.repeats, cycle.repeated_at) == (2, clock())
+    assert (await ann.observe()).memory.cycle == 5
+    second = (await ann.commit(decision="other")).cycle_id
+    third = (await ann.commit(Alert("X", "x"), decision="other")).cycle_id
+    fourth = (await ann.commit(decision="other")).cycle_id
+    assert len({first, second, third, fourth}) == 4
+    assert [cycle.id for cycle in await store.cycles("f")] == [fourth, third, second, first]
+    assert [cycle.id for cycle in await store.cycles("f", 2)] == [fourth, third]
+
+
+async def test_at_least_one_cycle_in_five_minutes_is_stored(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    first = (await ann.commit(decision="steady")).cycle_id
+    clock.advance(299)
+    await ann.observe()
+    assert (await ann.commit(decision="steady")).cycle_id == first
+    clock.advance(1)
+    await ann.observe()
+    assert (await ann.commit(decision="steady")).cycle_id != first
+
+
+async def test_old_cycles_are_swept(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    await ann.commit(decision="steady")
+    clock.advance(RETENTION.cycles_s + 1)
+    assert await store.sweep() == 1
+    assert await store.cycles("f") == []
+
+
+# ----------------------------------------------------------------------------------------------------------- leaving
+
+
+async def test_a_hired_worker_that_leaves_keeps_its_slot_until_its_machine_is_gone(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await ann.commit(Promote("w0", "heard"))
+    task_id = await store.enqueue(NewTask("a"))
+    await store.claim("w0", ("a",), 1)
+    clock.advance(3)
+    await store.leave("w0", "SIGTERM")
+    (view,) = (await ann.observe()).workers
+    assert (view.status, view.terminating_at, view.code, view.running) == ("terminating", clock(), "LEFT", ())
+    task = await store.task(task_id)
+    assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
+    assert (await ann.commit(intents=(intent("y0", 0),))).granted == frozenset()
+    assert await ann.report(Deleted("w0", "DRAINED", "x"), intents=(intent("y0", 0),)) == {"y0"}
+
+
+async def test_a_drained_worker_that_leaves_keeps_the_reason_it_was_given(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await ann.commit(Drain("w0", "IDLE", "idle 41 s", clock()))
+    drained_at = clock()
+    clock.advance(3)
+    await store.leave("w0", "told to")
+    (view,) = (await ann.observe()).workers
+    assert (view.terminating_at, view.code, view.reason) == (drained_at, "IDLE", "idle 41 s")
+
+
+async def test_a_worker_started_by_hand_that_leaves_is_over(store: ControlStores, ann: Leader) -> None:
+    await store.register(Registration("hand", ("a",), fleet="f"))
+    await store.leave("hand", "SIGTERM")
+    assert (await store.worker("hand")).status is WorkerStatus.TERMINATED
+
+
+async def test_a_worker_ended_by_hand_is_seen_terminating_since_then(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    clock.advance(5)
+    assert await store.set_terminating(["w0"], "enough") == 1
+    (view,) = (await ann.observe()).workers
+    assert (view.status, view.terminating_at, view.code) == ("terminating", clock(), "MANUAL")
+
+
+# ---------------------------------------------------------------------------------------------------------- by hand
+
+
+async def test_restarting_slots_forgets_what_they_remember(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0, 1, 2)
+    await ann.commit(Fail("w0", "X", "x"), Fail("w1", "X", "x"), FailSlot(0, "x"), FailSlot(1, "x"), FailSlot(2, "x"))
+    assert await store.restart_slots("f", 1) == 1
+    assert [slot.slot for slot in (await ann.observe()).slots] == [0, 2]
+    assert await store.restart_slots("f") == 2
+    assert (await ann.observe()).slots == ()
+    assert await store.restart_slots("f") == 0
+
+
+async def test_requested_workers_are_asked_for_until_they_are_hired(store: ControlStores, ann: Leader) -> None:
+    assert await store.request_workers("f", 2) == 2
+    assert (await ann.observe()).requested == 2
+    await ann.hire(0)
+    assert (await ann.observe()).requested == 1
+    assert await store.request_workers("f", 99) == FLEET.max_workers
+    assert await store.request_workers("f", -3) == 1
+    assert await store.request_workers("f", -3) == 0
+    assert (await store.fleets())[0].requested_workers == 0
+
+
+async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0, 1)
+    await store.set_paused(["w1"], True)
+    assert await store.pause_fleet("f", True) == 1
+    assert (await ann.observe()).is_paused
+    assert (await store.fleets())[0].is_paused
+    await store.register(Registration("hand", ("a",), fleet="f"))
+    assert {worker.id: worker.is_paused for worker in await store.workers()} == {"w0": True, "w1": True, "hand": True}
+    await store.enqueue(NewTask("a"))
+    assert await store.claim("hand", ("a",), 1) == []
+    assert await store.pause_fleet("f", False) == 3
+    assert not (await ann.observe()).is_paused
+    assert len(await store.claim("hand", ("a",), 1)) == 1
+
+
+async def test_a_worker_ended_at_once_loses_its_tasks_and_is_nobodys_failure(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    task_id = await store.enqueue(NewTask("a"))
+    await store.claim("w0", ("a",), 1)
+    assert await store.fail_worker("w0", "it annoys me") is True
+    worker = await store.worker("w0")
+    assert (worker.status, worker.code, worker.reason) == (WorkerStatus.ERROR, "MANUAL", "it annoys me")
+    assert (await store.task(task_id)).status is TaskStatus.QUEUED
+    snapshot = await ann.observe()
+    assert [hiring.has_failed for hiring in snapshot.hirings] == [False]
+    assert snapshot.slots == ()
+    assert await store.fail_worker("w0", "again") is False
+    assert await store.fail_worker("nobody", "x") is False
+
+
+async def test_a_worker_started_by_hand_that_is_ended_at_once_is_over(store: ControlStores, ann: Leader) -> None:
+    await store.register(Registration("hand", ("a",), fleet="f"))
+    assert await store.fail_worker("hand", "x") is True
+    worker = await store.worker("hand")
+    assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "MANUAL")
+    assert worker.terminated_at is not None
+
+
+async def test_what_is_asked_of_an_unknown_fleet_is_refused(store: ControlStores) -> None:
+    for asked in (store.restart_slots("no"), store.request_workers("no", 1), store.pause_fleet("no", True)):
+        with pytest.raises(BadInput, match="there is no fleet no"):
+            await asked
+    assert await store.fleets() == []
+
+
+# ------------------------------------------------------------------------------------------------- the same histories
+
+
+class Twins:
+    """Both stores live through the same; what differs is a bug in one of them."""
+
+    def __init__(self, memory: MemoryControlStore, postgres: PostgresControlStore, clock: VirtualClock) -> None:
+        self.memory = memory
+        self.postgres = postgres
+        self.clock = clock
+        self.claims: list[tuple[str, int, UUID, UUID]] = []  # worker, task, memory's token, PostgreSQL's
+        self.cycle_ids = [1]
+        self.seen: dict[str, tuple[int, Snapshot]] = {}
+
+    async def both(self, name: str, *arguments: Any, **options: Any) -> Any:
+        results = []
+        for store in (self.memory, self.postgres):
+            try:
+                results.append(await getattr(store, name)(*arguments, **options))
+            except (LeaseLost, BadInput) as error:
+                results.append(type(error))
+        ours, theirs = results
+        assert ours == theirs, (name, arguments, options)
+        return theirs
+
+    async def claim(self, worker_id: str, limit: int) -> None:
+        ours = await self.memory.claim(worker_id, ("a", "b"), limit)
+        theirs = await self.postgres.claim(worker_id, ("a", "b"), limit)
+        assert [claim.task_id for claim in ours] == [claim.task_id for claim in theirs]
+        self.claims += [(worker_id, a.task_id, a.token, b.token) for a, b in zip(ours, theirs, strict=True)]
+
+    async def finish(self, index: int) -> None:
+        worker_id, task_id, token_a, token_b = self.claims[index]
+        ours = await self.memory.finish_and_claim(worker_id, [Finished(task_id, token_a, None)], (), 0)
+        theirs = await self.postgres.finish_and_claim(worker_id, [Finished(task_id, token_b, None)], (), 0)
+        assert len(ours.lost) == len(theirs.lost)
+
+    async def beat(self, worker_id: str, held: bool, vitals: dict[str, Any]) -> None:
+        own = [claim for claim in self.claims if claim[0] == worker_id] if held else []
+        ours = await self.memory.heartbeat(worker_id, [HeldClaim(c[1], c[2]) for c in own], vitals)
+        theirs = await self.postgres.heartbeat(worker_id, [HeldClaim(c[1], c[3]) for c in own], vitals)
+        assert (ours.status, ours.is_paused, len(ours.lost)) == (theirs.status, theirs.is_paused, len(theirs.lost))
+
+    async def compare(self) -> None:
+        for fleet in ("f", "g"):
+            for candidate in (ANN, BOB):
+                observed = await self.both("observe", candidate, fleet, FLEET)
+                if not isinstance(observed, Standby):
+                    self.seen[fleet] = observed
+            for cycle in await self.both("cycles", fleet, 3):
+                await self.both("cycle", cycle.id)
+        await self.both("fleets")
+        ours, theirs = [await store.events(limit=10_000) for store in (self.memory, self.postgres)]
+        assert sorted(map(_telling, ours)) == sorted(map(_telling, theirs))
+
+
+def _telling(event: Any) -> tuple[str, ...]:
+    named = (event.at, event.code, event.reason, event.fleet, event.worker_id, event.task_id)
+    return *map(str, named), json.dumps(event.detail, sort_keys=True)
+
+
+async def live(twins: Twins, rng: Random) -> None:
+    hired = [f"w{number}" for number in range(12)]
+    names = [*hired, "hand", "nobody"]
+    machines = [f"m{number}" for number in range(5)]
+
+    def name() -> str:
+        return rng.choice(names)
+
+    def some_intents() -> tuple[Intent, ...]:
+        count = rng.randrange(4)
+        pairs = zip(rng.sample(hired, count), rng.sample(range(6), count), strict=True)
+        return tuple(Intent(worker_id, slot, "wanted", 30.0) for worker_id, slot in pairs)
+
+    def some_actions() -> tuple[Action, ...]:
+        makers: list[Callable[[], Action]] = [
+            lambda: Promote(name(), "heard"),
+            lambda: Fail(name(), "X", "broke"),
+            lambda: Requeue(name(), "lost"),
+            lambda: Drain(name(), "IDLE", "idle", twins.clock()),
+            lambda: Delete(name(), rng.choice([None, *machines]), "X", "x"),
+            lambda: Adopt(name(), rng.choice(machines), "found"),
+            lambda: FailSlot(rng.randrange(5), "too often"),
+            lambda: Spawn(rng.randrange(5), "x"),
+            lambda: Alert("A", "alert"),
+        ]
+        return tuple(rng.choice(makers)() for _ in range(rng.choice([0, 0, 1, 2, 3])))
+
+    def some_outcomes() -> tuple[Outcome, ...]:
+        makers: list[Callable[[], Outcome]] = [
+            lambda: Created(name(), Machine(rng.choice(machines), "x", MachineState.RUNNING)),
+            lambda: CreationUnclear(name(), "unclear"),
+            lambda: CreationRefused(name(), rng.choice(["Refused", "NoCapacity"]), "no"),
+            lambda: Deleted(name(), "D", "deleted"),
+            lambda: NotDeleted(name(), "denied"),
+            lambda: StrayDeleted(name(), "stray"),
+        ]
+        return tuple(rng.choice(makers)() for _ in range(rng.randrange(4)))
+
+    async def commit() -> None:
+        fleet, candidate = rng.choice(["f", "f", "g"]), rng.choice([ANN, ANN, BOB])
+        if fleet not in twins.seen:
+            return
+        term, snapshot = twins.seen[fleet]
+        memory = Memory(cycle=rng.randrange(5), policy={"x": rng.randrange(3)})
+        decided = Plan(some_actions(), memory, rng.choice(["steady", "hiring"]))
+        committed = await twins.both("commit_plan", candidate, term, snapshot, decided, some_intents())
+        if isinstance(committed, Committed):
+            twins.cycle_ids.append(committed.cycle_id)
+
+    async def report() -> None:
+        fleet, candidate = rng.choice(["f", "f", "g"]), rng.choice([ANN, ANN, BOB])
+        if fleet in twins.seen:
+            cycle_id, term = rng.choice(twins.cycle_ids), twins.seen[fleet][0]
+            outcomes, intents = some_outcomes(), rng.choice([(), some_intents()])
+            await twins.both("commit_outcomes", candidate, term, fleet, cycle_id, outcomes, intents, {"n": 1})
+
+    async def work() -> None:
+        workers = await twins.both("workers")
+        if workers:
+            await twins.both("enqueue", NewTask(rng.choice(["a", "b"]), max_attempts=rng.randrange(1, 4)))
+            await twins.claim(rng.choice(workers).id, rng.randrange(1, 3))
+
+    async def finish() -> None:
+        if twins.claims:
+            await twins.finish(rng.randrange(len(twins.claims)))
+
+    async def advance() -> None:
+        twins.clock.advance(rng.choice([0.25, 1.0, 10.0, 31.0, 250.0]))
+
+    def vitals() -> dict[str, Any]:
+        return rng.choice([{}, {"idle_s": 1.5}, {"vram_total_mb": 4, "vram_used_mb": 1}, {"pid": 7}])
+
+    steps: list[Callable[[], Awaitable[Any]]] = [
+        commit, commit, commit, report, report, work, work, finish, advance, advance, advance,
+        lambda: twins.beat(name(), rng.random() < 0.8, vitals()),
+        lambda: twins.beat(rng.choice(hired[:6]), True, vitals()),
+        lambda: twins.both("enqueue", NewTask(rng.choice(["a", "b", "c"]), priority=rng.randrange(2))),
+        lambda: twins.both("enqueue", NewTask("a", run_after=twins.clock() + timedelta(seconds=rng.randrange(20)))),
+        lambda: twins.both("register", Registration(name(), ("a", "b"), fleet=rng.choice(["f", "g"]), concurrency=2)),
+        lambda: twins.both("leave", name(), "left"),
+        lambda: twins.both("set_terminating", [name(), name()], "enough"),
+        lambda: twins.both("set_paused", [name()], rng.random() < 0.5),
+        lambda: twins.both("resign", rng.choice([ANN, BOB])),
+        lambda: twins.both("lead", rng.choice([ANN, BOB])),
+        lambda: twins.both("restart_slots", rng.choice(["f", "no"]), rng.choice([None, 0, 1])),
+        lambda: twins.both("request_workers", rng.choice(["f", "no"]), rng.randrange(-2, 4)),
+        lambda: twins.both("pause_fleet", rng.choice(["f", "no"]), rng.random() < 0.3),
+        lambda: twins.both("fail_worker", name(), "by hand"),
+    ]  # fmt: skip
+    for _ in range(STEPS):
+        await rng.choice(steps)()
+        await twins.compare()
+
+
+@pytest.mark.parametrize("chunk", range(5))
+async def test_both_stores_tell_the_same_story(shared_dsn: str, chunk: int) -> None:
+    for seed in range(chunk, HISTORIES, 5):
+        clock = VirtualClock()
+        await execute(shared_dsn, EMPTY)
+        async with PostgresControlStore(shared_dsn, retention=RETENTION, virtual_now=clock) as postgres:
+            twins = Twins(MemoryControlStore(clock, RETENTION, Random(1)), postgres, clock)  # noqa: S311
+            try:
+                await live(twins, Random(seed))  # noqa: S311
+            except AssertionError as error:
+                raise AssertionError(f"history {seed}: {error}") from error

@@ -1,0 +1,438 @@
+"""Fleets as their users have them: `windlass up` as a process, workers as processes, and what people do to them."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+import pytest
+from command_line import CommandLine, Done
+
+from crew import PATIENCE_S, is_alive, until
+from windlass.model.record import Cycle, Fleet
+from windlass.model.task import Task, TaskStatus, new_task
+from windlass.model.worker import Worker, WorkerStatus
+from windlass.store.control import PostgresControlStore
+
+QUEUE = "work"
+APP = """
+import time
+from pathlib import Path
+
+def work(task):
+    print("at work on", task.id, flush=True)
+    go = task.payload and task.payload.get("go")
+    while go and not Path(go).exists():
+        time.sleep(0.01)
+    return task.attempt
+"""
+SETTINGS: dict[str, Any] = {
+    "queues": [QUEUE],
+    "handler": "app:work",
+    "poll_interval_s": 0.3,
+    "heartbeat_interval_s": 0.2,
+    "heartbeat_timeout_s": 20,
+    "spawn_timeout_s": 30,
+    "idle_timeout_s": 0.5,
+    "stop_timeout_s": 5,
+    "max_workers": 3,
+}
+
+
+class Host:
+    """A folder with an app and a windlass.toml, a database, and every process that was started here."""
+
+    def __init__(self, folder: Path, dsn: str) -> None:
+        self.folder = folder
+        # In the environment of all that is started, however it detaches itself.
+        self._mark = f"HOST_{uuid4().hex}"
+        self.windlass = CommandLine(folder, {"DATABASE_URL": dsn, self._mark: "1"})
+        self.store = PostgresControlStore(dsn)
+        self.ups: list[subprocess.Popen[str]] = []
+        (folder / "app.py").write_text(APP)
+        self.configure()
+
+    def configure(self, file: str = "windlass.toml", **settings: Any) -> None:
+        chosen = {**SETTINGS, "chdir": str(self.folder), **settings}
+        lines = [f"{name} = {json.dumps(value)}" for name, value in chosen.items() if value is not None]
+        head = 'data_dir = "state"\n[control]\nlease_s = 2\n[fleets.default]\n'
+        (self.folder / file).write_text(head + "\n".join(lines))
+
+    def up(self, *arguments: str) -> "subprocess.Popen[str]":
+        with (self.folder / f"up-{len(self.ups)}.log").open("w") as log:
+            process = self.windlass.start("up", *arguments, stderr=log, stdout=log, start_new_session=True)
+        self.ups.append(process)
+        return process
+
+    def log(self) -> str:
+        return (self.folder / f"up-{len(self.ups) - 1}.log").read_text()
+
+    async def end(self, up: "subprocess.Popen[str]") -> None:
+        """In good order: nothing is left."""
+        up.send_signal(signal.SIGTERM)
+        await until(lambda: up.poll() is not None, f"up ends\n{self.log()}")
+        assert (up.returncode, self.remains()) == (0, []), self.log()
+
+    def remains(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if self._mark in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def worker_processes(self) -> list[int]:
+        """Started as a worker; their handlers' processes are not."""
+        launched = [p for p in self.remains() if "windlass.providers.local.launch" in p.cmdline()]
+        pids = {process.pid for process in launched}
+        return [process.pid for process in launched if process.ppid() not in pids]
+
+    # -------------------------------------------------------------------------------------------------- the database
+
+    async def enqueue(self, *payloads: Any) -> list[int]:
+        return [await self.store.enqueue(new_task(QUEUE, payload)) for payload in payloads]
+
+    async def task(self, task_id: int) -> Task:
+        task = await self.store.task(task_id)
+        assert task is not None
+        return task
+
+    async def until_status(self, status: TaskStatus, *task_ids: int, attempt: int | None = None) -> Task:
+        async def are_all_so() -> Task | None:
+            tasks = [await self.task(task_id) for task_id in task_ids]
+            are_so = all(task.status is status and attempt in (None, task.attempts) for task in tasks)
+            return tasks[0] if are_so else None
+
+        task: Task = await until(are_all_so, f"tasks {task_ids} are {status}\n{self.log() if self.ups else ''}")
+        return task
+
+    async def until_workers(self, count: int) -> list[Worker]:
+        """So many, all of them active."""
+
+        async def are_there() -> list[Worker] | bool:
+            workers = await self.store.workers()
+            is_so = len(workers) == count and all(worker.status is WorkerStatus.ACTIVE for worker in workers)
+            return (workers or True) if is_so else False
+
+        found = await until(are_there, f"{count} workers\n{self.log() if self.ups else ''}")
+        return found if isinstance(found, list) else []
+
+    async def fleet(self) -> Fleet:
+        (fleet,) = await self.store.fleets()
+        return fleet
+
+    async def last_cycle(self) -> Cycle:
+        (cycle,) = await self.store.cycles("default", 1)
+        return cycle
+
+    async def until_decided(self, words: str) -> Cycle:
+        async def is_decided() -> Cycle | None:
+            return next((cycle for cycle in await self.store.cycles("default") if words in cycle.decision), None)
+
+        cycle: Cycle = await until(is_decided, f"a decision with {words!r}\n{self.log() if self.ups else ''}")
+        return cycle
+
+
+@asynccontextmanager
+async def new_host(folder: Path, dsn: str) -> AsyncIterator[Host]:
+    host = Host(folder, dsn)
+    async with host.store:
+        try:
+            yield host
+        finally:
+            for process in host.remains():
+                process.kill()
+            for up in host.ups:
+                up.wait(PATIENCE_S)
+
+
+@pytest.fixture
+async def host(tmp_path: Path, dsn: str) -> AsyncIterator[Host]:
+    async with new_host(tmp_path, dsn) as host:
+        yield host
+
+
+# ----------------------------------------------------------------------------------------------------------- the loop
+
+
+async def test_a_burst_is_hired_for_worked_off_and_let_go(host: Host) -> None:
+    tasks = await host.enqueue(*[None] * 10)
+    host.configure(handler=None, queues=None)
+    up = host.up("--queue", QUEUE, "--handler", "app:work", "--max", "2")
+    await host.until_status(TaskStatus.COMPLETE, *tasks)
+    await host.until_workers(0)
+    workers = await host.store.workers(include_terminated=True)
+    assert {worker.slot for worker in workers} == {0, 1}
+    assert {worker.code for worker in workers} == {"IDLE"}
+    await host.end(up)
+    assert "hiring 2: 10 waiting" in host.log()
+
+
+async def test_a_worker_that_is_killed_is_replaced_and_its_task_recovered(host: Host) -> None:
+    go = host.folder / "go"
+    (task,) = await host.enqueue({"go": str(go)})
+    up = host.up()
+    running = await host.until_status(TaskStatus.RUNNING, task)
+    (killed,) = await host.store.workers()
+    assert killed.pid is not None
+    psutil.Process(killed.pid).kill()
+    again = await host.until_status(TaskStatus.RUNNING, task, attempt=2)
+    assert again.worker_id != running.worker_id == killed.id
+    go.touch()
+    await host.until_status(TaskStatus.COMPLETE, task)
+    told = host.windlass("explain", killed.id).out
+    assert f"Worker {killed.id} has ended (MACHINE_GONE): " in told
+    assert "was killed by SIGKILL" in told
+    assert "its log ends: {" not in told
+    story = host.windlass("explain", task).out
+    assert "is complete after 2 attempts" in story
+    assert "TASK_REQUEUED" in story
+    assert f"at work on {task}" in host.windlass("workers", "logs", killed.id).out
+    await host.end(up)
+
+
+async def test_an_orchestrator_that_was_killed_finds_its_workers_again_and_doubles_none(host: Host) -> None:
+    host.configure(min_workers=2)
+    first = host.up()
+    before = {worker.id: worker.pid for worker in await host.until_workers(2)}
+    first.kill()
+    first.wait()
+    # They go on without it.
+    await host.until_status(TaskStatus.COMPLETE, *await host.enqueue(None))
+    last = await host.last_cycle()
+    second = host.up()
+
+    async def has_decided_since() -> bool:
+        cycle = await host.last_cycle()
+        return cycle.term > last.term or (cycle.repeated_at or cycle.started_at) > (last.repeated_at or last.started_at)
+
+    await until(has_decided_since, "the second one leads")
+    # One that finds work hires at once, if at all.
+    await host.until_status(TaskStatus.COMPLETE, *await host.enqueue(None, None))
+    assert {worker.id: worker.pid for worker in await host.until_workers(2)} == before
+    assert sorted(host.worker_processes()) == sorted(pid for pid in before.values() if pid is not None)
+    await host.end(second)
+    assert await host.store.workers() == []
+
+
+async def test_told_to_leave_its_workers_it_does(host: Host) -> None:
+    host.configure(min_workers=1)
+    up = host.up("--leave-workers")
+    (worker,) = await host.until_workers(1)
+    up.send_signal(signal.SIGTERM)
+    await until(lambda: up.poll() is not None, "up ends")
+    assert worker.pid is not None
+    assert is_alive(worker.pid)
+
+
+async def test_of_two_orchestrators_one_leads_and_the_other_takes_over(host: Host) -> None:
+    first = host.up()
+    await until(host.store.fleets, "the first one leads")
+    second = host.up()
+    await until(lambda: "standing by" in host.log(), f"the second one stands by\n{host.log()}")
+    term = (await host.last_cycle()).term
+    first.kill()
+    first.wait()
+    await host.until_status(TaskStatus.COMPLETE, *await host.enqueue(None))
+    assert (await host.last_cycle()).term > term
+    await host.end(second)
+
+
+async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(host: Host) -> None:
+    go = host.folder / "go"
+    host.configure(max_workers=1)
+    tasks = await host.enqueue(*[{"go": str(go)}] * 2)
+    up = host.up()
+    await host.until_workers(1)
+    host.configure(max_workers=2)
+    up.send_signal(signal.SIGHUP)
+    await host.until_workers(2)
+    for broken in ({"max_workers": 0}, {"handler": None}):
+        host.configure(**broken)
+        said = host.log().count("nothing changed")
+        up.send_signal(signal.SIGHUP)
+        await until(lambda said=said: host.log().count("nothing changed") > said, f"it says so\n{host.log()}")
+    assert "fleets.default.max_workers (from windlass.toml) is 0" in host.log()
+    assert "fleet default has nothing to run" in host.log()
+    go.touch()
+    await host.until_status(TaskStatus.COMPLETE, *tasks)
+    await host.until_workers(0)
+    assert (await host.fleet()).max_workers == 2
+    await host.end(up)
+
+
+async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mended(host: Host) -> None:
+    host.configure(max_workers=1, max_restarts=1, handler="missing:work")
+    (task,) = await host.enqueue(None)
+    up = host.up()
+
+    async def failed_slots() -> tuple[int, ...]:
+        return next((fleet.failed_slots for fleet in await host.store.fleets()), ())
+
+    await until(failed_slots, f"the slot fails\n{host.log()}")
+    told = host.windlass("explain", "default").out
+    assert "Slot 0 has failed too often and stays empty until `windlass restart default`." in told
+    broken = [worker for worker in await host.store.workers(include_terminated=True) if worker.code]
+    assert "cannot import missing:work" in host.windlass("explain", broken[-1].id).out
+    assert "failed slots 0" in host.windlass("status").out
+    assert "Slot 0 has failed" in host.windlass("explain", task).out
+    (host.folder / "missing.py").write_text(APP)
+    assert host.windlass("restart", "default", "--json").json["slots_freed"] == 1
+    await host.until_status(TaskStatus.COMPLETE, task)
+    await host.end(up)
+
+
+# ------------------------------------------------------------------------------------------------------------ by hand
+
+
+async def test_a_paused_fleet_hires_nobody_until_it_is_resumed(host: Host) -> None:
+    up = host.up()
+    await until(host.store.fleets, "the first cycle")
+    host.windlass("pause", "--fleet", "default")
+    (task,) = await host.enqueue(None)
+    await host.until_decided("paused")
+    assert await host.store.workers() == []
+    told = host.windlass("explain", task).out
+    assert "It is paused: `windlass resume --fleet default` lets it go on." in told
+    assert "paused" in host.windlass("status").out
+    host.windlass("resume", "--fleet", "default")
+    await host.until_status(TaskStatus.COMPLETE, task)
+    await host.end(up)
+
+
+async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host) -> None:
+    go = host.folder / "go"
+    host.configure(idle_timeout_s=60, stop_timeout_s=60)
+    up = host.up()
+    await until(host.store.fleets, "the first cycle")
+    assert host.windlass("spawn", "--count", 2, "--json").json["requested"] == 2
+    await host.until_workers(2)
+    tasks = await host.enqueue(*[{"go": str(go)}] * 2)
+    await host.until_status(TaskStatus.RUNNING, *tasks)
+    leaving, killed = [(await host.task(task_id)).worker_id or "" for task_id in tasks]
+    assert host.windlass("terminate", leaving, "--reason", "to make room", "--json").json["changed"] == 1
+    assert host.windlass("terminate", killed, "--force", "--json").json["changed"] == 1
+    # The one that was forced loses its task, the other finishes it.
+    await host.until_status(TaskStatus.RUNNING, tasks[1], attempt=2)
+    go.touch()
+    await host.until_status(TaskStatus.COMPLETE, *tasks)
+    assert [(await host.task(task_id)).attempts for task_id in tasks] == [1, 2]
+    assert (await host.task(tasks[0])).worker_id == leaving
+
+    async def ended() -> bool:
+        rows = [await host.store.worker(worker_id) for worker_id in (leaving, killed)]
+        return all(row is not None and row.status is WorkerStatus.TERMINATED for row in rows)
+
+    await until(ended, f"both have ended\n{host.log()}")
+    assert f"Worker {leaving} has ended (MANUAL): to make room." in host.windlass("explain", leaving).out
+    await host.end(up)
+
+
+# --------------------------------------------------------------------------------------------- once, and once again
+
+
+async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) -> None:
+    (task, *_) = tasks = await host.enqueue(None, None)
+    first = host.windlass("cycle").json
+    assert first["actions"] == {
+        "workers_promoted": 0,
+        "workers_failed": 0,
+        "workers_spawned": 2,
+        "workers_terminated": 0,
+        "tasks_reset": 0,
+    }
+    assert (
+        first["status"].items()
+        >= {
+            "queued_tasks": 2,
+            "spawning_workers": 0,
+            "active_workers": 0,
+            "terminating_workers": 0,
+            "total_workers": 0,
+        }.items()
+    )
+    assert first["timestamp"].startswith("20")
+    await host.until_status(TaskStatus.COMPLETE, *tasks)
+    for _ in range(10):
+        if host.windlass("cycle").json["status"]["total_workers"] == 0:
+            break
+    assert host.remains() == []
+    assert "complete" in host.windlass("explain", task).out
+
+    number = str(first["cycle_id"])
+    same = host.windlass("replay", number, "--json").json
+    assert (same["is_same"], [a["kind"] for a in same["then"]["actions"]]) == (True, ["Spawn", "Spawn"])
+    host.configure("other.toml", max_workers=1)
+    other = host.windlass("replay", number, "--with", "other.toml", "--json").json
+    assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["Spawn"])
+    assert "decided again: the same" in host.windlass("replay", number).out
+    assert "decided again: hiring 1" in host.windlass("replay", number, "--with", "other.toml").out
+
+
+async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:
+    await host.enqueue(None)
+    host.windlass("cycle")
+    terminal, its_end = pty.openpty()
+    os.set_blocking(terminal, False)
+    watch = host.windlass.with_env(COLUMNS="200", LINES="50").start("status", "--watch", stdout=its_end, stderr=its_end)
+    with watch as process:
+        drawn = ""
+
+        def is_drawn() -> bool:
+            nonlocal drawn
+            with suppress(BlockingIOError):
+                drawn += os.read(terminal, 65_536).decode()
+            return "hiring 1: 1 waiting" in drawn and "at work on" in drawn
+
+        try:
+            await until(is_drawn, "a picture")
+        finally:
+            process.send_signal(signal.SIGINT)
+        await until(lambda: is_drawn() and process.poll() is not None, "it ends")
+    assert process.returncode == 130, drawn
+    os.close(terminal)
+    os.close(its_end)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        pytest.param(("spawn", "nobody"), "no fleet nobody", id="spawn for an unknown fleet"),
+        pytest.param(("restart", "nobody"), "no fleet nobody", id="restart of an unknown fleet"),
+        pytest.param(("pause", "--fleet", "nobody"), "no fleet nobody", id="pause of an unknown fleet"),
+        pytest.param(("resume", "--fleet", "nobody"), "no fleet nobody", id="resume of an unknown fleet"),
+        pytest.param(("terminate", "--fleet", "nobody"), "no fleet nobody", id="terminate an unknown fleet"),
+        pytest.param(("workers", "list", "--fleet", "nobody"), "no fleet nobody", id="workers of an unknown fleet"),
+        pytest.param(("terminate", "nobody"), "no live worker is called nobody", id="an unknown worker"),
+        pytest.param(("terminate",), "say which workers", id="nobody to terminate"),
+        pytest.param(("pause",), "say what is meant", id="nothing to pause"),
+        pytest.param(("pause", "--all", "--fleet", "x"), "say what is meant", id="two things to pause"),
+        pytest.param(("workers", "show", "nobody"), "there is no worker nobody", id="show an unknown worker"),
+        pytest.param(("workers", "logs", "nobody"), "there is no worker nobody", id="logs of an unknown worker"),
+        pytest.param(("explain", "nobody"), "there is no task, worker or fleet nobody", id="explain the unknown"),
+        pytest.param(("explain", "4711"), "there is no task 4711", id="explain an unknown task"),
+        pytest.param(("replay", "4711"), "there is no cycle 4711", id="an unknown cycle"),
+        pytest.param(("replay", "zero"), "valid integer", id="a cycle that is no number"),
+        pytest.param(("up",), "there is no fleet", id="up without a fleet"),
+        pytest.param(("cycle",), "there is no fleet", id="cycle without a fleet"),
+        pytest.param(("up", "--queue", "q"), "has nothing to run", id="a fleet without a handler"),
+        pytest.param(
+            ("up", "-q", "q", "--min", "9", "--handler", "a:b"), "min must not exceed max", id="limits at odds"
+        ),
+        pytest.param(("status", "--watch", "--json"), "choose one", id="a live view for programs"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(tmp_path: Path, dsn: str, arguments: tuple[str, ...], sentence: str) -> None:
+    done: Done = CommandLine(tmp_path, {"DATABASE_URL": dsn})(*arguments)
+    assert (done.code, done.out) == (2, ""), done
+    assert sentence in done.err
+    assert done.err.count("\n") == 1

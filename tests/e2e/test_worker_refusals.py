@@ -1,0 +1,153 @@
+"""What cannot work is refused at once: exit code 2 and one sentence that says what to do."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from crew import HERE, PROGRAM
+
+NO_DATABASE = "postgresql://nobody@127.0.0.1:1/nothing"
+SECONDS = 30
+
+MODULES = {
+    "needs_a_stranger.py": "import a_module_that_nobody_has\ndef handler(task): ...\n",
+    "breaks.py": "1 / 0\n",
+    "exits.py": "import sys\nsys.exit('not today')\n",
+    "kills_itself.py": "import os\nprint('so long')\nos._exit(5)\n",
+    "odd.py": "value = 1\ndef none(): ...\ndef two(task, other): ...\n",
+}
+
+REFUSALS = [
+    (
+        "the module is missing",
+        ["--handler", "nowhere:handler"],
+        "cannot import nowhere:handler (No module named 'nowhere'). "
+        "Run it from the folder that holds nowhere.py, or set --chdir.",
+    ),
+    (
+        "the module of a package is missing",
+        ["--handler", "nowhere.deep.down:handler"],
+        "cannot import nowhere.deep.down:handler (No module named 'nowhere'). "
+        "Run it from the folder that holds nowhere/, or set --chdir.",
+    ),
+    (
+        "a module that the handler imports is missing",
+        ["--handler", "needs_a_stranger:handler"],
+        "cannot import needs_a_stranger:handler (No module named 'a_module_that_nobody_has'). "
+        "Install a_module_that_nobody_has in this environment.",
+    ),
+    (
+        "the import raises",
+        ["--handler", "breaks:handler"],
+        "cannot import breaks:handler: ZeroDivisionError: division by zero. Fix the module first.",
+    ),
+    (
+        "the import exits",
+        ["--handler", "exits:handler"],
+        "cannot import exits:handler: SystemExit: not today. Fix the module first.",
+    ),
+    (
+        "the import ends the process",
+        ["--handler", "kills_itself:handler"],
+        "cannot import kills_itself:handler: the handler's process exited with code 5; it printed last: so long",
+    ),
+    (
+        "the function is missing",
+        ["--handler", "odd:nothing"],
+        "cannot find nothing in odd: check the name after the colon.",
+    ),
+    (
+        "the function is a value",
+        ["--handler", "odd:value"],
+        "odd:value is not callable: a handler is a function that takes the task.",
+    ),
+    (
+        "the function takes no task",
+        ["--handler", "odd:none"],
+        "odd:none does not take one argument: a handler is a function of the task.",
+    ),
+    (
+        "no function is named",
+        ["--handler", "odd"],
+        "'odd' does not name a handler: write package.module:function.",
+    ),
+    (
+        "a sync handler is to run inline",
+        ["--inline", "--chdir", str(HERE), "--handler", "handlers:echo"],
+        "handlers:echo is not an async function, and --inline runs only those: "
+        "write `async def`, or leave --inline out.",
+    ),
+    (
+        "the import exits inline",
+        ["--inline", "--handler", "exits:handler"],
+        "cannot import exits:handler: SystemExit: not today. Fix the module first.",
+    ),
+    (
+        "a command is to run inline",
+        ["--inline", "--exec", "cat"],
+        "--inline goes with --handler: a command cannot run inside the worker.",
+    ),
+    (
+        "there is no such command",
+        ["--exec", "no-such-command --now"],
+        "cannot find the command 'no-such-command': check the name and the PATH.",
+    ),
+    (
+        "the command's quotes are open",
+        ["--exec", "echo 'half"],
+        'cannot read the command "echo \'half" (No closing quotation): check its quotes.',
+    ),
+    (
+        "nothing is to run",
+        [],
+        "a worker needs exactly one of --handler and --exec: say what to run.",
+    ),
+    (
+        "two things are to run",
+        ["--handler", "odd:two", "--exec", "cat"],
+        "a worker needs exactly one of --handler and --exec: say what to run.",
+    ),
+    (
+        "the database is not there",
+        ["--exec", "cat"],
+        "connecting: the database at 127.0.0.1:1 cannot be reached",
+    ),
+    (
+        "the queue's name is none",
+        ["--exec", "cat", "--queue", "no spaces"],
+        "'no spaces' cannot be a queue's name: use letters, digits and _ . : -, "
+        "starting with a letter or digit, at most 63 characters.",
+    ),
+    (
+        "the lease is shorter than three beats",
+        ["--exec", "cat", "--lease", "10"],
+        "worker (from command line): lease_s is 10 and heartbeat_interval_s is 5: "
+        "at least three beats must fit into a lease, or one lost packet costs a worker its tasks.",
+    ),
+    (
+        "there is no such folder",
+        ["--exec", "cat", "--chdir", "/nowhere"],
+        "cannot work in /nowhere (No such file or directory): check --chdir.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
+def test_a_worker_that_cannot_work_says_why_in_a_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [PROGRAM, "worker", "--queue", "work", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "DATABASE_URL": NO_DATABASE},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"windlass: {sentence}")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,145 @@
+"""Two orchestrators as real processes on one real PostgreSQL; whoever leads is killed with kill -9, again and again."""
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+from orchestrator_process import CALL_TIMEOUT_S, LATE_S, MAX_WORKERS, SCHEMA, TTL_S
+
+SCRIPT = Path(__file__).with_name("orchestrator_process.py")
+CYCLES = 100
+KILLS = 8
+# For conditions of a machine that may be very busy; nothing waits this long when all is well.
+PATIENCE_S = 90.0
+LOOKS_EVERY_S = 0.02
+
+
+class Orchestrators:
+    """Processes under names of their own; a name is never used again."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._numbers = count()
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> str:
+        name = f"o{next(self._numbers)}"
+        self.running[name] = subprocess.Popen([sys.executable, str(SCRIPT), self._dsn, name])
+        return name
+
+    def kill(self, name: str) -> None:
+        process = self.running.pop(name)
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def orchestrators(dsn: str) -> Iterator[Orchestrators]:
+    crew = Orchestrators(dsn)
+    try:
+        yield crew
+    finally:
+        for name in list(crew.running):
+            crew.kill(name)
+
+
+async def until(what: str, condition: Callable[[], Awaitable[Any]]) -> Any:
+    async with asyncio.timeout(PATIENCE_S):
+        while not (value := await condition()):
+            await asyncio.sleep(LOOKS_EVERY_S)
+        return value
+    raise AssertionError(what)
+
+
+@pytest.mark.timeout(240)
+async def test_two_orchestrators_one_killed_at_random_never_exceed_the_maximum(
+    dsn: str, orchestrators: Orchestrators
+) -> None:
+    connection = await asyncpg.connect(dsn)
+    try:
+        await connection.execute(SCHEMA)
+        await _kill_leaders(connection, orchestrators)
+        await _check_books(connection)
+    finally:
+        await connection.close()
+
+
+async def _kill_leaders(connection: Any, orchestrators: Orchestrators) -> None:
+    async def leader() -> str | None:
+        name = await connection.fetchval("select holder from windlass.leases where expires_at > clock_timestamp()")
+        return name if name in orchestrators.running else None
+
+    async def cycles() -> int:
+        return int(await connection.fetchval("select coalesce(max((memory ->> 'cycle')::integer), 0) from windlass.fleets"))
+
+    orchestrators.start()
+    orchestrators.start()
+    kills = 0
+    while kills < KILLS or await cycles() < CYCLES:
+        name = await until("somebody leads", leader)
+        led_before = await cycles()
+
+        async def moves_on(before: int = led_before) -> bool:
+            return await cycles() > before + 2
+
+        await until("cycles go on", moves_on)
+        # Somewhere in a cycle, wherever that is.
+        await asyncio.sleep(random.uniform(0.0, 0.2))  # noqa: S311
+        if name in orchestrators.running:
+            orchestrators.kill(name)
+            orchestrators.start()
+            kills += 1
+
+    # Nobody hires any more: what was sent has arrived when its time is over.
+    for name in list(orchestrators.running):
+        orchestrators.kill(name)
+
+    async def nothing_under_way() -> bool:
+        asked = "select count(*) from pg_stat_activity where query like '%fake.create_machine%' and state = 'active'"
+        return await connection.fetchval(f"{asked} and pid <> pg_backend_pid()") == 0
+
+    await until("the last creations end", nothing_under_way)
+
+
+async def _check_books(connection: Any) -> None:
+    most = await connection.fetchval(
+        """
+        select max(billed) from (
+          select (
+            select count(*) from fake.machines other
+            where other.began_at <= m.began_at and (other.gone_at is null or other.gone_at > m.began_at)
+          ) as billed
+          from fake.machines m
+        ) as moments
+        """
+    )
+    assert most == MAX_WORKERS
+    assert await connection.fetchval("select count(*) from fake.machines") > 2 * MAX_WORKERS
+    # Nobody was hired twice, by one orchestrator or by two.
+    assert await connection.fetchval("select count(*) = count(distinct name) from fake.created")
+    assert await connection.fetchval("select count(*) = count(distinct name) from fake.machines")
+    # Every machine that is left has a row that knows or will find it.
+    leaked = await connection.fetch(
+        """
+        select m.name from fake.machines m
+        where m.gone_at is null
+          and not exists (select from windlass.workers w where w.id = m.name and w.status <> 'terminated')
+        """
+    )
+    assert leaked == []
+    # From one leader's last sign to the next one's first: the lease, and what a busy machine adds to it.
+    longest_s = await connection.fetchval(
+        """
+        select max(extract(epoch from later - at)) from (
+          select at, lead(at) over (order by at) as later from fake.led
+        ) as signs
+        """
+    )
+    assert longest_s < TTL_S + CALL_TIMEOUT_S + LATE_S + 10.0

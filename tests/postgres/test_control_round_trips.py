@@ -1,0 +1,122 @@
+"""A cycle asks the database a constant number of times, whatever the number of workers and of what befalls them."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from random import Random
+from typing import Any
+
+import pytest
+
+from windlass.control.cycle import FleetCycle
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.model.worker import WorkerStatus
+from windlass.ports.control import Candidate
+from windlass.store.control import PostgresControlStore
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = datetime(2030, 1, 1, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+
+class CountingStore(PostgresControlStore):
+    """Counts what goes over the wire, the setting of virtual time left out."""
+
+    statements = 0
+
+    @asynccontextmanager
+    async def _connection(self, doing: str) -> AsyncIterator[Any]:
+        async with super()._connection(doing) as connection:
+            with connection.query_logger(self._count):
+                yield connection
+
+    def _count(self, _: Any) -> None:
+        self.statements += 1
+
+
+class Shed:
+    """A provider that does everything at once."""
+
+    traits = ProviderTraits()
+
+    def __init__(self) -> None:
+        self.machines: dict[str, Machine] = {}
+
+    async def create(self, request: MachineRequest) -> Machine:
+        machine = Machine(f"m-{request.name}", request.name, MachineState.RUNNING)
+        self.machines[machine.id] = machine
+        return machine
+
+    async def list_machines(self) -> tuple[Machine, ...]:
+        return tuple(self.machines.values())
+
+    async def delete(self, machine: Machine) -> None:
+        self.machines.pop(machine.id, None)
+
+    async def close(self) -> None:
+        pass
+
+
+async def statements_of_a_life(dsn: str, workers: int) -> list[int]:
+    """Of each cycle: all are hired, promoted, left alone, crash and are replaced, are looked at, are let go, end."""
+    clock, shed = Clock(), Shed()
+    config = FleetConfig(
+        min_workers=workers,
+        max_workers=workers,
+        max_changes_per_cycle=workers,
+        heartbeat_timeout_s=30.0,
+        min_failures_for_rate=10_000,
+    )
+    counts = []
+    async with CountingStore(dsn, virtual_now=clock) as store:
+        candidate = Candidate("ann", 30.0)
+
+        async def cycle(config: FleetConfig) -> None:
+            store.statements = 0
+            await FleetCycle("f", config, store, shed, candidate, Random(len(counts))).run()  # noqa: S311
+            counts.append(store.statements)
+            clock.now += timedelta(seconds=5)
+
+        async def beat() -> None:
+            for worker in await store.workers():
+                await store.heartbeat(worker.id, (), {"idle_s": 60.0})
+
+        await cycle(config)
+        assert len(shed.machines) == workers
+        await beat()
+        await cycle(config)
+        assert {worker.status for worker in await store.workers()} == {WorkerStatus.ACTIVE}
+        await cycle(config)
+        before = set(shed.machines)
+        shed.machines = {
+            id_: Machine(id_, machine.name, MachineState.EXITED) for id_, machine in shed.machines.items()
+        }
+        await cycle(config)
+        assert len(shed.machines) == workers
+        assert before.isdisjoint(shed.machines)
+        await beat()
+        await cycle(config)
+        clock.now += timedelta(seconds=20)
+        await beat()
+        rest = config.model_copy(update={"min_workers": 0, "idle_timeout_s": 1.0})
+        for _ in range(3):
+            await cycle(rest)
+        assert shed.machines == {}
+    return counts
+
+
+@pytest.mark.timeout(180)
+async def test_a_cycle_makes_as_many_round_trips_for_one_worker_as_for_a_thousand(embedded_server: Any) -> None:
+    lives = []
+    for workers in (1, 20, 1000):
+        with embedded_server.migrated_database() as dsn:
+            lives.append(await statements_of_a_life(dsn, workers))
+    one, some, many = lives
+    assert one == some == many
+    # To lead, to observe, to write down the plan; what was done; and what was done about that.
+    assert max(one) <= 5

@@ -1,0 +1,118 @@
+"""What only a real PostgreSQL can show of the control loop's SQL: concurrency, and columns no port reads yet."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import asyncpg
+import pytest
+
+from windlass.model.action import Adopt, Plan, Spawn
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, MachineState
+from windlass.model.snapshot import Memory, Snapshot
+from windlass.ports.control import Candidate, Created, Intent, LeaseLost, Standby
+from windlass.store.control import PostgresControlStore
+
+FLEET = FleetConfig(max_workers=4)
+MACHINE = Machine(
+    "m1", "w0", MachineState.RUNNING, instance_type="tiny", price_micros_per_hour=1_500_000, currency="EUR"
+)
+LOOKS_EVERY_S = 0.01
+
+
+@pytest.fixture
+async def connection(each_dsn: str) -> AsyncIterator[Any]:
+    connection = await asyncpg.connect(each_dsn)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def observed(store: PostgresControlStore, candidate: Candidate) -> tuple[int, Snapshot]:
+    seen = await store.observe(candidate, "f", FLEET)
+    assert not isinstance(seen, Standby)
+    return seen
+
+
+async def test_of_many_who_ask_at_once_one_leads(each_dsn: str) -> None:
+    async with PostgresControlStore(each_dsn, max_connections=10) as store:
+        for round_number in range(10):
+            candidates = [Candidate(f"c{n}", 60.0, lease=f"lease{round_number}") for n in range(10)]
+            answers = await asyncio.gather(*(store.lead(candidate) for candidate in candidates))
+            assert [answer for answer in answers if not isinstance(answer, Standby)] == [1]
+
+
+async def test_of_two_leaders_plans_for_the_same_slots_one_gets_each(each_dsn: str) -> None:
+    """Two cycles of one holder at once, as a request beside a daemon makes them."""
+    ann = Candidate("ann", 60.0)
+    async with PostgresControlStore(each_dsn, max_connections=10) as store:
+        term, snapshot = await observed(store, ann)
+
+        async def hire(who: int) -> frozenset[str]:
+            intents = [Intent(f"w{who}-{slot}", slot, "wanted", 30.0) for slot in range(FLEET.max_workers)]
+            plan = Plan(tuple(Spawn(intent.slot, "wanted") for intent in intents), Memory(), f"hiring {who}")
+            return (await store.commit_plan(ann, term, snapshot, plan, intents)).granted
+
+        granted = await asyncio.gather(*(hire(who) for who in range(8)))
+        assert sum(map(len, granted)) == FLEET.max_workers
+        assert len(await store.workers()) == FLEET.max_workers
+
+
+async def test_nobody_takes_the_lead_in_the_middle_of_a_leaders_plan(each_dsn: str, connection: Any) -> None:
+    now = [datetime(2030, 1, 1, tzinfo=UTC)]
+    ann, bob = Candidate("ann", 30.0), Candidate("bob", 30.0)
+    async with PostgresControlStore(each_dsn, virtual_now=lambda: now[0]) as store:
+        term, snapshot = await observed(store, ann)
+        async with connection.transaction():
+            # Ann's plan is being written down while her lease runs out.
+            await connection.execute("select set_config('windlass.now', $1, true)", now[0].isoformat())
+            await connection.execute("select windlass.require_lease('orchestrator', 'ann', $1)", term)
+            now[0] += timedelta(seconds=31)
+            taking = asyncio.create_task(store.lead(bob))
+            await _waits_for_a_lock(each_dsn)
+            assert not taking.done()
+        assert await taking == 2
+        with pytest.raises(LeaseLost):
+            await store.commit_plan(ann, term, snapshot, Plan((), Memory(), "late"), [])
+
+
+async def _waits_for_a_lock(dsn: str) -> None:
+    watcher = await asyncpg.connect(dsn)
+    try:
+        async with asyncio.timeout(30):
+            while not await watcher.fetchval(
+                "select exists (select from pg_locks where not granted and pid <> pg_backend_pid())"
+            ):
+                await asyncio.sleep(LOOKS_EVERY_S)
+    finally:
+        await watcher.close()
+
+
+@pytest.mark.parametrize("way", ["created", "adopted"])
+async def test_what_a_machine_is_and_costs_is_kept(each_dsn: str, connection: Any, way: str) -> None:
+    ann = Candidate("ann", 60.0)
+    async with PostgresControlStore(each_dsn) as store:
+        term, snapshot = await observed(store, ann)
+        await store.commit_plan(ann, term, snapshot, Plan((), Memory(), "x"), [Intent("w0", 0, "wanted", 30.0)])
+        if way == "created":
+            await store.commit_outcomes(ann, term, "f", 1, [Created("w0", MACHINE)], [], {})
+        else:
+            found = replace(snapshot, machines=(replace(MACHINE, id="m0", name="other"), MACHINE))
+            await store.commit_plan(ann, term, found, Plan((Adopt("w0", "m1", "found"),), Memory(), "x"), [])
+    row = await connection.fetchrow(
+        "select machine_id, instance_type, price_micros_per_hour, currency from windlass.workers"
+    )
+    assert tuple(row) == ("m1", "tiny", 1_500_000, "EUR")
+
+
+async def test_an_unknown_machine_can_be_adopted(each_dsn: str, connection: Any) -> None:
+    ann = Candidate("ann", 60.0)
+    async with PostgresControlStore(each_dsn) as store:
+        term, snapshot = await observed(store, ann)
+        await store.commit_plan(ann, term, snapshot, Plan((), Memory(), "x"), [Intent("w0", 0, "wanted", 30.0)])
+        await store.commit_plan(ann, term, snapshot, Plan((Adopt("w0", "m1", "found"),), Memory(), "x"), [])
+    assert await connection.fetchval("select machine_id from windlass.workers") == "m1"

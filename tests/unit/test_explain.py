@@ -1,0 +1,221 @@
+"""`windlass explain`: the sentences, from what is stored."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from windlass.control.explain import explain_fleet, explain_task, explain_worker, in_short
+from windlass.model.action import Drain, Spawn
+from windlass.model.event import Event
+from windlass.model.fleet import FleetConfig
+from windlass.model.record import Cycle, CycleInFull, Fleet
+from windlass.model.snapshot import Hold, RunningView, Snapshot, WorkerView
+from windlass.model.task import Task, TaskStatus
+from windlass.model.worker import Worker, WorkerStatus
+
+NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
+
+
+def ago(seconds: float) -> datetime:
+    return NOW - timedelta(seconds=seconds)
+
+
+TASK = Task(
+    id=7,
+    queue="renders",
+    status=TaskStatus.QUEUED,
+    priority=0,
+    attempts=0,
+    max_attempts=3,
+    timeout_s=None,
+    run_after=None,
+    created_at=ago(40),
+    started_at=None,
+    finished_at=None,
+    worker_id=None,
+    unique_key=None,
+    progress=None,
+    progress_note=None,
+    error_code=None,
+    error=None,
+    payload="{}",
+    result=None,
+)
+WORKER = Worker(
+    id="renders-0-aa",
+    fleet="renders",
+    slot=0,
+    status=WorkerStatus.ACTIVE,
+    is_paused=False,
+    queues=("renders",),
+    concurrency=1,
+    lease_s=30.0,
+    created_at=ago(100),
+    activated_at=ago(95),
+    last_heartbeat=ago(2),
+    first_claimed_at=None,
+    terminated_at=None,
+    code=None,
+    reason=None,
+    host="here",
+    pid=1,
+    version="0",
+    vram_total_mb=None,
+    vram_used_mb=None,
+    late_results=0,
+)
+FLEET = Fleet("renders", "local", ("renders",), 0, 4, False, 0, None, (), ago(1000))
+CYCLE = Cycle(12, "renders", 1, ago(9), ago(9), "steady: 3 waiting, 2 of 2 workers busy: 2 needed", (), None, 0, None)
+
+
+def event(code: str, reason: str, seconds_ago: float = 10) -> Event:
+    return Event(1, ago(seconds_ago), code, reason, "renders", WORKER.id, TASK.id, None)
+
+
+def told_of(task: Task, **known: Any) -> list[str]:
+    given: dict[str, Any] = {"ahead": 0, "workers": [], "fleets": [], **known}
+    return explain_task(task, [], now=NOW, **given).answer
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        pytest.param({}, "Task 7 has been waiting for 40 s; it is the next in its queue.", id="waiting"),
+        pytest.param(
+            {"run_after": NOW + timedelta(hours=1)},
+            "Task 7 is not to run before 2030-01-01 13:00:00 UTC.",
+            id="waiting for its time",
+        ),
+        pytest.param(
+            {
+                "status": TaskStatus.RUNNING,
+                "worker_id": "w",
+                "started_at": ago(5),
+                "progress": 0.5,
+                "progress_note": "x",
+            },
+            "Task 7 has been running on w for 5 s, 50% done (x).",
+            id="running",
+        ),
+        pytest.param(
+            {"status": TaskStatus.ERROR, "attempts": 1, "run_after": NOW + timedelta(seconds=8)},
+            "Task 7 failed in attempt 1 of 3 and is tried again in 8 s.",
+            id="to be tried again",
+        ),
+        pytest.param(
+            {"status": TaskStatus.ERROR, "attempts": 1, "run_after": ago(1)},
+            "Task 7 failed in attempt 1 of 3 and is tried again as soon as a worker is free.",
+            id="due",
+        ),
+        pytest.param(
+            {"status": TaskStatus.COMPLETE, "attempts": 1}, "Task 7 is complete after 1 attempt.", id="complete"
+        ),
+        pytest.param(
+            {
+                "status": TaskStatus.FAILED,
+                "attempts": 3,
+                "error_code": "CRASHED",
+                "error": "Traceback\nOSError: no disk",
+            },
+            "Task 7 is a dead letter (CRASHED) after 3 of 3 attempts: OSError: no disk.",
+            id="a dead letter",
+        ),
+    ],
+)
+def test_a_task_is_explained_by_its_status(changes: dict[str, Any], sentence: str) -> None:
+    assert told_of(replace(TASK, **changes))[0] == sentence
+
+
+def test_a_waiting_task_is_explained_by_who_could_take_it_and_what_its_fleet_decided() -> None:
+    busy = [WORKER, replace(WORKER, id="b", is_paused=True), replace(WORKER, id="c", queues=("other",))]
+    assert told_of(TASK, ahead=2, workers=busy, fleets=[(FLEET, CYCLE)]) == [
+        "Task 7 has been waiting for 40 s; 2 are before it.",
+        "Its queue has 2 workers: 2 active, 1 paused.",
+        "Fleet renders, 9 s ago: steady: 3 waiting, 2 of 2 workers busy: 2 needed.",
+    ]
+
+
+def test_a_queue_that_nobody_serves_is_named() -> None:
+    assert told_of(TASK)[-1] == "No fleet and no worker serves the queue renders: start one, or check its name."
+    assert told_of(TASK, fleets=[(FLEET, None)])[-1] == "Fleet renders has had no cycle yet: is `windlass up` running?"
+
+
+def test_the_story_of_a_task_is_in_its_order() -> None:
+    done = replace(TASK, status=TaskStatus.COMPLETE, attempts=2, worker_id="w", started_at=ago(8), finished_at=ago(3))
+    story = explain_task(
+        done, [event("TASK_REQUEUED", "attempt 1 of 3: lost")], now=NOW, ahead=0, workers=[], fleets=[]
+    )
+    assert [text for _, text in story.history] == [
+        "enqueued into renders",
+        "TASK_REQUEUED: attempt 1 of 3: lost",
+        "attempt 2 begun by w",
+        "complete",
+    ]
+
+
+def test_a_worker_that_has_ended_is_explained_by_its_reason_and_its_last_cycle() -> None:
+    gone = replace(WORKER, status=WorkerStatus.TERMINATED, code="IDLE", reason="idle 31 s; 0 waiting")
+    view = WorkerView(
+        id=WORKER.id,
+        slot=0,
+        status=WorkerStatus.ACTIVE,
+        is_paused=False,
+        concurrency=1,
+        created_at=ago(100),
+        activated_at=ago(95),
+        last_heartbeat=ago(2),
+        running=(RunningView(7, ago(5), None),),
+        machine_id="m",
+    )
+    drain = Drain(WORKER.id, "IDLE", "idle 31 s; 0 waiting", NOW)
+    seen = CycleInFull(replace(CYCLE, actions=(drain,)), Snapshot(NOW, "renders", workers=(view,)))
+    answer = explain_worker(gone, [event("WORKER_TERMINATING", "idle")], cycle=seen, config=FleetConfig()).answer
+    assert answer[0] == f"Worker {WORKER.id} has ended (IDLE): idle 31 s; 0 waiting."
+    assert answer[1].startswith("Cycle 12 saw it as ")
+    assert "heartbeat 2 s old; at work on 7" in answer[1]
+    assert answer[2] == "It decided: drain, idle 31 s; 0 waiting."
+
+
+def test_a_worker_nobody_knows_more_of_is_explained_by_its_row() -> None:
+    story = explain_worker(replace(WORKER, slot=None, is_paused=True), [], cycle=None, config=None)
+    assert story.answer == [f"Worker {WORKER.id} is active and paused."]
+    assert [text for _, text in story.history] == ["started by hand"]
+
+
+def test_a_fleet_is_explained_by_its_last_decision_and_all_that_holds_it_back() -> None:
+    hold = Hold("FAILURE_RATE", "6 of 7 workers broke", ago(60))
+    held = replace(FLEET, is_paused=True, hold=hold, failed_slots=(0, 2))
+    hired = replace(CYCLE, id=11, started_at=ago(20), decision="hiring 1: 1 waiting", actions=(Spawn(0, "1 waiting"),))
+    story = explain_fleet(held, [replace(CYCLE, repeats=3, repeated_at=ago(1)), hired], now=NOW)
+    assert story.answer == [
+        "Fleet renders, 1 s ago: steady: 3 waiting, 2 of 2 workers busy: 2 needed.",
+        "It is paused: `windlass resume --fleet renders` lets it go on.",
+        "It is on hold since 11:59:00 UTC (FAILURE_RATE): 6 of 7 workers broke.",
+        "Slots 0, 2 have failed too often and stay empty until `windlass restart renders`.",
+    ]
+    assert [text for _, text in story.history] == [
+        "cycle 11: hiring 1: 1 waiting [hired 1]",
+        "cycle 12: steady: 3 waiting, 2 of 2 workers busy: 2 needed, and 3 more times",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("log", "kept"),
+    [
+        pytest.param('{"event": "task done", "level": "info"}', "", id="a line that says nothing of the end"),
+        pytest.param(
+            '{"error": "no disk", "event": "cannot write", "level": "error"}',
+            "; it last said: cannot write: no disk",
+            id="a complaint",
+        ),
+        pytest.param('{"event": "a line that was cut in the mid', "", id="half a line"),
+        pytest.param("[1]", "; its log ends: [1]", id="no log line of ours"),
+        pytest.param(
+            "windlass: cannot import app:f.", "; its log ends: windlass: cannot import app:f.", id="a sentence"
+        ),
+    ],
+)
+def test_the_end_of_a_log_is_told_when_it_says_what_was_wrong(log: str, kept: str) -> None:
+    assert in_short(f"its process exited with code 2; its log ends: {log}") == f"its process exited with code 2{kept}"

@@ -1,0 +1,515 @@
+"""One cycle's decisions, stage by stage: promotion, health, clean-up, drain, reconciliation, and the brakes on them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from snapshots import GPU, LOCAL, NOW, ago, apply, fleet, kinds, machine, machines_of, of_kind, snapshot, task, worker
+
+from windlass.model.action import (
+    Action,
+    Adopt,
+    Alert,
+    Delete,
+    DeleteStray,
+    Drain,
+    Fail,
+    FailSlot,
+    Plan,
+    Promote,
+    Requeue,
+)
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import ProviderTraits
+from windlass.model.snapshot import SlotView, Snapshot
+from windlass.policy.plan import STAGES, plan
+
+CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, stray_grace_s=60)
+
+
+def only(planned: Plan, kind: type[Action]) -> Any:
+    (action,) = of_kind(planned.actions, kind)
+    return action
+
+
+def alerts(planned: Plan) -> list[str]:
+    return [alert.code for alert in of_kind(planned.actions, Alert)]
+
+
+def test_the_stages_stand_in_the_seeds_order() -> None:
+    assert [stage.__name__ for stage in STAGES] == [
+        "promote",
+        "brake",
+        "fail_broken",
+        "fail_slots",
+        "requeue_orphans",
+        "clean_up",
+        "end_drained",
+        "scale",
+        "reconcile",
+        "warn",
+    ]
+
+
+# ---------------------------------------------------------------------------------- 000 and 002: the state transitions
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        pytest.param(
+            snapshot(worker(status="spawning", vram_mb=1), queued=1), ["Promote"], id="spawning -> active: heard of"
+        ),
+        pytest.param(
+            snapshot(worker(status="spawning", heartbeat=None), queued=1), [], id="spawning: not heard of yet"
+        ),
+        pytest.param(
+            snapshot(worker(status="spawning", heartbeat=None, created=601)),
+            ["Fail", "Delete"],
+            id="spawning -> error: time-out; cleaned up in the same cycle",
+        ),
+        pytest.param(
+            snapshot(worker(heartbeat=601)), ["Fail", "Delete"], id="active -> error: health check failure; cleaned up"
+        ),
+        pytest.param(
+            snapshot(worker(vram_mb=1), idle=30), ["Drain"], id="active -> terminating: idle and above the minimum"
+        ),
+        pytest.param(
+            snapshot(worker(status="terminating", terminating=1)),
+            ["Delete"],
+            id="terminating -> terminated: no running tasks",
+        ),
+        pytest.param(
+            snapshot(worker(status="terminating", terminating=599, running=(task(),))),
+            [],
+            id="terminating: may finish until its deadline",
+        ),
+        pytest.param(
+            snapshot(worker(status="terminating", terminating=600, running=(task(),))),
+            ["Delete", "Spawn"],
+            id="terminating -> terminated: grace period expired; its task needs somebody",
+        ),
+        pytest.param(snapshot(worker(status="error", heartbeat=None)), ["Delete"], id="error -> terminated: clean-up"),
+    ],
+)
+def test_transitions(seen: Snapshot, expected: list[str]) -> None:
+    assert kinds(plan(seen, GPU)) == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        pytest.param(snapshot(worker(status="spawning")), ["Promote"], id="starting -> healthy: the first heartbeat"),
+        pytest.param(
+            snapshot(worker(status="spawning", created=31, heartbeat=None)),
+            ["Fail", "Delete"],
+            id="starting -> crashed: 30 s without a heartbeat",
+        ),
+        pytest.param(snapshot(worker(heartbeat=31)), ["Fail", "Delete"], id="healthy -> crashed: missed heartbeats"),
+        pytest.param(snapshot(worker(), machines=()), ["Fail", "Delete"], id="healthy -> crashed: its process is gone"),
+        pytest.param(
+            snapshot(worker(status="terminating", terminating=29, running=(task(),))), [], id="stopping: 30 s to finish"
+        ),
+        pytest.param(
+            snapshot(worker(status="terminating", terminating=30, running=(task(),))),
+            ["Delete", "Spawn"],
+            id="stopping for 30 s: ended",
+        ),
+        pytest.param(
+            snapshot(worker(heartbeat=31), queued=1, slots=(SlotView(0, False, (ago(60),) * 3),)),
+            ["Fail", "Delete", "Spawn", "Alert"],
+            id="crashed -> starting: restarted; four crashes in five minutes are told",
+        ),
+        pytest.param(
+            snapshot(worker(heartbeat=31), queued=1, slots=(SlotView(0, False, (ago(60),) * 5),), hirings=()),
+            ["Fail", "FailSlot", "Delete", "Spawn", "Alert"],
+            id="crashed -> failed: five restarts in five minutes; another slot takes over",
+        ),
+        pytest.param(
+            snapshot(slots=(SlotView(0, True),), memory={"alerts": {"SLOT_FAILED 0": ago(60)}}),
+            [],
+            id="failed: permanent until a person intervenes",
+        ),
+    ],
+)
+def test_transitions_of_a_process(seen: Snapshot, expected: list[str]) -> None:
+    assert kinds(plan(seen, LOCAL)) == expected
+
+
+# -------------------------------------------------------------------------------------------------- health and requeue
+
+
+def test_a_broken_worker_fails_with_its_code_and_its_machine_is_deleted() -> None:
+    planned = plan(snapshot(worker(heartbeat=601, running=(task(7),))), GPU)
+    assert planned.actions[:2] == (
+        Fail("w0", "STALE_HEARTBEAT_ACTIVE_TASK", "Stale heartbeat with active tasks (601s old)"),
+        Delete(
+            "w0",
+            "m-w0",
+            "STALE_HEARTBEAT_ACTIVE_TASK",
+            "cleaning up: Stale heartbeat with active tasks (601s old)",
+        ),
+    )
+
+
+def test_tasks_of_workers_that_are_no_longer_live_are_requeued_and_somebody_is_hired_for_them() -> None:
+    planned = plan(snapshot(orphaned=("long-gone",)), LOCAL)
+    assert kinds(planned) == ["Requeue", "Spawn"]
+    assert only(planned, Requeue).worker_id == "long-gone"
+
+
+def test_a_worker_that_is_heard_and_broken_at_once_is_not_promoted() -> None:
+    assert kinds(plan(snapshot(worker(status="spawning", created=301, vram_mb=0)), GPU)) == ["Fail", "Delete"]
+
+
+def test_five_restarts_are_granted_and_the_sixth_break_fails_the_slot() -> None:
+    config = fleet(max_workers=1)
+    for restarts, is_failed in ((4, False), (5, True)):
+        seen = snapshot(worker(heartbeat=31), queued=1, slots=(SlotView(0, False, (ago(10),) * restarts),))
+        assert bool(of_kind(plan(seen, config).actions, FailSlot)) is is_failed
+
+
+def test_a_slot_that_broke_too_often_is_failed_even_if_nobody_saw_the_last_time() -> None:
+    seen = snapshot(slots=(SlotView(3, False, (ago(10),) * 6),))
+    assert only(plan(seen, LOCAL), FailSlot).slot == 3
+
+
+def test_a_failed_slot_stays_empty_until_a_person_says_so() -> None:
+    seen = snapshot(queued=5, slots=(SlotView(0, True),))
+    assert kinds(plan(seen, fleet(max_workers=1))) == ["Alert"]
+
+
+def test_vram_gone_quiet_is_told_once_and_fails_nobody() -> None:
+    seen = snapshot(worker(vram_mb=1, vram=121, running=(task(),)))
+    planned = plan(seen, GPU)
+    assert planned.actions == (Alert("VRAM_STALE", "no word about its GPU's memory for too long", "w0"),)
+    assert plan(apply(planned, seen, GPU), GPU).actions == ()
+
+
+def test_what_lasts_is_told_again_every_hour_and_what_is_over_is_forgotten() -> None:
+    seen = snapshot(worker(vram_mb=1, vram=121, running=(task(),)))
+    assert plan(replace(seen, memory=replace(seen.memory, alerts={"VRAM_STALE w0": ago(3599)})), GPU).actions == ()
+    assert alerts(plan(replace(seen, memory=replace(seen.memory, alerts={"VRAM_STALE w0": ago(3600)})), GPU)) == [
+        "VRAM_STALE"
+    ]
+    well = snapshot(worker(vram_mb=1, running=(task(),)), memory={"alerts": {"VRAM_STALE w0": ago(10)}})
+    assert plan(well, GPU).memory.alerts == {}
+
+
+def test_when_every_process_crashed_at_once_a_person_is_told() -> None:
+    views = [worker(f"w{n}", n) for n in range(3)]
+    planned = plan(snapshot(*views, machines=()), LOCAL)
+    assert alerts(planned) == ["ALL_CRASHED"]
+    assert len(of_kind(planned.actions, Fail)) == 3, "that they are gone is certain: nothing holds this up"
+
+
+def test_a_provider_that_does_not_list_for_three_cycles_is_told_of() -> None:
+    for since, expected in ((29, []), (30, ["LIST_UNKNOWN"])):
+        seen = snapshot(worker(running=(task(),)), machines=None, memory={"unlisted_since": ago(since)})
+        assert alerts(plan(seen, LOCAL)) == expected
+
+
+# ------------------------------------------------------------------------------------------------------------ draining
+
+
+def test_a_worker_just_told_to_leave_is_not_ended_before_a_claim_under_way_would_show() -> None:
+    assert plan(snapshot(worker(status="terminating", terminating=0.4)), LOCAL).actions == ()
+    assert kinds(plan(snapshot(worker(status="terminating", terminating=0.5)), LOCAL)) == ["Delete"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),
+    [
+        pytest.param(
+            snapshot(worker(status="terminating", terminating=0, running=(task(),)), machines=()),
+            "DRAINED",
+            id="its machine is gone",
+        ),
+        pytest.param(
+            snapshot(
+                worker(status="terminating", terminating=0, running=(task(),)), machines=(machine("w0", "exited"),)
+            ),
+            "DRAINED",
+            id="its process has ended",
+        ),
+        pytest.param(
+            snapshot(worker(status="terminating", terminating=5, heartbeat=31, running=(task(),))),
+            "DRAIN_STALE",
+            id="it fell silent over its last task: nobody waits for the deadline of a dead worker",
+        ),
+        pytest.param(
+            snapshot(worker(status="terminating", terminating=30, running=(task(),)), machines=None),
+            "DRAIN_TIMEOUT",
+            id="its time is up, and no list is needed to end a machine whose id is known",
+        ),
+    ],
+)
+def test_what_ends_a_worker_that_is_draining(seen: Snapshot, code: str) -> None:
+    assert only(plan(seen, LOCAL), Delete).code == code
+
+
+def test_a_terminating_worker_without_a_machine_id_is_ended_when_a_list_settles_it() -> None:
+    leaving = worker(status="terminating", terminating=5, machine_id=None, created=50, heartbeat=None)
+    assert plan(snapshot(leaving, machines=None, traits=CLOUD), LOCAL).actions == ()
+    assert plan(snapshot(leaving, machines=(), traits=CLOUD), LOCAL).actions == (), "its machine may still appear"
+    found = plan(snapshot(leaving, machines=(machine("w0", id_="late"),), traits=CLOUD), LOCAL)
+    assert only(found, Delete).machine_id == "late"
+    over = plan(snapshot(replace(leaving, created_at=ago(120)), machines=(), traits=CLOUD), LOCAL)
+    assert only(over, Delete).machine_id is None
+
+
+# ------------------------------------------------------------------------------------------------------ reconciliation
+
+
+def test_an_unanswered_creation_is_adopted_when_its_machine_is_found_and_doubles_are_deleted() -> None:
+    unanswered = worker(status="spawning", heartbeat=None, machine_id=None, created=20, creation="ambiguous")
+    listed = (machine("w0", id_="second", created=5), machine("w0", id_="first", created=9))
+    planned = plan(snapshot(unanswered, machines=listed, queued=1, traits=CLOUD), LOCAL)
+    assert planned.actions == (
+        Adopt("w0", "first", "found for a creation that was never answered"),
+        DeleteStray("second", "w0", "a double of first"),
+    )
+
+
+def test_an_unanswered_creation_keeps_its_slot_until_a_list_settles_it() -> None:
+    unanswered = worker(status="spawning", heartbeat=None, machine_id=None, created=119, creation="ambiguous")
+    config = fleet(max_workers=1, spawn_timeout_s=600)
+    for machines in (None, ()):
+        assert plan(snapshot(unanswered, machines=machines, queued=9, traits=CLOUD), config).actions == ()
+
+
+def test_an_unanswered_creation_without_a_machine_frees_its_slot_and_counts_as_no_restart() -> None:
+    unanswered = worker(status="spawning", heartbeat=None, machine_id=None, created=120, creation="ambiguous")
+    planned = plan(snapshot(unanswered, queued=1, machines=(), traits=CLOUD), fleet(spawn_timeout_s=600))
+    assert kinds(planned) == ["Delete", "Spawn"]
+    assert only(planned, Delete).code == "NO_MACHINE_ID"
+
+
+def test_a_broken_worker_whose_machine_is_not_known_waits_for_a_list() -> None:
+    broken = worker(status="error", heartbeat=None, machine_id=None, created=500)
+    assert plan(snapshot(broken, machines=None, traits=CLOUD), LOCAL).actions == ()
+    assert only(plan(snapshot(broken, machines=(), traits=CLOUD), LOCAL), Delete).machine_id is None
+    found = plan(snapshot(broken, machines=(machine("w0", id_="there"),), traits=CLOUD), LOCAL)
+    assert only(found, Delete).machine_id == "there"
+
+
+def test_a_machine_of_ours_without_a_worker_is_deleted_after_its_grace() -> None:
+    stray = machine("nobody")
+    first = plan(snapshot(machines=(stray,), traits=CLOUD), LOCAL)
+    assert first.actions == ()
+    assert first.memory.stray_since == {"m-nobody": NOW}
+    for since, expected in ((59, []), (60, ["DeleteStray"])):
+        seen = snapshot(machines=(stray,), traits=CLOUD, memory={"stray_since": {"m-nobody": ago(since)}})
+        assert kinds(plan(seen, LOCAL)) == expected
+
+
+def test_strays_take_up_room_until_they_are_gone() -> None:
+    config = fleet(max_workers=2)
+    for machines in ((machine("nobody"),), None):
+        seen = snapshot(queued=9, machines=machines, traits=CLOUD, memory={"stray_since": {"m-nobody": ago(5)}})
+        assert kinds(plan(seen, config)) == ["Spawn"]
+    ended = snapshot(queued=9, machines=(machine("nobody", "exited"),), traits=CLOUD)
+    assert kinds(plan(ended, config)) == ["Spawn", "Spawn"], "one that has exited is not billed"
+
+
+def test_a_machine_missing_from_a_lagging_list_is_waited_for_and_then_its_worker_is_replaced() -> None:
+    view = worker(heartbeat=20, running=(task(),))
+    for since, expected in ((None, []), (59, []), (60, ["Fail", "Delete", "Spawn"])):
+        memory = {} if since is None else {"missing_since": {"w0": ago(since)}}
+        assert kinds(plan(snapshot(view, machines=(), traits=CLOUD, memory=memory), LOCAL)) == expected
+
+
+def test_without_a_list_nothing_is_concluded_from_absence() -> None:
+    views = [worker("w0", 0, running=(task(),)), worker("w1", 1, "spawning", created=5, heartbeat=None)]
+    seen = snapshot(*views, machines=None, memory={"missing_since": {"w0": ago(900), "w1": ago(900)}})
+    assert plan(seen, LOCAL).actions == ()
+
+
+# ----------------------------------------------------------------------------------------------------------- the brake
+
+
+def silent(count: int, of: int, **rest: Any) -> Snapshot:
+    views = [worker(f"w{n}", n, heartbeat=31 if n < count else 1, running=(task(n),)) for n in range(of)]
+    return snapshot(*views, **rest)
+
+
+@pytest.mark.parametrize(
+    ("count", "of", "is_held"),
+    [
+        pytest.param(1, 1, False, id="one of one is a misfortune"),
+        pytest.param(2, 2, False, id="so are two of two"),
+        pytest.param(3, 6, False, id="half are not too many"),
+        pytest.param(3, 5, True, id="more than half, and three, look like our own blindness"),
+        pytest.param(4, 4, True, id="so do all of them"),
+    ],
+)
+def test_when_too_many_fall_silent_at_once_nothing_is_touched(count: int, of: int, is_held: bool) -> None:
+    planned = plan(silent(count, of, queued=3), fleet(max_workers=20))
+    if is_held:
+        assert kinds(planned) == ["Alert"]
+        assert planned.hold is not None
+        assert (planned.hold.code, planned.hold.is_total) == ("TOO_MANY_DEAD", True)
+        assert planned.decision == f"holding: {count} of {of} workers fell silent at once"
+    else:
+        assert len(of_kind(planned.actions, Fail)) == count
+
+
+def test_the_brake_is_released_when_they_are_heard_again_or_have_been_silent_too_long() -> None:
+    config = fleet(max_workers=20)
+    heard_again = plan(silent(0, 4, memory={"doubted_since": ago(10)}), config)
+    assert (heard_again.actions, heard_again.hold, heard_again.memory.doubted_since) == ((), None, None)
+    for since, failed in ((29, 0), (30, 4)):
+        planned = plan(silent(4, 4, memory={"doubted_since": ago(since)}), config)
+        assert len(of_kind(planned.actions, Fail)) == failed
+
+
+def test_after_a_gap_in_the_cycles_the_silent_get_two_beats_to_be_heard() -> None:
+    """The database was away: nobody could be heard, and the first cycle after it must not condemn them for that."""
+    first = plan(silent(1, 1, memory={"planned_at": ago(60)}), LOCAL)
+    assert first.actions == ()
+    assert first.hold is not None
+    assert first.hold.code == "WAS_AWAY"
+    back = plan(silent(0, 1, memory={"planned_at": ago(1), "doubted_since": ago(3)}), LOCAL)
+    assert (back.actions, back.hold) == ((), None)
+    for since, failed in ((9, 0), (10, 1)):
+        planned = plan(silent(1, 1, memory={"planned_at": ago(1), "doubted_since": ago(since)}), LOCAL)
+        assert len(of_kind(planned.actions, Fail)) == failed
+
+
+def test_cycles_farther_apart_than_heartbeats_may_be_still_find_the_dead() -> None:
+    """`windlass cycle` from cron, once a minute."""
+    first = plan(silent(1, 1, memory={"planned_at": ago(60)}), LOCAL)
+    second = plan(silent(1, 1, memory={"planned_at": ago(60), "doubted_since": ago(60)}), LOCAL)
+    assert (kinds(first), kinds(second)) == ([], ["Fail", "Delete", "Spawn"])
+
+
+def test_a_total_hold_is_not_hidden_by_a_lesser_one() -> None:
+    """The network is gone: the list shrinks and the workers fall silent in the same cycle."""
+    views = [worker(f"w{n}", n, heartbeat=31) for n in range(4)]
+    planned = plan(snapshot(*views, machines=(), traits=CLOUD, queued=5), LOCAL)
+    assert planned.hold is not None
+    assert planned.hold.code == "TOO_MANY_DEAD"
+    assert kinds(planned) == ["Alert"]
+
+
+def test_a_list_that_shrank_sharply_is_doubted_three_times_as_long_and_holds_hiring() -> None:
+    views = [worker(f"w{n}", n, heartbeat=20, running=(task(n),)) for n in range(4)]
+    config = fleet(max_workers=20)
+    for since, failed in ((60, 0), (179, 0), (180, 4)):
+        memory = {"missing_since": {f"w{n}": ago(since) for n in range(4)}}
+        planned = plan(snapshot(*views, machines=(), traits=CLOUD, queued=5, memory=memory), config)
+        assert len(of_kind(planned.actions, Fail)) == failed
+        if not failed:
+            assert planned.actions == ()
+            assert planned.hold is not None
+            assert planned.hold.code == "LIST_SHRANK"
+            assert "would hire" in planned.decision
+
+
+def test_a_list_in_doubt_settles_no_unanswered_creation() -> None:
+    views = [worker(f"w{n}", n, heartbeat=20, running=(task(n),)) for n in range(4)]
+    unanswered = worker("w9", 9, "spawning", heartbeat=None, machine_id=None, created=500, creation="ambiguous")
+    seen = snapshot(*views, unanswered, machines=(), traits=CLOUD)
+    assert plan(seen, fleet(max_workers=20, spawn_timeout_s=600)).actions == ()
+
+
+def test_machines_of_workers_that_were_told_to_leave_do_not_make_a_list_shrink() -> None:
+    views = [worker(f"w{n}", n, "terminating", terminating=5, heartbeat=20) for n in range(4)]
+    planned = plan(snapshot(*views, machines=(), traits=CLOUD), LOCAL)
+    assert planned.hold is None
+
+
+def test_a_hold_keeps_the_time_it_began() -> None:
+    first = plan(silent(4, 4), LOCAL)
+    again = plan(replace(silent(4, 4), now=NOW, memory=replace(first.memory, planned_at=NOW)), LOCAL)
+    assert first.hold is not None
+    assert again.hold is not None
+    assert again.hold.since == first.hold.since == NOW
+
+
+# ------------------------------------------------------------------------------------------------------ started by hand
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        pytest.param(snapshot(worker("h", None), idle=9999), [], id="idle for hours"),
+        pytest.param(snapshot(worker("h", None, created=9999), queued=3), ["Spawn"] * 3, id="never claims"),
+        pytest.param(snapshot(worker("h", None, running=(task(started=9999),))), [], id="at one task for hours"),
+        pytest.param(snapshot(worker("h", None, is_paused=True)), [], id="paused"),
+        pytest.param(
+            snapshot(worker("h", None, "terminating", terminating=29)), [], id="told to leave: it does so itself"
+        ),
+        pytest.param(
+            snapshot(worker("h", None, "terminating", terminating=29, running=(task(),))),
+            [],
+            id="told to leave, at work",
+        ),
+    ],
+)
+def test_a_worker_started_by_hand_is_neither_failed_nor_let_go_nor_deleted(seen: Snapshot, expected: list[str]) -> None:
+    assert kinds(plan(seen, LOCAL)) == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),
+    [
+        pytest.param(snapshot(worker("h", None, heartbeat=31), machines=None), "STALE_HEARTBEAT_IDLE", id="silent"),
+        pytest.param(snapshot(worker("h", None, "error"), machines=None), "ERROR", id="in error"),
+        pytest.param(
+            snapshot(worker("h", None, "terminating", terminating=30)), "DRAINED", id="told to leave, and never did"
+        ),
+    ],
+)
+def test_the_row_of_a_worker_started_by_hand_that_is_over_is_closed_without_touching_a_machine(
+    seen: Snapshot, code: str
+) -> None:
+    deletion = only(plan(seen, LOCAL), Delete)
+    assert (deletion.worker_id, deletion.machine_id, deletion.code) == ("h", None, code)
+
+
+def test_a_silent_worker_started_by_hand_breaks_no_slot_and_counts_against_no_fleet() -> None:
+    planned = plan(snapshot(worker("h", None, heartbeat=31, running=(task(),))), LOCAL)
+    assert kinds(planned) == ["Fail", "Delete", "Spawn"]
+    assert planned.memory.guard.broken_starts == 0
+
+
+def test_a_machine_named_like_a_worker_started_by_hand_is_left_alone() -> None:
+    assert plan(snapshot(worker("h", None), machines=(machine("h"),)), LOCAL).actions == ()
+
+
+# ---------------------------------------------------------------------------------------------------------- in one plan
+
+
+def test_every_action_prints_as_a_sentence() -> None:
+    views = (
+        worker("a", 0, heartbeat=31, running=(task(1),)),
+        worker("b", 1, "error"),
+        worker("c", 2, "spawning"),
+        worker("d", 3, "terminating", terminating=5),
+    )
+    planned = plan(snapshot(*views, queued=9, orphaned=("z",)), LOCAL)
+    assert all(action.reason and not action.reason.endswith(".") for action in planned.actions)
+    assert isinstance(planned.actions[0], Promote)
+
+
+def test_nobody_is_hired_and_let_go_in_one_plan() -> None:
+    views = [worker(f"w{n}", n) for n in range(3)]
+    planned = plan(snapshot(*views, requested=2, idle=900), fleet(max_workers=10))
+    assert set(kinds(planned)) == {"Spawn"}
+
+
+def test_a_fleet_at_rest_stays_at_rest() -> None:
+    views = [worker(f"w{n}", n, claimed=50, running=(task(n),)) for n in range(3)]
+    assert plan(snapshot(*views), LOCAL).actions == ()
+
+
+@pytest.mark.parametrize("config", [LOCAL, GPU], ids=["local", "gpu"])
+def test_an_empty_fleet_with_nothing_to_do_does_nothing(config: FleetConfig) -> None:
+    planned = plan(snapshot(machines=machines_of(())), config)
+    assert planned.actions == ()
+    assert planned.decision == "steady: 0 waiting, 0 of 0 workers busy: 0 needed"
+
+
+def test_a_drain_names_its_deadline() -> None:
+    assert only(plan(snapshot(worker(), idle=30), LOCAL), Drain).deadline == ago(-LOCAL.stop_timeout_s)

@@ -1,0 +1,195 @@
+"""What holds for every plan, whatever the fleet looks like."""
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from hypothesis import HealthCheck, given, settings
+from snapshots import Clockwork, apply, beating, of_kind
+from strategies import Scene, scenes, uncapped
+
+from windlass.model.action import Alert, Delete, DeleteStray, Drain, Fail, FailSlot, Plan, Promote, Spawn
+from windlass.model.machine import MachineState
+from windlass.model.snapshot import WorkerView
+from windlass.model.worker import WorkerStatus
+from windlass.policy.draft import begin
+from windlass.policy.plan import plan
+
+# The same scenes in every run: a failure in CI is a failure at home.
+always = settings(
+    max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+
+often = settings(always, max_examples=500)
+
+
+@often
+@given(scenes())
+def test_planning_again_after_its_own_actions_gives_nothing(scene: Scene) -> None:
+    first = plan(scene.snapshot, scene.fleet)
+    second = plan(apply(first, scene.snapshot, scene.fleet), scene.fleet)
+    if first.is_cut_short:
+        # What a cap left for later, in the same direction, is all that may follow.
+        going_on = Spawn if not of_kind(first.actions, Drain) else Drain
+        assert all(isinstance(action, going_on) for action in second.actions), second.actions
+    else:
+        assert second.actions == (), second.actions
+
+
+@often
+@given(scenes())
+def test_a_moment_later_nothing_more_is_wanted(scene: Scene) -> None:
+    scene = uncapped(scene)
+    first = plan(scene.snapshot, scene.fleet)
+    if first.is_cut_short:
+        return
+    after = apply(first, scene.snapshot, scene.fleet)
+    later = plan(replace(after, now=after.now + timedelta(milliseconds=1)), scene.fleet)
+    assert later.actions == (), later.actions
+
+
+@settings(always, max_examples=60)
+@given(scenes())
+def test_every_fleet_comes_to_rest_under_a_constant_load(scene: Scene) -> None:
+    """Whatever it looks like at first, if its machines live from now on and no task ends."""
+
+    def live(view: WorkerView, now: datetime) -> WorkerView:
+        running = tuple(replace(task, timeout_s=None) for task in view.running)
+        return beating(replace(view, idle_s=None, running=running), now)
+
+    world = Clockwork(scene.fleet.model_copy(update={"stuck_timeout_s": 1e9}), scene.snapshot, live)
+    for _ in range(150):
+        world.cycle()
+    assert [
+        action for planned in world.plans[-30:] for action in planned.actions if not isinstance(action, Alert)
+    ] == []
+
+
+@always
+@given(scenes())
+def test_there_are_never_more_machines_than_the_maximum(scene: Scene) -> None:
+    """Counted as a provider would: what exists, what is being deleted, what is being made."""
+    seen, limit = scene.snapshot, scene.fleet.max_workers
+    planned = plan(seen, scene.fleet)
+    held = {view.slot: view.id for view in seen.workers if view.slot is not None}
+    deleted = {action.worker_id for action in of_kind(planned.actions, Delete)}
+    spawned = [action.slot for action in of_kind(planned.actions, Spawn)]
+    assert len(spawned) == len(set(spawned))
+    assert all(0 <= slot < limit for slot in spawned)
+    assert all(slot not in held or held[slot] in deleted for slot in spawned)
+    strays = strays_of(scene)
+    at_once = [slot for slot in spawned if slot not in held]
+    assert not at_once or len(held) + strays + len(at_once) <= limit
+    assert not spawned or len(held) - len(deleted & set(held.values())) + strays + len(spawned) <= limit
+
+
+def strays_of(scene: Scene) -> int:
+    rows = {view.id: view for view in scene.snapshot.workers}
+    running = [m for m in scene.snapshot.machines or () if m.state is not MachineState.EXITED]
+    names = [machine.name for machine in running if machine.name in rows]
+    unowned = sum(machine.name not in rows for machine in running)
+    return unowned + len(names) - len(set(names))
+
+
+@always
+@given(scenes())
+def test_an_unknown_list_deletes_nothing(scene: Scene) -> None:
+    unknown = replace(scene.snapshot, machines=None)
+    planned = plan(unknown, scene.fleet)
+    rows = {view.id: view for view in unknown.workers}
+    assert not of_kind(planned.actions, DeleteStray)
+    for action in of_kind(planned.actions, Delete):
+        view = rows[action.worker_id]
+        assert action.machine_id == view.machine_id
+        assert action.machine_id is not None or view.slot is None, "a row was closed though its machine may exist"
+    assert all(fail.code not in ("MACHINE_GONE", "NO_MACHINE_ID") for fail in of_kind(planned.actions, Fail))
+
+
+@always
+@given(scenes())
+def test_a_healthy_worker_at_work_is_neither_failed_nor_deleted(scene: Scene) -> None:
+    planned = plan(scene.snapshot, scene.fleet)
+    states = begin(scene.snapshot, scene.fleet).states
+    at_work = {
+        id_
+        for id_, state in states.items()
+        if state.is_healthy and state.has_active_task and state.worker.status is not WorkerStatus.TERMINATING
+    }
+    ended = {action.worker_id for action in planned.actions if isinstance(action, Fail | Delete)}
+    assert not at_work & ended
+    drained = {drain.worker_id: drain.code for drain in of_kind(planned.actions, Drain)}
+    assert all(drained.get(id_, "OVER_MAX") == "OVER_MAX" for id_ in at_work)
+
+
+@always
+@given(scenes())
+def test_a_draining_worker_that_is_heard_and_at_work_lives_until_its_deadline(scene: Scene) -> None:
+    deleted = {action.worker_id for action in of_kind(plan(scene.snapshot, scene.fleet).actions, Delete)}
+    for id_, state in begin(scene.snapshot, scene.fleet).states.items():
+        is_at_work = state.worker.status is WorkerStatus.TERMINATING and state.has_active_task
+        if is_at_work and not state.is_stale and state.presence not in ("missing", "exited") and id_ in deleted:
+            assert state.worker.terminating_at is not None
+            waited = scene.snapshot.now - state.worker.terminating_at
+            assert waited.total_seconds() >= scene.fleet.stop_timeout_s
+
+
+@always
+@given(scenes())
+def test_a_worker_started_by_hand_is_never_drained_and_ends_only_when_it_is_over(scene: Scene) -> None:
+    planned = plan(scene.snapshot, scene.fleet)
+    states = begin(scene.snapshot, scene.fleet).states
+    for action in planned.actions:
+        state = states.get(getattr(action, "worker_id", None) or "")
+        if state is None or state.is_hired:
+            continue
+        assert isinstance(action, Fail | Delete | Alert) or type(action).__name__ == "Requeue", action
+        if isinstance(action, Fail):
+            assert state.code in ("NO_HEARTBEAT",) or state.is_stale
+        if isinstance(action, Delete):
+            assert action.machine_id is None
+
+
+@always
+@given(scenes())
+def test_a_plan_keeps_its_manners(scene: Scene) -> None:
+    planned = plan(scene.snapshot, scene.fleet)
+    spawns, drains = of_kind(planned.actions, Spawn), of_kind(planned.actions, Drain)
+    assert not (spawns and drains), "never both hired and let go"
+    assert len(spawns) <= scene.fleet.max_changes_per_cycle
+    assert len(drains) <= scene.fleet.max_changes_per_cycle
+    assert all(action.reason.strip() for action in planned.actions)
+    assert planned.decision.strip()
+    assert len(set(planned.actions)) == len(planned.actions), "nothing is asked for twice"
+    failed = {slot.slot for slot in scene.snapshot.slots if slot.is_failed}
+    failed |= {action.slot for action in of_kind(planned.actions, FailSlot)}
+    assert not failed & {spawn.slot for spawn in spawns}, "a failed slot is never filled"
+    if scene.snapshot.is_paused:
+        assert not spawns
+
+
+@always
+@given(scenes())
+def test_under_a_total_hold_nobody_is_touched(scene: Scene) -> None:
+    planned = plan(scene.snapshot, scene.fleet)
+    if planned.hold is not None and planned.hold.is_total:
+        assert all(isinstance(action, Promote | Alert) for action in planned.actions)
+
+
+@always
+@given(scenes())
+def test_a_plan_is_a_function_of_its_snapshot(scene: Scene) -> None:
+    assert plan(scene.snapshot, scene.fleet) == plan(scene.snapshot, scene.fleet)
+
+
+@always
+@given(scenes())
+def test_letting_go_never_goes_below_the_minimum(scene: Scene) -> None:
+    planned = plan(scene.snapshot, scene.fleet)
+    if of_kind(planned.actions, Drain):
+        assert staying_after(scene, planned) >= scene.fleet.min_workers
+
+
+def staying_after(scene: Scene, planned: Plan) -> int:
+    after = apply(planned, scene.snapshot, scene.fleet)
+    return sum(
+        view.slot is not None and view.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE) for view in after.workers
+    )

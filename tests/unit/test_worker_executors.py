@@ -1,0 +1,319 @@
+"""The three ways to run a handler, without a database: each attempt ends as an outcome, or at once when cancelled."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+import pytest
+
+from windlass.model.errors import HandlerNotFound
+from windlass.model.task import Claim
+from windlass.worker import process
+from windlass.worker.command import CommandExecutor
+from windlass.worker.executor import Executor, Failure, Outcome, Success
+from windlass.worker.handler import DoNotRetry, RunningTask
+from windlass.worker.inline import InlineExecutor
+from windlass.worker.isolated import IsolatedExecutor
+
+HANDLERS = Path(__file__).parent.parent / "e2e"
+PATIENCE_S = 20.0
+
+
+async def until(is_so: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.01)
+
+
+def claim(payload: Any = None, timeout_s: float | None = None) -> Claim:
+    return Claim(1, uuid4(), "q", json.dumps(payload), 1, 3, timeout_s, 0, datetime.now(UTC))
+
+
+async def run(executor: Executor, payload: Any = None, timeout_s: float | None = None) -> Outcome:
+    return await asyncio.wait_for(executor.run(claim(payload, timeout_s), lambda *_: None), PATIENCE_S)
+
+
+def failure(outcome: Outcome) -> Failure:
+    assert isinstance(outcome, Failure), outcome
+    return outcome
+
+
+# ------------------------------------------------------------------------------------------------------- isolated
+
+
+@pytest.fixture
+async def isolated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IsolatedExecutor]:
+    monkeypatch.chdir(HANDLERS)
+    executor = IsolatedExecutor("handlers:misbehave")
+    await executor.start()
+    yield executor
+    await executor.close()
+    assert living_children() == []
+
+
+def living_children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def child_pid(executor: IsolatedExecutor) -> int:
+    group = executor._children[0]._group
+    assert group is not None
+    return group.pid
+
+
+async def test_a_cancelled_attempt_loses_its_process_and_the_next_one_gets_another(
+    isolated: IsolatedExecutor, tmp_path: Path
+) -> None:
+    pid = child_pid(isolated)
+    file = tmp_path / "pid"
+    attempt = asyncio.create_task(run(isolated, {"how": "hang with another group", "file": str(file)}))
+    await until(file.exists, "the handler runs")
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    assert living_children() == []
+    assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+    assert child_pid(isolated) != pid
+
+
+async def test_an_attempt_can_be_cancelled_while_its_new_process_starts(isolated: IsolatedExecutor) -> None:
+    failure(await run(isolated, {"how": "os._exit"}))
+    attempt = asyncio.create_task(run(isolated, {"how": "nothing"}))
+    await until(living_children, "a new process starts")
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    assert living_children() == []
+    assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+
+
+async def test_a_process_that_died_or_flooded_while_idle_costs_no_attempt(
+    isolated: IsolatedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(5):
+        os.kill(child_pid(isolated), signal.SIGKILL)
+        await until(lambda: isolated._children[0]._link.is_lost, "its death is noticed")
+        assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+    monkeypatch.setattr(process, "MAX_OUTPUT_BYTES", 1 << 20)
+    assert await run(isolated, {"how": "flood after the end"}) == Success('"done"')
+    group = isolated._children[0]._group
+    assert group is not None
+    await until(lambda: group.breach, "it has flooded")
+    assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+
+
+async def test_what_is_answered_before_a_death_counts(isolated: IsolatedExecutor) -> None:
+    for _ in range(5):
+        assert await run(isolated, {"how": "die after the answer"}) == Success('"answered"')
+        await until(lambda: isolated._children[0]._link.is_lost, "its death is noticed")
+
+
+async def test_a_time_limit_that_strikes_in_the_moment_of_death_leaves_no_guard_behind(
+    isolated: IsolatedExecutor,
+) -> None:
+    # Around the time it takes to die and to be described.
+    for limit_s in (0.001, 0.005, 0.01, 0.02, 0.05):
+        code = failure(await run(isolated, {"how": "os._exit"}, timeout_s=limit_s)).code
+        assert code in ("TIMEOUT", "CHILD_DIED")
+        assert living_children() == []
+
+
+async def test_a_process_that_cannot_be_started_is_a_handler_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    executor = IsolatedExecutor("handlers:misbehave")
+    fds = psutil.Process().num_fds()
+    with pytest.raises(HandlerNotFound, match="cannot start a process for handlers:misbehave"):
+        await executor.start()
+    assert psutil.Process().num_fds() == fds
+
+
+async def test_many_attempts_at_once_each_have_their_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HANDLERS)
+    executor = IsolatedExecutor("handlers:who", concurrency=3)
+    await executor.start()
+    try:
+        outcomes = await asyncio.gather(*(run(executor) for _ in range(3)))
+        pids = {json.loads(outcome.result or "")["pid"] for outcome in outcomes if isinstance(outcome, Success)}
+        assert len(pids) == 3
+    finally:
+        await executor.close()
+
+
+# -------------------------------------------------------------------------------------------------------- command
+
+
+async def command(text: str, payload: Any = None, timeout_s: float | None = None, **options: int) -> Outcome:
+    executor = CommandExecutor(text, **options)
+    await executor.start()
+    outcome = await run(executor, payload, timeout_s)
+    await executor.close()
+    assert living_children() == []
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("cat", '{"a":"Grüße"}'),
+        ("true", "null"),
+        ("sh -c 'echo; echo [1, 2]; echo'", "[1,2]"),
+        ("""sh -c 'echo "[$WINDLASS_TASK_ID, $WINDLASS_ATTEMPT, \\"$WINDLASS_QUEUE\\"]"'""", '[1,1,"q"]'),
+        ("sh -c 'echo noise >&2; echo 1'", "1"),
+        ("sh -c 'sleep 600 & echo 1'", "1"),
+        ("sh -c 'exec 0<&-; echo 1'", "1"),
+    ],
+    ids=["json in, json out", "no output", "white space", "environment", "stderr", "background", "closed stdin"],
+)
+async def test_a_command_that_exits_with_0_succeeds_with_what_it_printed(text: str, result: str) -> None:
+    assert await command(text, {"a": "Grüße"}) == Success(result)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("sh -c 'echo the cause >&2; exit 3'", "HANDLER_ERROR", "the command exited with code 3: the cause"),
+        ("false", "HANDLER_ERROR", "the command exited with code 1"),
+        ("sh -c 'kill -SEGV $$'", "HANDLER_ERROR", "the command was killed by SIGSEGV"),
+        ("echo hello", "BAD_RESULT", "the command's output is not JSON"),
+        ("echo NaN", "BAD_RESULT", "the command's result cannot be written as JSON"),
+        (r"""printf '"\\u0000"'""", "BAD_RESULT", "contains a NUL character"),
+        ("cat /dev/zero", "BAD_RESULT", "the result has more than 1,048,576 bytes"),
+        ("python3 -c \"print('[' * 100000)\"", "BAD_RESULT", "the command's output is not JSON"),
+        ("sh -c 'cat /dev/zero >&2'", "OUTPUT_LIMIT", "more than 1 MiB were printed in one attempt"),
+        ("sh -c 'sleep 600 & sleep 600'", "TIMEOUT", "ran longer than its limit of 0.3 s"),
+        (
+            'python3 -c "import time; x = bytes(1) * (200 << 20); time.sleep(600)"',
+            "MEMORY_LIMIT",
+            "MiB of memory were used and 100 MiB are allowed",
+        ),
+    ],
+)
+async def test_a_command_that_fails_says_how(
+    monkeypatch: pytest.MonkeyPatch, text: str, code: str, message: str
+) -> None:
+    monkeypatch.setattr(process, "MAX_OUTPUT_BYTES", 1 << 20)
+    monkeypatch.setattr(process, "MEMORY_CHECK_INTERVAL_S", 0.1)
+    limit_s = 0.3 if code == "TIMEOUT" else None
+    outcome = failure(await command(text, timeout_s=limit_s, memory_limit_bytes=100 << 20))
+    assert outcome.code == code
+    assert message in outcome.error
+
+
+async def test_a_command_need_not_read_a_large_payload() -> None:
+    assert await command("sh -c 'echo 1'", "x" * 1_000_000) == Success("1")
+    assert failure(await command("sh -c 'exit 2'", "x" * 1_000_000)).error == "the command exited with code 2"
+
+
+async def test_a_cancelled_command_is_ended_with_all_it_started() -> None:
+    executor = CommandExecutor("sh -c 'sleep 600 & setsid sleep 600 & wait'")
+    await executor.start()
+    attempt = asyncio.create_task(run(executor))
+    await until(lambda: len(living_children()) >= 4, "the command, its guard and two more run")
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    assert living_children() == []
+
+
+# --------------------------------------------------------------------------------------------------------- inline
+
+
+async def inline(handler: Callable[[RunningTask], Any], timeout_s: float | None = None) -> Outcome:
+    executor = InlineExecutor(handler)
+    await executor.start()
+    return await run(executor, timeout_s=timeout_s)
+
+
+async def _succeeds(task: RunningTask) -> Any:
+    task.progress(0.5)
+    return task.id
+
+
+async def _raises(_task: RunningTask) -> None:
+    raise ValueError("the cause")
+
+
+async def _raises_timeout(_task: RunningTask) -> None:
+    raise TimeoutError("its own")
+
+
+async def _exits(_task: RunningTask) -> None:
+    sys.exit(3)
+
+
+async def _interrupts(_task: RunningTask) -> None:
+    raise KeyboardInterrupt
+
+
+async def _gives_up(_task: RunningTask) -> None:
+    raise DoNotRetry
+
+
+async def _awaits_something_cancelled(_task: RunningTask) -> None:
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    await future
+
+
+async def _returns_nan(_task: RunningTask) -> float:
+    return float("nan")
+
+
+async def _sleeps(_task: RunningTask) -> None:
+    await asyncio.sleep(600)
+
+
+INLINE_FAILURES = [
+    (_raises, "HANDLER_ERROR", "ValueError: the cause"),
+    (_raises_timeout, "HANDLER_ERROR", "TimeoutError: its own"),
+    (_exits, "HANDLER_ERROR", "the handler called sys.exit(3)"),
+    (_interrupts, "HANDLER_ERROR", "KeyboardInterrupt"),
+    (_gives_up, "DO_NOT_RETRY", "the handler said: do not retry"),
+    (_awaits_something_cancelled, "HANDLER_ERROR", "CancelledError"),
+    (_returns_nan, "BAD_RESULT", "cannot be written as JSON"),
+]
+
+
+@pytest.mark.parametrize(
+    ("handler", "code", "message", "timeout_s"),
+    [
+        *((*case, timeout_s) for case in INLINE_FAILURES for timeout_s in (PATIENCE_S, None)),
+        (_sleeps, "TIMEOUT", "ran longer than its limit of 0.2 s", 0.2),
+    ],
+)
+async def test_an_inline_handler_that_fails_says_how(
+    handler: Callable[[RunningTask], Any], code: str, message: str, timeout_s: float | None
+) -> None:
+    outcome = failure(await inline(handler, timeout_s))
+    assert outcome.code == code
+    assert message in outcome.error
+    assert outcome.retry == (code != "DO_NOT_RETRY")
+
+
+async def test_an_inline_handler_succeeds_with_what_it_returns() -> None:
+    assert await inline(_succeeds) == Success("1")
+    assert await inline(_succeeds, timeout_s=5) == Success("1")
+
+
+@pytest.mark.parametrize("timeout_s", [5, None])
+async def test_a_cancelled_inline_handler_ends(timeout_s: float | None) -> None:
+    attempt = asyncio.create_task(inline(_sleeps, timeout_s))
+    await asyncio.sleep(0)
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+
+
+async def test_a_sync_handler_is_refused_inline() -> None:
+    with pytest.raises(HandlerNotFound, match="is not an async function, and --inline runs only those"):
+        await InlineExecutor(lambda task: task).start()

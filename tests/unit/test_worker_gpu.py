@@ -1,0 +1,92 @@
+"""What a worker says about GPUs: nothing without a driver, zero if it is broken, sums otherwise, never a wait."""
+
+import threading
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from windlass.worker import gpu
+from windlass.worker.gpu import GpuReader
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture(autouse=True)
+def short_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "SAMPLE_INTERVAL_S", 0.01)
+
+
+def vitals_after_start() -> dict[str, int]:
+    reader = GpuReader()
+    reader.start()
+    try:
+        return reader.vitals()
+    finally:
+        reader.stop()
+
+
+def test_without_the_nvml_library_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", init)
+    assert vitals_after_start() == {}
+
+
+def test_on_this_machine_which_has_no_driver_nothing_is_said() -> None:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        assert vitals_after_start() == {}
+    else:
+        pytest.skip("this machine has an NVIDIA driver")
+
+
+def test_a_driver_that_does_not_start_counts_as_no_memory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+    def count() -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", init)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", count)
+    assert vitals_after_start() == {"vram_total_mb": 0, "vram_used_mb": 0}
+
+
+def test_the_memory_of_all_gpus_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [SimpleNamespace(total=24 * MIB, used=5 * MIB), SimpleNamespace(total=48 * MIB, used=7 * MIB)]
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(cards))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda index: cards[index])
+    assert vitals_after_start() == {"vram_total_mb": 72, "vram_used_mb": 12}
+
+
+def test_a_driver_that_hangs_holds_nobody_up_and_what_it_once_said_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_hanging, may_go_on = threading.Event(), threading.Event()
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            is_hanging.set()
+            may_go_on.wait(30)
+        return 0
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", count)
+    reader = GpuReader()
+    try:
+        reader.start()
+        assert is_hanging.wait(30)
+        assert reader.vitals() == {"vram_total_mb": 0, "vram_used_mb": 0}
+        monkeypatch.setattr(gpu, "SAMPLE_VALID_S", 0.0)
+        assert reader.vitals() == {}
+    finally:
+        reader.stop()
+        may_go_on.set()

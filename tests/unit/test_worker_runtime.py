@@ -1,0 +1,539 @@
+"""The worker's loop over a line that fails on script: races that real processes meet once in a thousand times.
+
+The store behind the line is the one in memory; handlers run inline. Each script says what goes wrong and when: before
+the store hears of a call, or after it has done it and the answer is lost.
+"""
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+
+import pytest
+
+from windlass.model.errors import BadInput, DatabaseUnavailable, HandlerNotFound
+from windlass.model.task import Finished, Task, TaskStatus, new_task
+from windlass.model.worker import Registration, WorkerStatus
+from windlass.ports.transport import WorkerTransport
+from windlass.store.memory import MemoryStore
+from windlass.worker import runtime
+from windlass.worker.executor import Executor
+from windlass.worker.handler import RunningTask
+from windlass.worker.inline import InlineExecutor
+from windlass.worker.runtime import Ending, WorkerRuntime, WorkerSettings
+
+PATIENCE_S = 20.0
+GONE = DatabaseUnavailable("the line is dead")
+CALLS = ("register", "claim", "finish_and_claim", "fail", "release", "heartbeat", "leave", "upkeep", "next_run_after")
+
+
+@dataclass
+class Fault:
+    error: Exception
+    # Whether the store does what it was asked before the answer is lost.
+    takes_effect: bool = False
+
+
+@dataclass
+class Line:
+    """A transport to a store in memory, from two threads, that fails on script."""
+
+    store: MemoryStore
+    faults: defaultdict[str, list[Fault | None]] = field(default_factory=lambda: defaultdict(list))
+    calls: list[str] = field(default_factory=list)
+    # Called before and after each call of that name; may raise.
+    before: dict[str, Callable[..., None]] = field(default_factory=dict)
+    after: dict[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
+    is_dead: bool = False
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[WorkerTransport]:
+        yield cast(WorkerTransport, self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in CALLS:
+            raise AttributeError(name)
+
+        async def call(*args: Any, **options: Any) -> Any:
+            self.calls.append(name)
+            if self.is_dead:
+                raise GONE
+            if name in self.before:
+                self.before[name](*args)
+            fault = self.faults[name].pop(0) if self.faults[name] else None
+            if fault is not None and not fault.takes_effect:
+                raise fault.error
+            with self._lock:
+                answer = finished(getattr(self.store, name)(*args, **options))
+            if name in self.after:
+                await self.after[name]()
+            if fault is not None:
+                raise fault.error
+            return answer
+
+        return call
+
+    async def wait_for_work(self, _queues: Sequence[str], timeout_s: float) -> None:
+        await asyncio.sleep(min(timeout_s, 0.01))
+
+    def count(self, name: str) -> int:
+        return self.calls.count(name)
+
+
+def finished(coroutine: Any) -> Any:
+    """The result of a coroutine that never waits, as those of the store in memory."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("it waits for something")
+
+
+@dataclass
+class Scene:
+    line: Line
+    store: MemoryStore
+    ending: "asyncio.Task[Ending]"
+    runtime: WorkerRuntime
+
+    def task(self, task_id: int) -> Task:
+        task = finished(self.store.task(task_id))
+        assert isinstance(task, Task)
+        return task
+
+    def enqueue(self, payload: Any = None, **options: Any) -> int:
+        task_id: int = finished(self.store.enqueue(new_task("q", payload, **options)))
+        return task_id
+
+    async def until(self, is_so: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < deadline, what
+            assert not self.ending.done() or is_so(), f"the worker has ended before: {what} ({self.ending})"
+            await asyncio.sleep(0.01)
+
+    async def until_status(self, task_id: int, status: TaskStatus) -> Task:
+        await self.until(lambda: self.task(task_id).status is status, f"task {task_id} is {status}")
+        return self.task(task_id)
+
+    async def end(self) -> Ending:
+        return await asyncio.wait_for(asyncio.shield(self.ending), PATIENCE_S)
+
+
+async def echo(task: RunningTask) -> Any:
+    return task.payload
+
+
+@asynccontextmanager
+async def working(
+    handler: Callable[[RunningTask], Any] | Executor = echo,
+    *,
+    line: Line | None = None,
+    prepare: Callable[[Scene], None] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Scene]:
+    line = line or Line(MemoryStore(lambda: datetime.now(UTC)))
+    executor = InlineExecutor(handler) if callable(handler) else handler
+    chosen = {"heartbeat_interval_s": 0.05, "lease_s": 30.0, **settings}
+    worker = WorkerRuntime(WorkerSettings(queues=("q",), **chosen), line.open, executor)
+    scene = Scene(line, line.store, cast("asyncio.Task[Ending]", None), worker)
+    if prepare is not None:
+        prepare(scene)
+    scene.ending = asyncio.create_task(worker.run())
+    try:
+        yield scene
+    finally:
+        if not scene.ending.done():
+            for _ in range(2):
+                worker._on_signal("the end of the test")
+        await asyncio.wait([scene.ending], timeout=PATIENCE_S)
+        assert scene.ending.done()
+        scene.ending.exception()
+
+
+# ------------------------------------------------------------------------------------------- answers that are lost
+
+
+@pytest.mark.parametrize("takes_effect", [False, True], ids=["never asked", "answer lost"])
+async def test_a_result_whose_delivery_fails_is_delivered_again_and_counts_once(takes_effect: bool) -> None:
+    async with working() as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+        # The first call claims the task, the second delivers it.
+        scene.line.faults["finish_and_claim"] = [None, Fault(GONE, takes_effect), Fault(GONE, takes_effect)]
+        task = await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
+        assert (task.attempts, task.result) == (1, "5")
+        (worker,) = finished(scene.store.workers())
+        assert worker.late_results == 0
+
+
+@pytest.mark.parametrize("takes_effect", [False, True], ids=["never asked", "answer lost"])
+async def test_a_failure_whose_delivery_fails_is_delivered_again_and_counts_once(takes_effect: bool) -> None:
+    async def fails(_task: RunningTask) -> None:
+        raise ValueError("the cause")
+
+    async with working(fails) as scene:
+        scene.line.faults["fail"] = [Fault(GONE, takes_effect), Fault(GONE, takes_effect)]
+        task = await scene.until_status(scene.enqueue(max_attempts=1), TaskStatus.FAILED)
+        assert "the cause" in (task.error or "")
+        assert [event.code for event in finished(scene.store.events(task_id=task.id))] == ["TASK_FAILED"]
+
+
+async def test_a_claim_whose_answer_is_lost_comes_back_after_the_lease_uncounted() -> None:
+    async with working(lease_s=0.5) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+        scene.line.faults["finish_and_claim"] = [Fault(GONE, takes_effect=True)]
+        task = await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
+        assert task.attempts == 1
+        assert [event.code for event in finished(scene.store.events(task_id=task.id))] == ["TASK_RELEASED"]
+
+
+async def test_an_error_nobody_expected_does_not_cost_the_work_at_hand() -> None:
+    async with working() as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+        scene.line.faults["finish_and_claim"] = [None, Fault(RuntimeError("a failover, in words nobody knows"))]
+        task = await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
+        assert task.attempts == 1
+
+
+async def test_a_look_out_that_fails_in_any_way_does_not_leave_the_worker_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "POLL_INTERVAL_S", 0.02)
+    async with working() as scene:
+        scene.line.faults["next_run_after"] = [Fault(RuntimeError("a bug")), Fault(GONE)] * 3
+        await scene.until(lambda: not scene.line.faults["next_run_after"], "it has looked out")
+        await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
+
+
+async def test_results_that_cannot_be_delivered_are_given_up_after_their_time_limit() -> None:
+    async with working(delivery_timeout_s=0.3) as scene:
+
+        async def die() -> None:
+            scene.line.is_dead = bool(scene.line.count("finish_and_claim") > 1 or await _has_claimed(scene))
+
+        scene.line.after["finish_and_claim"] = die
+        task_id = scene.enqueue(5)
+        with pytest.raises(DatabaseUnavailable):
+            await scene.end()
+        assert scene.task(task_id).status is TaskStatus.RUNNING
+
+
+async def _has_claimed(scene: Scene) -> bool:
+    return any(task.status is TaskStatus.RUNNING for task in finished(scene.store.tasks()))
+
+
+async def test_a_worker_with_nothing_to_deliver_waits_for_its_database_for_ever() -> None:
+    async with working(delivery_timeout_s=0.1) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+        scene.line.is_dead = True
+        claims = scene.line.count("finish_and_claim")
+        await scene.until(lambda: scene.line.count("finish_and_claim") >= claims + 4, "it asks again and again")
+        scene.line.is_dead = False
+        await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
+
+
+# ---------------------------------------------------------------------------------------------- results refused
+
+
+def refuse_poison(_worker_id: str, results: Sequence[Finished], *_: object) -> None:
+    if any(item.result == '"poison"' for item in results):
+        raise BadInput("finishing tasks: it cannot be stored")
+
+
+@pytest.mark.parametrize("is_line_bad", [False, True], ids=["a good line", "a bad line"])
+async def test_a_refused_result_costs_only_its_own_attempt(is_line_bad: bool) -> None:
+    """And no more tasks are claimed than there are places, whatever had to be repeated."""
+    at_once, most_at_once = 0, 0
+    gate = asyncio.Event()
+
+    async def together(task: RunningTask) -> Any:
+        nonlocal at_once, most_at_once
+        at_once += 1
+        most_at_once = max(most_at_once, at_once)
+        try:
+            await gate.wait()
+            return task.payload
+        finally:
+            at_once -= 1
+
+    async with working(together, concurrency=4, lease_s=1.0) as scene:
+        scene.line.before["finish_and_claim"] = refuse_poison
+        payloads = ["good", "poison", "good", "good", "good", "poison", "good", "good", "good", "good"]
+        task_ids = [scene.enqueue(payload, max_attempts=1) for payload in payloads]
+        await scene.until(lambda: at_once == 4, "four run")
+        if is_line_bad:
+            scene.line.faults["fail"] = [Fault(GONE, takes_effect=True), Fault(GONE)]
+            scene.line.faults["finish_and_claim"] = [None, Fault(GONE), None, Fault(GONE, takes_effect=True)]
+        gate.set()
+        for task_id, payload in zip(task_ids, payloads, strict=True):
+            status = TaskStatus.FAILED if payload == "poison" else TaskStatus.COMPLETE
+            task = await scene.until_status(task_id, status)
+            assert task.error_code == ("BAD_RESULT" if payload == "poison" else None)
+            assert task.attempts == 1
+        assert most_at_once <= 4
+
+
+# -------------------------------------------------------------------------------------------------- being told
+
+
+async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_once() -> None:
+    began = []
+
+    async def sleeps(_task: RunningTask) -> None:
+        began.append(1)
+        await asyncio.sleep(600)
+
+    async with working(sleeps) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+
+        async def tell_twice() -> None:
+            if await _has_claimed(scene):
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    await asyncio.sleep(0.05)  # the signal becomes a call in the loop
+
+        scene.line.after["finish_and_claim"] = tell_twice
+        task_id = scene.enqueue()
+        assert await scene.end() is Ending.LEFT
+        task = scene.task(task_id)
+        assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
+
+
+async def test_a_result_that_is_there_when_the_worker_must_leave_is_delivered() -> None:
+    tell: list[Callable[[str], None]] = []
+
+    async def finishes_in_that_moment(task: RunningTask) -> Any:
+        for name in ("first", "second"):
+            tell[0](name)
+        return task.payload
+
+    async with working(finishes_in_that_moment) as scene:
+        tell.append(scene.runtime._on_signal)
+        task_id = scene.enqueue(5)
+        assert await scene.end() is Ending.LEFT
+        task = scene.task(task_id)
+        assert (task.status, task.result, task.attempts) == (TaskStatus.COMPLETE, "5", 1)
+
+
+async def test_a_result_is_delivered_although_the_handler_would_not_be_cancelled() -> None:
+    async def finishes_when_cancelled(_task: RunningTask) -> str:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            return "saved"
+        return "slept"
+
+    async with working(finishes_when_cancelled) as scene:
+        task_id = scene.enqueue()
+        await scene.until_status(task_id, TaskStatus.RUNNING)
+        await scene.until(lambda: scene.line.count("heartbeat") > 2, "the handler runs")
+        scene.runtime._on_signal("first")
+        scene.runtime._on_signal("second")
+        assert await scene.end() is Ending.LEFT
+        assert scene.task(task_id).result == '"saved"'
+
+
+async def test_a_handler_that_cannot_be_cancelled_does_not_keep_the_worker_from_leaving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "CANCEL_TIMEOUT_S", 0.1)
+    may_end = asyncio.Event()
+
+    async def stubborn(_task: RunningTask) -> None:
+        while not may_end.is_set():
+            try:
+                await may_end.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async with working(stubborn) as scene:
+        task_id = scene.enqueue()
+        await scene.until_status(task_id, TaskStatus.RUNNING)
+        scene.runtime._on_signal("first")
+        scene.runtime._on_signal("second")
+        assert await scene.end() is Ending.LEFT
+        task = scene.task(task_id)
+        assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
+        may_end.set()
+
+
+async def test_a_drain_that_comes_while_a_result_is_being_delivered_is_obeyed_after_it() -> None:
+    async with working() as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+
+        async def drain() -> None:
+            scene.runtime.drain("in the middle of a delivery")
+
+        scene.line.after["finish_and_claim"] = drain
+        first, second = scene.enqueue(1), scene.enqueue(2)
+        assert await scene.end() is Ending.LEFT
+        statuses = [scene.task(first).status, scene.task(second).status]
+        assert statuses == [TaskStatus.COMPLETE, TaskStatus.QUEUED]
+        assert finished(scene.store.workers()) == []
+
+
+async def test_an_idle_worker_whose_database_is_gone_leaves_when_told() -> None:
+    async with working() as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+        scene.line.is_dead = True
+        claims = scene.line.count("finish_and_claim")
+        await scene.until(lambda: scene.line.count("finish_and_claim") > claims, "it has noticed")
+        scene.runtime.drain("told to end")
+        assert await scene.end() is Ending.LEFT
+
+
+async def test_a_claim_lost_while_the_handler_answers_touches_nothing() -> None:
+    async with working() as scene:
+
+        def take_back(_worker_id: str, results: Sequence[Finished], *_: object) -> None:
+            for item in results:
+                finished(scene.store.cancel_task(item.task_id, "in that moment"))
+
+        scene.line.before["finish_and_claim"] = take_back
+        task = await scene.until_status(scene.enqueue(5), TaskStatus.FAILED)
+        assert (task.error_code, task.result) == ("CANCELLED", None)
+        await scene.until(lambda: finished(scene.store.workers())[0].late_results == 1, "it is counted")
+        scene.line.before.clear()
+        await scene.until_status(scene.enqueue(6), TaskStatus.COMPLETE)
+
+
+# ------------------------------------------------------------------------------------------ ended, lost, hired
+
+
+def hired(status: WorkerStatus) -> Callable[[Scene], None]:
+    """A worker that has a row before its process begins, in this status."""
+
+    def prepare(scene: Scene) -> None:
+        finished(scene.store.register(Registration("hired", ("q",))))
+        if status is WorkerStatus.TERMINATING:
+            finished(scene.store.set_terminating(["hired"], "no longer needed"))
+        elif status is WorkerStatus.TERMINATED:
+            finished(scene.store.leave("hired", "ended before it began"))
+
+    return prepare
+
+
+async def test_a_hired_worker_that_is_terminating_when_it_comes_leaves_at_once() -> None:
+    async with working(prepare=hired(WorkerStatus.TERMINATING), worker_id="hired") as scene:
+        task_id = scene.enqueue()
+        assert await scene.end() is Ending.LEFT
+        assert scene.task(task_id).status is TaskStatus.QUEUED
+        assert finished(scene.store.worker("hired")).status is WorkerStatus.TERMINATED
+
+
+async def test_a_hired_worker_that_was_ended_before_it_came_does_not_come_back_under_another_name() -> None:
+    async with working(prepare=hired(WorkerStatus.TERMINATED), worker_id="hired") as scene:
+        assert await scene.end() is Ending.LOST
+        assert [worker.id for worker in finished(scene.store.workers(include_terminated=True))] == ["hired"]
+
+
+async def test_a_worker_ended_by_others_drops_its_work_and_joins_again_even_over_a_bad_line() -> None:
+    ran = []
+
+    async def first_sleeps(task: RunningTask) -> Any:
+        ran.append(task.attempt)
+        if len(ran) == 1:
+            await asyncio.sleep(600)
+        return task.payload
+
+    async with working(first_sleeps) as scene:
+        task_id = scene.enqueue(5)
+        await scene.until(lambda: ran, "the handler runs")
+        (old,) = finished(scene.store.workers())
+        scene.line.faults["register"] = [Fault(GONE), Fault(GONE)]
+        finished(scene.store.leave(old.id, "ended by somebody else"))
+        task = await scene.until_status(task_id, TaskStatus.COMPLETE)
+        (new,) = finished(scene.store.workers())
+        assert new.id != old.id
+        assert task.worker_id == new.id
+        assert scene.line.count("register") == 4
+
+
+async def test_a_worker_ended_by_others_while_it_delivers_gets_a_new_name_and_the_result_counts_as_late() -> None:
+    async with working() as scene:
+        names = itertools.count()
+
+        def end_it(worker_id: str, results: Sequence[Finished], *_: object) -> None:
+            if results and next(names) == 0:
+                finished(scene.store.leave(worker_id, "in the middle of a delivery"))
+
+        scene.line.before["finish_and_claim"] = end_it
+        task = await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
+        rows = finished(scene.store.workers(include_terminated=True))
+        assert [row.late_results for row in rows] == [1, 0]
+        assert task.worker_id == rows[1].id
+
+
+# --------------------------------------------------------------------------------------------------- executors
+
+
+class Breaks:
+    """An executor that raises what it should not, or can start no handler any more."""
+
+    def __init__(self, *errors: Exception | None) -> None:
+        self._errors = list(errors)
+        self._good = InlineExecutor(echo)
+        self.is_closed = False
+
+    async def start(self) -> None:
+        await self._good.start()
+
+    async def run(self, claim: Any, report: Any) -> Any:
+        if self._errors and (error := self._errors.pop(0)) is not None:
+            raise error
+        return await self._good.run(claim, report)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_an_error_of_our_own_ends_the_attempt_and_not_the_worker() -> None:
+    async with working(Breaks(RuntimeError("a bug"))) as scene:
+        task = await scene.until_status(scene.enqueue(max_attempts=1), TaskStatus.FAILED)
+        assert task.error_code == "WORKER_ERROR"
+        assert "RuntimeError: a bug" in (task.error or "")
+        await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
+
+
+async def test_a_worker_that_can_start_no_handler_gives_back_leaves_and_says_why() -> None:
+    executor = Breaks(None, HandlerNotFound("cannot import app:handler"))
+    async with working(executor) as scene:
+        good, bad = scene.enqueue(1), scene.enqueue(2)
+        with pytest.raises(HandlerNotFound, match="cannot import app:handler"):
+            await scene.end()
+        assert scene.task(good).status is TaskStatus.COMPLETE
+        task = scene.task(bad)
+        assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
+        assert finished(scene.store.workers()) == []
+        assert executor.is_closed
+
+
+# ------------------------------------------------------------------------------------------------------- clocks
+
+
+async def test_a_worker_whose_clock_is_ahead_does_not_spin() -> None:
+    behind = timedelta(hours=1)
+    line = Line(MemoryStore(lambda: datetime.now(UTC) - behind))
+    async with working(line=line) as scene:
+        due = datetime.now(UTC) - behind + timedelta(minutes=30)
+        scene.enqueue(run_after=due)
+        # The line's own waits are shorter than asked for, so the pauses are read off and not waited for.
+        life_pauses: list[float] = []
+        wait = scene.line.wait_for_work
+
+        async def wait_for_work(queues: Sequence[str], timeout_s: float) -> None:
+            life_pauses.append(timeout_s)
+            await wait(queues, timeout_s)
+
+        scene.line.wait_for_work = wait_for_work  # type: ignore[method-assign]
+        await scene.until(lambda: len(life_pauses) >= 10, "ten looks")
+        assert life_pauses[-1] == runtime.POLL_INTERVAL_S
