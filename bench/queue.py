@@ -1,4 +1,3 @@
-# ruff: noqa: A005
 """Windlass beside its peers and beside a bare loop, on one PostgreSQL, in interleaved rounds.
 
 Prints the tables of docs/benchmarks.md. Ends by itself; nothing of it stays.

@@ -134,7 +134,7 @@ async def listed(provider: Provider) -> dict[str, Machine]:
 
 async def until(is_so: Callable[[], Awaitable[bool]], what: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not await is_so():  # noqa: ASYNC110 - there is nothing that could tell us
+        while not await is_so():
             await asyncio.sleep(POLL_S)
 
 

@@ -53,7 +53,7 @@ def wait_for_file_of_attempt(task: RunningTask) -> Any:
 
 async def wait_for_file_inline(task: RunningTask) -> Any:
     Path(task.payload["running"]).touch()  # noqa: ASYNC240
-    while not Path(task.payload["go"]).exists():  # noqa: ASYNC110, ASYNC240
+    while not Path(task.payload["go"]).exists():  # noqa: ASYNC240
         await asyncio.sleep(0.01)
     return {"attempt": task.attempt}
 

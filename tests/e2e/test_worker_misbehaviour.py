@@ -30,8 +30,7 @@ async def crew(embedded_server: Server, tmp_path_factory: pytest.TempPathFactory
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def hand(crew: Crew) -> Hand:
-    # With a long lease upkeep comes late, and with it one connection more: files are counted here.
-    return await crew.hire("--memory-limit-mb", str(MEMORY_LIMIT_MB), handler="misbehave", lease_s=600)
+    return await crew.hire("--memory-limit-mb", str(MEMORY_LIMIT_MB), handler="misbehave")
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
@@ -135,8 +134,10 @@ async def test_a_thread_that_outlives_its_attempt_does_not_report_for_the_next_o
 
 async def test_attempts_that_kill_their_process_leave_no_file_and_no_process_behind(crew: Crew, hand: Hand) -> None:
     worker = psutil.Process(hand.pid)
-    before = (worker.num_fds(), len(worker.children()))
+    files_before, processes_before = worker.num_fds(), len(worker.children())
     for _ in range(10):
         await crew.failed(await crew.enqueue({"how": "os._exit"}, max_attempts=1))
     assert await crew.complete(await crew.enqueue({"how": "nothing"})) == {"how": "nothing"}
-    assert (worker.num_fds(), len(worker.children())) == before
+    # Two connections may have been opened meanwhile, for looking out and for upkeep.
+    assert worker.num_fds() <= files_before + 2
+    assert len(worker.children()) == processes_before

@@ -123,7 +123,7 @@ REFUSALS = [
     (
         "the lease is shorter than three beats",
         ["--exec", "cat", "--lease", "10"],
-        "worker (from command line): lease_s is 10 and heartbeat_interval_s is 5: "
+        "lease_s is 10 and heartbeat_interval_s is 5: "
         "at least three beats must fit into a lease, or one lost packet costs a worker its tasks.",
     ),
     (
@@ -148,6 +148,8 @@ def test_a_worker_that_cannot_work_says_why_in_a_sentence(tmp_path: Path, argume
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"windlass: {sentence}")
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("windlass: ")
+    assert sentence in said
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

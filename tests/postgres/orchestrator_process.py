@@ -1,4 +1,6 @@
-"""An orchestrator as a process of its own, over a provider whose machines are rows: `python orchestrator_process.py DSN NAME`.
+"""An orchestrator as a process of its own, over a provider whose machines are rows.
+
+    python orchestrator_process.py DSN NAME
 
 Its machines never join, so each is hired, given up, deleted and replaced, over and over. A creation runs inside the
 database and goes on there when whoever asked for it is killed. Ends by being killed.

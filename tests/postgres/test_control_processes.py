@@ -77,7 +77,9 @@ async def _kill_leaders(connection: Any, orchestrators: Orchestrators) -> None:
         return name if name in orchestrators.running else None
 
     async def cycles() -> int:
-        return int(await connection.fetchval("select coalesce(max((memory ->> 'cycle')::integer), 0) from windlass.fleets"))
+        return int(
+            await connection.fetchval("select coalesce(max((memory ->> 'cycle')::integer), 0) from windlass.fleets")
+        )
 
     orchestrators.start()
     orchestrators.start()

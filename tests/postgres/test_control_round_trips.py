@@ -93,9 +93,7 @@ async def statements_of_a_life(dsn: str, workers: int) -> list[int]:
         assert {worker.status for worker in await store.workers()} == {WorkerStatus.ACTIVE}
         await cycle(config)
         before = set(shed.machines)
-        shed.machines = {
-            id_: Machine(id_, machine.name, MachineState.EXITED) for id_, machine in shed.machines.items()
-        }
+        shed.machines = {id_: Machine(id_, machine.name, MachineState.EXITED) for id_, machine in shed.machines.items()}
         await cycle(config)
         assert len(shed.machines) == workers
         assert before.isdisjoint(shed.machines)

@@ -263,9 +263,7 @@ def test_a_list_that_is_as_old_as_it_may_be_ends_nobody() -> None:
 
 def test_a_machine_made_while_another_leader_listed_is_not_missing() -> None:
     """The successor's list was asked for before the machine of its predecessor became known, and answered after."""
-    world = quiet_world(
-        is_cloud=False, max_workers=1, min_workers=1, orchestrators=2, ttl_s=5.0, task_s=(50.0, 60.0)
-    )
+    world = quiet_world(is_cloud=False, max_workers=1, min_workers=1, orchestrators=2, ttl_s=5.0, task_s=(50.0, 60.0))
 
     def slow_down() -> None:
         red(world).next_list()
@@ -322,7 +320,9 @@ def test_a_worker_that_comes_back_too_late_finds_its_task_with_another() -> None
 
 
 def test_workers_work_on_while_nobody_orchestrates() -> None:
-    world = quiet_world(max_workers=2, min_workers=2, arrivals=tuple((10.0 * n, 1) for n in range(1, 40)), lasts_s=500.0)
+    world = quiet_world(
+        max_workers=2, min_workers=2, arrivals=tuple((10.0 * n, 1) for n in range(1, 40)), lasts_s=500.0
+    )
 
     def all_done_without_them() -> None:
         assert not any(orchestrator.is_running for orchestrator in world.orchestrators)
@@ -490,6 +490,28 @@ def test_a_world_in_which_nothing_fails_does_what_is_needed_and_no_more() -> Non
     assert len(red(world).books) == 3
     assert all(len(task.claims) == 1 for task in world.watch.tasks.values())
     assert report.late_results == 0
+
+
+@pytest.mark.parametrize("policy", ["threshold", "buffered", "clear-time"])
+def test_under_constant_load_nobody_is_hired_or_let_go(policy: str) -> None:
+    world = quiet_world(
+        policy=policy,
+        max_workers=4,
+        arrivals=tuple((float(n), 1) for n in range(1, 1200, 6)),
+        lasts_s=1200.0,
+        task_s=(10.0, 11.0),
+        idle_timeout_s=60.0,
+    )
+    calls: list[tuple[int, int]] = []
+
+    def count() -> None:
+        calls.append((red(world).created_calls, red(world).deleted_calls))
+
+    script(world, (300.0, count), (1190.0, count))
+    world.run()
+    before, after = calls
+    assert before == after
+    assert before[0] > 0
 
 
 class _Liar:

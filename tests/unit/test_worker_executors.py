@@ -137,6 +137,25 @@ async def test_a_process_that_cannot_be_started_is_a_handler_not_found(monkeypat
     assert psutil.Process().num_fds() == fds
 
 
+async def test_many_processes_that_cannot_start_fail_as_one_and_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Some fail at once, the others are still starting then.
+    first = tmp_path / "first"
+    first.touch()
+    (tmp_path / "fails_once.py").write_text(
+        f"import pathlib, time\ntry:\n    pathlib.Path({str(first)!r}).unlink()\nexcept FileNotFoundError:\n"
+        "    time.sleep(600)\nraise ValueError('the cause')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    executor = IsolatedExecutor("fails_once:handler", concurrency=4)
+    with pytest.raises(HandlerNotFound, match="cannot import fails_once:handler: ValueError: the cause"):
+        await executor.start()
+    assert living_children() == []
+    await executor.close()
+    assert capfd.readouterr().err == ""
+
+
 async def test_many_attempts_at_once_each_have_their_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HANDLERS)
     executor = IsolatedExecutor("handlers:who", concurrency=3)

@@ -11,6 +11,7 @@
     world.py          all of it put together, and what happens in which order
     crashes.py        a crash before and after each call of a cycle
 
-A store or a provider of another kind is tried in the same world by handing World a function that makes it.
+A store of another kind is tried in the same world by handing World a function that makes it. So is a provider: it is
+given the cloud, whose `begin`, `end` and `billed` stand for the vendor's machines, so that the books stay the cloud's.
 One seed is one story: `python -m windlass.sim --seed 7` tells it again, line for line.
 """

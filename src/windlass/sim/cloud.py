@@ -173,9 +173,9 @@ class Cloud:
             if fate.takes_effect_late_s is None:
                 return
             await asyncio.sleep(fate.takes_effect_late_s)
-        entry = self._begin(request)
+        entry = self.begin(request)
         if fate.makes_double:
-            self._begin(request, is_double=True)
+            self.begin(request, is_double=True)
         if fate.never_answers:
             return
         if fate.times_out_after_taking_effect:
@@ -221,7 +221,8 @@ class Cloud:
 
     # -------------------------------------------------------------------------------------------------- machines
 
-    def _begin(self, request: MachineRequest, *, is_double: bool = False) -> Entry:
+    def begin(self, request: MachineRequest, *, is_double: bool = False) -> Entry:
+        """A machine is there, and billed. An emulator of a vendor calls this, `end` and `billed`, and keeps no books."""
         now = asyncio.get_running_loop().time()
         entry = Entry(
             f"m{len(self.books)}-{request.fleet}", request.name, request.fleet, request.slot, now, is_double=is_double

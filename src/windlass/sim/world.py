@@ -34,6 +34,7 @@ MAX_ATTEMPTS = 100
 # whose machines all failed may be held for up to an hour before it tries again.
 REST_LIMIT_S = 4 * 3600.0
 LOOKS_EVERY_S = 5.0
+CYCLES_AT_REST = 10
 # Of a worker's calls, those that take no time at all and cost little to simulate.
 STRAIGHT_SHARE = 0.8
 
@@ -190,6 +191,7 @@ class World:
         calm_at = self._now()
         settled_s = await self._come_to("nothing leaked", self._leaked, calm_at, self.settle_limit_s)
         rested_s = await self._come_to("rest", self._restless, calm_at, REST_LIMIT_S)
+        await self._stay_at_rest()
         return Report(
             story=self.story,
             tasks=len(self.watch.tasks),
@@ -248,6 +250,15 @@ class World:
             await asyncio.sleep(LOOKS_EVERY_S)
         self._break(f"{what} was not reached within {limit_s:.0f} s after the faults: {problem}")
         raise Broken(self._broken[0])
+
+    async def _stay_at_rest(self) -> None:
+        """Where nothing changes, nothing is done."""
+        calls = [(cloud.created_calls, cloud.deleted_calls) for cloud in self.clouds.values()]
+        slowest_s = max(around.config.poll_interval_s for around in self.scenario.fleets.values())
+        await self._until(self._now() + CYCLES_AT_REST * slowest_s)
+        if calls != [(cloud.created_calls, cloud.deleted_calls) for cloud in self.clouds.values()]:
+            self._break("machines were created or deleted when everything was at rest")
+        self._check()
 
     async def _leaked(self) -> str | None:
         workers = [worker for worker in await self.store.workers() if worker.slot is not None]

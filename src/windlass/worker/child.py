@@ -140,14 +140,14 @@ def main() -> None:
     _leave_signals_to_the_parent()
     faulthandler.enable()
     _be_first_to_go()
-    with socket.socket(fileno=socket_fd) as sock:
+    # When the parent is gone, so is the reason to exist.
+    with socket.socket(fileno=socket_fd) as sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         try:
             handler = load_handler(spec)
         except HandlerNotFound as error:
             sock.sendall(frames.pack(frames.NOT_READY, str(error).encode(errors="backslashreplace")))
             sys.exit(1)
-        # When the parent is gone, so is the reason to exist.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError), asyncio.Runner() as runner:
+        with asyncio.Runner() as runner:
             Child(sock, handler, max_result_bytes, runner).serve()
 
 

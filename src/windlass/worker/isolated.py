@@ -39,7 +39,13 @@ class IsolatedExecutor:
         self._free = list(self._children)
 
     async def start(self) -> None:
-        await asyncio.gather(*(child.start() for child in self._children))
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for child in self._children:
+                    starting.create_task(child.start())
+        except BaseExceptionGroup as errors:
+            # They run the same code: the first that failed speaks for all.
+            raise errors.exceptions[0] from None
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
         child = self._free.pop()
