@@ -15,9 +15,10 @@ from windlass.store.embedded import EmbeddedPostgres
 
 
 class Arena:
-    def __init__(self, dsn: str, folder: Path) -> None:
+    def __init__(self, dsn: str, folder: Path, postgres_data: Path) -> None:
         self._dsn = dsn
         self.folder = folder
+        self.postgres_data = postgres_data
         self._templates: set[str] = set()
 
     def dsn_of(self, database: str) -> str:
@@ -76,4 +77,4 @@ def open_arena() -> Iterator[Arena]:
         # Under root the server runs as a user of its own, who must be able to reach its data.
         folder.chmod(0o755)
         with EmbeddedPostgres(folder / "data") as postgres:
-            yield Arena(postgres.dsn, folder)
+            yield Arena(postgres.dsn, folder, folder / "data" / "postgres")

@@ -31,7 +31,9 @@ async def many_at_once(arena: Arena, arguments: argparse.Namespace) -> None:
 async def tasks_per_s(arena: Arena, arguments: argparse.Namespace, entries: Mapping[str, Entry], title: str) -> None:
     chosen = pick(entries, arguments.only)
     for processes in arguments.processes:
-        samples = await throughput.measure(arena, chosen, processes, arguments.rounds, arguments.window)
+        samples = await throughput.measure(
+            arena, chosen, processes, arguments.rounds, arguments.window, arguments.patience
+        )
         print(f"\n### {title}, {processes} process{'es' if processes > 1 else ''} each\n")
         print(rate_table(samples, "tasks/s", [name for name in chosen if name.startswith("windlass")]), flush=True)
 
@@ -41,7 +43,9 @@ async def sweep(arena: Arena, arguments: argparse.Namespace) -> None:
     for name, entry in pick(throughput.IN_BATCHES, arguments.only).items():
         sizes = {str(size): replace(entry, mode=replace(entry.mode, batch=size)) for size in SWEPT_BATCHES}
         for processes in arguments.processes:
-            samples = await throughput.measure(arena, sizes, processes, arguments.rounds, arguments.window)
+            samples = await throughput.measure(
+                arena, sizes, processes, arguments.rounds, arguments.window, arguments.patience
+            )
             print(f"\n### {name} by batch size, {processes} process{'es' if processes > 1 else ''}\n")
             print(rate_table(samples, "batch", []), flush=True)
 
@@ -104,6 +108,13 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; several times for several")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--window", type=float, default=0.5, metavar="SECONDS", help="how long a turn is counted")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="on a shared machine: how long each turn waits for others to be quiet",
+    )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only contenders whose name contains one of these")
     arguments = parser.parse_args()

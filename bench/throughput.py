@@ -21,10 +21,13 @@ from bench.contenders.pgmq import Pgmq
 from bench.contenders.pgqueuer import PgQueuer
 from bench.contenders.procrastinate import Procrastinate
 from bench.crew import Crew, crew
+from bench.quiet import QUIET_SHARE, Onlooker
 from bench.tally import Tally
 
 # From being let go to being counted: time to get back into stride.
 SETTLE_S = 0.1
+# A turn that was disturbed is taken again so often at most; tasks are filled in for all of them.
+MOST_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,16 @@ IN_BATCHES: Mapping[str, Entry] = {
 
 
 async def measure(
-    arena: Arena, entries: Mapping[str, Entry], processes: int, rounds: int, window_s: float
+    arena: Arena, entries: Mapping[str, Entry], processes: int, rounds: int, window_s: float, patience_s: float
 ) -> dict[str, list[float]]:
     """Tasks per second of every entry, round after round."""
+    onlooker = Onlooker(arena.postgres_data, patience_s)
     samples: dict[str, list[float]] = {name: [] for name in entries}
     async with AsyncExitStack() as stack:
         crews = {
-            name: await stack.enter_async_context(_standing_by(arena, number, entry, processes, rounds, window_s))
+            name: await stack.enter_async_context(
+                _standing_by(arena, number, entry, processes, rounds, window_s, patience_s)
+            )
             for number, (name, entry) in enumerate(entries.items())
         }
         await arena.level_the_ground()
@@ -70,27 +76,35 @@ async def measure(
         for _ in range(rounds):
             random.shuffle(order)
             for name in order:
-                samples[name].append(await _turn(crews[name], window_s))
+                samples[name].append(await _turn(crews[name], onlooker, window_s))
     return samples
 
 
-async def _turn(workers: Crew, window_s: float) -> float:
-    workers.resume()
-    await asyncio.sleep(SETTLE_S)
-    began, before = time.monotonic(), sum(workers.counts())
-    await asyncio.sleep(window_s)
-    rate = (sum(workers.counts()) - before) / (time.monotonic() - began)
-    workers.check()
-    workers.pause()
+async def _turn(workers: Crew, onlooker: Onlooker, window_s: float) -> float:
+    """One figure; taken again, as long as patience lasts, if others used the machine meanwhile."""
+    give_up_at = onlooker.give_up_at()
+    for _ in range(MOST_TRIES):
+        await onlooker.until_quiet(give_up_at)
+        workers.resume()
+        await asyncio.sleep(SETTLE_S)
+        moment, before = onlooker.look(), sum(workers.counts())
+        await asyncio.sleep(window_s)
+        rate = (sum(workers.counts()) - before) / (time.monotonic() - moment.at)
+        others = onlooker.share_of_others(moment)
+        workers.check()
+        workers.pause()
+        if others < QUIET_SHARE or time.monotonic() >= give_up_at:
+            break
     return rate
 
 
 @asynccontextmanager
 async def _standing_by(
-    arena: Arena, number: int, entry: Entry, processes: int, rounds: int, window_s: float
+    arena: Arena, number: int, entry: Entry, processes: int, rounds: int, window_s: float, patience_s: float
 ) -> AsyncIterator[Crew]:
     """The entry's workers, each with its first task in hand, standing still."""
-    tasks = int(entry.most_per_s * (rounds + 1) * (window_s + SETTLE_S))
+    turns = rounds * (MOST_TRIES if patience_s else 1) + 1
+    tasks = int(entry.most_per_s * turns * (window_s + SETTLE_S))
     contender, command = entry.contender, entry.contender.worker(entry.mode)
     template = await _filled(arena, contender, tasks)
     async with arena.copy(template, f"contender_{number}") as dsn:

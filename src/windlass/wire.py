@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
-import structlog
 
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable
@@ -302,6 +301,8 @@ def _reconfigure(up: "Up", reload: "Callable[[], Loaded]") -> None:
     try:
         up.reconfigure(reload().config.fleets)
     except (ConfigError, BadInput) as error:
+        import structlog
+
         structlog.get_logger(__name__).error("configuration not reloaded, nothing changed", error=str(error))
 
 

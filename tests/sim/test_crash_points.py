@@ -25,7 +25,7 @@ def eventful_world(orchestrators: int) -> World:
         habits=Habits(task_s=(10.0, 15.0)),
         arrivals=((0.5, 5), (100.0, 2)),
     )
-    world = World(Scenario(0, {"red": around}, orchestrators=orchestrators, ttl_s=10.0, faults_end_s=200.0))
+    world = World(Scenario(0, {"red": around}, orchestrators=orchestrators, ttl_s=10.0, faults_end_s=170.0))
 
     def plan_events(_: World) -> None:
         cloud = world.clouds["red"]

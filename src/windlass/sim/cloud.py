@@ -222,7 +222,7 @@ class Cloud:
     # -------------------------------------------------------------------------------------------------- machines
 
     def begin(self, request: MachineRequest, *, is_double: bool = False) -> Entry:
-        """A machine is there, and billed. An emulator of a vendor calls this, `end` and `billed`, and keeps no books."""
+        """A machine is there, and billed. A vendor's emulator calls this, `end` and `billed`, and keeps no books."""
         now = asyncio.get_running_loop().time()
         entry = Entry(
             f"m{len(self.books)}-{request.fleet}", request.name, request.fleet, request.slot, now, is_double=is_double

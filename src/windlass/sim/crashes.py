@@ -1,7 +1,7 @@
 """A crash before, during and after each call of an orchestrator: every point at which it can die, one run each.
 
-`calls_of` lives through a world once and counts what its orchestrators ask of store and provider. `crash_at` lives
-through the same world again and kills whoever makes the call of that number:
+`calls_of` lives through a world once and counts what its orchestrators ask of store and provider until it is calm.
+`crash_at` lives through the same world again and kills whoever makes the call of that number:
     before   it was never sent
     during   it was sent, and takes effect when its caller is dead
     after    it was answered, and nothing came of the answer
@@ -76,16 +76,15 @@ class _Wired:
 
 
 def calls_of(make_world: MakeWorld) -> list[str]:
-    wire = Tripwire()
-    _run(make_world, wire)
-    return wire.calls
+    wire, world = Tripwire(), make_world()
+    world.wrap = wire.wrap
+    eventful: list[str] = []
+    world.on_calm = lambda: eventful.extend(wire.calls)
+    world.run()
+    return eventful
 
 
 def crash_at(make_world: MakeWorld, point: CrashPoint) -> Report:
-    return _run(make_world, Tripwire(point))
-
-
-def _run(make_world: MakeWorld, wire: Tripwire) -> Report:
     world = make_world()
-    world.wrap = wire.wrap
+    world.wrap = Tripwire(point).wrap
     return world.run()

@@ -69,6 +69,7 @@ class World:
     wrap: Wrap = lambda _, service: service
     # Told when everything stands, before anything moves: tests script faults here.
     on_ready: Callable[["World"], None] = lambda _: None
+    on_calm: Callable[[], None] = lambda: None
 
     story: Story = field(init=False)
     watch: Watch = field(init=False)
@@ -212,6 +213,7 @@ class World:
         """From here on everything works, and a person has put right what only a person can."""
         self.story.tell("world", "the faults end")
         self.is_calm = True
+        self.on_calm()
         self.weather.clear_up()
         self.control_weather.clear_up()
         for cloud in self.clouds.values():
