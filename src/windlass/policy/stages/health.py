@@ -11,9 +11,9 @@ from windlass.policy.draft import Draft
 MANY_DEAD_MIN = 3
 # Whoever lives is heard within this many beats after a database, or we, came back.
 BEATS_TO_BE_HEARD = 2
-# Restarts of a slot within its window before a person should know (health reference, seed 004).
+# Restarts of a slot within its window before a person should know.
 RESTARTS_TO_TELL = 4
-# Cycles without a list of machines before a person should know (Hetzner epic, seed 001).
+# Cycles without a list of machines before a person should know.
 UNLISTED_TO_TELL = 3
 
 
