@@ -16,7 +16,7 @@ class WorkerStatus(StrEnum):
     TERMINATED = "terminated"
 
 
-LIVE = frozenset({WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING})
+LIVE = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,10 @@ class Lifecycle(StrEnum):
     TERMINATED = "terminated"
 
 
-SPAWNING = frozenset(
-    {Lifecycle.SPAWNING_POD_PENDING, Lifecycle.SPAWNING_SCRIPT_PENDING, Lifecycle.SPAWNING_SCRIPT_RUNNING}
-)
-PROMOTABLE = frozenset({Lifecycle.ACTIVE_INITIALIZING, Lifecycle.ACTIVE_GPU_NOT_DETECTED, Lifecycle.ACTIVE_READY})
-NOT_READY = frozenset({Lifecycle.ACTIVE_INITIALIZING, Lifecycle.ACTIVE_GPU_NOT_DETECTED})
+# Tuples and not sets: looking for a member of an enum in a set calls its hash function, which is slow.
+SPAWNING = (Lifecycle.SPAWNING_POD_PENDING, Lifecycle.SPAWNING_SCRIPT_PENDING, Lifecycle.SPAWNING_SCRIPT_RUNNING)
+PROMOTABLE = (Lifecycle.ACTIVE_INITIALIZING, Lifecycle.ACTIVE_GPU_NOT_DETECTED, Lifecycle.ACTIVE_READY)
+NOT_READY = (Lifecycle.ACTIVE_INITIALIZING, Lifecycle.ACTIVE_GPU_NOT_DETECTED)
 
 
 class Presence(StrEnum):

@@ -26,6 +26,7 @@ class Draft:
     memory: Memory
     states: dict[str, WorkerState]
     machines: dict[str, tuple[Machine, ...]]  # by the name of the worker they were made for, oldest first
+    own: dict[str, Machine]  # the one machine of each worker that has one
     actions: list[Action] = field(default_factory=list)
     decision: str = ""
     is_cut_short: bool = False
@@ -68,7 +69,7 @@ class Draft:
         return {action.worker_id for action in self.actions if isinstance(action, Delete)}
 
     def machine_of(self, worker: WorkerView) -> Machine | None:
-        return _machine_of(worker, self.machines.get(worker.id, ()))
+        return self.own.get(worker.id)
 
     @property
     def unowned(self) -> list[Machine]:
@@ -104,7 +105,10 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> Draft:
         machines.setdefault(machine.name, []).append(machine)
     # Holds are decided anew in every cycle: the cause is there, or the hold is gone.
     memory = replace(snapshot.memory, cycle=snapshot.memory.cycle + 1, hold=None)
-    draft = Draft(snapshot, fleet, memory, {}, {name: tuple(found) for name, found in machines.items()})
+    by_name = {name: tuple(found) for name, found in machines.items()}
+    found = ((worker.id, _machine_of(worker, by_name.get(worker.id, ()))) for worker in snapshot.workers)
+    own = {worker_id: machine for worker_id, machine in found if machine is not None}
+    draft = Draft(snapshot, fleet, memory, {}, by_name, own)
     presences = _presences(draft)
     for worker in snapshot.workers:
         draft.states[worker.id] = derive_worker_state(

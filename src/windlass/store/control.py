@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import resources
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, get_args
 
 import asyncpg
@@ -47,6 +49,7 @@ QUERIES = _read_queries()
 SNAPSHOT = TypeAdapter(Snapshot)
 MEMORY = TypeAdapter(Memory)
 _HOLD = TypeAdapter(Hold | None)
+_STATUSES = {str(status): status for status in WorkerStatus}
 _ACTIONS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
 
 
@@ -83,7 +86,7 @@ class PostgresControlStore(PostgresStore):
         if observed["term"] is None:
             return Standby(observed["expires_in_s"])
         seen = SNAPSHOT.validate_python(observed["snapshot"])
-        return observed["term"], replace(seen, workers=tuple(map(_worker_view, workers)))
+        return observed["term"], replace(seen, workers=_worker_views(workers))
 
     async def commit_plan(
         self, candidate: Candidate, term: int, snapshot: Snapshot, plan: Plan, intents: Sequence[Intent]
@@ -220,13 +223,17 @@ def actions_from_plain(actions: list[dict[str, Any]]) -> tuple[Action, ...]:
     )
 
 
-def _worker_view(row: Any) -> WorkerView:
-    fields = dict(row.items())
-    ids, since, limits = fields.pop("running_ids"), fields.pop("running_since"), fields.pop("running_limits")
-    del fields["header"]
-    fields["status"] = WorkerStatus(fields["status"])
-    fields["running"] = tuple(map(RunningView, ids, since, limits)) if ids else ()
-    return WorkerView(**fields)
+def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
+    """The rows of a worker stand together, one for each task it has at hand."""
+    return tuple(_worker_view(list(group)) for _, group in groupby(rows, key=itemgetter("id")))
+
+
+def _worker_view(rows: Sequence[Any]) -> WorkerView:
+    # By position, in the order of the fields: there may be thousands, in every cycle.
+    row = rows[0]
+    running = () if row["task_id"] is None else tuple(RunningView(*task[-3:]) for task in rows)
+    fields: list[Any] = [row["id"], row["slot"], _STATUSES[row["status"]], *row[4:19], running, *row[19:22]]
+    return WorkerView(*fields)
 
 
 def _fleet(row: Any) -> Fleet:

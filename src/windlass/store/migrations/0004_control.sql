@@ -121,7 +121,7 @@ $$;
 
 -- Everything a cycle must know of a fleet, in one round trip, and the lease on the way. The first row has the header, JSON
 -- in the shape of model/snapshot.py, or {"term": null} while somebody else leads. Each row after it is a worker that is not
--- terminated, with what it has at hand: thousands of them cost little more than reading their rows.
+-- terminated, repeated for each task it has at hand: thousands of them cost little more than reading their rows.
 create function windlass.observe(
   p_lease text,
   p_holder text,
@@ -156,9 +156,9 @@ create function windlass.observe(
   code text,
   reason text,
   lease_s double precision,
-  running_ids bigint[],
-  running_since timestamptz[],
-  running_limits double precision[]
+  task_id bigint,
+  task_started_at timestamptz,
+  task_timeout_s double precision
 )
 language plpgsql
 set enable_seqscan = off
@@ -257,18 +257,12 @@ begin
       null::json, w.id, w.slot, w.status, w.paused, w.concurrency, w.created_at, w.activated_at, w.last_heartbeat,
       w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.code, w.reason, w.lease_s::double precision,
-      r.ids, r.since, r.limits
+      t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
-    left join (
-      select t.worker_id, array_agg(t.id order by t.id) as ids, array_agg(t.started_at order by t.id) as since,
-        array_agg(t.timeout_s::double precision order by t.id) as limits
-      from windlass.tasks t
-      where t.status = 'running'
-      group by t.worker_id
-    ) as r on r.worker_id = w.id
+    left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
     where w.fleet = p_fleet
       and w.status <> 'terminated'
-    order by w.created_at, w.id collate "C";
+    order by w.created_at, w.id collate "C", t.id;
 end
 $$;
 
