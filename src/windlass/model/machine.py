@@ -1,6 +1,6 @@
 """A machine: what a provider bills. A pod, a server, a process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
@@ -23,6 +23,8 @@ class Machine:
     instance_type: str | None = None
     place: str | None = None
     price_micros_per_hour: int | None = None
+    # Where the provider caps a calendar month.
+    price_micros_per_month: int | None = None
     currency: str | None = None
     # What the provider says about why it exited, for the event.
     note: str | None = None
@@ -35,6 +37,8 @@ class MachineRequest:
     name: str
     fleet: str
     slot: int
+    # What a machine that is to work over HTTP shows to join, once. In memory and on the machine, nowhere else.
+    join_token: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +51,7 @@ class ProviderTraits:
     creation_lateness_s: float = 0.0
     # For how long a machine with our tags and no row is left alone: its row may belong to a newer leader.
     stray_grace_s: float = 0.0
+    # Time is paid in whole units of this length, the first from the machine's creation: 3600 for a started hour.
+    billing_unit_s: int = 1
+    # Its machines reach the control plane over HTTP and need a join token; others speak to the database.
+    is_remote: bool = False
