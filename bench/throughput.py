@@ -50,7 +50,7 @@ ONE_AT_A_TIME: Mapping[str, Entry] = {
 # Each at the batch size at which it was fastest on the machine of docs/benchmarks.md; `--part sweep` finds them.
 IN_BATCHES: Mapping[str, Entry] = {
     "bare loop": Entry(Bare(), Mode(batch=1000), 80_000),
-    "windlass --inline": Entry(Windlass(), Mode(batch=1000, variant="inline"), 80_000),
+    "windlass --inline": Entry(Windlass(), Mode(batch=2000, variant="inline"), 80_000),
     "pgmq, delete": Entry(Pgmq(), Mode(batch=1000, variant="delete"), 100_000),
     "pgmq, archive": Entry(Pgmq(), Mode(batch=1000, variant="archive"), 80_000),
     "pgqueuer": Entry(PgQueuer(), Mode(batch=500), 30_000),
@@ -64,11 +64,16 @@ async def measure(
     """Tasks per second of every entry, round after round."""
     onlooker = Onlooker(arena.postgres_data, patience_s)
     samples: dict[str, list[float]] = {name: [] for name in entries}
+    turns = rounds * (MOST_TRIES if patience_s else 1) + 1
     async with AsyncExitStack() as stack:
+        # All databases before all workers: making one waits for every server process, also for one that stands still
+        # because the worker it is writing to was stopped.
+        grounds = {
+            name: await stack.enter_async_context(_ground(arena, number, entry, turns * (window_s + SETTLE_S)))
+            for number, (name, entry) in enumerate(entries.items())
+        }
         crews = {
-            name: await stack.enter_async_context(
-                _standing_by(arena, number, entry, processes, rounds, window_s, patience_s)
-            )
+            name: await stack.enter_async_context(_standing_by(arena, number, entry, processes, grounds[name]))
             for number, (name, entry) in enumerate(entries.items())
         }
         await arena.level_the_ground()
@@ -98,27 +103,37 @@ async def _turn(workers: Crew, onlooker: Onlooker, window_s: float) -> float:
     return rate
 
 
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """A database of its own, with tasks for all its turns."""
+
+    dsn: str
+    tasks: int
+
+
 @asynccontextmanager
-async def _standing_by(
-    arena: Arena, number: int, entry: Entry, processes: int, rounds: int, window_s: float, patience_s: float
-) -> AsyncIterator[Crew]:
-    """The entry's workers, each with its first task in hand, standing still."""
-    turns = rounds * (MOST_TRIES if patience_s else 1) + 1
-    tasks = int(entry.most_per_s * turns * (window_s + SETTLE_S))
-    contender, command = entry.contender, entry.contender.worker(entry.mode)
-    template = await _filled(arena, contender, tasks)
+async def _ground(arena: Arena, number: int, entry: Entry, seconds: float) -> AsyncIterator[_Ground]:
+    tasks = int(entry.most_per_s * seconds)
+    template = await _filled(arena, entry.contender, tasks)
     async with arena.copy(template, f"contender_{number}") as dsn:
-        tally = Tally(arena.folder / f"tally_{number}")
-        with crew(command, processes, dsn, tally, arena.folder / f"workers_{number}.log") as workers:
-            await workers.until_all_work()
-            tally.open_gate()
-            workers.pause()
-            yield workers
-            handled = sum(workers.counts())
-        async with connected(dsn) as connection:
-            finished = await contender.finished(connection)
-    if handled >= tasks:
-        raise RuntimeError(f"{command} emptied the queue of {tasks:,} tasks: raise its most_per_s")
+        yield _Ground(dsn, tasks)
+
+
+@asynccontextmanager
+async def _standing_by(arena: Arena, number: int, entry: Entry, processes: int, ground: _Ground) -> AsyncIterator[Crew]:
+    """The entry's workers, each with its first task in hand, standing still."""
+    command = entry.contender.worker(entry.mode)
+    tally = Tally(arena.folder / f"tally_{number}")
+    with crew(command, processes, ground.dsn, tally, arena.folder / f"workers_{number}.log") as workers:
+        await workers.until_all_work()
+        tally.open_gate()
+        workers.pause()
+        yield workers
+        handled = sum(workers.counts())
+    async with connected(ground.dsn) as connection:
+        finished = await entry.contender.finished(connection)
+    if handled >= ground.tasks:
+        raise RuntimeError(f"{command} emptied the queue of {ground.tasks:,} tasks: raise its most_per_s")
     # What was in hand when the workers were stopped, several batches deep, may be missing.
     if finished < handled - 10 * entry.mode.batch * processes:
         raise RuntimeError(f"{command} handled {handled:,} tasks and finished only {finished:,}")
