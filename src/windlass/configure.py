@@ -244,7 +244,8 @@ def _explain(error: ValidationError, sources: Mapping[Key, Source]) -> str:
     for problem in error.errors(include_url=False):
         key = tuple(str(part) for part in problem["loc"])
         name = ".".join(key) or "the configuration"
-        source = (_source(sources, key) if key else None) or "what was given"
+        # Of an item of a list: where the list came from.
+        source = (key and (_source(sources, key) or _source(sources, key[:-1]))) or "what was given"
         if problem["type"] == "extra_forbidden":
             sentences.append(f"{name} in {source} is not a setting: {_did_you_mean(name, known)}.")
         else:

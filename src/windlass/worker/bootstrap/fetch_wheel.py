@@ -142,7 +142,7 @@ def main() -> int:
     except Refusal as error:
         _say(str(error))
         return 1
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _say(f"{given.join_file} cannot be used ({type(error).__name__})")
         return 1
     sys.stdout.write(f"{wheel}\n")
