@@ -99,7 +99,7 @@ def _default(name: str, field: FieldInfo, *, is_fleet: bool) -> str:
 
 
 def _shown(value: Any) -> str:
-    if value in (None, {}, ()):
+    if value is None or value in ({}, ()):
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
@@ -122,7 +122,7 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{part}`" for part in parts)
     if origin is tuple:
-        return "list of text"
+        return f"list of {'whole numbers' if parts[0] is int else 'text'}"
     if origin is dict:
         return "table of text"
     return WORDS[annotation]

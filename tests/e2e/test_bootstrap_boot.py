@@ -11,6 +11,8 @@ import importlib.util
 import io
 import json
 import os
+import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -92,7 +94,7 @@ class ControlPlane:
 
 
 @contextlib.contextmanager
-def serving(wheel: bytes) -> Iterator[ControlPlane]:
+def serving(wheel: bytes, certificate: tuple[Path, Path] | None = None) -> Iterator[ControlPlane]:
     control_plane = ControlPlane(wheel)
 
     class Handler(BaseHTTPRequestHandler):
@@ -102,7 +104,12 @@ def serving(wheel: bytes) -> Iterator[ControlPlane]:
         def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        control_plane.url = f"http://127.0.0.1:{server.server_port}"
+        control_plane.url = f"{'http' if certificate is None else 'https'}://127.0.0.1:{server.server_port}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            # The handshake belongs into the thread of its request: one that fails must not end the server.
+            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -122,10 +129,10 @@ def control_plane() -> Iterator[ControlPlane]:
 
 
 class Fetched:
-    def __init__(self, folder: Path, url: str, token: str = TOKEN) -> None:
+    def __init__(self, folder: Path, url: str, token: str = TOKEN, **more: str) -> None:
         folder.mkdir(exist_ok=True)
         join_file = folder / "join.json"
-        join_file.write_text(json.dumps({"worker_id": "w", "url": url, "join_token": token}))
+        join_file.write_text(json.dumps({"worker_id": "w", "url": url, "join_token": token, **more}))
         self.wheels = folder / "wheels"
         done = subprocess.run(
             [sys.executable, "-I", fetch_wheel.__file__, join_file, self.wheels, "--first-wait-s", "0.001"],
@@ -190,6 +197,33 @@ def test_an_address_where_nobody_listens_ends_in_one_sentence(tmp_path: Path, co
     assert fetched.code == 1
     assert "Connection refused" in fetched.err
     assert "Traceback" not in fetched.err
+
+
+def test_after_the_machine_has_joined_the_workers_own_token_is_shown(
+    tmp_path: Path, control_plane: ControlPlane
+) -> None:
+    (tmp_path / "join.json").write_text(json.dumps({"worker_id": "w", "url": control_plane.url}))
+    (tmp_path / "join.json.token").write_text(f"{TOKEN}\n")
+    assert fetch_wheel.fetch(fetch_wheel.control_plane_of(tmp_path / "join.json"), tmp_path) == tmp_path / WHEEL
+
+
+def test_a_control_plane_is_believed_if_its_authority_was_given_and_not_otherwise(
+    tmp_path: Path, control_plane: ControlPlane
+) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make a certificate with")
+    making = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    )
+    files = ["-keyout", tmp_path / "key.pem", "-out", tmp_path / "ca.pem"]
+    subprocess.run([*making.split(), *files], capture_output=True, timeout=TIMEOUT_S, check=True)
+    with serving(control_plane.wheel, certificate=(tmp_path / "ca.pem", tmp_path / "key.pem")) as secured:
+        url = secured.url.replace("127.0.0.1", "localhost")
+        stranger = Fetched(tmp_path, url)
+        friend = Fetched(tmp_path, url, ca_file="ca.pem")
+    assert stranger.code == 1
+    assert "certificate" in stranger.err
+    assert (friend.code, friend.err) == (0, "")
 
 
 def test_a_token_that_is_refused_is_not_tried_again(tmp_path: Path, control_plane: ControlPlane) -> None:

@@ -116,6 +116,33 @@ def test_a_machine_joins_ray_only_when_the_fleet_asks_for_it() -> None:
     )
 
 
+PEM = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
+
+
+def test_an_authority_of_ones_own_is_written_beside_the_join_file_which_names_it(tmp_path: Path) -> None:
+    (tmp_path / "authority.pem").write_text(PEM)
+    files = written(rendered(BootstrapSettings(ca_file=tmp_path / "authority.pem")))
+    assert files["/etc/windlass/ca.pem"] == PEM
+    assert json.loads(files["/etc/windlass/join.json"])["ca_file"] == "ca.pem"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(None, id="no file"),
+        pytest.param(b"", id="an empty file"),
+        pytest.param(b"\x30\x82\xff", id="no PEM"),
+        pytest.param(f"{PEM}-----BEGIN RSA PRIVATE KEY-----\nhunter2\n".encode(), id="its key beside it"),
+    ],
+)
+def test_what_is_no_authority_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "authority.pem").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"authority.pem .*bootstrap.ca_file") as caught:
+        rendered(BootstrapSettings(ca_file=tmp_path / "authority.pem"))
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_full_document_leaves_room_for_setup_commands() -> None:
     assert len(render_user_data(EVERYTHING, request(), URL)) < MAX_USER_DATA_BYTES * 0.6
 

@@ -75,6 +75,10 @@ class BootstrapSettings(BaseModel):
     ray_num_cpus: int | None = Field(
         default=None, ge=0, description="CPUs the machine offers to Ray. Without it: all it has."
     )
+    ca_file: Path | None = Field(
+        default=None,
+        description="Certificate (PEM) of the authority that vouches for the control plane, if it is one of your own.",
+    )
     template: Path | None = Field(
         default=None, description="A template of your own instead of ours; it may extend ours and change parts."
     )

@@ -3,7 +3,7 @@
 `render_user_data` decides nothing and knows nothing but what it is given: the fleet's bootstrap settings, the request
 for the machine, the control plane's address. A secret that is not handed in cannot be in it; the only one that is, is
 the request's join token. What it returns has been read back: it is YAML, at most 32 KiB, without a placeholder left,
-and holds the join file with exactly what was meant. Apart from a template of the user's own, no file is read.
+and holds the join file with exactly what was meant. No file is read but a template and a certificate of the user's own.
 """
 
 import json
@@ -24,6 +24,8 @@ HEADER = "#cloud-config\n"
 # What Hetzner takes; others take at least half of it.
 MAX_USER_DATA_BYTES = 32 * 1024
 JOIN_FILE = "/etc/windlass/join.json"
+# Beside the join file, which names it so.
+CA_FILE = "ca.pem"
 BOOT_SCRIPT = "boot.sh"
 FETCH_SCRIPT = "fetch_wheel.py"
 # By this name a template of the user's own extends ours.
@@ -50,6 +52,9 @@ def render_user_data(
     message of either repeats the join token.
     """
     join = _join(request, url)
+    ca_pem = _certificate(settings)
+    if ca_pem is not None:
+        join["ca_file"] = CA_FILE
     if settings.ray_address is not None and not _RAY_LABEL.fullmatch(request.name):
         raise BadInput(
             f"{request.name!r} cannot be a label of a Ray node: give the fleet a shorter name, of letters, digits, "
@@ -63,6 +68,7 @@ def render_user_data(
         "slot": request.slot,
         "settings": settings,
         "stop_timeout_s": math.ceil(stop_timeout_s) + STOP_MARGIN_S,
+        "ca_pem": ca_pem,
         "boot_sh": script(BOOT_SCRIPT),
         "fetch_wheel_py": script(FETCH_SCRIPT),
     }
@@ -107,6 +113,21 @@ def _checked_url(url: str) -> str:
             "the control plane's address cannot be used: write https://host:port, without user, password and query."
         )
     return url.rstrip("/")
+
+
+def _certificate(settings: BootstrapSettings) -> str | None:
+    if settings.ca_file is None:
+        return None
+    try:
+        text = settings.ca_file.expanduser().read_text(encoding="ascii")
+    except OSError as error:
+        raise ConfigError(f"{settings.ca_file} cannot be read ({error.strerror}): check bootstrap.ca_file.") from None
+    except (UnicodeDecodeError, RuntimeError):
+        text = ""
+    # A key in the same file would be on every machine.
+    if "-----BEGIN CERTIFICATE-----" not in text or "PRIVATE KEY" in text:
+        raise ConfigError(f"{settings.ca_file} (bootstrap.ca_file) must hold certificates in PEM, and no key.")
+    return text
 
 
 # ----------------------------------------------------------------------------------------------------- the template

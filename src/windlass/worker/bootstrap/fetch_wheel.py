@@ -4,7 +4,8 @@
 
 Prints the path of the wheel and ends with 0, or prints one sentence on standard error and ends with 1. A wheel is in
 FOLDER only if its SHA-256 is the one that was announced. The join token goes to the address in JOIN_FILE and nowhere
-else: redirects are refused, and it is never printed. Fetching does not use the token up.
+else: redirects are refused, and it is never printed. Fetching does not use the token up. After the machine has joined,
+the worker's own token, in a file beside JOIN_FILE, takes its place.
 
 This file is copied onto machines that have nothing but Python: it uses the standard library alone.
 """
@@ -15,6 +16,7 @@ import http.client
 import json
 import random
 import re
+import ssl
 import sys
 import time
 import urllib.error
@@ -58,13 +60,14 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class ControlPlane:
-    def __init__(self, url: str, join_token: str) -> None:
+    def __init__(self, url: str, token: str, ca_file: Path | None = None) -> None:
         # urllib would read files and FTP too.
         if not url.startswith(("https://", "http://")):
             raise Refusal("the control plane's address does not begin with http:// or https://")
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {join_token}", "User-Agent": "windlass-bootstrap"}
-        self._opener = urllib.request.build_opener(_NoRedirects)
+        self._headers = {"Authorization": f"Bearer {token}", "User-Agent": "windlass-bootstrap"}
+        tls = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file))
+        self._opener = urllib.request.build_opener(_NoRedirects, tls)
 
     def get(self, path: str, max_bytes: int) -> bytes:
         try:
@@ -75,7 +78,7 @@ class ControlPlane:
             problem = f"{self.url}{path} answered {error.code}"
             if error.code >= 500 or error.code in PASSING_CODES:
                 raise Trouble(problem) from None
-            if error.code in {401, 403}:
+            if error.code in {401, 403, 410}:
                 problem += ": the join token is not (or no longer) good"
             raise Refusal(problem) from None
         except (OSError, http.client.HTTPException) as error:
@@ -130,6 +133,13 @@ def fetch(control_plane: ControlPlane, folder: Path, first_wait_s: float = FIRST
     raise AssertionError("the last attempt returns or raises")
 
 
+def control_plane_of(join_file: Path) -> ControlPlane:
+    join = json.loads(join_file.read_text(encoding="utf-8"))
+    token = join.get("join_token") or join_file.with_name(f"{join_file.name}.token").read_text().strip()
+    ca_file = join.get("ca_file")
+    return ControlPlane(join["url"], token, join_file.parent / ca_file if ca_file else None)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fetch the wheel that the control plane serves.")
     parser.add_argument("join_file", type=Path)
@@ -137,8 +147,7 @@ def main() -> int:
     parser.add_argument("--first-wait-s", type=float, default=FIRST_WAIT_S)
     given = parser.parse_args()
     try:
-        join = json.loads(given.join_file.read_text(encoding="utf-8"))
-        wheel = fetch(ControlPlane(join["url"], join["join_token"]), given.folder, given.first_wait_s)
+        wheel = fetch(control_plane_of(given.join_file), given.folder, given.first_wait_s)
     except Refusal as error:
         _say(str(error))
         return 1
