@@ -212,9 +212,7 @@ def test_a_control_plane_is_believed_if_its_authority_was_given_and_not_otherwis
 ) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here to make a certificate with")
-    making = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    )
+    making = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -addext subjectAltName=DNS:localhost"
     files = ["-keyout", tmp_path / "key.pem", "-out", tmp_path / "ca.pem"]
     subprocess.run([*making.split(), *files], capture_output=True, timeout=TIMEOUT_S, check=True)
     with serving(control_plane.wheel, certificate=(tmp_path / "ca.pem", tmp_path / "key.pem")) as secured:
