@@ -1,14 +1,32 @@
 #!/bin/sh
-# What some tests use from the system: PostgreSQL 15 and pgbouncer. Root on Debian gets them; elsewhere the tests
-# that need them are skipped and say so.
+# What some tests use from the system: PostgreSQL 15, pgbouncer, systemd-analyze, shellcheck, cloud-init. Root on Debian
+# gets them; elsewhere the tests that need them are skipped and say so.
 set -eu
 [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0
 missing=""
 command -v pgbouncer >/dev/null || missing="$missing pgbouncer"
 ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || missing="$missing postgresql"
-[ -n "$missing" ] || exit 0
-echo "installing for the tests:$missing"
+command -v systemd-analyze >/dev/null || missing="$missing systemd"
+command -v shellcheck >/dev/null || missing="$missing shellcheck"
+# An installed cloud-init would set up this machine at its next boot: it is only unpacked, where the tests look for it.
+cloud_init="${XDG_CACHE_HOME:-$HOME/.cache}/windlass-tests/cloud-init"
+command -v cloud-init >/dev/null || [ -d "$cloud_init" ] || unpack="cloud-init python3-configobj python3-six \
+  python3-jsonpatch python3-json-pointer python3-oauthlib"
+[ -n "$missing${unpack:-}" ] || exit 0
+echo "installing for the tests:$missing${unpack:+ cloud-init (unpacked only)}"
 export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq >/dev/null 2>&1 || true
 # RUNLEVEL=1 keeps Debian's packages from starting servers of their own: the tests start theirs.
-{ apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq --no-install-recommends $missing; } >/dev/null 2>&1 ||
+[ -z "$missing" ] || RUNLEVEL=1 apt-get install -y -qq --no-install-recommends $missing >/dev/null 2>&1 ||
   echo "could not install$missing: the tests that need them will be skipped"
+[ -z "${unpack:-}" ] && exit 0
+download=$(mktemp -d)
+trap 'rm -rf "$download"' EXIT
+# Whole or not at all: a half unpacked one would be found next time and not work.
+if (cd "$download" && apt-get download -qq $unpack && for file in *.deb; do dpkg -x "$file" unpacked || exit 1; done) \
+  >/dev/null 2>&1; then
+  mkdir -p "$(dirname "$cloud_init")"
+  mv "$download/unpacked" "$cloud_init"
+else
+  echo "could not unpack cloud-init: the test that needs it will be skipped"
+fi

@@ -12,7 +12,21 @@ from typing import Annotated, Any
 import typer
 
 from windlass import __version__
-from windlass.cli import config, db, demo, doctor, enqueue, explain, fleets, status, tasks, up, worker, workers
+from windlass.cli import (
+    bootstrap,
+    config,
+    db,
+    demo,
+    doctor,
+    enqueue,
+    explain,
+    fleets,
+    status,
+    tasks,
+    up,
+    worker,
+    workers,
+)
 from windlass.cli.common import EXIT_BAD_INPUT
 from windlass.model.address import masked
 from windlass.model.errors import WindlassError
@@ -45,6 +59,7 @@ app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.add_typer(db.app, name="db")
 app.add_typer(config.app, name="config")
+app.add_typer(bootstrap.app, name="bootstrap")
 
 
 def _show_version(wanted: bool) -> None:

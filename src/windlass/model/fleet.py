@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.errors import BadInput
 from windlass.model.task import check_queue_name
 
@@ -155,6 +156,8 @@ class FleetConfig(BaseModel):
     storage_expansion_increment_gb: int = _setting(
         50, "By how much it grows.", env="STORAGE_EXPANSION_INCREMENT_GB", gt=0
     )
+
+    bootstrap: BootstrapSettings = BootstrapSettings()
 
     @model_validator(mode="before")
     @classmethod

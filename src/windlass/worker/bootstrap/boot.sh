@@ -1,0 +1,99 @@
+#!/bin/sh
+# Makes a worker of this machine: `boot.sh USER`. cloud-init runs it once, as root; running it again does no harm.
+#
+# What differs between fleets lies in files beside this one: images, requirements.txt, setup/*.sh. Only root may write
+# there: what runs as root must not be changed by what runs tasks. WINDLASS_ROOT stands before every path, for tests.
+set -eu
+
+user=$1
+root=${WINDLASS_ROOT:-}
+etc=$root/etc/windlass
+lib=$root/usr/local/lib/windlass
+units=$root/etc/systemd/system
+state=$root/var/lib/windlass
+venv=$root/opt/windlass
+# An image that takes longer is pulled by the first task that needs it. A setup command that takes longer hangs.
+PULL_TIMEOUT_S=300
+SETUP_TIMEOUT_S=900
+PIP_TIMEOUT_S=600
+MAX_ATTEMPTS=4
+
+step=starting
+say() { echo "windlass-boot $(date -u +%H:%M:%S) $*"; }
+begin() { step=$1; say "$1"; }
+report() {
+  code=$?
+  [ "$code" = 0 ] || say "FAILED while $step (exit code $code): this machine does not join"
+}
+trap report EXIT
+
+# Waits of 1, 4 and 9 seconds, each with a part of a second that differs between machines that boot together.
+retry() {
+  attempt=1
+  until "$@"; do
+    [ "$attempt" -lt "$MAX_ATTEMPTS" ] || return 1
+    say "again, after attempt $attempt of $MAX_ATTEMPTS failed: $1"
+    sleep "$((attempt * attempt)).$(od -An -N2 -tu2 /dev/urandom | tr -d ' ')"
+    attempt=$((attempt + 1))
+  done
+}
+
+pull_images() {
+  while IFS= read -r image || [ -n "$image" ]; do
+    if retry timeout "$PULL_TIMEOUT_S" docker pull --quiet "$image" </dev/null; then
+      say "pulled $image"
+    else
+      say "could not pull $image: going on without it"
+    fi
+  done <"$lib/images"
+}
+
+begin "making the user $user"
+id "$user" >/dev/null 2>&1 ||
+  useradd --system --user-group --home-dir /var/lib/windlass --shell /usr/sbin/nologin "$user"
+group=$(id -gn "$user")
+mkdir -p "$state"
+# -h: when this runs again, the worker may have put a link there.
+chown -h "$user:$group" "$state" "$etc" "$etc/join.json"
+chmod 0750 "$state"
+chmod 0700 "$etc"
+
+pulls=""
+if [ -s "$lib/images" ]; then
+  begin "pulling images, while the rest goes on"
+  pull_images &
+  pulls=$!
+fi
+
+begin "making the Python environment"
+# The package list may have failed at a mirror; the environment is the one thing that cannot be done without.
+python3 -c 'import ensurepip' 2>/dev/null ||
+  retry apt-get -o DPkg::Lock::Timeout=120 install -y -qq --no-install-recommends python3-venv
+[ -x "$venv/bin/pip" ] || python3 -m venv "$venv"
+
+begin "fetching windlass from the control plane"
+wheel=$(python3 "$lib/fetch_wheel.py" "$etc/join.json" "$lib/wheels")
+
+begin "installing $(basename "$wheel")"
+set -- "$wheel"
+[ ! -s "$lib/requirements.txt" ] || set -- "$@" -r "$lib/requirements.txt"
+retry timeout "$PIP_TIMEOUT_S" "$venv/bin/pip" install --quiet --disable-pip-version-check --no-input "$@"
+
+for piece in "$lib"/setup/*.sh; do
+  [ -e "$piece" ] || continue
+  begin "running the setup command $(basename "$piece" .sh)"
+  (cd "$state" && PATH=$venv/bin:$PATH timeout "$SETUP_TIMEOUT_S" sh -e "$piece" </dev/null)
+done
+
+if [ -n "$pulls" ]; then
+  begin "waiting for the images"
+  wait "$pulls" || say "pulling images ended early: going on without the rest"
+fi
+
+begin "starting the worker"
+systemctl daemon-reload
+if [ -e "$units/windlass-ray.service" ]; then
+  systemctl enable --now windlass-ray.service
+fi
+systemctl enable --now windlass-worker.service
+say "done: the worker activates itself now"

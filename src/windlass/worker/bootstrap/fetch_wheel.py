@@ -1,0 +1,166 @@
+"""Fetches the wheel that the control plane serves: what a machine runs to get Windlass in the control plane's version.
+
+    python3 fetch_wheel.py JOIN_FILE FOLDER
+
+Prints the path of the wheel and ends with 0, or prints one sentence on standard error and ends with 1. A wheel is in
+FOLDER only if its SHA-256 is the one that was announced. The join token goes to the address in JOIN_FILE and nowhere
+else: redirects are refused, and it is never printed. Fetching does not use the token up. After the machine has joined,
+the worker's own token, in a file beside JOIN_FILE, takes its place.
+
+This file is copied onto machines that have nothing but Python: it uses the standard library alone.
+"""
+
+import argparse
+import hashlib
+import http.client
+import json
+import random
+import re
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+# With the waits between them about two minutes: longer than a control plane takes to restart.
+MAX_ATTEMPTS = 8
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 30.0
+# Without a byte for this long, a connection is given up.
+REQUEST_TIMEOUT_S = 30.0
+# One download, however steadily it drips.
+DOWNLOAD_TIMEOUT_S = 180.0
+# Windlass is far below a megabyte: more is not Windlass.
+MAX_WHEEL_BYTES = 16 << 20
+MAX_ANSWER_BYTES = 64 << 10
+CHUNK_BYTES = 1 << 16
+# Not the request's fault: the same request may succeed later.
+PASSING_CODES = frozenset({408, 425, 429})
+
+# A name and no path: the control plane says what the file is called, not where it is put.
+WHEEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]*\.whl")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Refusal(Exception):
+    """Asking again will not help."""
+
+
+class Trouble(Exception):
+    """Asking again may help."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would take the Authorization header along to wherever it is sent."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class ControlPlane:
+    def __init__(self, url: str, token: str, ca_file: Path | None = None) -> None:
+        # urllib would read files and FTP too.
+        if not url.startswith(("https://", "http://")):
+            raise Refusal("the control plane's address does not begin with http:// or https://")
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}", "User-Agent": "windlass-bootstrap"}
+        tls = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file))
+        self._opener = urllib.request.build_opener(_NoRedirects, tls)
+
+    def get(self, path: str, max_bytes: int) -> bytes:
+        try:
+            request = urllib.request.Request(self.url + path, headers=self._headers)  # noqa: S310 - checked above
+            with self._opener.open(request, timeout=REQUEST_TIMEOUT_S) as response:
+                return _read(response, max_bytes)
+        except urllib.error.HTTPError as error:
+            problem = f"{self.url}{path} answered {error.code}"
+            if error.code >= 500 or error.code in PASSING_CODES:
+                raise Trouble(problem) from None
+            if error.code in {401, 403, 410}:
+                problem += ": the join token is not (or no longer) good"
+            raise Refusal(problem) from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            raise Trouble(f"{self.url}{path} did not answer ({reason})") from None
+
+
+def _read(response: Any, max_bytes: int) -> bytes:
+    until = time.monotonic() + DOWNLOAD_TIMEOUT_S
+    content = bytearray()
+    while chunk := response.read(CHUNK_BYTES):
+        content += chunk
+        if len(content) > max_bytes:
+            raise Refusal(f"the control plane sent more than {max_bytes:,} bytes")
+        if time.monotonic() > until:
+            raise Trouble(f"the download took longer than {DOWNLOAD_TIMEOUT_S:g} s")
+    return bytes(content)
+
+
+def fetch_once(control_plane: ControlPlane, folder: Path) -> Path:
+    """The announcement is read anew each time: the control plane may have been upgraded in between."""
+    try:
+        announced = json.loads(control_plane.get("/internal/wheel", MAX_ANSWER_BYTES))
+        name, sha256 = announced["filename"], announced["sha256"]
+        is_sound = bool(WHEEL_NAME.fullmatch(name) and SHA256.fullmatch(sha256))
+    except (ValueError, KeyError, TypeError):
+        is_sound = False
+    if not is_sound:
+        raise Refusal(f"{control_plane.url}/internal/wheel did not name a wheel: is this the control plane's address?")
+    content = control_plane.get(f"/internal/wheel/{name}", MAX_WHEEL_BYTES)
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise Trouble(f"{name} is not what the control plane announced: its SHA-256 differs")
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel: Path = folder / name
+    # Renamed when it is whole: whoever finds a wheel here may install it.
+    partial = wheel.with_suffix(".partial")
+    partial.write_bytes(content)
+    return partial.replace(wheel)
+
+
+def fetch(control_plane: ControlPlane, folder: Path, first_wait_s: float = FIRST_WAIT_S) -> Path:
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return fetch_once(control_plane, folder)
+        except Trouble as trouble:
+            if attempt == MAX_ATTEMPTS:
+                raise Refusal(f"{trouble}, {MAX_ATTEMPTS} times") from None
+            _say(f"{trouble}: trying again ({attempt} of {MAX_ATTEMPTS})")
+            # Machines that were hired together do not ask together.
+            wait_s = min(LONGEST_WAIT_S, first_wait_s * 2 ** (attempt - 1))
+            time.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads load, hides nothing
+    raise AssertionError("the last attempt returns or raises")
+
+
+def control_plane_of(join_file: Path) -> ControlPlane:
+    join = json.loads(join_file.read_text(encoding="utf-8"))
+    token = join.get("join_token") or join_file.with_name(f"{join_file.name}.token").read_text().strip()
+    ca_file = join.get("ca_file")
+    return ControlPlane(join["url"], token, join_file.parent / ca_file if ca_file else None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Fetch the wheel that the control plane serves.")
+    parser.add_argument("join_file", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--first-wait-s", type=float, default=FIRST_WAIT_S)
+    given = parser.parse_args()
+    try:
+        wheel = fetch(control_plane_of(given.join_file), given.folder, given.first_wait_s)
+    except Refusal as error:
+        _say(str(error))
+        return 1
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        _say(f"{given.join_file} cannot be used ({type(error).__name__})")
+        return 1
+    sys.stdout.write(f"{wheel}\n")
+    return 0
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"windlass: {sentence}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,421 @@
+"""The scripts of a first boot, really run: a control plane on loopback that serves a wheel, a root that is a folder.
+
+Not real are only what would change the machine that runs the tests (systemctl, useradd, docker), and sleep.
+"""
+
+import base64
+import contextlib
+import getpass
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from windlass.model.bootstrap import BootstrapSettings
+from windlass.model.machine import MachineRequest
+from windlass.worker.bootstrap import fetch_wheel, render_user_data
+
+TIMEOUT_S = 110.0
+TOKEN = "wjt_3f1c9a"
+WHEEL = "windlass-9.9.9-py3-none-any.whl"
+
+
+def tiny_wheel(package: str, version: str) -> bytes:
+    """A package with a program of its own name that prints its version, without dependencies."""
+    info = f"{package}-{version}.dist-info"
+    contents = {
+        f"{package}.py": f"def main():\n    print('{package} {version}')\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\n{package} = {package}:main\n",
+    }
+    record = ""
+    for name, text in contents.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        record += f"{name},sha256={digest},{len(text)}\n"
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, text in {**contents, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
+            archive.writestr(name, text)
+    return buffer.getvalue()
+
+
+class ControlPlane:
+    """`/internal/wheel`, as a machine sees it, with faults by order."""
+
+    def __init__(self, wheel: bytes) -> None:
+        self.wheel = wheel
+        self.announcement: Any = {"filename": WHEEL, "sha256": hashlib.sha256(wheel).hexdigest()}
+        self.failures: list[int] = []  # codes answered before anything else, in order
+        self.redirect_to: str | None = None
+        self.cuts_downloads = 0
+        self.requests: list[tuple[str, str | None]] = []
+        self.url = ""
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        self.requests.append((request.path, request.headers.get("Authorization")))
+        if self.redirect_to is not None:
+            request.send_response(302)
+            request.send_header("Location", self.redirect_to + request.path)
+            request.end_headers()
+        elif self.failures:
+            request.send_error(self.failures.pop(0))
+        elif request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            request.send_error(401)
+        elif request.path == "/internal/wheel":
+            self._send(request, json.dumps(self.announcement).encode())
+        elif request.path == f"/internal/wheel/{WHEEL}":
+            self._send(request, self.wheel)
+        else:
+            request.send_error(404)
+
+    def _send(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(content)))
+        request.end_headers()
+        if request.path.endswith(".whl") and self.cuts_downloads > 0:
+            self.cuts_downloads -= 1
+            content = content[: len(content) // 2]
+        request.wfile.write(content)
+
+
+@contextlib.contextmanager
+def serving(wheel: bytes, certificate: tuple[Path, Path] | None = None) -> Iterator[ControlPlane]:
+    control_plane = ControlPlane(wheel)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            control_plane.answer(self)
+
+        def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        control_plane.url = f"{'http' if certificate is None else 'https'}://127.0.0.1:{server.server_port}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            # The handshake belongs into the thread of its request: one that fails must not end the server.
+            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield control_plane
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def control_plane() -> Iterator[ControlPlane]:
+    with serving(tiny_wheel("windlass", "9.9.9")) as found:
+        yield found
+
+
+# ------------------------------------------------------------------------------------------------- fetching the wheel
+
+
+class Fetched:
+    def __init__(self, folder: Path, url: str, token: str = TOKEN, **more: str) -> None:
+        folder.mkdir(exist_ok=True)
+        join_file = folder / "join.json"
+        join_file.write_text(json.dumps({"worker_id": "w", "url": url, "join_token": token, **more}))
+        self.wheels = folder / "wheels"
+        done = subprocess.run(
+            [sys.executable, "-I", fetch_wheel.__file__, join_file, self.wheels, "--first-wait-s", "0.001"],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        self.code, self.out, self.err = done.returncode, done.stdout, done.stderr
+        assert token not in self.out + self.err
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.wheels.glob("*"))
+
+
+def test_the_wheel_is_fetched_with_the_join_token_and_its_path_is_printed(
+    tmp_path: Path, control_plane: ControlPlane
+) -> None:
+    fetched = Fetched(tmp_path, control_plane.url)
+    assert (fetched.code, fetched.out, fetched.err) == (0, f"{fetched.wheels / WHEEL}\n", "")
+    assert (fetched.wheels / WHEEL).read_bytes() == control_plane.wheel
+    assert control_plane.requests == [
+        ("/internal/wheel", f"Bearer {TOKEN}"),
+        (f"/internal/wheel/{WHEEL}", f"Bearer {TOKEN}"),
+    ]
+
+
+def test_a_control_plane_that_is_just_restarting_is_asked_again(tmp_path: Path, control_plane: ControlPlane) -> None:
+    control_plane.failures = [503, 502]
+    fetched = Fetched(tmp_path, control_plane.url)
+    assert (fetched.code, fetched.files) == (0, [WHEEL])
+    assert fetched.err.count("trying again") == 2
+
+
+def test_a_download_that_breaks_off_is_begun_again(tmp_path: Path, control_plane: ControlPlane) -> None:
+    control_plane.cuts_downloads = 1
+    fetched = Fetched(tmp_path, control_plane.url)
+    assert (fetched.code, fetched.files) == (0, [WHEEL])
+    assert (fetched.wheels / WHEEL).read_bytes() == control_plane.wheel
+
+
+def test_a_wheel_that_is_not_the_one_announced_is_never_kept(tmp_path: Path, control_plane: ControlPlane) -> None:
+    control_plane.wheel = tiny_wheel("windlass", "6.6.6")
+    fetched = Fetched(tmp_path, control_plane.url)
+    assert (fetched.code, fetched.out, fetched.files) == (1, "", [])
+    assert f"is not what the control plane announced: its SHA-256 differs, {fetch_wheel.MAX_ATTEMPTS} times" in (
+        fetched.err
+    )
+
+
+def test_nobody_is_asked_for_ever(tmp_path: Path, control_plane: ControlPlane) -> None:
+    control_plane.failures = [500] * 100
+    assert Fetched(tmp_path, control_plane.url).code == 1
+    assert len(control_plane.requests) == fetch_wheel.MAX_ATTEMPTS
+
+
+def test_an_address_where_nobody_listens_ends_in_one_sentence(tmp_path: Path, control_plane: ControlPlane) -> None:
+    with serving(b"") as gone:
+        url = gone.url
+    fetched = Fetched(tmp_path, url)
+    assert fetched.code == 1
+    assert "Connection refused" in fetched.err
+    assert "Traceback" not in fetched.err
+
+
+def test_after_the_machine_has_joined_the_workers_own_token_is_shown(
+    tmp_path: Path, control_plane: ControlPlane
+) -> None:
+    (tmp_path / "join.json").write_text(json.dumps({"worker_id": "w", "url": control_plane.url}))
+    (tmp_path / "join.json.token").write_text(f"{TOKEN}\n")
+    assert fetch_wheel.fetch(fetch_wheel.control_plane_of(tmp_path / "join.json"), tmp_path) == tmp_path / WHEEL
+
+
+def test_a_control_plane_is_believed_if_its_authority_was_given_and_not_otherwise(
+    tmp_path: Path, control_plane: ControlPlane
+) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make a certificate with")
+    making = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    files = ["-keyout", tmp_path / "key.pem", "-out", tmp_path / "ca.pem"]
+    subprocess.run([*making.split(), *files], capture_output=True, timeout=TIMEOUT_S, check=True)
+    with serving(control_plane.wheel, certificate=(tmp_path / "ca.pem", tmp_path / "key.pem")) as secured:
+        url = secured.url.replace("127.0.0.1", "localhost")
+        stranger = Fetched(tmp_path, url)
+        friend = Fetched(tmp_path, url, ca_file="ca.pem")
+    assert stranger.code == 1
+    assert "certificate" in stranger.err
+    assert (friend.code, friend.err) == (0, "")
+
+
+def test_a_token_that_is_refused_is_not_tried_again(tmp_path: Path, control_plane: ControlPlane) -> None:
+    fetched = Fetched(tmp_path, control_plane.url, token="wjt_spent")
+    assert fetched.code == 1
+    assert "answered 401: the join token is not (or no longer) good" in fetched.err
+    assert len(control_plane.requests) == 1
+
+
+def test_the_token_does_not_follow_a_redirect(tmp_path: Path, control_plane: ControlPlane) -> None:
+    with serving(b"") as stranger:
+        control_plane.redirect_to = stranger.url
+        assert Fetched(tmp_path, control_plane.url).code == 1
+        assert stranger.requests == []
+
+
+@pytest.mark.parametrize(
+    "announcement",
+    [
+        pytest.param({"filename": "../../etc/cron.d/x.whl", "sha256": "0" * 64}, id="a path"),
+        pytest.param({"filename": "windlass.tar.gz", "sha256": "0" * 64}, id="no wheel"),
+        pytest.param({"filename": WHEEL, "sha256": "abc"}, id="no hash"),
+        pytest.param({"filename": WHEEL}, id="a hash missing"),
+        pytest.param({"filename": 7, "sha256": None}, id="no text"),
+        pytest.param(["windlass"], id="a list"),
+    ],
+)
+def test_an_answer_that_names_no_wheel_is_refused(
+    tmp_path: Path, control_plane: ControlPlane, announcement: object
+) -> None:
+    control_plane.announcement = announcement
+    fetched = Fetched(tmp_path, control_plane.url)
+    assert (fetched.code, fetched.files) == (1, [])
+    assert "did not name a wheel" in fetched.err
+
+
+def test_more_than_any_wheel_has_is_not_read_to_its_end(
+    control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fetch_wheel, "MAX_WHEEL_BYTES", 100)
+    with pytest.raises(fetch_wheel.Refusal, match="more than 100 bytes"):
+        fetch_wheel.fetch(fetch_wheel.ControlPlane(control_plane.url, TOKEN), tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"url": 7, "join_token": "wjt_3f1c9a"}', "\xff"])
+def test_a_join_file_that_is_none_ends_in_one_sentence(tmp_path: Path, content: str) -> None:
+    (tmp_path / "join.json").write_text(content, encoding="latin-1")
+    done = subprocess.run(
+        [sys.executable, "-I", fetch_wheel.__file__, tmp_path / "join.json", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"windlass: {tmp_path}/join.json cannot be used ({done.stderr.split('(')[-1]}"
+
+
+# ---------------------------------------------------------------------------------------------------------- the boot
+
+
+class Root:
+    """A folder that stands for the machine's root, with what cloud-init would have written into it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls = folder / "calls"
+        programs = folder / "stubs"
+        programs.mkdir(parents=True)
+        record = f'echo "$(basename "$0") $*" >>"{self.calls}"\n'
+        stubs = {
+            "systemctl": record,
+            "useradd": record,
+            "apt-get": record,
+            "docker": record + 'case "$*" in *bad*) exit 1 ;; esac\n',
+            "sleep": "",
+            "python3": f'exec "{sys.executable}" "$@"\n',
+        }
+        for name, text in stubs.items():
+            (programs / name).write_text(f"#!/bin/sh\n{text}")
+            (programs / name).chmod(0o755)
+
+    def write(self, document: str) -> list[str]:
+        """As cloud-init does; returns what it would run."""
+        content = yaml.safe_load(document)
+        for file in content["write_files"]:
+            path = self.path(file["path"])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(file["content"])
+            path.chmod(int(file["permissions"], 8))
+        (command,) = content["runcmd"]
+        return [str(self.path(part)) if part.startswith("/") else part for part in command]
+
+    def path(self, path: str) -> Path:
+        return self.folder / path.lstrip("/")
+
+    def boot(self, settings: BootstrapSettings, url: str) -> "subprocess.CompletedProcess[str]":
+        # Ourselves: somebody who exists and whom we may give files to.
+        settings = settings.model_copy(update={"user": getpass.getuser()})
+        command = self.write(render_user_data(settings, MachineRequest("f-0-00", "f", 0, TOKEN), url))
+        self.calls.unlink(missing_ok=True)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={
+                "PATH": f"{self.folder}/stubs:{os.environ['PATH']}",
+                "HOME": str(self.folder),
+                "WINDLASS_ROOT": str(self.folder),
+                "PIP_NO_INDEX": "1",
+            },
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
+    def called(self, program: str) -> list[str]:
+        lines = self.calls.read_text().splitlines() if self.calls.exists() else []
+        return [line.partition(" ")[2] for line in lines if line.startswith(f"{program} ")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
+    if importlib.util.find_spec("ensurepip") is None:
+        pytest.skip("this Python has no ensurepip: install the package python3-venv")
+    return Root(tmp_path_factory.mktemp("machine"))
+
+
+ENABLE_WORKER = "enable --now windlass-worker.service"
+
+
+def test_a_boot_ends_with_windlass_installed_and_the_worker_started(
+    root: Root, control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    (tmp_path / "app-1.2-py3-none-any.whl").write_bytes(tiny_wheel("app", "1.2"))
+    settings = BootstrapSettings(
+        has_docker=True,
+        images=("python:3.11-slim", "example.org/bad:1", "rgrid/ffmpeg:latest"),
+        requirements=(f"--find-links {tmp_path}", "app==1.2"),
+        setup=("app > first", "test -s first\npwd > second"),
+    )
+    booted = root.boot(settings, control_plane.url)
+    assert booted.returncode == 0, booted.stdout + booted.stderr
+    for program, version in (("windlass", "9.9.9"), ("app", "1.2")):
+        path = root.path(f"/opt/windlass/bin/{program}")
+        ran = subprocess.run([path], capture_output=True, text=True, env={}, timeout=TIMEOUT_S, check=True)
+        assert ran.stdout == f"{program} {version}\n"
+    # Setup commands see what was installed, work where the worker will, and one after the other.
+    assert root.path("/var/lib/windlass/first").read_text() == "app 1.2\n"
+    assert root.path("/var/lib/windlass/second").read_text() == f"{root.path('/var/lib/windlass')}\n"
+    # A pull that fails is tried a few times and stops nothing.
+    pulls = root.called("docker")
+    assert [pulls.count(f"pull --quiet {image}") for image in settings.images] == [1, 4, 1]
+    assert "could not pull example.org/bad:1: going on without it" in booted.stdout
+    assert root.called("systemctl") == ["daemon-reload", ENABLE_WORKER]
+    assert root.called("apt-get") == []
+    # Only the worker's user may see the token, and the boot does not print it.
+    assert root.path("/etc/windlass").stat().st_mode & 0o777 == 0o700
+    assert root.path("/etc/windlass/join.json").stat().st_mode & 0o777 == 0o600
+    assert TOKEN not in booted.stdout + booted.stderr
+
+
+def test_a_boot_that_is_run_again_does_no_harm_and_joins_ray_first_when_asked(
+    root: Root, control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    (tmp_path / "ray-2.49.0-py3-none-any.whl").write_bytes(tiny_wheel("ray", "2.49.0"))
+    settings = BootstrapSettings(ray_address="10.0.0.2:6379", requirements=(f"--find-links {tmp_path}", "ray==2.49.0"))
+    for _ in range(2):
+        booted = root.boot(settings, control_plane.url)
+        assert booted.returncode == 0, booted.stdout + booted.stderr
+        assert root.called("systemctl") == ["daemon-reload", "enable --now windlass-ray.service", ENABLE_WORKER]
+    root.path("/etc/systemd/system/windlass-ray.service").unlink()
+
+
+@pytest.mark.parametrize(
+    ("setup", "fault", "sentence"),
+    [
+        pytest.param(("true", "exit 7"), None, "FAILED while running the setup command 002 (exit code 7)", id="setup"),
+        pytest.param(("false\ntrue",), None, "FAILED while running the setup command 001", id="a line in the middle"),
+        pytest.param((), "none", "FAILED while fetching windlass from the control plane", id="no wheel to be had"),
+        pytest.param((), "wheel", "FAILED while installing windlass-9.9.9-py3-none-any.whl", id="a broken wheel"),
+    ],
+)
+def test_a_boot_that_fails_says_in_which_step_and_starts_no_worker(
+    root: Root, control_plane: ControlPlane, setup: tuple[str, ...], fault: str | None, sentence: str
+) -> None:
+    for old in root.path("/usr/local/lib/windlass/setup").glob("*.sh"):
+        old.unlink()
+    if fault == "none":
+        control_plane.failures = [404]
+    if fault == "wheel":
+        control_plane.wheel = b"no wheel"
+        control_plane.announcement["sha256"] = hashlib.sha256(b"no wheel").hexdigest()
+    booted = root.boot(BootstrapSettings(setup=setup), control_plane.url)
+    assert booted.returncode != 0
+    assert sentence in booted.stdout
+    assert ENABLE_WORKER not in root.called("systemctl")
+    assert TOKEN not in booted.stdout + booted.stderr

@@ -1,0 +1,170 @@
+"""Those who will read the document judge it: cloud-init, systemd, the shell. Where one is absent, it is said."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from windlass.model.bootstrap import BootstrapSettings
+from windlass.model.machine import MachineRequest
+from windlass.worker.bootstrap import render_user_data
+
+TIMEOUT_S = 60.0
+# Where tools/system-packages.sh unpacks it, without installing it.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+CLOUD_INIT = CACHE / "windlass-tests" / "cloud-init" / "usr" / "lib" / "python3" / "dist-packages"
+SYSTEM_UNITS = Path("/usr/lib/systemd/system"), Path("/lib/systemd/system")
+
+FLEETS = [
+    pytest.param(BootstrapSettings(), id="nothing asked for"),
+    pytest.param(BootstrapSettings(has_docker=True, images=("python:3.11-slim",)), id="Docker"),
+    pytest.param(BootstrapSettings(user="root"), id="as root"),
+    pytest.param(
+        BootstrapSettings(
+            packages=("git",),
+            requirements=("ray[default]==2.49.0",),
+            setup=("echo '{{ \"two\" }}'\n\techo lines", "true"),
+            ray_address="10.0.0.2:6379",
+            ray_num_cpus=2,
+        ),
+        id="Ray and setup commands",
+    ),
+]
+
+
+def rendered(settings: BootstrapSettings) -> str:
+    return render_user_data(settings, MachineRequest("renders-0-00c0ffee00", "renders", 0, "token"), "https://c:8443")
+
+
+def ran(*command: object, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def cloud_init_schema(file: Path) -> "subprocess.CompletedProcess[str]":
+    if shutil.which("cloud-init"):
+        return ran("cloud-init", "schema", "--config-file", file)
+    if not CLOUD_INIT.is_dir():
+        pytest.skip("no cloud-init here: `sh tools/system-packages.sh` unpacks one on Debian, as root")
+    env = {"PYTHONPATH": str(CLOUD_INIT), "PYTHONWARNINGS": "ignore"}
+    if ran(sys.executable, "-c", "import cloudinit.cmd.main", env=env).returncode != 0:
+        pytest.skip(f"the cloud-init in {CLOUD_INIT} does not run under Python {sys.version.split()[0]}")
+    return ran(sys.executable, "-m", "cloudinit.cmd.main", "schema", "--config-file", file, env=env)
+
+
+@pytest.mark.parametrize("settings", FLEETS)
+def test_cloud_init_accepts_the_document(tmp_path: Path, settings: BootstrapSettings) -> None:
+    file = tmp_path / "user-data"
+    file.write_text(rendered(settings))
+    judged = cloud_init_schema(file)
+    assert (judged.returncode, judged.stderr) == (0, "")
+    assert "Valid" in judged.stdout
+    assert "deprecat" not in judged.stdout.lower()
+
+
+def test_cloud_init_would_object_to_a_document_that_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "user-data"
+    file.write_text(rendered(BootstrapSettings()).replace("runcmd:\n", "runcmd:\n  - {sh: 1}\n"))
+    judged = cloud_init_schema(file)
+    assert judged.returncode == 1
+    assert "runcmd" in judged.stderr + judged.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------- systemd
+
+
+def machine_with(settings: BootstrapSettings, root: Path) -> list[str]:
+    """The units in a root of their own, beside the system's targets and with programs where they expect them."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze here: install the package systemd")
+    ours = root / "etc" / "systemd" / "system"
+    theirs = root / "usr" / "lib" / "systemd" / "system"
+    programs = root / "opt" / "windlass" / "bin"
+    for folder in (ours, theirs, programs):
+        folder.mkdir(parents=True)
+    source = next(folder for folder in SYSTEM_UNITS if folder.is_dir())
+    for kind in ("target", "slice", "mount", "socket"):
+        for file in source.glob(f"*.{kind}"):
+            if file.is_file():
+                shutil.copy(file, theirs)
+    for program in ("windlass", "ray"):
+        (programs / program).write_text("#!/bin/sh\n")
+        (programs / program).chmod(0o755)
+    units = []
+    for file_written in yaml.safe_load(rendered(settings))["write_files"]:
+        if file_written["path"].endswith(".service"):
+            unit = root / file_written["path"].lstrip("/")
+            unit.write_text(file_written["content"])
+            units.append(unit.name)
+    return units
+
+
+def verified(root: Path, *units: str) -> "subprocess.CompletedProcess[str]":
+    # Without --recursive-errors a key that it does not know is printed and forgiven.
+    return ran("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", f"--root={root}", *units)
+
+
+@pytest.mark.parametrize("settings", FLEETS)
+def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, settings: BootstrapSettings) -> None:
+    units = machine_with(settings, tmp_path)
+    judged = verified(tmp_path, *units)
+    assert (judged.returncode, judged.stdout, judged.stderr) == (0, "", "")
+
+
+def test_systemd_would_object_to_a_key_that_is_none(tmp_path: Path) -> None:
+    (name,) = machine_with(BootstrapSettings(), tmp_path)
+    unit = tmp_path / "etc" / "systemd" / "system" / name
+    # What seed 001 wrote.
+    unit.write_text(unit.read_text().replace("WorkingDirectory=", "WorkingDir="))
+    judged = verified(tmp_path, name)
+    assert judged.returncode != 0
+    assert "WorkingDir" in judged.stderr
+
+
+@pytest.mark.parametrize("settings", [fleet for fleet in FLEETS if fleet.id != "as root"])
+def test_systemd_calls_the_exposure_of_each_unit_ok(tmp_path: Path, settings: BootstrapSettings) -> None:
+    for name in machine_with(settings, tmp_path):
+        # 50 is 5.0 of 10: below it systemd says OK. A unit without any protection has 9.6.
+        judged = ran(
+            "systemd-analyze", "security", "--offline=yes", "--threshold=50", "--no-pager", f"--root={tmp_path}", name
+        )
+        assert judged.returncode == 0, judged.stdout + judged.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------- shell
+
+
+def scripts(tmp_path: Path, settings: BootstrapSettings) -> list[Path]:
+    files: list[dict[str, Any]] = yaml.safe_load(rendered(settings))["write_files"]
+    found = []
+    for file in files:
+        if file["path"].endswith(".sh"):
+            found.append(tmp_path / Path(file["path"]).name)
+            found[-1].write_text(file["content"])
+    return found
+
+
+@pytest.mark.parametrize("settings", FLEETS)
+def test_the_shell_can_read_what_it_is_to_run(tmp_path: Path, settings: BootstrapSettings) -> None:
+    for file in scripts(tmp_path, settings):
+        judged = ran("sh", "-n", file)
+        assert (judged.returncode, judged.stderr) == (0, ""), file
+
+
+def test_shellcheck_finds_nothing_in_the_boot_script(tmp_path: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck here: install the package shellcheck")
+    (boot,) = scripts(tmp_path, BootstrapSettings())
+    judged = ran("shellcheck", "--shell=sh", boot)
+    assert (judged.returncode, judged.stdout) == (0, "")

@@ -1,0 +1,100 @@
+"""`windlass bootstrap render`: what a machine would be told, for people to read."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import CommandLine
+
+from windlass.cli.bootstrap import PLACEHOLDER_TOKEN
+from windlass.model.config import Config
+
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def windlass(tmp_path: Path) -> CommandLine:
+    return CommandLine(tmp_path)
+
+
+def test_it_shows_what_a_machine_of_the_fleet_would_get_with_a_token_that_is_none(windlass: CommandLine) -> None:
+    (windlass.folder / "windlass.toml").write_text('[fleets.renders.bootstrap]\npackages = ["git"]\n')
+    done = windlass("bootstrap", "render", "--worker-id", "renders-7-00c0ffee00", "--url", "https://c.example.org")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("#cloud-config\n")
+    content = yaml.safe_load(done.out)
+    assert "git" in content["packages"]
+    assert json.loads(content["write_files"][0]["content"]) == {
+        "worker_id": "renders-7-00c0ffee00",
+        "url": "https://c.example.org",
+        "join_token": PLACEHOLDER_TOKEN,
+    }
+    assert "PLACEHOLDER" in PLACEHOLDER_TOKEN
+
+
+def test_without_any_configuration_it_shows_the_defaults(windlass: CommandLine) -> None:
+    done = windlass("bootstrap", "render")
+    assert (done.code, done.err) == (0, "")
+    assert PLACEHOLDER_TOKEN in done.out
+
+
+def test_no_secret_of_a_configuration_is_in_it(windlass: CommandLine) -> None:
+    secrets = [name for name, field in Config.model_fields.items() if "SecretStr" in str(field.annotation)]
+    assert {"database_url", "hetzner_api_token"} <= set(secrets)
+    lines = [f'{name} = "{SECRET}-{name}"' for name in secrets if name != "database_url"]
+    lines += [f'database_url = "postgresql://user:{SECRET}@db.example.org/app"']
+    lines += ["[fleets.renders]", 'exec = "./run.sh"', "[fleets.renders.env]", f'API_KEY = "{SECRET}-env"']
+    lines += ["[fleets.renders.bootstrap]", "has_docker = true", 'images = ["python:3.11-slim"]']
+    (windlass.folder / "windlass.toml").write_text("\n".join(lines))
+    done = windlass.with_env(SOME_TOKEN=SECRET)("bootstrap", "render")
+    assert (done.code, done.err) == (0, "")
+    assert "python:3.11-slim" in done.out
+    for word in (SECRET, "db.example.org", "API_KEY", "run.sh"):
+        assert word not in done.out
+
+
+@pytest.mark.parametrize(
+    ("content", "args", "sentence"),
+    [
+        pytest.param("[fleets.a]\n[fleets.b]", [], "there are several fleets (a, b): choose one", id="which fleet"),
+        pytest.param("[fleets.a]", ["--fleet", "b"], "there is no fleet 'b': there is a.", id="no such fleet"),
+        pytest.param("", ["--worker-id", "a b"], "'a b' cannot be a worker's id", id="no id"),
+        pytest.param("", ["--url", "example.org"], "write https://host:port", id="no address"),
+        pytest.param(
+            '[fleets.a.bootstrap]\ntemplate = "missing.j2"',
+            [],
+            "the bootstrap template missing.j2 cannot be read (No such file or directory): check bootstrap.template.",
+            id="no template",
+        ),
+        pytest.param(
+            '[fleets.a.bootstrap]\nimages = ["x"]',
+            [],
+            "fleets.a.bootstrap (has_docker from default, images from windlass.toml): images are to be pulled but",
+            id="images without Docker",
+        ),
+        pytest.param(
+            "[fleets.a.bootstrap]\nhas_doker = true", [], "did you mean fleets.a.bootstrap.has_docker?", id="a typo"
+        ),
+        pytest.param(
+            '[fleets.a.bootstrap]\nsetup = ["true", ""]',
+            [],
+            "fleets.a.bootstrap.setup.1 (from windlass.toml) is '': an empty command does nothing: leave it out.",
+            id="an empty command",
+        ),
+    ],
+)
+def test_what_cannot_be_shown_is_said_in_one_sentence(
+    windlass: CommandLine, content: str, args: list[str], sentence: str
+) -> None:
+    (windlass.folder / "windlass.toml").write_text(content)
+    done = windlass("bootstrap", "render", *args)
+    assert (done.code, done.out) == (2, "")
+    assert sentence in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_a_setting_of_a_section_can_stand_in_the_environment(windlass: CommandLine) -> None:
+    done = windlass.with_env(WINDLASS_FLEETS__RENDERS__BOOTSTRAP__HAS_DOCKER="true")("bootstrap", "render")
+    assert done.code == 0
+    assert "docker.io" in yaml.safe_load(done.out)["packages"]

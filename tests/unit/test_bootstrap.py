@@ -1,0 +1,360 @@
+"""What a machine is told at its first boot: what is in it, what never is, and what is refused before money is spent."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from windlass.model.bootstrap import BootstrapSettings
+from windlass.model.errors import BadInput, ConfigError, WindlassError
+from windlass.model.machine import MachineRequest
+from windlass.worker.bootstrap import MAX_USER_DATA_BYTES, quoted, render_user_data
+
+TOKEN = "wjt_3f1c9a"
+URL = "https://control.example.org:8443"
+EVERYTHING = BootstrapSettings(
+    has_docker=True,
+    # Seed 001's list.
+    images=("python:3.11-slim", "python:3.10-slim", "rgrid/python:3.11-datascience", "rgrid/ffmpeg:latest"),
+    packages=("git", "build-essential"),
+    requirements=("--extra-index-url https://pypi.example.org/simple", "ray[default]==2.49.0", "app==1.2"),
+    setup=("git clone https://example.org/app /srv/app", "docker inspect --format '{{.Id}}' app\necho {% done"),
+    ray_address="10.0.0.2:6379",
+    ray_num_cpus=2,
+)
+
+
+def request(name: str = "renders-3-00c0ffee00", token: str | None = TOKEN) -> MachineRequest:
+    return MachineRequest(name, "renders", 3, token)
+
+
+def rendered(settings: BootstrapSettings = EVERYTHING, **given: Any) -> dict[str, Any]:
+    document = render_user_data(settings, request(), URL, **given)
+    content: dict[str, Any] = yaml.safe_load(document)
+    return content
+
+
+def written(content: dict[str, Any]) -> dict[str, str]:
+    return {file["path"]: file["content"] for file in content["write_files"]}
+
+
+def unit(content: dict[str, Any], name: str = "windlass-worker") -> list[str]:
+    return written(content)[f"/etc/systemd/system/{name}.service"].splitlines()
+
+
+# -------------------------------------------------------------------------------------------------------- what is in it
+
+
+def test_the_document_begins_with_the_line_that_cloud_init_looks_for() -> None:
+    assert render_user_data(BootstrapSettings(), request(), URL).startswith("#cloud-config\n")
+
+
+def test_the_join_file_holds_the_id_the_address_and_the_token_and_only_root_may_read_it() -> None:
+    content = rendered(BootstrapSettings())
+    (file,) = [file for file in content["write_files"] if file["path"] == "/etc/windlass/join.json"]
+    assert json.loads(file["content"]) == {"worker_id": "renders-3-00c0ffee00", "url": URL, "join_token": TOKEN}
+    assert file["permissions"] == "0600"
+    assert "encoding" not in file
+
+
+def test_the_token_stands_in_the_join_file_and_nowhere_else() -> None:
+    assert render_user_data(EVERYTHING, request(), URL).count(TOKEN) == 1
+
+
+def test_without_wishes_there_is_only_what_a_worker_needs() -> None:
+    content = rendered(BootstrapSettings())
+    assert set(content) == {"package_update", "packages", "write_files", "runcmd"}
+    assert content["packages"] == ["ca-certificates", "python3-venv"]
+    assert set(written(content)) == {
+        "/etc/windlass/join.json",
+        "/usr/local/lib/windlass/boot.sh",
+        "/usr/local/lib/windlass/fetch_wheel.py",
+        "/etc/systemd/system/windlass-worker.service",
+    }
+    assert content["runcmd"] == [["sh", "/usr/local/lib/windlass/boot.sh", "windlass"]]
+
+
+def test_what_the_fleet_wishes_arrives_unchanged() -> None:
+    content = rendered()
+    files = written(content)
+    assert content["packages"][2:] == ["docker.io", "git", "build-essential"]
+    assert files["/usr/local/lib/windlass/images"].split() == list(EVERYTHING.images)
+    assert files["/usr/local/lib/windlass/requirements.txt"].splitlines() == list(EVERYTHING.requirements)
+    assert files["/usr/local/lib/windlass/setup/001.sh"] == EVERYTHING.setup[0] + "\n"
+    assert files["/usr/local/lib/windlass/setup/002.sh"] == EVERYTHING.setup[1] + "\n"
+
+
+def test_the_worker_runs_as_a_user_without_rights_and_is_not_restarted_after_its_end() -> None:
+    lines = unit(rendered(BootstrapSettings(), stop_timeout_s=89.5))
+    assert "ExecStart=/opt/windlass/bin/windlass worker --join /etc/windlass/join.json" in lines
+    assert "User=windlass" in lines
+    assert "CapabilityBoundingSet=" in lines
+    assert "WorkingDirectory=/var/lib/windlass" in lines
+    assert "RestartPreventExitStatus=3" in lines
+    assert "PrivateTmp=yes" in lines
+    # The drain, and a little for the end of the process.
+    assert "TimeoutStopSec=120" in lines
+    assert not [line for line in lines if "docker" in line or "ray" in line]
+
+
+def test_docker_and_the_worker_meet_in_the_same_tmp() -> None:
+    lines = unit(rendered(BootstrapSettings(has_docker=True)))
+    assert {"PrivateTmp=no", "SupplementaryGroups=docker", "After=docker.service"} <= set(lines)
+
+
+def test_a_machine_joins_ray_only_when_the_fleet_asks_for_it() -> None:
+    assert "/etc/systemd/system/windlass-ray.service" not in written(rendered(BootstrapSettings()))
+    (start,) = [line for line in unit(rendered(), "windlass-ray") if line.startswith("ExecStart=")]
+    assert start == (
+        "ExecStart=/opt/windlass/bin/ray start --block --address=10.0.0.2:6379 --num-cpus=2"
+        " --labels=windlass-worker=renders-3-00c0ffee00"
+    )
+
+
+PEM = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
+
+
+def test_an_authority_of_ones_own_is_written_beside_the_join_file_which_names_it(tmp_path: Path) -> None:
+    (tmp_path / "authority.pem").write_text(PEM)
+    files = written(rendered(BootstrapSettings(ca_file=tmp_path / "authority.pem")))
+    assert files["/etc/windlass/ca.pem"] == PEM
+    assert json.loads(files["/etc/windlass/join.json"])["ca_file"] == "ca.pem"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(None, id="no file"),
+        pytest.param(b"", id="an empty file"),
+        pytest.param(b"\x30\x82\xff", id="no PEM"),
+        pytest.param(f"{PEM}-----BEGIN RSA PRIVATE KEY-----\nhunter2\n".encode(), id="its key beside it"),
+    ],
+)
+def test_what_is_no_authority_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "authority.pem").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"authority.pem .*bootstrap.ca_file") as caught:
+        rendered(BootstrapSettings(ca_file=tmp_path / "authority.pem"))
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_full_document_leaves_room_for_setup_commands() -> None:
+    assert len(render_user_data(EVERYTHING, request(), URL)) < MAX_USER_DATA_BYTES * 0.6
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        pytest.param({"images": ["a"]}, "has_docker is false", id="images without Docker"),
+        pytest.param({"ray_num_cpus": 2}, "ray_address is not", id="CPUs for no Ray"),
+        pytest.param({"ray_address": "h:1"}, "none of the requirements installs Ray", id="Ray that nobody installs"),
+        pytest.param({"ray_address": "h:1", "requirements": ["ray-tools"]}, "installs Ray", id="another package"),
+        pytest.param({"ray_address": "h", "requirements": ["ray"]}, "pattern", id="a head without a port"),
+        pytest.param({"ray_address": "h:1 --head", "requirements": ["ray"]}, "pattern", id="options after the head"),
+        pytest.param({"ray_address": "h:1\n", "requirements": ["ray"]}, "pattern", id="a line's end after the head"),
+        pytest.param({"has_docker": True, "images": ["--all"]}, "no name of a Docker image", id="an option as image"),
+        pytest.param({"has_docker": True, "images": ["a b"]}, "no name of a Docker image", id="two images in one"),
+        pytest.param({"packages": ["-y"]}, "no name of an Ubuntu package", id="an option as package"),
+        pytest.param({"packages": ["git\ncurl"]}, "no name of an Ubuntu package", id="two packages in one"),
+        pytest.param({"requirements": ["a\nb"]}, "one line", id="two requirements in one"),
+        pytest.param({"requirements": [" "]}, "one line", id="an empty requirement"),
+        pytest.param({"setup": [""]}, "an empty command", id="an empty command"),
+        pytest.param({"setup": ["a\0"]}, "control characters", id="a zero byte in a command"),
+        pytest.param({"user": "Robert'); drop"}, "pattern", id="no user's name"),
+        pytest.param({"docker": True}, "Extra inputs", id="a key that is none"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        BootstrapSettings.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "control.example.org",
+        "ftp://control.example.org",
+        "https://",
+        "https://user:hunter2@control.example.org",
+        "https://control.example.org/?key=hunter2",
+        "https://control.example.org/#hunter2",
+        "https://control.example.org:99999",
+        "https://control.example.org:port",
+        "https://control example.org",
+        "https://control.example.org/\nhunter2",
+        "https://kontrollstraße.example.org",
+        'https://control.example.org/"',
+    ],
+)
+def test_an_address_that_cannot_be_used_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        render_user_data(BootstrapSettings(), request(), url)
+    assert "https://host:port" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.2:8080", "https://[fd00::2]:8443/", "https://example.org/windlass"])
+def test_an_address_is_written_without_the_slash_at_its_end(url: str) -> None:
+    content = yaml.safe_load(render_user_data(BootstrapSettings(), request(), url))
+    assert json.loads(written(content)["/etc/windlass/join.json"])["url"] == url.rstrip("/")
+
+
+@pytest.mark.parametrize("token", [None, "", "a b", "a\nb"])
+def test_a_machine_without_a_token_is_not_described(token: str | None) -> None:
+    with pytest.raises(BadInput, match="has no join token"):
+        render_user_data(BootstrapSettings(), request(token=token), URL)
+
+
+@pytest.mark.parametrize("name", ["fleet:a-0-00", "x" * 70, "a-0-"])
+def test_a_worker_that_ray_cannot_label_is_refused_before_it_is_hired(name: str) -> None:
+    render_user_data(BootstrapSettings(), request(name), URL)
+    with pytest.raises(BadInput, match="label of a Ray node"):
+        render_user_data(EVERYTHING, request(name), URL)
+
+
+def test_a_document_that_no_machine_would_take_is_refused() -> None:
+    settings = BootstrapSettings(setup=("true # " + "x" * MAX_USER_DATA_BYTES,))
+    with pytest.raises(ConfigError, match=r"bytes of user data and a machine takes 32,768: move setup commands"):
+        render_user_data(settings, request(), URL)
+
+
+# ------------------------------------------------------------------------------------------------------ hostile values
+
+
+@given(st.text())
+@example("{{ join_json }}")
+@example("{{{%{{")
+@example("\\{{ \\\\{%")
+@example("'\"\n---\n...\n#: - &*!|>%@`")
+@example("\x00\x7f\x85\u2028\ufeff\U0001f600")
+def test_any_text_comes_back_from_yaml_as_it_went_in(text: str) -> None:
+    found = quoted(text)
+    assert yaml.safe_load(f"- {found}\n") == [text]
+    assert found.isascii()
+    assert "\n" not in found
+    assert "{{" not in found
+    assert "{%" not in found
+
+
+@given(st.lists(st.text(), max_size=3), st.lists(st.text(), max_size=3))
+def test_hostile_commands_and_requirements_arrive_unchanged_or_are_refused(
+    setup: list[str], requirements: list[str]
+) -> None:
+    try:
+        settings = BootstrapSettings(setup=tuple(setup), requirements=tuple(requirements))
+    except ValidationError:
+        return
+    files = written(rendered(settings))
+    assert [files[path] for path in files if "/setup/" in path] == [f"{command}\n" for command in setup]
+    lines = files.get("/usr/local/lib/windlass/requirements.txt", "").split("\n")
+    assert lines[:-1] == requirements
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.:{%-]{0,40}", fullmatch=True)
+URLS = st.from_regex(r"https?://[a-z0-9.-]{1,12}(:[0-9]{1,5})?(/[a-z{%'\"~.-]{0,4}){0,2}", fullmatch=True)
+TOKENS = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1)
+
+
+@given(NAMES | st.text(), URLS | st.text().map("https://".__add__) | st.text(), TOKENS | st.text())
+def test_hostile_ids_addresses_and_tokens_arrive_unchanged_or_are_refused(name: str, url: str, token: str) -> None:
+    try:
+        document = render_user_data(EVERYTHING, MachineRequest(name, "renders", 0, token), url)
+    except BadInput:
+        return
+    assert json.loads(written(yaml.safe_load(document))["/etc/windlass/join.json"]) == {
+        "worker_id": name,
+        "url": url.rstrip("/"),
+        "join_token": token,
+    }
+
+
+# --------------------------------------------------------------------------------------------------- one's own template
+
+
+def with_template(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "mine.j2"
+    file.write_text(text)
+    return render_user_data(BootstrapSettings(template=file), request(), URL)
+
+
+def test_a_template_may_extend_ours(tmp_path: Path) -> None:
+    document = with_template(
+        tmp_path,
+        """{% extends "windlass" %}
+{% block files %}
+  - path: /etc/motd
+    content: {{ fleet | yaml }}
+{% endblock %}
+{% block more %}
+ca_certs:
+  trusted: [{{ "-----BEGIN" | yaml }}]
+{% endblock %}
+""",
+    )
+    content = yaml.safe_load(document)
+    assert document.startswith("#cloud-config\n")
+    assert written(content)["/etc/motd"] == "renders"
+    assert content["ca_certs"] == {"trusted": ["-----BEGIN"]}
+    assert content["runcmd"] == [["sh", "/usr/local/lib/windlass/boot.sh", "windlass"]]
+
+
+JOIN = 'write_files:\n  - {path: /etc/windlass/join.json, permissions: "0600", content: {{ join_json | yaml }}}\n'
+
+
+def test_a_template_may_be_all_ones_own(tmp_path: Path) -> None:
+    assert TOKEN in with_template(tmp_path, "#cloud-config\n" + JOIN)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        pytest.param("# mine\n#cloud-config\n" + JOIN, "does not begin with the line #cloud-config", id="header late"),
+        pytest.param("#cloud-config\n{{ databse }}", "cannot be rendered ('databse' is undefined)", id="unknown name"),
+        pytest.param("#cloud-config\n{{ x | yaml }}", "cannot be rendered ('x' is undefined)", id="unknown, quoted"),
+        pytest.param("#cloud-config\n{% if %}", "is no template (line 2: ", id="no template"),
+        pytest.param('#cloud-config\n{% extends "ours" %}', "cannot be rendered (", id="extends another"),
+        pytest.param("#cloud-config\n{{ slot / 0 }}", "cannot be rendered (", id="an arithmetic error"),
+        pytest.param("#cloud-config\n{{ settings | yaml }}", "cannot be rendered (", id="no value to quote"),
+        pytest.param(
+            "#cloud-config\n" + JOIN + "\nx: '{% raw %}{{ WORKER }}{% endraw %}'\n",
+            "left a placeholder in line 5",
+            id="a placeholder that is left",
+        ),
+        pytest.param("#cloud-config\nx: [{{ join_json }}\n", "does not make YAML (line", id="no YAML"),
+        pytest.param("#cloud-config\nx: 1\n", "does not write /etc/windlass/join.json", id="no join file"),
+        pytest.param("#cloud-config\n- 1\n", "does not write /etc/windlass/join.json", id="a list"),
+        pytest.param(
+            "#cloud-config\n" + JOIN.replace("0600", "0644"), "does not write /etc/windlass/join.json", id="readable"
+        ),
+        pytest.param(
+            "#cloud-config\n" + JOIN.replace("join_json", "('{}' ~ join_json)"),
+            "does not write /etc/windlass/join.json",
+            id="a damaged join file",
+        ),
+        pytest.param(
+            "#cloud-config\n" + JOIN + f"x: {'y' * MAX_USER_DATA_BYTES}\n", "and a machine takes 32,768", id="too long"
+        ),
+    ],
+)
+def test_a_template_that_would_cost_money_for_nothing_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_template(tmp_path, text)
+    assert sentence in str(caught.value)
+    assert "mine.j2" in str(caught.value)
+    assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["missing.j2", ".", "binary.j2"])
+def test_a_template_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "binary.j2").write_bytes(b"#cloud-config\n\xff")
+    with pytest.raises(WindlassError, match="the bootstrap template .* cannot be "):
+        render_user_data(BootstrapSettings(template=tmp_path / name), request(), URL)
