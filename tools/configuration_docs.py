@@ -10,7 +10,8 @@ from pydantic.fields import FieldInfo
 
 from windlass.configure import PREFIX
 from windlass.model.config import Config
-from windlass.model.fleet import DEFAULT_FLEET, PROVIDER_DEFAULTS, FleetConfig
+from windlass.model.fleet import PROVIDER_DEFAULTS, FleetConfig
+from windlass.model.worker import DEFAULT_FLEET
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = f"""# Configuration

@@ -32,7 +32,7 @@ from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.ports.control import Candidate
-from windlass.providers.local import LocalProvider, database_identity
+from windlass.providers.local import LocalProvider
 from windlass.providers.local.logs import MAX_KEPT_LOGS, MAX_LOG_BYTES
 from windlass.providers.local.processes import Process, ProcFs, send_signal
 from windlass.providers.local.provider import MARK, _children
@@ -108,14 +108,14 @@ from pathlib import Path
 from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
 from windlass.ports.control import Candidate
-from windlass.providers.local import LocalProvider, database_identity
+from windlass.providers.local import LocalProvider
 from windlass.store.control import PostgresControlStore
 
 async def main():
     given = json.loads(sys.argv[1])
     dsn, state_dir, config = given["dsn"], Path(given["state_dir"]), FleetConfig(**given["fleet"])
     provider = LocalProvider(
-        "crowd", config, identity=database_identity(dsn, state_dir), state_dir=state_dir, database_url=dsn
+        "crowd", config, identity=given["identity"], state_dir=state_dir, database_url=dsn
     )
     async with PostgresControlStore(dsn) as store:
         cycle = FleetCycle("crowd", config, store, provider, Candidate("first", ttl_s=2.0), random.Random())
@@ -207,7 +207,7 @@ class Ground:
             LocalProvider(
                 "crowd",
                 self.config(**settings),
-                identity=database_identity(dsn, self.state_dir),
+                identity=self.identity,
                 state_dir=self.state_dir,
                 database_url=dsn,
             )
@@ -263,7 +263,7 @@ def named(name: str) -> MachineRequest:
 
 
 def pid_of(machine: Machine) -> int:
-    return int(machine.id.partition("-")[0])
+    return int(machine.id.rpartition("/")[2].partition("-")[0])
 
 
 def start_script(text: str, given: dict[str, Any]) -> "subprocess.Popen[bytes]":
@@ -328,7 +328,7 @@ async def test_no_password_is_on_the_command_line(ground: Ground) -> None:
         LocalProvider(
             "crowd",
             ground.config(),
-            identity=database_identity(url, ground.state_dir),
+            identity=ground.identity,
             state_dir=ground.state_dir,
             database_url=url,
             program=["stand_in"],
@@ -693,7 +693,7 @@ async def test_a_stopped_worker_is_ended_too(ground: Ground) -> None:
 async def test_a_pid_that_changed_hands_is_not_signalled(ground: Ground) -> None:
     provider = ground.provider()
     machine = await provider.create(named("crowd-0-aa"))
-    pid, started = machine.id.split("-")
+    pid, started = machine.id.rpartition("/")[2].split("-")
     earlier = replace(machine, id=f"{pid}-{int(started) - 1}")
     await provider.delete(earlier)
     send_signal(ProcFs(), Process(int(pid), int(started) - 1, os.getpid(), int(pid), is_zombie=False), signal.SIGKILL)
