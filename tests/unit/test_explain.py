@@ -155,6 +155,17 @@ def test_the_story_of_a_task_is_in_its_order() -> None:
     ]
 
 
+def test_a_retry_whose_time_has_come_is_explained_like_any_task_that_waits() -> None:
+    due = replace(TASK, status=TaskStatus.ERROR, attempts=1, run_after=ago(3))
+    held = replace(FLEET, hold=Hold("FAILURE_RATE", "6 of 7 workers broke", ago(60)))
+    answer = explain_task(due, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, CYCLE)]).answer
+    assert "is tried again as soon as a worker is free." in answer[0]
+    assert answer[1] == "Its queue has 1 worker: 1 active."
+    assert "It is on hold since 11:59:00 UTC (FAILURE_RATE): 6 of 7 workers broke." in answer
+    later = replace(due, run_after=ago(-30))
+    assert len(explain_task(later, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, CYCLE)]).answer) == 1
+
+
 def test_a_worker_that_has_ended_is_explained_by_its_reason_and_its_last_cycle() -> None:
     gone = replace(WORKER, status=WorkerStatus.TERMINATED, code="IDLE", reason="idle 31 s; 0 waiting")
     view = WorkerView(
