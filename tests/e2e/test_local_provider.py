@@ -187,7 +187,8 @@ class Ground:
 
     def config(self, how: str = "wait", **settings: Any) -> FleetConfig:
         given = {"handler": "some_handlers:where", "chdir": self.folder, "heartbeat_interval_s": 0.2, **settings}
-        env = {"PYTHONPATH": str(self.folder), "PLACE": str(self.folder), "HOW": how, self._badge: "1"}
+        path = os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH"))))
+        env = {"PYTHONPATH": path, "PLACE": str(self.folder), "HOW": how, self._badge: "1"}
         return FleetConfig(**{**given, "env": {**env, **settings.get("env", {})}})
 
     def provider(self, how: str = "wait", *, stop_grace_s: float = 10.0, **settings: Any) -> LocalProvider:
