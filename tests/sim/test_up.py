@@ -6,6 +6,8 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
+import pytest
+
 from windlass.control.cycle import FleetCycle
 from windlass.control.up import STOP_MARGIN_S, Up
 from windlass.model.fleet import FleetConfig
@@ -118,6 +120,18 @@ def test_told_to_stop_it_lets_everybody_go_and_ends() -> None:
         codes = {worker.code for worker in await bed.store.workers(include_terminated=True)}
         assert codes == {"WOUND_DOWN"}
         assert [cloud.closed for cloud in bed.clouds.values()] == [1, 1]
+
+    in_a_bed(live)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.5, 2.0])
+def test_told_to_stop_in_its_very_first_cycle_it_leaves_nobody_behind(after_s: float) -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(after_s)
+        up.up.stop()
+        await up.ends_within(10.0)
+        assert [cloud.billed() for cloud in bed.clouds.values()] == [[], []]
 
     in_a_bed(live)
 

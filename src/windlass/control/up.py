@@ -50,8 +50,8 @@ class Up:
         self._daemon = Daemon((), self._note)
         # Fleets whose last cycle saw nobody hired: only they are worth waking for a task.
         self._empty: set[str] = set()
-        # Fleets that the last cycle of led.
-        self._led: set[str] = set()
+        # Fleets whose last cycle found that another orchestrator leads.
+        self._standing_by: set[str] = set()
         # Fleets on their way out, and when they are given up.
         self._leaving: dict[str, asyncio.TimerHandle] = {}
         self._is_stopping = False
@@ -97,7 +97,7 @@ class Up:
             self._daemon.stop_at_once()
             return
         self._is_stopping = True
-        if is_leaving_workers or not self._led & self._daemon.fleets.keys():
+        if is_leaving_workers or self._daemon.fleets.keys() <= self._standing_by:
             self._daemon.stop()
             return
         for name in tuple(self._daemon.fleets):
@@ -136,7 +136,7 @@ class Up:
 
     def _note(self, summary: Summary) -> None:
         (self._empty.add if summary.hired == 0 else self._empty.discard)(summary.fleet)
-        (self._led.add if summary.is_leader else self._led.discard)(summary.fleet)
+        (self._standing_by.discard if summary.is_leader else self._standing_by.add)(summary.fleet)
         self._on_summary(summary)
 
     async def _wake_for_tasks(self) -> None:

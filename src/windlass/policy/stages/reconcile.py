@@ -116,13 +116,15 @@ def doubt_strays(draft: Draft) -> list[Action]:
     if draft.snapshot.machines is None:
         return []
     before = draft.snapshot.memory.stray_since
-    draft.remember(stray_since={machine.id: before.get(machine.id, draft.now) for machine in draft.unowned})
+    since_of_each = {machine.id: before.get(machine.id, draft.now) for machine in draft.unowned}
+    draft.remember(stray_since=since_of_each, strays_doubted_since=None)
+    if len(since_of_each) < MANY_STRAYS_MIN:
+        return []
     running = [machine for machine in draft.snapshot.machines if machine.state is not MachineState.EXITED]
     strays = [machine for machine in _lasting_strays(draft) if machine.state is not MachineState.EXITED]
     if len(strays) < MANY_STRAYS_MIN or len(strays) * 2 <= len(running):
-        draft.remember(strays_doubted_since=None)
         return []
-    since = draft.memory.strays_doubted_since or draft.now
+    since = draft.snapshot.memory.strays_doubted_since or draft.now
     draft.remember(strays_doubted_since=since)
     reset_at = draft.snapshot.reset_at
     if draft.age_s(since) >= STRAYS_DOUBTED_S or (reset_at is not None and reset_at >= since):
@@ -137,4 +139,6 @@ def doubt_strays(draft: Draft) -> list[Action]:
 def _lasting_strays(draft: Draft) -> list[Machine]:
     """Those that have been there for longer than a row, or a list, may be late."""
     since, grace_s = draft.memory.stray_since, draft.snapshot.traits.stray_grace_s
+    if not since:
+        return []
     return [machine for machine in draft.unowned if draft.age_s(since[machine.id]) >= grace_s]
