@@ -10,7 +10,8 @@ from pydantic.fields import FieldInfo
 
 from windlass.configure import PREFIX
 from windlass.model.config import Config
-from windlass.model.fleet import DEFAULT_FLEET, PROVIDER_DEFAULTS, FleetConfig
+from windlass.model.fleet import PROVIDER_DEFAULTS, FleetConfig
+from windlass.model.worker import DEFAULT_FLEET
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = f"""# Configuration
@@ -29,6 +30,8 @@ source.
 - A relative `data_dir` in a file named with `--config` is meant from where that file is; all else from the folder you
   are in.
 - `--data-dir` on the command line chooses the embedded PostgreSQL, whatever `DATABASE_URL` says.
+- `SUPABASE_URL` alone is refused: windlass speaks to the database itself, so `DATABASE_URL` (or `data_dir`) must say
+  where it is. This is the one name of an older setup that does not work unchanged by itself.
 
 ```toml
 database_url = "postgresql://app@db.example.com/app"

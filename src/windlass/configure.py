@@ -20,7 +20,8 @@ from pydantic.fields import FieldInfo
 from windlass.model.address import HIDDEN, is_database_url, masked, problem_of_database_url
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
-from windlass.model.fleet import DEFAULT_FLEET, FleetConfig
+from windlass.model.fleet import FleetConfig
+from windlass.model.worker import DEFAULT_FLEET
 
 DEFAULT_FILE = Path("windlass.toml")
 PREFIX = "WINDLASS_"
@@ -155,7 +156,7 @@ def _from_file(file: Path | None) -> Values:
 
 def _from_environment(environment: Mapping[str, str]) -> Values:
     # The aliases first: a name that says windlass is meant more than one that others read too.
-    names = {**ENVIRONMENT_ALIASES, **{PREFIX + "__".join(key).upper(): key for key, _ in _fields(Config)}}
+    names = {**ENVIRONMENT_ALIASES, **{variable_of(key): key for key, _ in _fields(Config)}}
     of_fleets = {key for key, _ in _fields(FleetConfig)}
     for name, value in environment.items():
         fleet = _FLEET_VARIABLE.fullmatch(name)
@@ -165,6 +166,23 @@ def _from_environment(environment: Mapping[str, str]) -> Values:
         if value and not is_ours and not _FROM_KUBERNETES.fullmatch(name):
             raise ConfigError(f"{name} in the environment is not a setting: {_did_you_mean(name, list(names))}.")
     return {key: (_converted(name, environment[name]), name) for name, key in names.items() if environment.get(name)}
+
+
+def environment_of(config: Config, *sections: str) -> dict[str, str]:
+    """The settings of these sections, or keys, as environment variables for a program that is to read no file."""
+    values = {key: _value(config, key) for key, _ in _fields(Config) if key[0] in sections}
+    return {variable_of(key): str(value) for key, value in values.items() if value is not None}
+
+
+def variable_of(key: Key) -> str:
+    return PREFIX + "__".join(key).upper()
+
+
+def secret_variables() -> dict[str, Key]:
+    """The names under which secrets may stand in the environment."""
+    secrets = {key for key, field in _fields(Config) if _is_secret(field)}
+    aliases = {name: key for name, key in ENVIRONMENT_ALIASES.items() if key in secrets}
+    return aliases | {variable_of(key): key for key in secrets}
 
 
 def _converted(name: str, value: str) -> Any:

@@ -225,25 +225,35 @@ def _memory_bytes() -> int:
 
 
 def fleet_cycle(
-    name: str, fleet: "FleetConfig", config: Config, store: "PostgresControlStore", candidate: "Candidate"
+    name: str,
+    fleet: "FleetConfig",
+    config: Config,
+    store: "PostgresControlStore",
+    candidate: "Candidate",
+    instance_id: str,
 ) -> "FleetCycle":
     from windlass.control.cycle import FleetCycle
 
-    return FleetCycle(name, fleet, store, provider(name, fleet, config), candidate, random.SystemRandom())
+    rents = provider(name, fleet, config, instance_id)
+    return FleetCycle(name, fleet, store, rents, candidate, random.SystemRandom())
 
 
-def provider(name: str, fleet: "FleetConfig", config: Config) -> "LocalProvider":
-    """Who rents a fleet's machines."""
-    from windlass.providers.local import LocalProvider, database_identity
+def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "LocalProvider":
+    """Who rents a fleet's machines. `instance_id`: the database's, with which they are tagged."""
+    from windlass.configure import environment_of, secret_variables
+    from windlass.providers.local import LocalProvider
 
     url = config.database_url.get_secret_value() if config.database_url is not None else None
     return LocalProvider(
         name,
         fleet,
-        identity=database_identity(url, data_dir(config)),
+        identity=instance_id,
         state_dir=data_dir(config),
         database_url=url,
         data_dir=data_dir(config) if url is None else None,
+        settings=environment_of(config, "worker", "retention", "max_payload_bytes"),
+        # All that a worker needs to know is where its database is.
+        withheld=[name for name, key in secret_variables().items() if key != ("database_url",)],
     )
 
 
@@ -257,13 +267,21 @@ def candidate(config: Config) -> "Candidate":
 async def run_cycles(config: Config) -> "list[Summary]":
     """One cycle of every fleet, then give the lead up: for cron and the like."""
     async with control_store(config) as store:
-        ourselves = candidate(config)
+        ourselves, instance_id = candidate(config), await store.instance_id()
         try:
             return [
-                await fleet_cycle(name, fleet, config, store, ourselves).run() for name, fleet in config.fleets.items()
+                await _run_once(fleet_cycle(name, fleet, config, store, ourselves, instance_id))
+                for name, fleet in config.fleets.items()
             ]
         finally:
             await store.resign(ourselves)
+
+
+async def _run_once(cycle: "FleetCycle") -> "Summary":
+    try:
+        return await cycle.run()
+    finally:
+        await cycle.close()
 
 
 async def run_up(
@@ -281,11 +299,11 @@ async def run_up(
     async with database(config) as dsn:
         await migrate_database(dsn)
         async with PostgresControlStore(dsn, retention=config.retention) as opened:
-            ourselves = candidate(config)
+            ourselves, instance_id = candidate(config), await opened.instance_id()
             up = Up(
                 opened,
-                lambda name, fleet: fleet_cycle(name, fleet, config, opened, ourselves),
-                lambda name, fleet: provider(name, fleet, config),
+                lambda name, fleet: fleet_cycle(name, fleet, config, opened, ourselves, instance_id),
+                lambda name, fleet: provider(name, fleet, config, instance_id),
                 on_summary,
             )
             loop = asyncio.get_running_loop()

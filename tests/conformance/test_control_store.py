@@ -256,7 +256,7 @@ async def test_a_plan_of_a_lost_lease_changes_nothing(
     with pytest.raises(LeaseLost):
         await ann.commit(
             Promote("w0", "heard"),
-            Drain("w0", "IDLE", "idle", clock()),
+            Drain("w0", "IDLE", "idle"),
             Alert("X", "x"),
             intents=(intent("w1", 1),),
             memory=Memory(cycle=9),
@@ -272,7 +272,7 @@ async def test_facts_are_written_down_though_the_lease_is_lost_and_hirings_are_n
     await ann.hire(0, 1)
     await lose(store, clock)
     with pytest.raises(LeaseLost):
-        await ann.report(Created("w0", machine(1)), Deleted("w1", "X", "gone"), intents=(intent("w9", 2),))
+        await ann.report(Created("w0", machine(1)), Deleted("w1", None, "X", "gone"), intents=(intent("w9", 2),))
     view = (await Leader(store, replace(ANN, lease="aside")).observe()).workers
     assert [(worker.id, worker.machine_id) for worker in view] == [("w0", "m1")]
 
@@ -283,7 +283,7 @@ async def test_facts_alone_need_no_lease(
 ) -> None:
     await ann.hire(0)
     await lose(store, clock)
-    assert await ann.report(Deleted("w0", "X", "gone")) == frozenset()
+    assert await ann.report(Deleted("w0", None, "X", "gone")) == frozenset()
     assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
 
 
@@ -332,7 +332,8 @@ async def test_a_worker_is_seen_with_everything_it_said_and_has(
     assert (view.id, view.slot, view.status, view.is_paused, view.concurrency) == ("w0", 0, "active", False, 2)
     assert (view.created_at, view.activated_at, view.last_heartbeat) == (created_at, activated_at, heard_at)
     assert (view.first_claimed_at, view.terminating_at, view.idle_s) == (claimed_at, None, 2.5)
-    assert (view.machine_id, view.machine_at, view.creation, view.prepared_at) == ("m1", machine_at, "created", None)
+    assert (view.machine_id, view.machine_at, view.creation) == ("m1", machine_at, "created")
+    assert view.prepared_at == machine_at, "its machine starts the worker's program by itself"
     assert (view.vram_total_mb, view.vram_used_mb, view.vram_at) == (100, 7, heard_at)
     assert [(task.task_id, task.started_at, task.timeout_s) for task in view.running] == [
         (first, claimed_at, 9.0),
@@ -347,7 +348,7 @@ async def test_workers_of_other_fleets_and_terminated_ones_are_not_seen(store: C
     await other.observe()
     await other.commit(Spawn(0, "x"), intents=(intent("g0", 0),))
     await ann.hire(0, 1)
-    await ann.report(Deleted("w0", "X", "gone"))
+    await ann.report(Deleted("w0", None, "X", "gone"))
     assert [worker.id for worker in (await ann.observe()).workers] == ["w1"]
 
 
@@ -408,7 +409,7 @@ async def test_hirings_of_the_window_are_seen_and_those_that_broke_in_it(
 ) -> None:
     await ann.hire(0, 1)
     first = clock()
-    await ann.report(Deleted("w1", "X", "gone"))
+    await ann.report(Deleted("w1", None, "X", "gone"))
     clock.advance(200)
     await ann.observe()
     await ann.hire(1, 2)
@@ -533,10 +534,10 @@ async def test_draining_asks_a_worker_to_end_and_notes_since_when(
 ) -> None:
     await ann.hire(0)
     clock.advance(2)
-    await ann.commit(Drain("w0", "IDLE", "idle 41 s", clock()))
+    await ann.commit(Drain("w0", "IDLE", "idle 41 s"))
     drained_at = clock()
     clock.advance(2)
-    await ann.commit(Drain("w0", "OTHER", "again", clock()))
+    await ann.commit(Drain("w0", "OTHER", "again"))
     (view,) = (await ann.observe()).workers
     assert (view.status, view.terminating_at, view.code, view.reason) == (
         "terminating", drained_at, "IDLE", "idle 41 s",
@@ -556,6 +557,14 @@ async def test_adopting_gives_a_worker_the_machine_that_was_found(
     await ann.commit(Adopt("w0", "m2", "found"))
     (view,) = (await ann.observe()).workers
     assert (view.machine_id, view.machine_at, view.creation) == ("m1", clock(), "created")
+    assert view.prepared_at == clock()
+
+
+async def test_a_machine_that_must_be_prepared_first_is_not_prepared(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0, 1)
+    await ann.report(Created("w0", machine(1), is_prepared=False))
+    await ann.commit(Adopt("w1", "m2", "found", is_prepared=False))
+    assert [view.prepared_at for view in (await ann.observe()).workers] == [None, None]
 
 
 async def test_a_failed_slot_and_an_alert_are_noted(store: ControlStores, ann: Leader) -> None:
@@ -586,14 +595,14 @@ async def test_intents_get_free_slots_below_the_maximum_only(store: ControlStore
 
 async def test_an_intent_is_granted_once(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
-    await ann.report(Deleted("w0", "X", "gone"))
+    await ann.report(Deleted("w0", None, "X", "gone"))
     assert (await ann.commit(intents=(intent("w0", 0),))).granted == frozenset()
 
 
 async def test_a_failed_slot_is_never_filled_until_it_is_restarted(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.commit(FailSlot(0, "too often"))
-    await ann.report(Deleted("w0", "X", "gone"))
+    await ann.report(Deleted("w0", None, "X", "gone"))
     assert (await ann.commit(intents=(intent("y0", 0),))).granted == frozenset()
     assert await ann.report(intents=(intent("y0", 0),)) == frozenset()
     assert await store.restart_slots("f", 0) == 1
@@ -603,7 +612,7 @@ async def test_a_failed_slot_is_never_filled_until_it_is_restarted(store: Contro
 async def test_workers_beyond_a_smaller_maximum_count(store: ControlStores, ann: Leader) -> None:
     await ann.hire(1, 2, 3)
     await ann.observe(FleetConfig(queues=("a",), min_workers=0, max_workers=3))
-    await ann.report(Deleted("w1", "X", "gone"))
+    await ann.report(Deleted("w1", None, "X", "gone"))
     # Two are left, one of them in a slot that is no more: there is room for one.
     assert (await ann.commit(intents=(intent("y0", 0), intent("y1", 1)))).granted == {"y0"}
 
@@ -620,7 +629,7 @@ async def test_a_hired_worker_takes_queues_and_pause_from_its_fleet(store: Contr
 
 async def test_outcomes_free_slots_for_the_intents_that_come_with_them(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0, 1)
-    granted = await ann.report(Deleted("w0", "X", "gone"), intents=(intent("y0", 0), intent("y1", 1)))
+    granted = await ann.report(Deleted("w0", None, "X", "gone"), intents=(intent("y0", 0), intent("y1", 1)))
     assert granted == {"y0"}
 
 
@@ -660,9 +669,7 @@ async def test_a_refused_creation_is_over_and_only_a_plain_no_is_a_failure(
     assert (await ann.commit(intents=(intent("y0", 0),))).granted == {"y0"}
 
 
-@pytest.mark.parametrize(
-    "meanwhile", [Fail("w0", "SPAWNING_TIMEOUT", "x"), Drain("w0", "MANUAL", "x", datetime(2030, 1, 1))]
-)
+@pytest.mark.parametrize("meanwhile", [Fail("w0", "SPAWNING_TIMEOUT", "x"), Drain("w0", "MANUAL", "x")])
 async def test_a_refusal_ends_a_worker_that_was_given_up_meanwhile(
     store: ControlStores, ann: Leader, meanwhile: Action
 ) -> None:
@@ -686,15 +693,39 @@ async def test_a_deleted_worker_is_terminated_and_what_it_had_goes_to_others(
     await ann.hire(0)
     task_id = await store.enqueue(NewTask("a"))
     await store.claim("w0", ("a",), 1)
-    await ann.commit(Drain("w0", "IDLE", "idle", clock()))
-    await ann.report(Deleted("w0", "DRAIN_TIMEOUT", "still at work"))
+    await ann.commit(Drain("w0", "IDLE", "idle"))
+    await ann.report(Deleted("w0", None, "DRAIN_TIMEOUT", "still at work"))
     worker = await store.worker("w0")
     assert (worker.status, worker.terminated_at, worker.code) == (WorkerStatus.TERMINATED, clock(), "IDLE")
     task = await store.task(task_id)
     assert (task.status, task.error_code) == (TaskStatus.QUEUED, "DRAIN_TIMEOUT")
     before = await events(store)
-    await ann.report(Deleted("w0", "X", "x"), Deleted("nobody", "X", "x"))
+    await ann.report(Deleted("w0", None, "X", "x"), Deleted("nobody", None, "X", "x"))
     assert await events(store) == before
+
+
+@pytest.mark.parametrize(
+    ("known", "deleted", "is_over"),
+    [
+        pytest.param(None, None, True, id="never had one"),
+        pytest.param(None, "m1", True, id="found and deleted before it was known"),
+        pytest.param("m1", "m1", True, id="its own is gone"),
+        pytest.param("m1", None, False, id="got one since it was said to have none"),
+        pytest.param("m2", "m1", False, id="has another one"),
+    ],
+)
+async def test_the_end_of_a_machine_ends_only_the_worker_that_has_no_other(
+    store: ControlStores, ann: Leader, known: str | None, deleted: str | None, is_over: bool
+) -> None:
+    """Facts are written down whoever reports them: a leader of old may speak of what was so then."""
+    await ann.hire(0)
+    if known is not None:
+        await ann.report(Created("w0", machine(int(known[1:]))))
+    task_id = await store.enqueue(NewTask("a"))
+    await store.claim("w0", ("a",), 1)
+    await ann.report(Deleted("w0", deleted, "X", "x"))
+    assert ((await store.worker("w0")).status is WorkerStatus.TERMINATED) is is_over
+    assert ((await store.task(task_id)).status is TaskStatus.QUEUED) is is_over
 
 
 async def test_what_could_not_be_deleted_and_strays_are_noted_and_change_nothing(
@@ -755,7 +786,7 @@ async def test_a_cycle_is_stored_with_what_it_saw_and_decided(
         Promote("a", "heard"),
         Fail("b", "X", "x"),
         Requeue("c", "x"),
-        Drain("d", "IDLE", "idle", clock()),
+        Drain("d", "IDLE", "idle"),
         Delete("e", None, "X", "x"),
         Adopt("f", "m1", "found"),
         DeleteStray("m2", "g", "x"),
@@ -771,7 +802,7 @@ async def test_a_cycle_is_stored_with_what_it_saw_and_decided(
     assert (stored.cycle.decision, stored.cycle.repeats) == ("hiring 1: 1 waiting", 0)
     assert (stored.cycle.finished_at, stored.cycle.summary) == (None, None)
     clock.advance(2)
-    await ann.report(Deleted("e", "X", "x"), cycle_id=committed.cycle_id)
+    await ann.report(Deleted("e", None, "X", "x"), cycle_id=committed.cycle_id)
     (cycle,) = await store.cycles("f")
     assert cycle == (await store.cycle(committed.cycle_id)).cycle
     assert (cycle.finished_at, cycle.summary) == (clock(), {"n": 1})
@@ -841,14 +872,14 @@ async def test_a_hired_worker_that_leaves_keeps_its_slot_until_its_machine_is_go
     task = await store.task(task_id)
     assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
     assert (await ann.commit(intents=(intent("y0", 0),))).granted == frozenset()
-    assert await ann.report(Deleted("w0", "DRAINED", "x"), intents=(intent("y0", 0),)) == {"y0"}
+    assert await ann.report(Deleted("w0", None, "DRAINED", "x"), intents=(intent("y0", 0),)) == {"y0"}
 
 
 async def test_a_drained_worker_that_leaves_keeps_the_reason_it_was_given(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0)
-    await ann.commit(Drain("w0", "IDLE", "idle 41 s", clock()))
+    await ann.commit(Drain("w0", "IDLE", "idle 41 s"))
     drained_at = clock()
     clock.advance(3)
     await store.leave("w0", "told to")
@@ -888,12 +919,66 @@ async def test_restarting_slots_forgets_what_they_remember(store: ControlStores,
 async def test_requested_workers_are_asked_for_until_they_are_hired(store: ControlStores, ann: Leader) -> None:
     assert await store.request_workers("f", 2) == 2
     assert (await ann.observe()).requested == 2
-    await ann.hire(0)
+    await ann.commit(intents=(replace(intent("w0", 0), is_requested=True), intent("w1", 1)))
     assert (await ann.observe()).requested == 1
     assert await store.request_workers("f", 99) == FLEET.max_workers
     assert await store.request_workers("f", -3) == 1
     assert await store.request_workers("f", -3) == 0
     assert (await store.fleets())[0].requested_workers == 0
+
+
+async def test_what_was_hired_for_the_queue_fulfils_nobodys_wish(store: ControlStores, ann: Leader) -> None:
+    """A wish that came after the cycle looked is still to be fulfilled."""
+    await store.request_workers("f", 2)
+    await ann.hire(0, 1)
+    assert (await ann.observe()).requested == 2
+    await ann.commit(intents=(replace(intent("not granted", 0), is_requested=True),))
+    await ann.report(Deleted("w1", None, "X", "x"), intents=(replace(intent("y1", 1), is_requested=True),))
+    assert (await ann.observe()).requested == 1
+
+
+async def test_a_restart_by_hand_is_seen_with_its_time(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    assert ann.snapshot.reset_at is None
+    clock.advance(5)
+    await store.restart_slots("f", 0)
+    restarted_at = clock()
+    clock.advance(5)
+    assert (await ann.observe()).reset_at == restarted_at
+
+
+async def test_a_database_has_one_identity(store: ControlStores) -> None:
+    assert str(UUID(await store.instance_id())) == await store.instance_id()
+
+
+async def test_the_newest_cycle_that_saw_a_worker_is_found(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await ann.observe()
+    first = (await ann.commit(decision="one")).cycle_id
+    await ann.report(Deleted("w0", None, "X", "x"))
+    await ann.observe()
+    await ann.commit(decision="two")
+    found = await store.last_cycle_with("f", "w0")
+    assert (found.cycle.id, [view.id for view in found.snapshot.workers]) == (first, ["w0"])
+    assert await store.last_cycle_with("f", "nobody") is None
+    assert await store.last_cycle_with("g", "w0") is None
+
+
+async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Leader) -> None:
+    await store.register(Registration("hand", ("a",), fleet="f"))
+    assert await store.tasks_at_hand() == {}
+    ids = [await store.enqueue(NewTask("a")) for _ in range(3)]
+    await store.claim("hand", ("a",), 2)
+    assert await store.tasks_at_hand() == {"hand": ids[:2]}
+
+
+async def test_how_many_come_before_a_task(store: ControlStores, clock: VirtualClock) -> None:
+    first, second = await store.enqueue(NewTask("a")), await store.enqueue(NewTask("a"))
+    urgent = await store.enqueue(NewTask("a", priority=1))
+    await store.enqueue(NewTask("b"))
+    await store.enqueue(NewTask("a", priority=9, run_after=clock() + timedelta(seconds=9)))
+    assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 2, 0]
 
 
 async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: ControlStores, ann: Leader) -> None:
@@ -992,6 +1077,9 @@ class Twins:
                     self.seen[fleet] = observed
             for cycle in await self.both("cycles", fleet, 3):
                 await self.both("cycle", cycle.id)
+            await self.both("last_cycle_with", fleet, "w0")
+        await self.both("tasks_at_hand")
+        await self.both("ready_before", 5)
         await self.both("fleets")
         ours, theirs = [await store.events(limit=10_000) for store in (self.memory, self.postgres)]
         assert sorted(map(_telling, ours)) == sorted(map(_telling, theirs))
@@ -1013,16 +1101,16 @@ async def live(twins: Twins, rng: Random) -> None:
     def some_intents() -> tuple[Intent, ...]:
         count = rng.randrange(4)
         pairs = zip(rng.sample(hired, count), rng.sample(range(6), count), strict=True)
-        return tuple(Intent(worker_id, slot, "wanted", 30.0) for worker_id, slot in pairs)
+        return tuple(Intent(worker_id, slot, "wanted", 30.0, rng.random() < 0.5) for worker_id, slot in pairs)
 
     def some_actions() -> tuple[Action, ...]:
         makers: list[Callable[[], Action]] = [
             lambda: Promote(name(), "heard"),
             lambda: Fail(name(), "X", "broke"),
             lambda: Requeue(name(), "lost"),
-            lambda: Drain(name(), "IDLE", "idle", twins.clock()),
+            lambda: Drain(name(), "IDLE", "idle"),
             lambda: Delete(name(), rng.choice([None, *machines]), "X", "x"),
-            lambda: Adopt(name(), rng.choice(machines), "found"),
+            lambda: Adopt(name(), rng.choice(machines), "found", rng.random() < 0.5),
             lambda: FailSlot(rng.randrange(5), "too often"),
             lambda: Spawn(rng.randrange(5), "x"),
             lambda: Alert("A", "alert"),
@@ -1031,10 +1119,10 @@ async def live(twins: Twins, rng: Random) -> None:
 
     def some_outcomes() -> tuple[Outcome, ...]:
         makers: list[Callable[[], Outcome]] = [
-            lambda: Created(name(), Machine(rng.choice(machines), "x", MachineState.RUNNING)),
+            lambda: Created(name(), Machine(rng.choice(machines), "x", MachineState.RUNNING), rng.random() < 0.5),
             lambda: CreationUnclear(name(), "unclear"),
             lambda: CreationRefused(name(), rng.choice(["Refused", "NoCapacity"]), "no"),
-            lambda: Deleted(name(), "D", "deleted"),
+            lambda: Deleted(name(), rng.choice([None, *machines]), "D", "deleted"),
             lambda: NotDeleted(name(), "denied"),
             lambda: StrayDeleted(name(), "stray"),
         ]

@@ -83,11 +83,11 @@ class LocalWorld:
         return Machine(process.id, "somebody", MachineState.RUNNING)
 
     def is_there(self, machine: Machine) -> bool:
-        process = self._table.read(int(machine.id.partition("-")[0]))
+        process = self._table.read(int(machine.id.rpartition("/")[2].partition("-")[0]))
         return process is not None and process.id == machine.id and is_alive(self._table, process)
 
     def end(self, machine: Machine) -> None:
-        subprocess.run(["kill", "-KILL", machine.id.partition("-")[0]], check=True)
+        subprocess.run(["kill", "-KILL", machine.id.rpartition("/")[2].partition("-")[0]], check=True)
 
     def close(self) -> None:
         for process in self._foreign:

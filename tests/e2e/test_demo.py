@@ -54,6 +54,21 @@ def test_it_hires_heals_buries_and_lets_go_and_nothing_stays_behind(windlass: Co
     assert remains_of(windlass) == []
 
 
+def test_a_promise_that_is_broken_is_said_and_ends_it_with_1(windlass: CommandLine) -> None:
+    arguments = ("demo", "--tasks", 50, "--workers", 2)
+    with windlass.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        data_dir = next(filter(None, (re.search(r"starting PostgreSQL in (\S+)", line) for line in process.stdout)))[1]
+        assert any("a burst of 50 tasks arrives" in line for line in process.stdout)
+        # Somebody interferes: a task that should have been completed is not.
+        assert CommandLine(windlass.folder / "tmp")("tasks", "cancel", 50, "--data-dir", data_dir).code == 0
+        told, problem = process.stdout.read(), process.stderr.read()
+    assert process.returncode == 1, told
+    assert "windlass: the demo failed: 48 of 49 tasks are complete." in problem
+    assert remains_of(windlass) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ended_before_its_time_it_leaves_nothing_behind(windlass: CommandLine, number: signal.Signals) -> None:
     with windlass.start("demo", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

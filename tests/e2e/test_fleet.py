@@ -23,11 +23,14 @@ from windlass.store.control import PostgresControlStore
 
 QUEUE = "work"
 APP = """
+import os
 import time
 from pathlib import Path
 
 def work(task):
     print("at work on", task.id, flush=True)
+    if task.payload and "env" in task.payload:
+        return os.environ.get(task.payload["env"])
     go = task.payload and task.payload.get("go")
     while go and not Path(go).exists():
         time.sleep(0.01)
@@ -46,6 +49,12 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {json.dumps(text)}" for name, text in value.items()) + "}"
+    return json.dumps(value)
+
+
 class Host:
     """A folder with an app and a windlass.toml, a database, and every process that was started here."""
 
@@ -61,7 +70,7 @@ class Host:
 
     def configure(self, file: str = "windlass.toml", **settings: Any) -> None:
         chosen = {**SETTINGS, "chdir": str(self.folder), **settings}
-        lines = [f"{name} = {json.dumps(value)}" for name, value in chosen.items() if value is not None]
+        lines = [f"{name} = {_toml(value)}" for name, value in chosen.items() if value is not None]
         head = 'data_dir = "state"\n[control]\nlease_s = 2\n[fleets.default]\n'
         (self.folder / file).write_text(head + "\n".join(lines))
 
@@ -247,6 +256,75 @@ async def test_of_two_orchestrators_one_leads_and_the_other_takes_over(host: Hos
     await host.end(second)
 
 
+async def test_a_standby_that_is_stopped_leaves_the_leaders_workers_alone(host: Host) -> None:
+    host.configure(min_workers=2)
+    first = host.up()
+    before = await host.until_workers(2)
+    second = host.up()
+    await until(lambda: "standing by" in host.log(), f"the second one stands by\n{host.log()}")
+    second.send_signal(signal.SIGTERM)
+    await until(lambda: second.poll() is not None, f"the second one ends\n{host.log()}")
+    assert second.returncode == 0
+    last = await host.last_cycle()
+
+    async def has_looked_again() -> bool:
+        cycle = await host.last_cycle()
+        return cycle.id > last.id or cycle.repeats > last.repeats + 2
+
+    await until(has_looked_again, "the leader goes on")
+    assert [(w.id, w.pid) for w in await host.until_workers(2)] == [(w.id, w.pid) for w in before]
+    host.ups.remove(second)
+    await host.end(first)
+
+
+async def test_a_second_signal_ends_it_at_once_and_leaves_who_is_at_work(host: Host) -> None:
+    host.configure(stop_timeout_s=600)
+    (task,) = await host.enqueue({"go": str(host.folder / "never")})
+    up = host.up()
+    running = await host.until_status(TaskStatus.RUNNING, task)
+    up.send_signal(signal.SIGTERM)
+    await host.until_decided("winding down: 1 left")
+    up.send_signal(signal.SIGTERM)
+    await until(lambda: up.poll() is not None, f"up ends\n{host.log()}", 10.0)
+    assert up.returncode == 0
+    worker = await host.store.worker(running.worker_id or "")
+    assert worker is not None
+    assert worker.pid is not None
+    assert is_alive(worker.pid)
+
+
+async def test_a_file_that_breaks_while_it_runs_keeps_nobody_from_being_hired(host: Host) -> None:
+    """Workers are told their settings by whoever starts them, and read no file."""
+    host.configure(min_workers=1)
+    up = host.up()
+    (killed,) = await host.until_workers(1)
+    (host.folder / "windlass.toml").write_text("nonsense")
+    assert killed.pid is not None
+    psutil.Process(killed.pid).kill()
+
+    async def is_replaced() -> bool:
+        return [worker.status for worker in await host.store.workers() if worker.id != killed.id] == ["active"]
+
+    await until(is_replaced, f"another one\n{host.log()}")
+    await host.end(up)
+
+
+async def test_workers_get_the_settings_of_the_file_that_was_named_and_no_secret_but_the_databases(host: Host) -> None:
+    host.configure("other.toml", env={"GIVEN": "on purpose"})
+    text = (host.folder / "other.toml").read_text()
+    (host.folder / "other.toml").write_text(text.replace("[control]", "[worker]\ntimeout_s = 77.5\n[control]"))
+    (host.folder / "windlass.toml").write_text("nonsense")
+    asked = ["WINDLASS_WORKER__TIMEOUT_S", "GIVEN", "RUNPOD_API_KEY", "HETZNER_API_TOKEN", "SUPABASE_SERVICE_ROLE_KEY"]
+    host.windlass = host.windlass.with_env(**dict.fromkeys(asked[2:], "secret"))
+    tasks = await host.enqueue(*({"env": name} for name in (*asked, "DATABASE_URL")))
+    up = host.up("--config", "other.toml")
+    await host.until_status(TaskStatus.COMPLETE, *tasks)
+    *results, url = [json.loads((await host.task(task_id)).result or "") for task_id in tasks]
+    assert results == ["77.5", "on purpose", None, None, None]
+    assert url.startswith("postgresql://")
+    await host.end(up)
+
+
 async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(host: Host) -> None:
     go = host.folder / "go"
     host.configure(max_workers=1)
@@ -287,6 +365,23 @@ async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mend
     assert "Slot 0 has failed" in host.windlass("explain", task).out
     (host.folder / "missing.py").write_text(APP)
     assert host.windlass("restart", "default", "--json").json["slots_freed"] == 1
+    await host.until_status(TaskStatus.COMPLETE, task)
+    await host.end(up)
+
+
+async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_hand_lifts_the_hold(host: Host) -> None:
+    host.configure(handler="missing:work")
+    (task,) = await host.enqueue(None)
+    up = host.up()
+
+    async def hold() -> str | None:
+        return next((fleet.hold.code for fleet in await host.store.fleets() if fleet.hold), None)
+
+    await until(hold, f"it is held\n{host.log()}")
+    assert await hold() == "FAILURE_RATE"
+    assert len(await host.store.workers(include_terminated=True)) <= 5 + SETTINGS["max_workers"]
+    (host.folder / "missing.py").write_text(APP)
+    host.windlass("restart", "default")
     await host.until_status(TaskStatus.COMPLETE, task)
     await host.end(up)
 

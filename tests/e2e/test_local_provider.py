@@ -32,7 +32,7 @@ from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.ports.control import Candidate
-from windlass.providers.local import LocalProvider, database_identity
+from windlass.providers.local import LocalProvider
 from windlass.providers.local.logs import MAX_KEPT_LOGS, MAX_LOG_BYTES
 from windlass.providers.local.processes import Process, ProcFs, send_signal
 from windlass.providers.local.provider import MARK, _children
@@ -108,14 +108,14 @@ from pathlib import Path
 from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
 from windlass.ports.control import Candidate
-from windlass.providers.local import LocalProvider, database_identity
+from windlass.providers.local import LocalProvider
 from windlass.store.control import PostgresControlStore
 
 async def main():
     given = json.loads(sys.argv[1])
     dsn, state_dir, config = given["dsn"], Path(given["state_dir"]), FleetConfig(**given["fleet"])
     provider = LocalProvider(
-        "crowd", config, identity=database_identity(dsn, state_dir), state_dir=state_dir, database_url=dsn
+        "crowd", config, identity=given["identity"], state_dir=state_dir, database_url=dsn
     )
     async with PostgresControlStore(dsn) as store:
         cycle = FleetCycle("crowd", config, store, provider, Candidate("first", ttl_s=2.0), random.Random())
@@ -187,7 +187,8 @@ class Ground:
 
     def config(self, how: str = "wait", **settings: Any) -> FleetConfig:
         given = {"handler": "some_handlers:where", "chdir": self.folder, "heartbeat_interval_s": 0.2, **settings}
-        env = {"PYTHONPATH": str(self.folder), "PLACE": str(self.folder), "HOW": how, self._badge: "1"}
+        path = os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH"))))
+        env = {"PYTHONPATH": path, "PLACE": str(self.folder), "HOW": how, self._badge: "1"}
         return FleetConfig(**{**given, "env": {**env, **settings.get("env", {})}})
 
     def provider(self, how: str = "wait", *, stop_grace_s: float = 10.0, **settings: Any) -> LocalProvider:
@@ -207,7 +208,7 @@ class Ground:
             LocalProvider(
                 "crowd",
                 self.config(**settings),
-                identity=database_identity(dsn, self.state_dir),
+                identity=self.identity,
                 state_dir=self.state_dir,
                 database_url=dsn,
             )
@@ -263,7 +264,7 @@ def named(name: str) -> MachineRequest:
 
 
 def pid_of(machine: Machine) -> int:
-    return int(machine.id.partition("-")[0])
+    return int(machine.id.rpartition("/")[2].partition("-")[0])
 
 
 def start_script(text: str, given: dict[str, Any]) -> "subprocess.Popen[bytes]":
@@ -293,7 +294,7 @@ async def test_a_worker_gets_its_fleets_settings(ground: Ground) -> None:
     await provider.create(named("crowd-0-aa"))
     up = await ground.said("up")
     expected = "--queue renders --queue thumbs --handler some_handlers:where"
-    expected += f" --chdir {folder} --concurrency 3 --heartbeat-interval 0.2 --lease 7.5"
+    expected += f" --chdir {folder} --concurrency 3 --heartbeat-interval 0.2 --lease 7.5 --config /dev/null"
     assert " ".join(up["argv"]) == expected
     assert up["env"]["COLOUR"] == "blue"
     assert (up["env"]["WINDLASS_WORKER_ID"], up["env"]["WINDLASS_FLEET"]) == ("crowd-0-aa", "crowd")
@@ -322,13 +323,48 @@ async def test_a_worker_leads_a_session_of_its_own(ground: Ground) -> None:
     assert os.getsid(pid) == os.getpgid(pid) == pid
 
 
+async def test_a_worker_is_told_its_settings_and_none_of_our_secrets(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RUNPOD_API_KEY", "WINDLASS_RUNPOD_API_KEY", "SUPABASE_SERVICE_ROLE_KEY", "MODEL_DIR"):
+        monkeypatch.setenv(name, "ours")
+    monkeypatch.setenv("WINDLASS_WORKER__TIMEOUT_S", "1")
+    provider = ground._add(
+        LocalProvider(
+            "crowd",
+            ground.config(env={"SUPABASE_SERVICE_ROLE_KEY": "theirs"}),
+            identity=ground.identity,
+            state_dir=ground.state_dir,
+            settings={"WINDLASS_WORKER__TIMEOUT_S": "7"},
+            withheld=["RUNPOD_API_KEY", "WINDLASS_RUNPOD_API_KEY", "SUPABASE_SERVICE_ROLE_KEY"],
+            program=["stand_in"],
+        )
+    )
+    await provider.create(named("crowd-0-aa"))
+    env = (await ground.said("up"))["env"]
+    assert (env["MODEL_DIR"], env["WINDLASS_WORKER__TIMEOUT_S"]) == ("ours", "7")
+    assert "RUNPOD_API_KEY" not in env
+    assert "WINDLASS_RUNPOD_API_KEY" not in env
+    assert env["SUPABASE_SERVICE_ROLE_KEY"] == "theirs", "what a fleet's env says is meant for its workers"
+
+
+async def test_a_process_of_another_host_is_left_to_the_database(ground: Ground) -> None:
+    """It was started by an orchestrator there; its pid here, if there is one, is somebody else."""
+    provider = ground.provider()
+    machine = await provider.create(named("crowd-0-aa"))
+    host, _, process = machine.id.partition("/")
+    assert provider.traits.host == host
+    await provider.delete(replace(machine, id=f"other-{host}/{process}"))
+    assert is_alive(pid_of(machine))
+
+
 async def test_no_password_is_on_the_command_line(ground: Ground) -> None:
     url = "postgresql://somebody:s3cret@db.example/tasks"
     provider = ground._add(
         LocalProvider(
             "crowd",
             ground.config(),
-            identity=database_identity(url, ground.state_dir),
+            identity=ground.identity,
             state_dir=ground.state_dir,
             database_url=url,
             program=["stand_in"],
@@ -526,7 +562,12 @@ async def test_an_orchestrator_killed_at_work_is_followed_by_one_that_adopts_its
 ) -> None:
     fleet = {"queues": ("default",), "min_workers": 2, "max_workers": 2, "poll_interval_s": 0.1}
     config = ground.config(**fleet)
-    given = {"dsn": dsn, "state_dir": str(ground.state_dir), "fleet": config.model_dump(mode="json")}
+    given = {
+        "identity": ground.identity,
+        "dsn": dsn,
+        "state_dir": str(ground.state_dir),
+        "fleet": config.model_dump(mode="json"),
+    }
     first = start_script(ORCHESTRATOR, given)
     provider = ground.real_provider(dsn, **fleet)
     try:
@@ -693,7 +734,7 @@ async def test_a_stopped_worker_is_ended_too(ground: Ground) -> None:
 async def test_a_pid_that_changed_hands_is_not_signalled(ground: Ground) -> None:
     provider = ground.provider()
     machine = await provider.create(named("crowd-0-aa"))
-    pid, started = machine.id.split("-")
+    pid, started = machine.id.rpartition("/")[2].split("-")
     earlier = replace(machine, id=f"{pid}-{int(started) - 1}")
     await provider.delete(earlier)
     send_signal(ProcFs(), Process(int(pid), int(started) - 1, os.getpid(), int(pid), is_zombie=False), signal.SIGKILL)
@@ -716,7 +757,7 @@ async def test_a_log_stays_within_its_bounds_whatever_is_printed(ground: Ground)
     assert aside.stat().st_size <= MAX_LOG_BYTES
     assert sorted(path.name for path in log.parent.iterdir()) == [log.name, aside.name]
     # Read across both files.
-    lines = [line async for line in provider.read_log("crowd-0-aa", 1000)]
+    lines = [line async for line in provider._logs.read("crowd-0-aa", 1000)]
     assert len(lines) == 1000
     assert lines[-1] == "the last line"
 
@@ -727,7 +768,7 @@ async def test_a_log_can_be_followed_to_the_workers_end(ground: Ground) -> None:
     await ground.said("up")
 
     async def follow() -> list[str]:
-        return [line async for line in provider.read_log("crowd-0-aa", follow=True)]
+        return [line async for line in provider._logs.read("crowd-0-aa", 100, follow=True)]
 
     following = asyncio.create_task(follow())
     await provider.delete(machine)
@@ -738,12 +779,12 @@ async def test_the_log_of_a_worker_that_is_over_can_be_read(ground: Ground) -> N
     provider = ground.provider("exit")
     await provider.create(named("crowd-0-aa"))
     await exited(provider, "crowd-0-aa")
-    assert [line async for line in ground.provider().read_log("crowd-0-aa", 1)] == ["cannot go on: no model"]
+    assert [line async for line in ground.provider()._logs.read("crowd-0-aa", 1)] == ["cannot go on: no model"]
 
 
 async def test_a_worker_without_a_log_is_not_known_here(ground: Ground) -> None:
     with pytest.raises(BadInput, match="no log of worker crowd-9-zz on this host"):
-        [line async for line in ground.provider().read_log("crowd-9-zz")]
+        [line async for line in ground.provider()._logs.read("crowd-9-zz", 100)]
 
 
 async def test_old_logs_are_removed_and_those_in_use_are_not(ground: Ground) -> None:

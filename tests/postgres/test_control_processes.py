@@ -11,7 +11,7 @@ from typing import Any
 
 import asyncpg
 import pytest
-from orchestrator_process import CALL_TIMEOUT_S, LATE_S, MAX_WORKERS, SCHEMA, TTL_S
+from orchestrator_process import MAX_WORKERS, SCHEMA, TTL_S
 
 SCRIPT = Path(__file__).with_name("orchestrator_process.py")
 CYCLES = 100
@@ -19,6 +19,7 @@ KILLS = 8
 # For conditions of a machine that may be very busy; nothing waits this long when all is well.
 PATIENCE_S = 90.0
 LOOKS_EVERY_S = 0.02
+BUSY_MACHINE_S = 10.0
 
 
 class Orchestrators:
@@ -136,7 +137,10 @@ async def _check_books(connection: Any) -> None:
         """
     )
     assert leaked == []
-    # From one leader's last sign to the next one's first: the lease, and what a busy machine adds to it.
+    # From one leader's last sign to the next one's first. What bounds it: the standby looks when the lease it saw runs
+    # out (TTL_S after the killed one's last renewal), and then lists. The rest is no promise of ours but patience with
+    # this machine: processes that start, and wait for a processor, beside others. In virtual time, where nobody waits
+    # for one, tests/sim/test_succession.py holds it to the lease and half a second.
     longest_s = await connection.fetchval(
         """
         select max(extract(epoch from later - at)) from (
@@ -144,4 +148,4 @@ async def _check_books(connection: Any) -> None:
         ) as signs
         """
     )
-    assert longest_s < TTL_S + CALL_TIMEOUT_S + LATE_S + 10.0
+    assert longest_s < TTL_S + BUSY_MACHINE_S

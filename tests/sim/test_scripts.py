@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from windlass.control.act import CALL_TIMEOUT_S
+from windlass.control.cycle import LIST_SHARE
 from windlass.model.errors import NoCapacity, Refused, Throttled, Unavailable
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.sim.cloud import Cloud, Entry
+from windlass.sim.orchestrators import SimOrchestrator
 from windlass.sim.scenario import Lucks, Scenario, Surroundings, fleet_config
 from windlass.sim.watch import Broken
 from windlass.sim.workers import Habits
@@ -169,6 +171,80 @@ def test_a_create_of_a_leader_that_lost_its_lead_does_not_exceed_the_maximum() -
     assert world.watch.takeovers == 2
 
 
+def test_a_creation_that_had_to_wait_for_its_turn_is_not_begun_when_others_no_longer_count_on_it() -> None:
+    """Sixteen calls at a time, each of 50 s: the last of 40 would begin when its row is about to be given up."""
+    world = quiet_world(
+        max_workers=40, min_workers=40, max_changes_per_cycle=40, spawn_timeout_s=200.0, lasts_s=600.0, arrivals=()
+    )
+
+    def slow_down() -> None:
+        for _ in range(200):
+            red(world).next_create(takes_s=50.0)
+
+    async def refused() -> None:
+        codes = {worker.code for worker in await world.store.workers(include_terminated=True)}
+        assert "NOT_BEGUN" in codes
+        assert len(red(world).billed()) == 40
+        red(world)._creates.clear()
+
+    script(world, (0, slow_down), (599.0, refused))
+    assert world.run().most_billed == {"red": 40}
+
+
+class _FreezesAfterDeciding:
+    """Stands still from the moment its first hiring is written down, for longer than its lease."""
+
+    def __init__(self) -> None:
+        self.decided: set[str] = set()
+        self.created: list[str] = []
+
+    def wrap(self, orchestrator: SimOrchestrator, service: Any) -> Any:
+        return _Wrapped(self, orchestrator, service)
+
+
+class _Wrapped:
+    def __init__(self, fate: _FreezesAfterDeciding, orchestrator: SimOrchestrator, service: Any) -> None:
+        self._fate = fate
+        self._orchestrator = orchestrator
+        self._service = service
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._service, name)
+
+    async def commit_plan(self, *arguments: Any) -> Any:
+        committed = await self._service.commit_plan(*arguments)
+        if committed.granted and not self._fate.decided:
+            self._fate.decided = set(committed.granted)
+            process = self._orchestrator.process
+            assert process is not None
+            process.freeze()
+            asyncio.get_running_loop().call_later(3 * TTL_S, process.thaw)
+            await process.gate()
+        return committed
+
+    async def create(self, request: MachineRequest) -> Machine:
+        self._fate.created.append(request.name)
+        machine: Machine = await self._service.create(request)
+        return machine
+
+
+def test_a_leader_that_stood_still_after_deciding_hires_nobody_when_it_goes_on() -> None:
+    fate = _FreezesAfterDeciding()
+    world = quiet_world(max_workers=2, orchestrators=2)
+    world.wrap = fate.wrap
+
+    async def is_told() -> None:
+        rows = {worker.id: worker for worker in await world.store.workers(include_terminated=True)}
+        assert {rows[id_].code for id_ in fate.decided} == {"LEASE_LOST"}
+
+    script(world, (250.0, is_told))
+    world.run()
+    assert len(fate.decided) == 2
+    assert fate.created
+    assert not fate.decided & set(fate.created)
+    assert world.watch.takeovers >= 2
+
+
 # --------------------------------------------------------------------------------------------------------- deleting
 
 
@@ -276,17 +352,38 @@ def test_a_machine_made_while_another_leader_listed_is_not_missing() -> None:
 
 
 def test_a_slow_list_says_nothing_about_what_came_after_it_was_asked_for() -> None:
-    """It was asked for before a late machine came, and answered when none could come any more."""
+    """It was asked for before a late machine came, and answered after."""
     world = quiet_world(max_workers=1, min_workers=1, spawn_timeout_s=200.0)
     script(
         world,
         (0, lambda: red(world).next_create(takes_s=CALL_TIMEOUT_S - 1.0, takes_effect_late_s=LATE_S)),
         (0, lambda: world.next_worker(boots_s=60.0)),
-        (80.0, lambda: red(world).next_list(takes_s=45.0)),
+        (85.5, lambda: red(world).next_list(takes_s=LIST_SHARE * TTL_S - 0.5)),
     )
     world.run()
     (entry,) = red(world).books.values()
     assert 85.0 < entry.began_at < GIVEN_UP_S
+
+
+def test_lists_that_take_longer_than_a_lease_stop_no_cycle() -> None:
+    """Of two orchestrators, whoever leads gives up on the list in time to keep the lead, and goes on without it."""
+    world = quiet_world(
+        max_workers=2, orchestrators=2, arrivals=tuple((20.0 * n, 1) for n in range(1, 20)), lasts_s=500.0
+    )
+
+    def slow_down() -> None:
+        for _ in range(400):
+            red(world).next_list(takes_s=1.3 * TTL_S)
+
+    def all_done() -> None:
+        assert world.watch.unfinished() == []
+        assert world.watch.plans > 490 / (LIST_SHARE * TTL_S) - 5
+        red(world)._lists.clear()
+
+    script(world, (0, slow_down), (490.0, all_done))
+    world.run()
+    assert world.watch.takeovers == 1
+    assert "machines unknown" in world.story.text(limit=None)
 
 
 # ---------------------------------------------------------------------------------------------------------- workers
@@ -457,7 +554,7 @@ def test_a_slot_whose_workers_keep_breaking_is_given_up() -> None:
         arrivals=((1.0, 1),),
         lasts_s=600.0,
         task_s=(50.0, 60.0),
-        min_failures_for_rate=100,
+        min_hirings_for_rate=100,
         max_restarts=3,
         restart_window_s=300.0,
         lucks=Lucks(crashes=1.0),

@@ -40,6 +40,7 @@ GPU = FleetConfig(
     heartbeat_timeout_s=600,
     spawn_timeout_s=600,
     stop_timeout_s=600,
+    stuck_timeout_s=1200,
 )
 # Seed 004's numbers, which are those of the provider `local`.
 LOCAL = FleetConfig()

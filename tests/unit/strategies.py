@@ -127,7 +127,7 @@ def fleets(draw: st.DrawFn) -> FleetConfig:
         heartbeat_timeout_s=patience,
         spawn_timeout_s=patience,
         stop_timeout_s=patience,
-        min_failures_for_rate=draw(st.sampled_from((5, 2))),
+        min_hirings_for_rate=draw(st.sampled_from((5, 2))),
         max_restarts=draw(st.sampled_from((5, 2))),
     )
 
@@ -153,7 +153,7 @@ def scenes(draw: st.DrawFn) -> Scene:
             ),
             workers=views,
             slots=draw(slot_views()),
-            machines=_listed(hired, draw(st.integers(0, 2)), draw(st.sampled_from(MachineState)))
+            machines=_listed(hired, draw(st.sampled_from((0, 0, 1, 2, 5))), draw(st.sampled_from(MachineState)))
             if draw(st.integers(0, 4))
             else None,
             listed_at=draw(st.sampled_from((None, ago(1.0)))),
@@ -161,6 +161,8 @@ def scenes(draw: st.DrawFn) -> Scene:
             hirings=_hirings(views, draw(st.lists(st.tuples(moments, st.booleans()), max_size=6)), fleet),
             orphaned=_orphaned(views, draw(st.booleans())),
             is_paused=draw(st.integers(0, 9)) == 9,
+            is_winding_down=draw(st.integers(0, 9)) == 9,
+            reset_at=draw(st.sampled_from((None, None, ago(1000.5), ago(5.5)))),
             requested=draw(st.sampled_from((0, 0, 1, 5))),
             memory=draw(memories(everybody)),
         ),
@@ -224,6 +226,7 @@ def memories(draw: st.DrawFn, everybody: list[Character]) -> Memory:
         over_capacity_since=draw(maybe_moments),
         missing_since=of_all("missing_since"),
         stray_since=draw(st.sampled_from(({}, {"stray-0": ago(20.5)}, {"stray-0": ago(90.5)}))),
+        strays_doubted_since=draw(st.sampled_from((None, ago(20.5), ago(4000.5)))),
         doubted_since=draw(maybe_moments),
         idle_since=of_all("idle_since"),
         unclaimed_since=of_all("unclaimed_since"),

@@ -155,6 +155,17 @@ def test_the_story_of_a_task_is_in_its_order() -> None:
     ]
 
 
+def test_a_retry_whose_time_has_come_is_explained_like_any_task_that_waits() -> None:
+    due = replace(TASK, status=TaskStatus.ERROR, attempts=1, run_after=ago(3))
+    held = replace(FLEET, hold=Hold("FAILURE_RATE", "6 of 7 workers broke", ago(60)))
+    answer = explain_task(due, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, CYCLE)]).answer
+    assert "is tried again as soon as a worker is free." in answer[0]
+    assert answer[1] == "Its queue has 1 worker: 1 active."
+    assert "It is on hold since 11:59:00 UTC (FAILURE_RATE): 6 of 7 workers broke." in answer
+    later = replace(due, run_after=ago(-30))
+    assert len(explain_task(later, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, CYCLE)]).answer) == 1
+
+
 def test_a_worker_that_has_ended_is_explained_by_its_reason_and_its_last_cycle() -> None:
     gone = replace(WORKER, status=WorkerStatus.TERMINATED, code="IDLE", reason="idle 31 s; 0 waiting")
     view = WorkerView(
@@ -169,17 +180,18 @@ def test_a_worker_that_has_ended_is_explained_by_its_reason_and_its_last_cycle()
         running=(RunningView(7, ago(5), None),),
         machine_id="m",
     )
-    drain = Drain(WORKER.id, "IDLE", "idle 31 s; 0 waiting", NOW)
-    seen = CycleInFull(replace(CYCLE, actions=(drain,)), Snapshot(NOW, "renders", workers=(view,)))
-    answer = explain_worker(gone, [event("WORKER_TERMINATING", "idle")], cycle=seen, config=FleetConfig()).answer
+    settings = FleetConfig(stuck_timeout_s=4)
+    drain = Drain(WORKER.id, "IDLE", "idle 31 s; 0 waiting")
+    seen = CycleInFull(replace(CYCLE, actions=(drain,)), Snapshot(NOW, "renders", workers=(view,), settings=settings))
+    answer = explain_worker(gone, [event("WORKER_TERMINATING", "idle")], cycle=seen).answer
     assert answer[0] == f"Worker {WORKER.id} has ended (IDLE): idle 31 s; 0 waiting."
     assert answer[1].startswith("Cycle 12 saw it as ")
-    assert "heartbeat 2 s old; at work on 7" in answer[1]
+    assert "heartbeat 2 s old; at work on 7; Stuck task 7 (5s)" in answer[1], "by the settings of then"
     assert answer[2] == "It decided: drain, idle 31 s; 0 waiting."
 
 
 def test_a_worker_nobody_knows_more_of_is_explained_by_its_row() -> None:
-    story = explain_worker(replace(WORKER, slot=None, is_paused=True), [], cycle=None, config=None)
+    story = explain_worker(replace(WORKER, slot=None, is_paused=True), [], cycle=None)
     assert story.answer == [f"Worker {WORKER.id} is active and paused."]
     assert [text for _, text in story.history] == ["started by hand"]
 

@@ -18,10 +18,11 @@ from windlass.model.action import (
     Plan,
     Promote,
     Requeue,
+    Spawn,
 )
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import ProviderTraits
-from windlass.model.snapshot import SlotView, Snapshot
+from windlass.model.machine import Machine, ProviderTraits
+from windlass.model.snapshot import RunningView, SlotView, Snapshot
 from windlass.policy.plan import STAGES, plan
 
 CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, stray_grace_s=60)
@@ -40,6 +41,7 @@ def test_the_stages_stand_in_the_seeds_order() -> None:
     assert [stage.__name__ for stage in STAGES] == [
         "promote",
         "brake",
+        "doubt_strays",
         "fail_broken",
         "fail_slots",
         "requeue_orphans",
@@ -366,7 +368,7 @@ def test_the_brake_is_released_when_they_are_heard_again_or_have_been_silent_too
 def test_after_a_gap_in_the_cycles_the_silent_get_two_beats_to_be_heard() -> None:
     """The database was away: nobody could be heard, and the first cycle after it must not condemn them for that."""
     first = plan(silent(1, 1, memory={"planned_at": ago(60)}), LOCAL)
-    assert first.actions == ()
+    assert [alert.code for alert in first.actions] == ["WAS_AWAY"], "nothing is done, and a person told"
     assert first.hold is not None
     assert first.hold.code == "WAS_AWAY"
     back = plan(silent(0, 1, memory={"planned_at": ago(1), "doubted_since": ago(3)}), LOCAL)
@@ -380,7 +382,7 @@ def test_cycles_farther_apart_than_heartbeats_may_be_still_find_the_dead() -> No
     """`windlass cycle` from cron, once a minute."""
     first = plan(silent(1, 1, memory={"planned_at": ago(60)}), LOCAL)
     second = plan(silent(1, 1, memory={"planned_at": ago(60), "doubted_since": ago(60)}), LOCAL)
-    assert (kinds(first), kinds(second)) == ([], ["Fail", "Delete", "Spawn"])
+    assert (kinds(first), kinds(second)) == (["Alert"], ["Fail", "Delete", "Spawn"])
 
 
 def test_a_total_hold_is_not_hidden_by_a_lesser_one() -> None:
@@ -389,7 +391,7 @@ def test_a_total_hold_is_not_hidden_by_a_lesser_one() -> None:
     planned = plan(snapshot(*views, machines=(), traits=CLOUD, queued=5), LOCAL)
     assert planned.hold is not None
     assert planned.hold.code == "TOO_MANY_DEAD"
-    assert kinds(planned) == ["Alert"]
+    assert [alert.code for alert in planned.actions] == ["LIST_SHRANK", "TOO_MANY_DEAD"]
 
 
 def test_a_list_that_shrank_sharply_is_doubted_three_times_as_long_and_holds_hiring() -> None:
@@ -400,7 +402,7 @@ def test_a_list_that_shrank_sharply_is_doubted_three_times_as_long_and_holds_hir
         planned = plan(snapshot(*views, machines=(), traits=CLOUD, queued=5, memory=memory), config)
         assert len(of_kind(planned.actions, Fail)) == failed
         if not failed:
-            assert planned.actions == ()
+            assert [alert.code for alert in planned.actions] == ["LIST_SHRANK"]
             assert planned.hold is not None
             assert planned.hold.code == "LIST_SHRANK"
             assert "would hire" in planned.decision
@@ -410,7 +412,7 @@ def test_a_list_in_doubt_settles_no_unanswered_creation() -> None:
     views = [worker(f"w{n}", n, heartbeat=20, running=(task(n),)) for n in range(4)]
     unanswered = worker("w9", 9, "spawning", heartbeat=None, machine_id=None, created=500, creation="ambiguous")
     seen = snapshot(*views, unanswered, machines=(), traits=CLOUD)
-    assert plan(seen, fleet(max_workers=20, spawn_timeout_s=600)).actions == ()
+    assert kinds(plan(seen, fleet(max_workers=20, spawn_timeout_s=600))) == ["Alert"]
 
 
 def test_machines_of_workers_that_were_told_to_leave_do_not_make_a_list_shrink() -> None:
@@ -457,7 +459,19 @@ def test_a_worker_started_by_hand_is_neither_failed_nor_let_go_nor_deleted(seen:
         pytest.param(snapshot(worker("h", None, heartbeat=31), machines=None), "STALE_HEARTBEAT_IDLE", id="silent"),
         pytest.param(snapshot(worker("h", None, "error"), machines=None), "ERROR", id="in error"),
         pytest.param(
-            snapshot(worker("h", None, "terminating", terminating=30)), "DRAINED", id="told to leave, and never did"
+            snapshot(worker("h", None, "terminating", terminating=30, heartbeat=31)),
+            "DRAIN_STALE",
+            id="silent, leaving",
+        ),
+        pytest.param(
+            snapshot(worker("h", None, "terminating", terminating=31, created=31, heartbeat=None)),
+            "DRAIN_STALE",
+            id="told to leave, and never heard",
+        ),
+        pytest.param(
+            snapshot(worker("h", None, "terminating", terminating=30, heartbeat=61, lease_s=60.0)),
+            "DRAIN_STALE",
+            id="silent for longer than its own lease",
         ),
     ],
 )
@@ -511,5 +525,115 @@ def test_an_empty_fleet_with_nothing_to_do_does_nothing(config: FleetConfig) -> 
     assert planned.decision == "steady: 0 waiting, 0 of 0 workers busy: 0 needed"
 
 
-def test_a_drain_names_its_deadline() -> None:
-    assert only(plan(snapshot(worker(), idle=30), LOCAL), Drain).deadline == ago(-LOCAL.stop_timeout_s)
+@pytest.mark.parametrize("running", [(), (task(),)], ids=["idle", "at work"])
+@pytest.mark.parametrize("lease_s", [None, 30.0, 600.0])
+def test_a_worker_started_by_hand_that_is_told_to_leave_takes_all_the_time_it_needs(
+    running: tuple[RunningView, ...], lease_s: float | None
+) -> None:
+    """It was started by a person, for tasks of whatever length: only its silence says that it is over."""
+    leaving = worker("h", None, "terminating", terminating=9000, created=9999, heartbeat=29, lease_s=lease_s)
+    assert plan(snapshot(replace(leaving, running=running)), LOCAL).actions == ()
+
+
+# -------------------------------------------------------------------------------------------------------- winding down
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        pytest.param({"queued": 9}, id="though tasks wait"),
+        pytest.param({"is_paused": True}, id="though it is paused"),
+        pytest.param({"requested": 2}, id="though a person asked for more"),
+        pytest.param({"memory": {"planned_at": None}}, id="though nothing else is to be touched"),
+    ],
+)
+def test_a_fleet_that_is_wound_down_lets_everybody_hired_go_at_once_and_hires_nobody(seen: dict[str, Any]) -> None:
+    views = (
+        worker("busy", 0, running=(task(),)),
+        worker("idle", 1),
+        worker("paused", 2, is_paused=True),
+        worker("starting", 3, "spawning", heartbeat=None, created=1),
+        worker("silent", 4, "terminating", heartbeat=40, terminating=1),
+        worker("hand", None),
+    )
+    config = fleet(min_workers=2, max_workers=8, max_changes_per_cycle=1)
+    planned = plan(snapshot(*views, is_winding_down=True, **seen), config)
+    drains = of_kind(planned.actions, Drain)
+    assert [drain.worker_id for drain in drains] == ["busy", "idle", "paused", "starting"]
+    assert {drain.code for drain in drains} == {"WOUND_DOWN"}
+    assert not of_kind(planned.actions, Spawn)
+    assert planned.decision == "winding down: 5 left, letting 4 go"
+
+
+# ------------------------------------------------------------------------------------------------------------- strays
+
+
+def strays(count: int) -> tuple[Machine, ...]:
+    return tuple(machine(f"nobody-{n}") for n in range(count))
+
+
+@pytest.mark.parametrize(
+    ("count", "own", "ended"),
+    [
+        pytest.param(2, 0, 2, id="two are strays"),
+        pytest.param(3, 3, 3, id="half of all are strays"),
+        pytest.param(3, 2, 0, id="three, and more than half: could it be us who forgot"),
+        pytest.param(9, 0, 0, id="all of them"),
+    ],
+)
+def test_machines_without_a_worker_are_ended_unless_they_are_most_of_all(count: int, own: int, ended: int) -> None:
+    views = [worker(f"w{n}", n, running=(task(n),)) for n in range(own)]
+    planned = plan(snapshot(*views, machines=(*machines_of(views), *strays(count))), fleet(max_workers=20))
+    assert len(of_kind(planned.actions, DeleteStray)) == ended
+    if not ended:
+        assert planned.hold is not None
+        assert (planned.hold.code, planned.hold.is_total) == ("TOO_MANY_STRAYS", False)
+        assert "is this the right database? They are ended at 13:00:00 UTC" in only(planned, Alert).reason
+
+
+def test_machines_that_have_exited_are_no_reason_to_doubt() -> None:
+    """Processes that left in good order are listed for a while after their rows have ended."""
+    exited = tuple(machine(f"nobody-{n}", "exited") for n in range(5))
+    planned = plan(snapshot(machines=exited), LOCAL)
+    assert (planned.hold, len(of_kind(planned.actions, DeleteStray))) == (None, 5)
+
+
+@pytest.mark.parametrize(
+    ("doubted", "reset", "ended"),
+    [
+        pytest.param(3599, None, 0, id="a person has an hour to look"),
+        pytest.param(3600, None, 4, id="what they leave as it is is ended"),
+        pytest.param(100, 99, 4, id="a restart by hand says that all is well"),
+        pytest.param(100, 101, 0, id="one from before the doubt does not"),
+    ],
+)
+def test_doubted_strays_are_ended_after_an_hour_or_by_hand(doubted: float, reset: float | None, ended: int) -> None:
+    memory = {"strays_doubted_since": ago(doubted), "alerts": {"TOO_MANY_STRAYS": NOW}}
+    reset_at = None if reset is None else ago(reset)
+    planned = plan(snapshot(machines=strays(4), memory=memory, reset_at=reset_at), LOCAL)
+    assert len(planned.actions) == ended
+
+
+def test_so_many_strays_are_ended_at_once_and_no_more() -> None:
+    busy = [worker(f"w{n}", n, running=(task(n),)) for n in range(8)]
+    config = fleet(max_workers=20, max_changes_per_cycle=3)
+    seen = snapshot(*busy, machines=(*machines_of(busy), *strays(7)))
+    left = []
+    for _ in range(4):
+        planned = plan(seen, config)
+        left.append((len(planned.actions), planned.is_cut_short))
+        seen = apply(planned, seen, config)
+    assert left == [(3, True), (3, True), (1, False), (0, False)]
+
+
+# ---------------------------------------------------------------------------------------------------- on another host
+
+
+def test_processes_of_another_host_are_judged_by_their_heartbeats_alone() -> None:
+    here = ProviderTraits(host="here")
+    views = (worker("a", 0, machine_id="there/7-1"), worker("b", 1, machine_id="here/8-1", created=200))
+    planned = plan(snapshot(*views, machines=(), traits=here), LOCAL)
+    assert [(fail.worker_id, fail.code) for fail in of_kind(planned.actions, Fail)] == [("b", "MACHINE_GONE")]
+    silent_there = replace(views[0], last_heartbeat=ago(31))
+    planned = plan(snapshot(silent_there, machines=(), traits=here), LOCAL)
+    assert only(planned, Delete).machine_id == "there/7-1"

@@ -147,6 +147,37 @@ def test_workers_hired_before_the_trip_that_break_after_it_do_not_trip_it_again(
     assert planned.memory.guard.broken_starts == 0
 
 
+def test_a_restart_by_hand_lifts_the_hold_and_forgets_what_led_to_it() -> None:
+    """With the default settings: five workers in a row break, and a person mends what was wrong."""
+    doomed = snapshot(
+        *(worker(f"w{n}", n, created=50, heartbeat=None, status="spawning") for n in range(4)),
+        queued=9,
+        hirings=hirings(1, 5, age=50),
+        memory={"guard": Guard(broken_starts=1, broken_at=ago(60))},
+    )
+    held = plan(doomed, LOCAL)
+    assert held.hold is not None
+    assert held.hold.code == "FAILURE_RATE"
+    seen = apply(held, doomed, LOCAL)
+    assert plan(seen, LOCAL).hold is not None
+    mended = replace(seen, reset_at=NOW + timedelta(seconds=1), now=NOW + timedelta(seconds=2))
+    planned = plan(mended, LOCAL)
+    assert planned.hold is None
+    assert kinds(planned) == ["Spawn"] * 4, "as many as are needed, and no probe"
+    again = plan(replace(apply(planned, mended, LOCAL), now=NOW + timedelta(seconds=90)), LOCAL)
+    assert again.memory.guard.broken_starts == 4, "what breaks after it counts anew"
+
+
+def test_with_the_default_settings_the_guard_acts_before_a_slot_is_failed() -> None:
+    """A handler that cannot be imported: its process is gone at once. One slot would fail with its sixth break."""
+    world = Clockwork(LOCAL, snapshot(queued=1), exits_at_once)
+    for _ in range(20):
+        world.cycle()
+    assert world.spawns() == LOCAL.min_hirings_for_rate
+    assert world.plans[-1].hold is not None
+    assert not any(slot.is_failed for slot in world.seen.slots)
+
+
 # ------------------------------------------------------------------------------------------------------- whole days
 
 HOURS = 6
@@ -198,7 +229,7 @@ def test_a_bad_image_costs_a_bounded_number_of_launches(base: FleetConfig, live:
     while world.seen.now < NOW + timedelta(hours=HOURS):
         world.cycle()
     # A guard's worth of breaks, those on their way when it trips, four doublings of the pause, one probe an hour.
-    assert world.spawns() <= config.min_failures_for_rate + max_workers + 4 + HOURS
+    assert world.spawns() <= config.min_hirings_for_rate + max_workers + 4 + HOURS
     tripped_at = next(n for n, planned in enumerate(world.plans) if planned.hold is not None)
     assert world.plans[-1].hold is not None or world.seen.memory.guard.trips > 3
     assert sum(len(of_kind(planned.actions, Spawn)) for planned in world.plans[tripped_at:]) <= 4 + HOURS
@@ -223,7 +254,7 @@ def test_when_the_image_is_mended_the_fleet_is_back_within_two_pauses() -> None:
 
 
 def test_a_slot_that_keeps_breaking_is_given_up_after_five_restarts_in_five_minutes() -> None:
-    config = fleet(LOCAL, max_workers=1, min_failures_for_rate=1000)
+    config = fleet(LOCAL, max_workers=1, min_hirings_for_rate=1000)
     world = Clockwork(config, snapshot(queued=5), exits_at_once)
     for _ in range(100):
         world.cycle()
@@ -269,7 +300,7 @@ def test_a_database_that_was_away_for_a_minute_costs_nobody_their_task() -> None
     world.live = beating
     world.cycle(after_s=4)
     world.cycle()
-    assert [kinds(planned) for planned in world.plans] == [[]] * 5
+    assert [kinds(planned) for planned in world.plans] == [[], [], ["Alert"], [], []]
 
 
 def test_orchestrators_that_come_back_to_the_truly_dead_replace_them_two_beats_later() -> None:
@@ -277,7 +308,7 @@ def test_orchestrators_that_come_back_to_the_truly_dead_replace_them_two_beats_l
     world = Clockwork(LOCAL, seen, lambda view, now: view if view.id == "w0" else beating(view, now))
     for _ in range(3):
         world.cycle()
-    assert [kinds(planned) for planned in world.plans] == [[], ["Fail", "Delete", "Spawn"], ["Promote"]]
+    assert [kinds(planned) for planned in world.plans] == [["Alert"], ["Fail", "Delete", "Spawn"], ["Promote"]]
 
 
 def test_a_paused_fleet_is_left_as_it_is_and_goes_on_when_it_is_resumed() -> None:

@@ -12,7 +12,6 @@ from windlass.model.errors import BadInput
 
 if TYPE_CHECKING:
     from windlass.control.explain import Story
-    from windlass.model.config import Config
     from windlass.store.control import PostgresControlStore
 
 CYCLES_SHOWN = 10
@@ -32,7 +31,7 @@ async def explain(
 
     loaded = load(config, data_dir)
     async with wire.control_store(loaded.config) as store:
-        story = await _story(store, loaded.config, what)
+        story = await _story(store, what)
     if as_json:
         print_json({"answer": story.answer, "history": [{"at": at, "what": text} for at, text in story.history]})
         return
@@ -44,7 +43,7 @@ async def explain(
         print(f"{at:%Y-%m-%d %H:%M:%S}  {printable(text)}")
 
 
-async def _story(store: "PostgresControlStore", config: "Config", what: str) -> "Story":
+async def _story(store: "PostgresControlStore", what: str) -> "Story":
     from windlass.control import explain as stories
 
     now = await store.now()
@@ -66,9 +65,7 @@ async def _story(store: "PostgresControlStore", config: "Config", what: str) -> 
     worker = await store.worker(what)
     if worker is not None:
         seen = await store.last_cycle_with(worker.fleet, worker.id)
-        return stories.explain_worker(
-            worker, await store.events(worker_id=what), cycle=seen, config=config.fleets.get(worker.fleet)
-        )
+        return stories.explain_worker(worker, await store.events(worker_id=what), cycle=seen)
     for fleet in fleets:
         if fleet.name == what:
             return stories.explain_fleet(fleet, await store.cycles(what, CYCLES_SHOWN), now=now)
@@ -90,8 +87,8 @@ async def replay(
 ) -> int:
     """Decide again from what a cycle saw. Without --with it must come to the same; exit code 1 if it does not."""
     from windlass import wire
+    from windlass.model.action import actions_to_plain
     from windlass.policy.plan import plan
-    from windlass.store.control import actions_to_plain
 
     async with wire.control_store(load(config, data_dir).config) as store:
         stored = await store.cycle(cycle)

@@ -10,6 +10,7 @@ import typer
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.model.errors import BadInput
+from windlass.model.worker import DEFAULT_FLEET
 
 if TYPE_CHECKING:
     from windlass.configure import Loaded
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 Fleet = Annotated[str | None, typer.Option("--fleet", "-f", help="All of this fleet.", metavar="NAME")]
 WorkerIds = Annotated[list[str] | None, typer.Argument(help="Ids of workers.", metavar="WORKER")]
 Everything = Annotated[bool, typer.Option("--all", help="All fleets.")]
-DEFAULT_FLEET = "default"
 
 
 @command

@@ -10,6 +10,7 @@ from windlass import __version__
 from windlass.cli.common import ConfigFile, DataDir, command, load
 from windlass.cli.logs import LogFormat, configure_logs
 from windlass.model.errors import BadInput
+from windlass.model.worker import DEFAULT_FLEET
 
 EXIT_LOST = 3
 
@@ -66,7 +67,7 @@ async def worker(
         raise BadInput("--inline goes with --handler: a command cannot run inside the worker.")
     # Set by the provider that started it. Taken out: what a handler starts is not this worker.
     worker_id = os.environ.pop("WINDLASS_WORKER_ID", None)
-    fleet = os.environ.pop("WINDLASS_FLEET", "default")
+    fleet = os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET)
     loaded = load(
         config,
         data_dir,

@@ -4,7 +4,8 @@ A call that takes longer than a cycle's patience goes on beside the next cycles 
 became of it is written down by the cycle that comes after it. An answer that did not come is an outcome too: a creation
 becomes unclear and keeps its slot, a deletion is asked for again. So is an error nobody foresaw: an adapter's fault
 must not make us forget what its other calls have done. A provider that asks us to slow down is left alone for as long
-as it said.
+as it said. A creation that had to wait for its turn is not begun any more when the lease under which it was decided
+would be over: whoever leads then may count on it.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from windlass.ports.provider import Provider
 CALL_TIMEOUT_S = 60.0
 # Calls under way at the same time: enough to hide latency, few enough not to look like an attack.
 MAX_CONCURRENT_CALLS = 16
+LOST = "the lead was lost before it was ended"
 log = structlog.get_logger(__name__)
 
 
@@ -61,6 +63,10 @@ class Actor:
         # By the loop's clock.
         self._throttled_until = float("-inf")
 
+    def exchange_provider(self, provider: Provider) -> None:
+        """For the calls to come. Those under way go on with the one they were begun with."""
+        self._provider = provider
+
     def end_machines(self, snapshot: Snapshot, plan: Plan) -> None:
         """Begin all deletions of a plan that are not under way."""
         machines = {machine.id: machine for machine in snapshot.machines or ()}
@@ -74,7 +80,7 @@ class Actor:
         """Begin to create a machine for each intent that was granted."""
         for intent in intents:
             if intent.worker_id in granted:
-                self._begin(intent.worker_id, self._create(fleet, intent))
+                self._begin(intent.worker_id, self._create(fleet, intent, self._trust.until))
 
     def _begin(self, about: str, call: Coroutine[Any, Any, Outcome]) -> None:
         if about in self._under_way:
@@ -120,15 +126,20 @@ class Actor:
         self._under_way.clear()
         self._begun.clear()
 
-    async def _create(self, fleet: str, intent: Intent) -> Outcome:
+    async def _create(self, fleet: str, intent: Intent, begin_by: float) -> Outcome:
+        """`begin_by`: the end of our trust when it was decided. Cycles renew the trust; this they do not renew."""
         request = MachineRequest(name=intent.worker_id, fleet=fleet, slot=intent.slot)
         try:
             async with self._places_to_create, asyncio.timeout(self._call_timeout_s):
                 if not self._trust.is_valid:
                     # Not called at all, so nothing can have been made; a new leader decides anew.
                     return CreationRefused(intent.worker_id, "LEASE_LOST", "the lead was lost before it was hired")
+                if asyncio.get_running_loop().time() >= begin_by:
+                    return CreationRefused(intent.worker_id, "NOT_BEGUN", "too many others were being hired before it")
                 self._check_throttle()
-                return Created(intent.worker_id, await self._provider.create(request))
+                provider = self._provider
+                machine = await provider.create(request)
+                return Created(intent.worker_id, machine, is_prepared=not provider.traits.has_prepare_step)
         except (Refused, NoCapacity, Throttled) as error:
             self._heed(error)
             log.warning("machine refused", worker_id=intent.worker_id, error=str(error))
@@ -140,11 +151,13 @@ class Actor:
 
     async def _delete(self, action: Delete, machines: dict[str, Machine]) -> Outcome:
         if action.machine_id is None:
-            return Deleted(action.worker_id, action.code, action.reason)
+            if not self._trust.is_valid:
+                return NotDeleted(action.worker_id, LOST)
+            return Deleted(action.worker_id, None, action.code, action.reason)
         machine = machines.get(action.machine_id) or Machine(action.machine_id, action.worker_id, MachineState.RUNNING)
         problem = await self._end(machine)
         if problem is None:
-            return Deleted(action.worker_id, action.code, action.reason)
+            return Deleted(action.worker_id, action.machine_id, action.code, action.reason)
         return NotDeleted(action.worker_id, problem)
 
     async def _delete_stray(self, action: DeleteStray, machines: dict[str, Machine]) -> Outcome:
@@ -156,7 +169,7 @@ class Actor:
         try:
             async with self._places_to_end, asyncio.timeout(self._call_timeout_s):
                 if not self._trust.is_valid:
-                    return "the lead was lost before it was ended"
+                    return LOST
                 self._check_throttle()
                 await self._provider.delete(machine)
         except Exception as error:

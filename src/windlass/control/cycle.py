@@ -25,13 +25,20 @@ from windlass.ports.control import Candidate, ControlStore, Deleted, Intent, Lea
 from windlass.ports.provider import Provider
 
 LIST_TIMEOUT_S = 60.0
+# Of a lease, what a list may take: the rest is for what follows it, or a slow list would cost us the lead, and whoever
+# leads next the same.
+LIST_SHARE = 0.4
 # A cycle of many waits this long for what it began; the rest is the next one's to write down. Well below a lease.
 PATIENCE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 log = structlog.get_logger(__name__)
 
 
 class FleetCycle:
-    """Runs cycles of one fleet, one after another. `rng` gives the random part of worker ids."""
+    """Runs cycles of one fleet, one after another. `rng` gives the random part of worker ids.
+
+    The provider is its own: close() closes it.
+    """
 
     def __init__(
         self,
@@ -54,15 +61,13 @@ class FleetCycle:
         self._trust = Trust(candidate)
         # Told when a call ends that no cycle waits for any more: the next one has something to write down.
         self.on_settled: Callable[[], None] = lambda: None
-        self._actor = self._make_actor()
-        # Whose outcomes are still to be written down, and for which cycle.
-        self._formerly: list[Actor] = []
+        self._actor = Actor(provider, self._trust, call_timeout_s, self._settled)
+        # Providers that were exchanged while calls of theirs were under way.
+        self._formerly: list[Provider] = []
+        # Term and id of the cycle whose outcomes are still to be written down.
         self._last = (0, 0)
-        # The fleet is to end: nobody is hired any more, whatever waits.
+        # The fleet is to end: everybody is let go and nobody hired, whatever waits.
         self.is_winding_down = False
-
-    def _make_actor(self) -> Actor:
-        return Actor(self._provider, self._trust, self._call_timeout_s, self._settled)
 
     def _settled(self) -> None:
         self.on_settled()
@@ -70,9 +75,9 @@ class FleetCycle:
     def reconfigure(self, config: FleetConfig, provider: Provider) -> None:
         """From the next cycle on. Workers that run keep what they were started with."""
         self.config = config
+        self._formerly.append(self._provider)
         self._provider = provider
-        self._formerly.append(self._actor)
-        self._actor = self._make_actor()
+        self._actor.exchange_provider(provider)
 
     async def settle(self) -> None:
         """Wait for every call that is under way and write down what became of it."""
@@ -80,8 +85,19 @@ class FleetCycle:
 
     def abandon(self) -> None:
         """Stop waiting for calls under way. What was sent may still happen; a later cycle finds out."""
-        for actor in (*self._formerly, self._actor):
-            actor.abandon()
+        self._actor.abandon()
+
+    async def close(self) -> None:
+        """Its providers are needed no more. Machines go on."""
+        await self._close_providers(*self._formerly, self._provider)
+
+    async def _close_providers(self, *providers: Provider) -> None:
+        for provider in providers:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await provider.close()
+            except Exception as error:
+                log.warning("provider not closed", fleet=self.name, error=str(error) or type(error).__name__)
 
     async def run(self, patience_s: float | None = None) -> Summary:
         """One cycle. Raises DatabaseUnavailable; whatever a provider does is part of the summary.
@@ -91,7 +107,7 @@ class FleetCycle:
         loop = asyncio.get_running_loop()
         started = loop.time()
         late = await self._write_down_late(0.0)
-        if not self._trust.is_valid:
+        if self._trust.remaining_s < self._list_timeout_s:
             led = await self._store.lead(self._candidate)
             if isinstance(led, Standby):
                 return self._stand_by(led)
@@ -110,7 +126,7 @@ class FleetCycle:
             machines=machines,
             listed_at=listed_at,
             traits=self._traits(),
-            is_paused=seen.is_paused or self.is_winding_down,
+            is_winding_down=self.is_winding_down,
             # What is stored with the cycle is read by many: the environment of workers may hold secrets.
             settings=self.config.model_copy(update={"env": {}}),
         )
@@ -131,6 +147,7 @@ class FleetCycle:
             duration_s=loop.time() - started,
             actions=count_actions(decided, [*late, *outcomes], requeued),
             status=count_status(snapshot),
+            hired=sum(worker.slot is not None for worker in snapshot.workers),
         )
 
     def _stand_by(self, standby: Standby) -> Summary:
@@ -146,13 +163,14 @@ class FleetCycle:
 
     async def _write_down_late(self, patience_s: float | None) -> list[Outcome]:
         """What became of calls that outlasted their cycle: facts, so we need not lead."""
-        late = [outcome for actor in (*self._formerly, self._actor) for outcome in await actor.outcomes(patience_s)]
+        late = await self._actor.outcomes(patience_s)
         if late:
             term, cycle_id = self._last
             await self._store.commit_outcomes(self._candidate, term, self.name, cycle_id, late, [], None)
-            for actor in (*self._formerly, self._actor):
-                actor.forget(late)
-        self._formerly = [actor for actor in self._formerly if actor.is_busy]
+            self._actor.forget(late)
+        if self._formerly and not self._actor.is_busy:
+            former, self._formerly = self._formerly, []
+            await self._close_providers(*former)
         return late
 
     async def _carry_out(
@@ -193,10 +211,16 @@ class FleetCycle:
         holders = {worker.slot: worker.id for worker in snapshot.workers if worker.id in deleted}
         now_free: list[Intent] = []
         freed_later: list[tuple[str, Intent]] = []
-        for action in decided.actions:
-            if not isinstance(action, Spawn):
-                continue
-            intent = Intent(self._new_id(action.slot), action.slot, action.reason, self.config.heartbeat_timeout_s)
+        spawns = (action for action in decided.actions if isinstance(action, Spawn))
+        for number, action in enumerate(spawns):
+            # The first ones are for whoever asked by hand; what was asked for since the snapshot is still to come.
+            intent = Intent(
+                self._new_id(action.slot),
+                action.slot,
+                action.reason,
+                self.config.heartbeat_timeout_s,
+                is_requested=number < snapshot.requested,
+            )
             if action.slot in holders:
                 freed_later.append((holders[action.slot], intent))
             else:
@@ -208,9 +232,13 @@ class FleetCycle:
         fleet = "".join(c if c.isalnum() else "-" for c in self.name.lower())[:40].strip("-")
         return f"{fleet}-{slot}-{self._rng.getrandbits(40):010x}"
 
+    @property
+    def _list_timeout_s(self) -> float:
+        return min(LIST_TIMEOUT_S, self._candidate.ttl_s * LIST_SHARE)
+
     async def _list_machines(self) -> tuple[Machine, ...] | None:
         try:
-            async with asyncio.timeout(LIST_TIMEOUT_S):
+            async with asyncio.timeout(self._list_timeout_s):
                 return await self._provider.list_machines()
         except Exception as error:
             # Whatever went wrong, the list is not known: an error nobody foresaw is no reason to conclude anything.

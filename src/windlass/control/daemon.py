@@ -1,11 +1,13 @@
 """The control loop as a daemon: every fleet in its own rhythm, one cycle at a time.
 
 A cycle that takes longer than its interval delays the next one; cycles never pile up. What a provider takes long over
-goes on beside them, and its end starts a cycle. A database that is away is tried
-again with growing pauses; workers do not notice. Nor does one fleet notice another's trouble: a cycle that fails in a
-way nobody foresaw is logged and tried again. Whoever stands by looks again when the lease it saw runs out, so a leader
-that dies is replaced within one lease. The lease is renewed by each cycle and, between cycles that are far
-apart, by nobody: it then runs out, which harms no one, since nothing is decided between cycles.
+goes on beside them, and its end starts a cycle. A database that is away is tried again with growing pauses; workers do
+not notice. Nor does one fleet notice another's trouble: a cycle that fails in a way nobody foresaw is logged and tried
+again. Whoever stands by looks again when the lease it saw runs out, so a leader that dies is replaced within one lease.
+The lease is renewed by each cycle and, between cycles that are far apart, by nobody: it then runs out, which harms no
+one, since nothing is decided between cycles.
+
+A fleet that is wound down leaves when its last worker has, or when somebody else leads: it is then not ours to end.
 """
 
 import asyncio
@@ -22,8 +24,12 @@ from windlass.policy.backoff import reconnect_delay_s
 
 # After a cycle that changed something, the next one comes this soon, to see what became of it.
 FOLLOW_UP_S = 1.0
+# While a fleet is wound down, cycles come so many times as often: somebody waits for its end.
+WINDING_DOWN_PACE = 10
 # Whoever stands by looks when the lease runs out; below this, looking again would be spinning.
 STANDBY_MIN_S = 0.05
+# At the end, for calls that are under way. What becomes of them later is found out by whoever leads next.
+SETTLE_TIMEOUT_S = 15.0
 log = structlog.get_logger(__name__)
 
 
@@ -39,6 +45,7 @@ class Daemon:
         self._wakers = {name: asyncio.Event() for name in self._fleets}
         self._stopping = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
+        self._keepers: set[asyncio.Task[None]] = set()
 
     @property
     def fleets(self) -> Mapping[str, FleetCycle]:
@@ -53,40 +60,58 @@ class Daemon:
         self._stopping.set()
         self.wake()
 
+    def stop_at_once(self) -> None:
+        """End in the middle of whatever is under way, as a crash would: the next start repairs it."""
+        self._stopping.set()
+        for keeper in self._keepers:
+            keeper.cancel()
+
     def add(self, fleet: FleetCycle) -> None:
         """One more, while running."""
         self._fleets[fleet.name] = fleet
         self._wakers[fleet.name] = asyncio.Event()
         if self._group is not None:
-            self._group.create_task(self._keep(fleet))
+            self._start(self._group, fleet)
+
+    def remove(self, name: str) -> None:
+        """Run no more cycles of this fleet. Its workers go on."""
+        del self._fleets[name]
+        self._wakers[name].set()
 
     def wind_down(self, name: str) -> None:
-        """Hire nobody for this fleet any more; when its last worker is gone, so is the fleet."""
+        """Let everybody of this fleet go; when its last worker is gone, so is the fleet."""
         self._fleets[name].is_winding_down = True
         self._wakers[name].set()
 
     async def run(self) -> None:
-        """Until stopped, or until every fleet has been wound down."""
+        """Until stopped, or until every fleet has been wound down or removed."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for fleet in tuple(self._fleets.values()):
-                group.create_task(self._keep(fleet))
+                self._start(group, fleet)
 
-    async def _keep(self, fleet: FleetCycle) -> None:
-        fleet.on_settled = self._wakers[fleet.name].set
+    def _start(self, group: asyncio.TaskGroup, fleet: FleetCycle) -> None:
+        keeper = group.create_task(self._keep(fleet, self._wakers[fleet.name]))
+        self._keepers.add(keeper)
+        keeper.add_done_callback(self._keepers.discard)
+
+    async def _keep(self, fleet: FleetCycle, waker: asyncio.Event) -> None:
+        fleet.on_settled = waker.set
         try:
-            await self._turn(fleet)
-            with contextlib.suppress(DatabaseUnavailable):
-                await fleet.settle()
+            await self._turn(fleet, waker)
+            with contextlib.suppress(DatabaseUnavailable, TimeoutError):
+                async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                    await fleet.settle()
         finally:
             fleet.abandon()
+            await fleet.close()
 
-    async def _turn(self, fleet: FleetCycle) -> None:
+    async def _turn(self, fleet: FleetCycle, waker: asyncio.Event) -> None:
         failures = 0
         loop = asyncio.get_running_loop()
-        while not self._stopping.is_set():
+        while self._fleets.get(fleet.name) is fleet and not self._stopping.is_set():
             started = loop.time()
-            self._wakers[fleet.name].clear()
+            waker.clear()
             try:
                 summary = await fleet.run(PATIENCE_S)
             except DatabaseUnavailable as error:
@@ -100,11 +125,15 @@ class Daemon:
             else:
                 failures = 0
                 self._on_summary(summary)
-                if fleet.is_winding_down and summary.is_leader and not (summary.status or {}).get("total_workers"):
-                    del self._fleets[fleet.name]
+                if fleet.is_winding_down and (not summary.is_leader or summary.hired == 0):
+                    self._forget(fleet)
                     return
                 pause_s = max(0.0, started + _interval_s(fleet, summary) - loop.time())
-            await self._pause(self._wakers[fleet.name], pause_s)
+            await self._pause(waker, pause_s)
+
+    def _forget(self, fleet: FleetCycle) -> None:
+        if self._fleets.get(fleet.name) is fleet:
+            del self._fleets[fleet.name]
 
     async def _pause(self, waker: asyncio.Event, seconds: float) -> None:
         try:
@@ -118,5 +147,8 @@ def _interval_s(fleet: FleetCycle, summary: Summary) -> float:
     interval_s = fleet.config.poll_interval_s
     if summary.standby_s is not None:
         return min(interval_s, max(summary.standby_s, STANDBY_MIN_S))
-    is_moving = any((summary.actions or {}).values())
-    return min(FOLLOW_UP_S, interval_s) if is_moving else interval_s
+    if any((summary.actions or {}).values()):
+        return min(FOLLOW_UP_S, interval_s)
+    if fleet.is_winding_down:
+        return min(max(FOLLOW_UP_S, interval_s / WINDING_DOWN_PACE), interval_s)
+    return interval_s

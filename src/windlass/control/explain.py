@@ -11,7 +11,6 @@ from datetime import datetime
 
 from windlass.model.action import Drain, Spawn
 from windlass.model.event import Event
-from windlass.model.fleet import FleetConfig
 from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.task import Task, TaskStatus
 from windlass.model.worker import Worker, WorkerStatus
@@ -44,7 +43,7 @@ def explain_task(
 ) -> Story:
     """`ahead`: ready tasks of its queue that come before it. `fleets`: those serving its queue, with the last cycle."""
     answer = _task_answer(task, now, ahead)
-    if task.status is TaskStatus.QUEUED and not _is_waiting_for_time(task, now):
+    if task.status in (TaskStatus.QUEUED, TaskStatus.ERROR) and not _is_waiting_for_time(task, now):
         answer += _who_could_take_it(task, workers)
         answer += [sentence for fleet, cycle in fleets for sentence in _fleet_sentences(fleet, cycle, now)]
         if not fleets and not any(task.queue in worker.queues for worker in workers):
@@ -109,10 +108,8 @@ def _who_could_take_it(task: Task, workers: Sequence[Worker]) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------- worker
 
 
-def explain_worker(
-    worker: Worker, events: Sequence[Event], *, cycle: CycleInFull | None, config: FleetConfig | None
-) -> Story:
-    """`cycle`: the newest that saw it. With its fleet's configuration, what it was judged to be is said too."""
+def explain_worker(worker: Worker, events: Sequence[Event], *, cycle: CycleInFull | None) -> Story:
+    """`cycle`: the newest that saw it. What it was judged to be is said by the settings of then, not of today."""
     if worker.status is WorkerStatus.TERMINATED:
         reason = in_short(worker.reason or "no reason was given").rstrip(".")
         answer = [f"Worker {worker.id} has ended ({worker.code or 'no code'}): {reason}."]
@@ -120,7 +117,7 @@ def explain_worker(
         answer = [f"Worker {worker.id} is {worker.status} ({worker.code}): {in_short(worker.reason).rstrip('.')}."]
     else:
         answer = [f"Worker {worker.id} is {worker.status}{' and paused' if worker.is_paused else ''}."]
-    state = _judged(worker.id, cycle, config)
+    state = _judged(worker.id, cycle)
     if state is not None and cycle is not None:
         answer.append(f"Cycle {cycle.cycle.id} saw it as {state.lifecycle}{_details(state)}.")
         answer += [
@@ -133,10 +130,10 @@ def explain_worker(
     return Story(answer, sorted(history))
 
 
-def _judged(worker_id: str, cycle: CycleInFull | None, config: FleetConfig | None) -> WorkerState | None:
-    if cycle is None or config is None:
+def _judged(worker_id: str, cycle: CycleInFull | None) -> WorkerState | None:
+    if cycle is None or cycle.snapshot.settings is None:
         return None
-    return begin(cycle.snapshot, config).states.get(worker_id)
+    return begin(cycle.snapshot, cycle.snapshot.settings).states.get(worker_id)
 
 
 def _details(state: WorkerState) -> str:

@@ -29,6 +29,11 @@ class Trust:
         self._until = float("-inf")
 
     @property
+    def until(self) -> float:
+        """By the loop's clock."""
+        return self._until
+
+    @property
     def is_valid(self) -> bool:
         return asyncio.get_running_loop().time() < self._until
 

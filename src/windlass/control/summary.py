@@ -24,6 +24,8 @@ class Summary:
     standby_s: float | None = None
     actions: dict[str, int] | None = None
     status: dict[str, int] | None = None
+    # Of all workers it saw, those that were hired: one that a person started is not the fleet's to wait for.
+    hired: int | None = None
 
     def to_plain(self) -> dict[str, Any]:
         return {

@@ -1,7 +1,8 @@
 """A whole host's worth of fleets, from start to good night.
 
-Fleets are run until told to stop; a stop lets the workers of this host finish and leave, within their time. A changed
-configuration is taken over between cycles, and one with a mistake changes nothing.
+Fleets are run until told to stop. A stop lets the workers finish and leave, within their time, if it is us who lead;
+whoever stands by just leaves. A changed configuration is taken over between cycles: a fleet that is left out of it is
+wound down, whatever becomes of that concerns no other fleet, and one that is put back stays.
 """
 
 import asyncio
@@ -47,8 +48,13 @@ class Up:
         self._make_provider = make_provider
         self._on_summary = on_summary
         self._daemon = Daemon((), self._note)
-        # Fleets whose last cycle saw no worker: only they are worth waking for a task.
+        # Fleets whose last cycle saw nobody hired: only they are worth waking for a task.
         self._empty: set[str] = set()
+        # Fleets whose last cycle found that another orchestrator leads.
+        self._standing_by: set[str] = set()
+        # Fleets on their way out, and when they are given up.
+        self._leaving: dict[str, asyncio.TimerHandle] = {}
+        self._is_stopping = False
         self._beside: set[asyncio.Task[None]] = set()
 
     async def run(self, fleets: Mapping[str, FleetConfig]) -> None:
@@ -62,42 +68,66 @@ class Up:
         finally:
             for task in self._beside:
                 task.cancel()
+            for timer in self._leaving.values():
+                timer.cancel()
 
     def reconfigure(self, fleets: Mapping[str, FleetConfig]) -> None:
         """From the next cycle on: changed fleets change, new ones start, those left out are wound down."""
+        if self._is_stopping:
+            log.warning("configuration not taken over: we are about to end")
+            return
         for name, config in fleets.items():
             running = self._daemon.fleets.get(name)
             if running is None:
                 self._daemon.add(self._make_cycle(name, config))
-            elif running.config != config:
+                continue
+            self._keep(running)
+            if running.config != config:
                 running.reconfigure(config, self._make_provider(name, config))
         for name in set(self._daemon.fleets) - set(fleets):
-            self._begin(self._wind_down(name))
+            self._wind_down(name)
         self._daemon.wake()
 
     def stop(self, *, is_leaving_workers: bool = False) -> None:
-        """Let every worker finish and leave, then end. Leaving workers, or a second time: end after this cycle."""
-        if is_leaving_workers or any(fleet.is_winding_down for fleet in self._daemon.fleets.values()):
+        """Let every worker finish and leave, then end. A second time: end at once, and leave them to the next start.
+
+        Leaving workers, or where another orchestrator leads: end after this cycle, and touch nobody.
+        """
+        if self._is_stopping:
+            self._daemon.stop_at_once()
+            return
+        self._is_stopping = True
+        if is_leaving_workers or self._daemon.fleets.keys() <= self._standing_by:
             self._daemon.stop()
             return
         for name in tuple(self._daemon.fleets):
-            self._begin(self._wind_down(name))
+            self._wind_down(name)
 
-    async def _wind_down(self, name: str) -> None:
+    def _wind_down(self, name: str) -> None:
         fleet = self._daemon.fleets[name]
+        if fleet.is_winding_down:
+            return
         limit_s = fleet.config.stop_timeout_s + STOP_MARGIN_S
         log.info("winding down", fleet=name, limit_s=limit_s)
         self._daemon.wind_down(name)
-        give_up_at = asyncio.get_running_loop().time() + limit_s
-        while name in self._daemon.fleets and asyncio.get_running_loop().time() < give_up_at:
-            with contextlib.suppress(DatabaseUnavailable):
-                hired = [w.id for w in await self._store.workers() if w.fleet == name and w.slot is not None]
-                await self._store.set_terminating(hired, "its fleet is being wound down")
-            self._daemon.wake()
-            await asyncio.sleep(WAKE_INTERVAL_S)
-        if name in self._daemon.fleets:
-            log.error("some workers are still there; they are left to the next start", fleet=name)
-            self._daemon.stop()
+        self._cancel_farewell(name)
+        self._leaving[name] = asyncio.get_running_loop().call_later(limit_s, self._give_up, fleet)
+
+    def _give_up(self, fleet: FleetCycle) -> None:
+        """Its time is over. What is left of it is no reason to stop, or to keep, any other."""
+        if self._daemon.fleets.get(fleet.name) is fleet:
+            log.error("some workers are still there; they are left to the next start", fleet=fleet.name)
+            self._daemon.remove(fleet.name)
+
+    def _keep(self, fleet: FleetCycle) -> None:
+        """It is to stay, if it was on its way out. Whoever was told to leave does; others are hired."""
+        fleet.is_winding_down = False
+        self._cancel_farewell(fleet.name)
+
+    def _cancel_farewell(self, name: str) -> None:
+        timer = self._leaving.pop(name, None)
+        if timer is not None:
+            timer.cancel()
 
     def _begin(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -105,8 +135,8 @@ class Up:
         task.add_done_callback(self._beside.discard)
 
     def _note(self, summary: Summary) -> None:
-        total = (summary.status or {}).get("total_workers")
-        (self._empty.add if total == 0 else self._empty.discard)(summary.fleet)
+        (self._empty.add if summary.hired == 0 else self._empty.discard)(summary.fleet)
+        (self._standing_by.discard if summary.is_leader else self._standing_by.add)(summary.fleet)
         self._on_summary(summary)
 
     async def _wake_for_tasks(self) -> None:

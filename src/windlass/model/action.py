@@ -1,7 +1,10 @@
 """What a plan can ask for. Each action prints as a sentence and carries its reason in words."""
 
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from pydantic import TypeAdapter
 
 from windlass.model.snapshot import Hold, Memory
 
@@ -33,12 +36,11 @@ class Requeue:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """A worker takes no new tasks and ends when it has none, at the deadline at the latest."""
+    """A worker takes no new tasks and ends when it has none, or when its fleet's `stop_timeout_s` is over."""
 
     worker_id: str
     code: str
     reason: str
-    deadline: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Adopt:
     worker_id: str
     machine_id: str
     reason: str
+    # It starts the worker's program by itself.
+    is_prepared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,19 @@ class Alert:
 
 
 Action = Promote | Fail | Requeue | Drain | Delete | Adopt | DeleteStray | FailSlot | Spawn | Alert
+_ADAPTERS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
+
+
+def actions_to_plain(actions: Sequence[Action]) -> list[dict[str, Any]]:
+    """Actions as they are stored with their cycle, and printed: each with its kind."""
+    return [{"kind": type(action).__name__, **asdict(action)} for action in actions]
+
+
+def actions_from_plain(actions: Sequence[dict[str, Any]]) -> tuple[Action, ...]:
+    return tuple(
+        _ADAPTERS[action["kind"]].validate_python({name: value for name, value in action.items() if name != "kind"})
+        for action in actions
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.errors import BadInput
 from windlass.model.task import check_queue_name
 
-DEFAULT_FLEET = "default"
-
 # What differs between providers; everything else has one default for all.
 PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
     "local": {
@@ -25,6 +23,12 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "heartbeat_timeout_s": 30.0,
         "spawn_timeout_s": 30.0,
         "stop_timeout_s": 30.0,
+        # A process starts in a second and costs nothing: nobody need wait, or be kept, for another's sake.
+        "min_scaling_interval_s": 0.0,
+        "spawn_grace_s": 0.0,
+        "scale_down_grace_s": 0.0,
+        # Whoever runs an app on their own host knows how long its tasks take; an hour is no reason to kill them.
+        "stuck_timeout_s": None,
     },
 }
 
@@ -80,16 +84,16 @@ class FleetConfig(BaseModel):
     # --- when
     poll_interval_s: float = _setting(30.0, "From one cycle to the next.", env="ORCHESTRATOR_POLL_SEC", gt=0)
     min_scaling_interval_s: float = _setting(
-        0.0, "At least this long between two hirings.", env="MIN_SCALING_INTERVAL_SEC", ge=0
+        45.0, "At least this long between two hirings.", env="MIN_SCALING_INTERVAL_SEC", ge=0
     )
     spawn_grace_s: float = _setting(
-        0.0,
+        180.0,
         "Nobody is let go while a worker is starting, nor for this long after one was hired.",
         env="SPAWNING_GRACE_PERIOD_SEC",
         ge=0,
     )
     scale_down_grace_s: float = _setting(
-        0.0, "Too many workers for this long before one is let go.", env="SCALE_DOWN_GRACE_PERIOD_SEC", ge=0
+        60.0, "Too many workers for this long before one is let go.", env="SCALE_DOWN_GRACE_PERIOD_SEC", ge=0
     )
     idle_timeout_s: float = _setting(
         30.0, "Idle for this long before a worker above need is let go.", env="GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC", ge=0
@@ -119,8 +123,11 @@ class FleetConfig(BaseModel):
     vram_stale_s: float = _setting(
         120.0, "Word about the GPU's memory older than this is a warning.", env="GPU_HEALTH_CHECK_TIMEOUT_SEC", gt=0
     )
-    stuck_timeout_s: float = _setting(
-        1200.0, "A task without a limit of its own may run this long.", env="TASK_STUCK_TIMEOUT_SEC", gt=0
+    stuck_timeout_s: float | None = _setting(
+        1200.0,
+        "A task without a limit of its own that runs for longer is stuck, and its worker broken. Without it: no limit.",
+        env="TASK_STUCK_TIMEOUT_SEC",
+        gt=0,
     )
     stop_timeout_s: float = _setting(
         600.0, "A worker that is let go may finish for this long.", env="GRACEFUL_SHUTDOWN_TIMEOUT_SEC", ge=0
@@ -136,25 +143,45 @@ class FleetConfig(BaseModel):
         le=1,
     )
     failure_window_s: float = _setting(300.0, "The window of the failure rate.", env="FAILURE_WINDOW_MINUTES", gt=0)
-    min_failures_for_rate: int = _setting(
-        5, "Fewer hirings than this in the window say nothing.", env="MIN_WORKERS_FOR_RATE_CHECK", ge=1
+    min_hirings_for_rate: int = _setting(
+        5,
+        "Fewer hirings than this in the window say nothing about the failure rate.",
+        env="MIN_WORKERS_FOR_RATE_CHECK",
+        ge=1,
     )
     max_restarts: int = _setting(5, "Restarts of a slot in the restart window; one more and it is failed.", ge=1)
     restart_window_s: float = _setting(300.0, "The window of the restart limit.", gt=0)
 
     # --- storage that its workers share, and how their program is started: for providers that have such things
     auto_start_worker: bool = _setting(
-        False, "Start the worker's program on a machine that is ready.", env="AUTO_START_WORKER_PROCESS"
+        False,
+        "Runpod: start the worker's program on a machine that is ready. No effect with local.",
+        env="AUTO_START_WORKER_PROCESS",
     )
     storage_check_interval_cycles: int = _setting(
-        10, "Cycles from one look at the storage to the next.", env="STORAGE_CHECK_INTERVAL_CYCLES", ge=1
+        10,
+        "Runpod: cycles from one look at the network volume to the next. No effect with local.",
+        env="STORAGE_CHECK_INTERVAL_CYCLES",
+        ge=1,
     )
-    storage_min_free_gb: int = _setting(50, "Less free than this: it grows.", env="STORAGE_MIN_FREE_GB", ge=0)
+    storage_min_free_gb: int = _setting(
+        50,
+        "Runpod: a network volume with less free than this grows. No effect with local.",
+        env="STORAGE_MIN_FREE_GB",
+        ge=0,
+    )
     storage_max_percent_used: int = _setting(
-        85, "More used than this: it grows.", env="STORAGE_MAX_PERCENT_USED", gt=0, le=100
+        85,
+        "Runpod: a network volume of which more than this is used grows. No effect with local.",
+        env="STORAGE_MAX_PERCENT_USED",
+        gt=0,
+        le=100,
     )
     storage_expansion_increment_gb: int = _setting(
-        50, "By how much it grows.", env="STORAGE_EXPANSION_INCREMENT_GB", gt=0
+        50,
+        "Runpod: by how much a network volume grows. No effect with local.",
+        env="STORAGE_EXPANSION_INCREMENT_GB",
+        gt=0,
     )
 
     bootstrap: BootstrapSettings = BootstrapSettings()

@@ -55,3 +55,7 @@ class ProviderTraits:
     billing_unit_s: int = 1
     # Its machines reach the control plane over HTTP and need a join token; others speak to the database.
     is_remote: bool = False
+    # Something is to be done between the boot of a machine and the start of the worker's program.
+    has_prepare_step: bool = False
+    # Its machines are those of one host, and their ids begin with its name: from here, no others can be seen or missed.
+    host: str | None = None

@@ -123,6 +123,8 @@ class Memory:
     missing_since: dict[str, datetime] = field(default_factory=dict)
     # Machine id to when it was first seen without a row.
     stray_since: dict[str, datetime] = field(default_factory=dict)
+    # Since when so many machines have had no row that it may be our own forgetting.
+    strays_doubted_since: datetime | None = None
     # Since when workers have been silent in a way that may be our own blindness.
     doubted_since: datetime | None = None
     # Worker id to the first of the cycles, without a break, that saw it idle.
@@ -135,7 +137,7 @@ class Memory:
     # What a person has been told, and when. A cause that is gone is forgotten.
     alerts: dict[str, datetime] = field(default_factory=dict)
     hold: Hold | None = None
-    # Whatever a policy of its own wants to keep.
+    # Whatever a policy wants to keep. None of those there are does; one that learns from the past will.
     policy: dict[str, Any] = field(default_factory=dict)
 
 
@@ -155,9 +157,13 @@ class Snapshot:
     # Names in which tasks run although no live worker has them.
     orphaned: tuple[str, ...] = ()
     is_paused: bool = False
+    # The fleet is to end: everybody is let go, and nobody hired, whatever waits.
+    is_winding_down: bool = False
     boot_p50_s: float | None = None
     # Workers a person asked for, whatever the policy thinks.
     requested: int = 0
+    # When a person last said, by `windlass restart`, that what was broken is mended.
+    reset_at: datetime | None = None
     # What earlier plans wanted later ones to know.
     memory: Memory = field(default_factory=Memory)
     # The settings it was judged by, for whoever thinks again later.

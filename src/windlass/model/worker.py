@@ -7,6 +7,9 @@ from enum import StrEnum
 from typing import Any
 from uuid import UUID
 
+# The fleet of those who name none.
+DEFAULT_FLEET = "default"
+
 
 class WorkerStatus(StrEnum):
     SPAWNING = "spawning"
@@ -25,7 +28,7 @@ class Registration:
 
     worker_id: str
     queues: tuple[str, ...]
-    fleet: str = "default"
+    fleet: str = DEFAULT_FLEET
     concurrency: int = 1
     lease_s: float = 30.0
     host: str | None = None

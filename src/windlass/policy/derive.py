@@ -293,7 +293,7 @@ def _is_proven(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig) -> 
 def _stuck_task(worker: WorkerView, fleet: FleetConfig, now: datetime) -> RunningView | None:
     for task in worker.running:
         limit_s = fleet.stuck_timeout_s if task.timeout_s is None else task.timeout_s + TASK_LIMIT_MARGIN_S
-        if (now - task.started_at).total_seconds() > limit_s:
+        if limit_s is not None and (now - task.started_at).total_seconds() > limit_s:
             return task
     return None
 

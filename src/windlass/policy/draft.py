@@ -13,6 +13,7 @@ from windlass.policy.derive import Presence, WorkerState, derive_worker_state
 
 # A list that lost more than half of what it had, and at least this many, is doubted before it is believed.
 SHRUNK_MIN = 3
+LIST_SHRANK = "LIST_SHRANK"
 # And this many times longer than a single absence.
 SHRUNK_PATIENCE = 3
 # Whoever was told of something that lasts is reminded this often.
@@ -30,6 +31,7 @@ class Draft:
     actions: list[Action] = field(default_factory=list)
     decision: str = ""
     is_cut_short: bool = False
+    are_strays_doubted: bool = False
     alerts: dict[str, datetime] = field(default_factory=dict)
 
     @property
@@ -145,7 +147,7 @@ def _presences(draft: Draft) -> dict[str, Presence]:
     if snapshot.machines is None:
         return {worker.id: _without_list(worker) for worker in snapshot.workers}
     # A worker started by hand has no machine of ours, and one without a machine yet cannot have lost it.
-    expected = [w for w in snapshot.workers if w.machine_id is not None and _is_older_than_list(draft, w.machine_at)]
+    expected = [w for w in snapshot.workers if _is_listed_here(draft, w) and _is_older_than_list(draft, w.machine_at)]
     absent = [w for w in expected if draft.machine_of(w) is None]
     since = {w.id: snapshot.memory.missing_since.get(w.id, snapshot.now) for w in absent}
     draft.remember(missing_since=since)
@@ -158,6 +160,12 @@ def _presences(draft: Draft) -> dict[str, Presence]:
 
 def _without_list(worker: WorkerView) -> Presence:
     return Presence.NEVER if worker.slot is not None and worker.creation == "refused" else Presence.UNKNOWN
+
+
+def _is_listed_here(draft: Draft, worker: WorkerView) -> bool:
+    """Whether its machine, if it lives, must be in a list that was made where we are."""
+    host = draft.snapshot.traits.host
+    return worker.machine_id is not None and (host is None or worker.machine_id.startswith(f"{host}/"))
 
 
 def _is_older_than_list(draft: Draft, moment: datetime | None) -> bool:
@@ -173,7 +181,7 @@ def _has_shrunk(draft: Draft, expected: list[WorkerView], since: dict[str, datet
     if len(lacking) < SHRUNK_MIN or len(lacking) * 2 <= len(staying):
         return False
     if any(draft.age_s(since[w.id]) < grace_s * SHRUNK_PATIENCE for w in lacking):
-        draft.hold("LIST_SHRANK", f"the provider's list lacks {len(lacking)} of {len(staying)} machines")
+        draft.hold(LIST_SHRANK, f"the provider's list lacks {len(lacking)} of {len(staying)} machines")
     return True
 
 

@@ -19,6 +19,7 @@ Stage = Callable[[Draft], list[Action]]
 STAGES: tuple[Stage, ...] = (
     stages.promote,
     stages.brake,
+    stages.doubt_strays,
     stages.fail_broken,
     stages.fail_slots,
     stages.requeue_orphans,

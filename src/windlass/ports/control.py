@@ -50,6 +50,8 @@ class Intent:
     slot: int
     reason: str
     lease_s: float
+    # Hired because a person asked for it: when it is granted, that wish is fulfilled.
+    is_requested: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Committed:
 class Created:
     worker_id: str
     machine: Machine
+    # It starts the worker's program by itself: nothing is to be done between boot and heartbeat.
+    is_prepared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,10 @@ class CreationRefused:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
+    """The worker's machine is gone. `machine_id` None: it never had one. A worker that has another one is not over."""
+
     worker_id: str
+    machine_id: str | None
     code: str
     reason: str
 
@@ -101,6 +108,9 @@ Outcome = Created | CreationUnclear | CreationRefused | Deleted | NotDeleted | S
 
 
 class ControlStore(Protocol):
+    async def instance_id(self) -> str:
+        """What tells this database from every other, whatever address it is reached by. Machines are tagged with it."""
+
     async def lead(self, candidate: Candidate) -> int | Standby:
         """Take or renew the lease and nothing else. The term, or for how long somebody else leads."""
 
@@ -138,7 +148,8 @@ class Operations(Protocol):
     """
 
     async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
-        """Forget the restarts of a slot, or of all, so that they may be filled again. Returns how many were failed."""
+        """A person has mended something: forget the restarts of a slot, or of all, so that they may be filled again,
+        and what the fleet's guards hold against it. Returns how many slots were failed."""
 
     async def request_workers(self, fleet: str, count: int) -> int:
         """Ask for so many more; below 0 takes a wish back. Returns how many are now asked for and not yet hired."""
@@ -156,3 +167,12 @@ class Operations(Protocol):
         """Newest first."""
 
     async def cycle(self, cycle_id: int) -> CycleInFull | None: ...
+
+    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
+        """The newest cycle of a fleet, among its last two hundred, that saw this worker."""
+
+    async def tasks_at_hand(self) -> dict[str, list[int]]:
+        """Worker id to the tasks it is running."""
+
+    async def ready_before(self, task_id: int) -> int:
+        """How many ready tasks of its queue come before this one."""

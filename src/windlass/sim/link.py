@@ -87,7 +87,11 @@ class Remote:
             fate = self._draw_fate()
             if fate is STRAIGHT:
                 return await self._take_effect(name, method, arguments, options)
-            return await self._travel(name, fate, lambda: self._take_effect(name, method, arguments, options))
+            try:
+                return await self._travel(name, fate, lambda: self._take_effect(name, method, arguments, options))
+            finally:
+                # Whoever stands still when the answer comes reads it when they go on.
+                await self._process.gate()
 
         return call
 

@@ -136,7 +136,7 @@ def _draw_surroundings(dice: _Dice, queue: str, until_s: float) -> Surroundings:
             stop_timeout_s=rng.choice([20.0, 60.0]),
             idle_buffer=rng.choice([0, 0, 1]),
             # With limits out of reach, a fleet of bad machines keeps trying, and there is more to go wrong.
-            min_failures_for_rate=rng.choice([5, 100]),
+            min_hirings_for_rate=rng.choice([5, 100]),
             max_restarts=rng.choice([5, 100]),
         ),
         max_list_age_s=rng.choice([5.0, 30.0]) if is_cloud else 0.0,

@@ -7,7 +7,7 @@ The store's opinion is never asked whether something is right: it is what is bei
     nobody takes a task from a blameless worker                on every claim
     a task is accepted once, and claimed no more afterwards    on every claim and finish
     whoever lost the lead decides nothing                      on every plan written down
-    no plan hires, or lets go, more than it may at once        on every plan written down
+    no plan hires, lets go, or clears up more than it may      on every plan written down
     no cycle fails in a way nobody foresaw                     on every line logged
 """
 
@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
-from windlass.model.action import Drain, Plan, Spawn
+from windlass.model.action import DeleteStray, Drain, Plan, Spawn
 from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import Snapshot
 from windlass.model.task import Claim, Finished, Turn
 from windlass.model.worker import LIVE, Pulse, WorkerStatus
 from windlass.ports.control import Committed, Intent
@@ -190,7 +191,7 @@ class Watch:
             case "observe" if isinstance(result, tuple):
                 self._led(arguments[0].holder, arguments[0].ttl_s)
             case "commit_plan":
-                self._planned(arguments[1], arguments[2].fleet, arguments[3], arguments[4], result)
+                self._planned(arguments[1], arguments[2], arguments[3], arguments[4], result)
             case "commit_outcomes":
                 self._hired(arguments[5], result)
             case _:
@@ -202,13 +203,13 @@ class Watch:
         self.takeovers += holder != self.holder
         self.holder, self.led_at = holder, now
 
-    def _planned(self, term: int, fleet: str, plan: Plan, intents: list[Intent], committed: Committed) -> None:
+    def _planned(self, term: int, seen: Snapshot, plan: Plan, intents: list[Intent], committed: Committed) -> None:
         if term < self.last_term:
             self._break(f"a plan of term {term} was written down after one of term {self.last_term}")
-        limit = self.fleets[fleet].max_changes_per_cycle
-        for kind in (Spawn, Drain):
+        limit = self.fleets[seen.fleet].max_changes_per_cycle
+        for kind in (Spawn, Drain, DeleteStray):
             count = sum(isinstance(action, kind) for action in plan.actions)
-            if count > limit:
+            if count > limit and not (kind is Drain and seen.is_winding_down):
                 self._break(f"a plan has {count} {kind.__name__}, and at most {limit} may be at once")
         self.last_term = term
         self.plans += 1

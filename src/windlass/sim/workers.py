@@ -74,7 +74,8 @@ class Conduct:
             return "slow to join"
         if max(self.max_silence_s, now - self.last_heard_at) > fleet.heartbeat_timeout_s:
             return "silent for too long"
-        if any(now - since > fleet.stuck_timeout_s for since in self.at_work.values()):
+        stuck_s = fleet.stuck_timeout_s
+        if stuck_s is not None and any(now - since > stuck_s for since in self.at_work.values()):
             return "stuck"
         return None
 

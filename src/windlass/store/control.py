@@ -9,12 +9,12 @@ from dataclasses import asdict, replace
 from importlib import resources
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import asyncpg
 from pydantic import TypeAdapter
 
-from windlass.model.action import Action, Plan
+from windlass.model.action import Plan, actions_from_plain, actions_to_plain
 from windlass.model.fleet import FleetConfig
 from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, Memory, RunningView, Snapshot, WorkerView
@@ -50,7 +50,6 @@ SNAPSHOT = TypeAdapter(Snapshot)
 MEMORY = TypeAdapter(Memory)
 _HOLD = TypeAdapter(Hold | None)
 _STATUSES = {str(status): status for status in WorkerStatus}
-_ACTIONS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
 
 
 class PostgresControlStore(PostgresStore):
@@ -58,6 +57,10 @@ class PostgresControlStore(PostgresStore):
         super().__init__(dsn, **options)
         # Fleet to what its last plan decided, as far as this store wrote it.
         self._decided: dict[str, str] = {}
+
+    async def instance_id(self) -> str:
+        async with self._connection("reading the database's identity") as connection:
+            return str(await connection.fetchval("select windlass.instance_id()"))
 
     async def lead(self, candidate: Candidate) -> int | Standby:
         async with self._connection("asking for the lead") as connection:
@@ -192,35 +195,19 @@ class PostgresControlStore(PostgresStore):
         return CycleInFull(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
 
     async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
-        """The newest cycle of a fleet, among its last, that saw this worker."""
         async with self._connection("reading a cycle") as connection:
             row = await connection.fetchrow(QUERIES["last_cycle_with"], fleet, json.dumps([{"id": worker_id}]))
         return CycleInFull(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
 
     async def tasks_at_hand(self) -> dict[str, list[int]]:
-        """Worker id to the tasks it is running."""
         async with self._connection("reading what workers do") as connection:
             rows = await connection.fetch(QUERIES["tasks_at_hand"])
         return {row["worker_id"]: row["task_ids"] for row in rows}
 
     async def ready_before(self, task_id: int) -> int:
-        """How many ready tasks of its queue come before this one."""
         async with self._connection("counting tasks") as connection:
             count: int = await connection.fetchval(QUERIES["ready_before"], task_id)
         return count
-
-
-def actions_to_plain(actions: Sequence[Action]) -> list[dict[str, Any]]:
-    """Actions as they are stored with their cycle: each with its kind, times as text."""
-    adapter: TypeAdapter[Any] = TypeAdapter(Any)
-    return [{"kind": type(action).__name__, **adapter.dump_python(asdict(action), mode="json")} for action in actions]
-
-
-def actions_from_plain(actions: list[dict[str, Any]]) -> tuple[Action, ...]:
-    return tuple(
-        _ACTIONS[action["kind"]].validate_python({name: value for name, value in action.items() if name != "kind"})
-        for action in actions
-    )
 
 
 def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
@@ -268,10 +255,11 @@ def _cycle(row: Any) -> Cycle:
 
 def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
     match outcome:
-        case Created(worker_id, machine):
+        case Created(worker_id, machine, is_prepared):
             return {
                 "kind": "created",
                 "worker_id": worker_id,
+                "is_prepared": is_prepared,
                 "machine_id": machine.id,
                 "instance_type": machine.instance_type,
                 "price_micros_per_hour": machine.price_micros_per_hour,

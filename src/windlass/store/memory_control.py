@@ -13,6 +13,7 @@ from heapq import merge
 from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any, assert_never
+from uuid import uuid4
 
 from windlass.model.action import (
     Action,
@@ -59,6 +60,7 @@ MAX_HIRINGS = 1000
 MAX_RESTARTS_KEPT = 100
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
+MAX_CYCLES_SEARCHED = 200
 # A cycle that repeats the last one is stored again after this time, so that there is a recent snapshot to explain from.
 REPEAT_LIMIT = timedelta(minutes=5)
 
@@ -88,6 +90,7 @@ class _FleetRow:
     max_workers: int = 10
     is_paused: bool = False
     requested_workers: int = 0
+    reset_at: datetime | None = None
     memory: Memory = field(default_factory=Memory)
     slots: dict[int, "_SlotRow"] = field(default_factory=dict)
 
@@ -122,6 +125,10 @@ class MemoryControlStore(MemoryStore):
         self._cycles: OrderedDict[int, CycleInFull] = OrderedDict()
         self._last_cycle_id = 0
         self._last_cycle_of: dict[str, int] = {}
+        self._instance_id = str(uuid4())
+
+    async def instance_id(self) -> str:
+        return self._instance_id
 
     # ------------------------------------------------------------------------------------------------- leadership
 
@@ -174,6 +181,7 @@ class MemoryControlStore(MemoryStore):
                 (w.activated_at - w.created_at).total_seconds() for w in hired[-MAX_BOOTS:] if w.activated_at
             ),
             requested=row.requested_workers,
+            reset_at=row.reset_at,
             memory=row.memory,
         )
 
@@ -341,6 +349,8 @@ class MemoryControlStore(MemoryStore):
         worker, hired = self._workers.get(action.worker_id), self._hired[action.worker_id]
         if worker is not None and hired.machine_id is None:
             hired.machine_id, hired.machine_at, hired.creation = action.machine_id, self._clock(), "created"
+            if action.is_prepared:
+                hired.prepared_at = hired.prepared_at or self._clock()
             self._note("MACHINE_ADOPTED", action.reason, fleet=fleet, worker_id=worker.id)
 
     def _fail_worker(self, worker_id: str, code: str, reason: str, *, counts: bool) -> int:
@@ -376,7 +386,8 @@ class MemoryControlStore(MemoryStore):
                 taken.add(intent.slot)
                 self._hire(fleet, intent)
                 granted.append(intent.worker_id)
-        fleet.requested_workers = max(0, fleet.requested_workers - len(granted))
+        fulfilled = sum(intent.is_requested and intent.worker_id in granted for intent in intents)
+        fleet.requested_workers = max(0, fleet.requested_workers - fulfilled)
         return frozenset(granted)
 
     def _hire(self, fleet: _FleetRow, intent: Intent) -> None:
@@ -409,11 +420,13 @@ class MemoryControlStore(MemoryStore):
     def _write_down(self, fleet: str, outcome: Outcome) -> None:
         now = self._clock()
         match outcome:
-            case Created(worker_id, machine):
+            case Created(worker_id, machine, is_prepared):
                 hired = self._hired[worker_id]
                 if worker_id in self._workers and hired.machine_id in (None, machine.id):
                     hired.machine_id, hired.creation = machine.id, "created"
                     hired.machine_at = hired.machine_at or now
+                    if is_prepared:
+                        hired.prepared_at = hired.prepared_at or now
             case CreationUnclear(worker_id, reason):
                 hired = self._hired[worker_id]
                 if worker_id in self._workers and hired.creation is None:
@@ -426,13 +439,13 @@ class MemoryControlStore(MemoryStore):
                     hired.creation, hired.failed_at = "refused", now if code == "Refused" else None
                     self._terminate(worker)
                     self._note("MACHINE_REFUSED", reason, fleet=fleet, worker_id=worker_id, detail={"code": code})
-            case Deleted(worker_id, code, reason):
-                self._requeue_tasks_of(worker_id, code, reason)
+            case Deleted(worker_id, machine_id, code, reason):
                 worker = self._not_terminated.get(worker_id)
-                if worker is not None:
+                if worker is not None and self._hired[worker_id].machine_id in (None, machine_id):
                     worker.code = worker.code if worker.code is not None else code
                     worker.reason = worker.reason if worker.reason is not None else reason
                     self._terminate(worker)
+                    self._requeue_tasks_of(worker_id, code, reason)
                     self._note("WORKER_TERMINATED", reason, fleet=fleet, worker_id=worker_id)
             case NotDeleted(worker_id, reason):
                 self._note("MACHINE_NOT_DELETED", reason, fleet=fleet, worker_id=worker_id)
@@ -449,6 +462,7 @@ class MemoryControlStore(MemoryStore):
         failed = sum(slots[number].is_failed for number in chosen)
         for number in chosen:
             slots[number] = _SlotRow()
+        self._fleets[fleet].reset_at = self._clock()
         self._note("SLOTS_RESTARTED", "restart counts cleared by hand", fleet=fleet, detail={"slot": slot})
         return failed
 
@@ -498,6 +512,22 @@ class MemoryControlStore(MemoryStore):
 
     async def cycle(self, cycle_id: int) -> CycleInFull | None:
         return self._cycles.get(cycle_id)
+
+    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
+        own = (stored for stored in reversed(self._cycles.values()) if stored.cycle.fleet == fleet)
+        recent = islice(own, MAX_CYCLES_SEARCHED)
+        return next((s for s in recent if any(view.id == worker_id for view in s.snapshot.workers)), None)
+
+    async def tasks_at_hand(self) -> dict[str, list[int]]:
+        return {worker_id: sorted(tasks) for worker_id, tasks in self._running.items() if tasks}
+
+    async def ready_before(self, task_id: int) -> int:
+        mine = self._tasks.get(task_id)
+        if mine is None:
+            return 0
+        place = (-mine.priority, mine.id)
+        rows = self._queues[mine.queue].unfinished.values()
+        return sum(row.is_ready() and (-row.priority, row.id) < place for row in rows)
 
     def _known_fleet(self, doing: str, name: str) -> _FleetRow:
         try:

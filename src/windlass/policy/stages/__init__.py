@@ -1,12 +1,13 @@
 """The stages of a cycle, one file per part of a worker's life."""
 
 from windlass.policy.stages.health import brake, fail_broken, fail_slots, promote, requeue_orphans, warn
-from windlass.policy.stages.reconcile import clean_up, end_drained, reconcile
+from windlass.policy.stages.reconcile import clean_up, doubt_strays, end_drained, reconcile
 from windlass.policy.stages.scaling import scale
 
 __all__ = [
     "brake",
     "clean_up",
+    "doubt_strays",
     "end_drained",
     "fail_broken",
     "fail_slots",

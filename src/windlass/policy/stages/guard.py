@@ -1,9 +1,11 @@
 """The failure-rate guard: a bad image must cost a few launches, not a night of them.
 
-It trips when, of at least `min_failures_for_rate` workers hired in the window, more than `max_failure_rate` failed; or
+It trips when, of at least `min_hirings_for_rate` workers hired in the window, more than `max_failure_rate` failed; or
 when that many in a row broke before they had proven themselves, however long each took to break. Then nobody is hired
 for one window. After that one worker at a time is hired as a probe: one that proves itself ends the alarm, one that
 breaks trips the guard again for twice as long, up to GUARD_MAX_S.
+
+`windlass restart` says that what was broken is mended: nothing that happened before it counts any more.
 
 Proof is work: the first tasks behind it, or a minute at them, or a long time ready while nothing waited.
 """
@@ -25,7 +27,7 @@ CODE = "FAILURE_RATE"
 def guard_hiring(draft: Draft) -> list[Action]:
     """Judge what was hired lately, and hold if most of it broke."""
     failing = [draft.states[id_] for id_ in sorted(draft.failed_ids) if draft.states[id_].is_hired]
-    guard = _learn(draft, draft.memory.guard, failing)
+    guard = _learn(draft, _unless_reset(draft), failing)
     draft.remember(guard=guard)
     if draft.is_stopped:
         return []
@@ -46,6 +48,13 @@ def guard_hiring(draft: Draft) -> list[Action]:
 def is_probe(state: WorkerState, guard: Guard) -> bool:
     """Hired after the guard tripped, and not proven yet."""
     return _is_judged(state, guard) and not state.is_proven
+
+
+def _unless_reset(draft: Draft) -> Guard:
+    guard, reset_at = draft.memory.guard, draft.snapshot.reset_at
+    if reset_at is None or (guard.judged_until is not None and guard.judged_until >= reset_at):
+        return guard
+    return Guard(judged_until=reset_at)
 
 
 def _learn(draft: Draft, guard: Guard, failing: list[WorkerState]) -> Guard:
@@ -75,7 +84,7 @@ def _is_judged(state: WorkerState, guard: Guard) -> bool:
 def _verdict(draft: Draft, guard: Guard, failing: list[WorkerState]) -> str | None:
     """Why nobody should be hired, or None. What this plan fails counts as failed already."""
     fleet = draft.fleet
-    if guard.broken_starts >= fleet.min_failures_for_rate:
+    if guard.broken_starts >= fleet.min_hirings_for_rate:
         return f"{guard.broken_starts} workers in a row broke before they had done anything"
     hirings = [h for h in draft.snapshot.hirings if guard.judged_until is None or h.at > guard.judged_until]
     failing = [state for state in failing if _is_judged(state, guard)]
@@ -83,7 +92,7 @@ def _verdict(draft: Draft, guard: Guard, failing: list[WorkerState]) -> str | No
     late = [state for state in failing if draft.age_s(state.worker.created_at) >= fleet.failure_window_s]
     total = len(hirings) + len(late)
     failed = sum(hiring.has_failed for hiring in hirings) + len(failing)
-    if total >= fleet.min_failures_for_rate and failed / total > fleet.max_failure_rate:
+    if total >= fleet.min_hirings_for_rate and failed / total > fleet.max_failure_rate:
         return f"{failed} of {total} workers hired lately have failed"
     if guard.trips and failed:
         return "the worker hired to see whether it works broke too"

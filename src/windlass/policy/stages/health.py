@@ -5,7 +5,7 @@ from collections import Counter
 from windlass.model.action import Action, Fail, FailSlot, Promote, Requeue
 from windlass.model.worker import LIVE
 from windlass.policy.derive import Lifecycle, WorkerState
-from windlass.policy.draft import Draft
+from windlass.policy.draft import LIST_SHRANK, Draft
 
 # Fewer silent workers than this are an ordinary misfortune; this many, and more than half, look like our own blindness.
 MANY_DEAD_MIN = 3
@@ -33,26 +33,32 @@ def brake(draft: Draft) -> list[Action]:
     nothing is touched for one more heartbeat time-out. When there was no cycle for a while, the database may have been
     away, and whoever lives gets two beats to be heard.
     """
+    alerts = _warn_of_list(draft)
     heard = [s for s in draft.states.values() if s.has_heartbeat and s.worker.status in LIVE]
     silent = [s for s in heard if s.is_stale]
     is_many = len(silent) >= MANY_DEAD_MIN and len(silent) * 2 > len(heard)
     since = draft.memory.doubted_since
     if not silent or (since is None and not is_many and not _was_away(draft)):
         draft.remember(doubted_since=None)
-        return []
+        return alerts
     since = since or draft.now
     draft.remember(doubted_since=since)
     if is_many:
         if draft.age_s(since) >= draft.fleet.heartbeat_timeout_s:
-            return []
+            return alerts
         what = f"{len(silent)} of {len(heard)} workers fell silent at once"
         draft.hold("TOO_MANY_DEAD", what, is_total=True)
-        return draft.alert("TOO_MANY_DEAD", f"{what}: nothing is touched")
+        return alerts + draft.alert("TOO_MANY_DEAD", f"{what}: nothing is touched")
     if draft.age_s(since) < BEATS_TO_BE_HEARD * draft.fleet.heartbeat_interval_s:
-        draft.hold(
-            "WAS_AWAY", f"nobody watched for a while; {len(silent)} silent workers may be heard yet", is_total=True
-        )
-    return []
+        what = f"nobody watched for a while; {len(silent)} silent workers may be heard yet"
+        draft.hold("WAS_AWAY", what, is_total=True)
+        return alerts + draft.alert("WAS_AWAY", what)
+    return alerts
+
+
+def _warn_of_list(draft: Draft) -> list[Action]:
+    hold = draft.memory.hold
+    return draft.alert(hold.code, hold.reason) if hold is not None and hold.code == LIST_SHRANK else []
 
 
 def _was_away(draft: Draft) -> bool:

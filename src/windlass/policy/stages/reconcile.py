@@ -1,11 +1,19 @@
 """Rows and machines made to agree: what is over is deleted, what was lost is found, what nobody knows is ended."""
 
+from datetime import timedelta
+
 from windlass.model.action import Action, Adopt, Delete, DeleteStray
+from windlass.model.machine import Machine, MachineState
 from windlass.model.worker import WorkerStatus
 from windlass.policy.derive import Presence, WorkerState
 from windlass.policy.draft import Draft
 from windlass.policy.stages.health import has_no_machine
 
+TOO_MANY_STRAYS = "TOO_MANY_STRAYS"
+# So many machines without a worker, and more than half of all, look rather like a database that forgot.
+MANY_STRAYS_MIN = 3
+# A person has been told. What they leave as it is for this long is what it looks like.
+STRAYS_DOUBTED_S = 3600.0
 # A claim that was under way when a drain was written down has ended by then, and shows.
 DRAIN_SETTLE_S = 0.5
 
@@ -42,6 +50,12 @@ def end_drained(draft: Draft) -> list[Action]:
 
 def _why_drained(draft: Draft, state: WorkerState) -> tuple[str, str] | None:
     worker, fleet = state.worker, draft.fleet
+    if not state.is_hired:
+        # It leaves by itself, and takes the time it needs; nobody but its own silence can say that it did not.
+        silent_s = draft.age_s(worker.last_heartbeat or worker.activated_at or worker.created_at)
+        if silent_s > (fleet.heartbeat_timeout_s if worker.lease_s is None else worker.lease_s):
+            return "DRAIN_STALE", f"it fell silent while it finished ({silent_s:.0f} s ago)"
+        return None
     waited_s = draft.age_s(worker.terminating_at or worker.created_at)
     if state.presence in (Presence.MISSING, Presence.EXITED):
         return "DRAINED", "its machine is gone"
@@ -50,9 +64,6 @@ def _why_drained(draft: Draft, state: WorkerState) -> tuple[str, str] | None:
     if worker.running and waited_s >= fleet.stop_timeout_s:
         tasks = ", ".join(str(task.task_id) for task in worker.running)
         return "DRAIN_TIMEOUT", f"still at work on {tasks} after {waited_s:.0f} s"
-    if not state.is_hired:
-        # It leaves by itself; nobody but its own silence can say that it did not.
-        return ("DRAINED", "it should have left by now") if waited_s >= fleet.stop_timeout_s else None
     if not worker.running and waited_s >= DRAIN_SETTLE_S:
         return "DRAINED", "it has no task left"
     return None
@@ -77,17 +88,57 @@ def reconcile(draft: Draft) -> list[Action]:
     for name, state in draft.states.items():
         own = draft.machine_of(state.worker)
         if own is not None and state.worker.machine_id is None and name not in ending:
-            actions.append(Adopt(name, own.id, "found for a creation that was never answered"))
-    actions += [DeleteStray(double.id, double.name, f"a double of {keep}") for double, keep in draft.doubles]
+            is_prepared = not draft.snapshot.traits.has_prepare_step
+            actions.append(Adopt(name, own.id, "found for a creation that was never answered", is_prepared))
     return actions + _end_strays(draft)
 
 
 def _end_strays(draft: Draft) -> list[Action]:
+    """As many as may change at once: if we are wrong about them, somebody has time to notice."""
+    strays = [DeleteStray(double.id, double.name, f"a double of {keep}") for double, keep in draft.doubles]
+    if not draft.are_strays_doubted:
+        strays += [
+            DeleteStray(machine.id, machine.name, "it carries our tags and no worker has it")
+            for machine in _lasting_strays(draft)
+        ]
+    ending = strays[: draft.fleet.max_changes_per_cycle]
+    draft.is_cut_short = draft.is_cut_short or len(ending) < len(strays)
+    return [*ending]
+
+
+def doubt_strays(draft: Draft) -> list[Action]:
+    """Before machines without a worker are ended: could it be us who forgot their workers?
+
+    A database that was restored from a copy, or emptied, knows none of the machines that work on. When most machines
+    have no worker, none of those is ended, and nobody hired, until a person has had an hour to look, or has said
+    `windlass restart`.
+    """
+    if draft.snapshot.machines is None:
+        return []
     before = draft.snapshot.memory.stray_since
-    since = {machine.id: before.get(machine.id, draft.now) for machine in draft.unowned}
-    draft.remember(stray_since=since)
-    return [
-        DeleteStray(machine.id, machine.name, "it carries our tags and no worker has it")
-        for machine in draft.unowned
-        if draft.age_s(since[machine.id]) >= draft.snapshot.traits.stray_grace_s
-    ]
+    since_of_each = {machine.id: before.get(machine.id, draft.now) for machine in draft.unowned}
+    draft.remember(stray_since=since_of_each, strays_doubted_since=None)
+    if len(since_of_each) < MANY_STRAYS_MIN:
+        return []
+    running = [machine for machine in draft.snapshot.machines if machine.state is not MachineState.EXITED]
+    strays = [machine for machine in _lasting_strays(draft) if machine.state is not MachineState.EXITED]
+    if len(strays) < MANY_STRAYS_MIN or len(strays) * 2 <= len(running):
+        return []
+    since = draft.snapshot.memory.strays_doubted_since or draft.now
+    draft.remember(strays_doubted_since=since)
+    reset_at = draft.snapshot.reset_at
+    if draft.age_s(since) >= STRAYS_DOUBTED_S or (reset_at is not None and reset_at >= since):
+        return []
+    what = f"{len(strays)} of {len(running)} machines carry our tags and no worker has them"
+    draft.are_strays_doubted = True
+    draft.hold(TOO_MANY_STRAYS, what)
+    ends_at = since + timedelta(seconds=STRAYS_DOUBTED_S)
+    return draft.alert(TOO_MANY_STRAYS, f"{what}: is this the right database? They are ended at {ends_at:%H:%M:%S} UTC")
+
+
+def _lasting_strays(draft: Draft) -> list[Machine]:
+    """Those that have been there for longer than a row, or a list, may be late."""
+    since, grace_s = draft.memory.stray_since, draft.snapshot.traits.stray_grace_s
+    if not since:
+        return []
+    return [machine for machine in draft.unowned if draft.age_s(since[machine.id]) >= grace_s]

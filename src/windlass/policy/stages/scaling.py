@@ -26,6 +26,8 @@ def scale(draft: Draft) -> list[Action]:
     wish = POLICIES[draft.fleet.policy](demand)
     is_over = wish.is_over_capacity or len(staying) > draft.fleet.max_workers
     draft.remember(over_capacity_since=(draft.memory.over_capacity_since or draft.now) if is_over else None)
+    if draft.snapshot.is_winding_down:
+        return [*alerts, *_wind_down(draft, staying)]
     changes = _hire(draft, demand, staying, wish)
     # Whoever would hire as soon as it can has nobody to spare.
     if not changes and not draft.is_cut_short:
@@ -174,14 +176,20 @@ def _count_strays(draft: Draft) -> int:
 # --------------------------------------------------------------------------------------------------------- letting go
 
 
+def _wind_down(draft: Draft, staying: list[WorkerState]) -> list[Action]:
+    """Everybody at once, paused or not, and under any hold: a person wants it, and they may finish what they have."""
+    left = sum(state.is_hired for state in draft.states.values())
+    draft.decision = f"winding down: {left} left" + (f", letting {len(staying)} go" if staying else "")
+    return [Drain(state.worker.id, "WOUND_DOWN", "its fleet is being wound down") for state in staying]
+
+
 def _let_go(draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish) -> list[Action]:
     if draft.is_stopped:
         return []
-    deadline = draft.in_s(draft.fleet.stop_timeout_s)
     too_many = f"more workers than the maximum of {draft.fleet.max_workers}"
-    over = [Drain(s.worker.id, "OVER_MAX", too_many, deadline) for s in _over_max(draft, demand, staying)]
+    over = [Drain(s.worker.id, "OVER_MAX", too_many) for s in _over_max(draft, demand, staying)]
     idle = [
-        Drain(s.worker.id, "IDLE", f"idle {s.idle_s or 0.0:.0f} s; {wish.reason}", deadline)
+        Drain(s.worker.id, "IDLE", f"idle {s.idle_s or 0.0:.0f} s; {wish.reason}")
         for s in _rested(draft, staying, wish)
     ]
     chosen = list({drain.worker_id: drain for drain in (*idle, *over)}.values())

@@ -7,9 +7,9 @@ within bounds, and `launch.py` is what a worker's process runs first. That one m
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windlass.providers.local.provider import LocalProvider, database_identity
+    from windlass.providers.local.provider import LocalProvider
 
-__all__ = ["LocalProvider", "database_identity"]
+__all__ = ["LocalProvider"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,15 @@
 """Which processes there are, and how to signal exactly the one that is meant.
 
-A process is named by its pid and the moment it started, so a pid that was given to somebody else is never mistaken for
-the old one. A process that is gone or not ours to look at reads as nothing; any other trouble raises OSError, because a
-table of which a part could not be read must not pass for the whole.
+A process is named by its host, its pid and the moment it started, so a pid that was given to somebody else is never
+mistaken for the old one. A process that is gone or not ours to look at reads as nothing; any other trouble raises
+OSError, because a table of which a part could not be read must not pass for the whole.
 """
 
 import contextlib
 import errno
 import os
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +18,8 @@ from typing import Protocol
 
 import psutil
 
+# A slash is in no host's name. (In containers, each is a host.)
+HOST = socket.gethostname()
 # Nearly all environments are shorter; longer ones take another call.
 _READ_BYTES = 128 * 1024
 # What the kernel says of a process that ended while we looked, and of one that belongs to somebody else.
@@ -38,7 +41,7 @@ class Process:
 
     @property
     def id(self) -> str:
-        return f"{self.pid}-{self.started}"
+        return f"{HOST}/{self.pid}-{self.started}"
 
 
 class ProcessTable(Protocol):

@@ -5,15 +5,16 @@ What it promises:
   its environment, and so does everything it starts; its own command line carries it too. The process table is searched
   for that mark, there is no list of pids to lose. The mark names the database, the fleet and the worker, so another
   windlass on this host, or another fleet of this one, is never seen nor touched.
-- A machine's id is the pid and the start time of its process. Nothing is signalled that is not exactly that process,
-  carries the mark, or descends from one that does.
+- A machine's id is its host, and the pid and the start time of its process. Nothing is signalled that is not exactly
+  that process, carries the mark, or descends from one that does.
 - `delete` asks politely for a moment, then kills the worker and all that belongs to it, and returns when nothing of it
   is left. Out of reach is only what cleared its environment, made a session of its own and lost its parent.
 - A process that ended is listed as exited for a while, with the reason, as far as we can know it: of our own children
   the exit code or signal, of others only that they are gone, and of both the last words in the log.
 - Workers are not ended with us. They go on, and the next orchestrator finds them.
 
-A local fleet lives on one host: an orchestrator that takes the lead on another one sees none of its processes.
+An orchestrator sees the processes of its own host. A machine's id names the host, so that one that leads elsewhere
+knows which it cannot see: those it judges by their heartbeats alone, and to end one is to let the database tell it so.
 """
 
 import asyncio
@@ -24,22 +25,20 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from windlass.model.errors import Ambiguous, NoCapacity, Refused, Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.providers.local.logs import log_folder, safe_name
-from windlass.providers.local.processes import Process, ProcessTable, is_alive, process_table, send_signal
+from windlass.providers.local.processes import HOST, Process, ProcessTable, is_alive, process_table, send_signal
 
 # Whatever a worker starts inherits it, `windlass` commands too, and to them a name that begins WINDLASS_ is a setting.
 MARK = "_WINDLASS_MACHINE"
@@ -71,18 +70,6 @@ _STRAY_GRACE_S = 30.0
 # The host has no room for another process, or we may have no more: that can change.
 _NO_ROOM = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC})
 Result = TypeVar("Result")
-
-
-def database_identity(database_url: str | None, data_dir: Path) -> str:
-    """What tells one windlass from another on the same host: its database. No secret is in it."""
-    if database_url is None:
-        return str(data_dir.resolve())
-    parts = urlsplit(database_url)
-    return f"{parts.netloc.rpartition('@')[2]}{parts.path}?{_socket_of(parts.query)}"
-
-
-def _socket_of(query: str) -> str:
-    return "&".join(word for word in query.split("&") if word.startswith(("host=", "port=", "dbname=")))
 
 
 class _Child(subprocess.Popen[bytes]):
@@ -120,13 +107,14 @@ class _Ended:
 
 
 class LocalProvider:
-    """The processes of one fleet. `identity` is shared by all orchestrators of one database: see database_identity."""
+    """The processes of one fleet on this host. `identity` is the database's: see ControlStore.instance_id."""
 
     traits = ProviderTraits(
         # The process table does not lag.
         absence_grace_s=0.0,
         creation_lateness_s=_CREATION_LATENESS_S,
         stray_grace_s=_STRAY_GRACE_S,
+        host=HOST,
     )
 
     def __init__(
@@ -138,18 +126,24 @@ class LocalProvider:
         state_dir: Path,
         database_url: str | None = None,
         data_dir: Path | None = None,
-        config_file: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+        withheld: Collection[str] = (),
         program: Sequence[str] = ("windlass", "worker"),
         stop_grace_s: float = STOP_GRACE_S,
         table: ProcessTable | None = None,
     ) -> None:
-        """Workers use the database at `database_url`, or the embedded one in `data_dir`. `program` is a Python module
-        and its first arguments."""
+        """Workers use the database at `database_url`, or the embedded one in `data_dir`.
+
+        `settings` is all they are told beyond their command line, as environment: they read no file, which might have
+        changed since. `withheld`: names in our environment that are none of their business. `program` is a Python
+        module and its first arguments.
+        """
         self._fleet = fleet
         self._config = config
         self._database_url = database_url
         self._data_dir = data_dir
-        self._config_file = config_file
+        self._settings = dict(settings or {})
+        self._withheld = frozenset(withheld)
         self._program = tuple(program)
         self._stop_grace_s = stop_grace_s
         self._table = table or process_table()
@@ -179,6 +173,9 @@ class LocalProvider:
 
     async def delete(self, machine: Machine) -> None:
         doing = f"ending worker {machine.name} (process {machine.id})"
+        if not machine.id.startswith(f"{HOST}/"):
+            # It hears from the database that it is over. One that does not listen is a stray to whoever leads there.
+            return
         # Looked up while it lives: some can be found only by their parents.
         processes = await self._look(doing, lambda: self._belonging(machine))
         for process in processes:
@@ -189,10 +186,6 @@ class LocalProvider:
 
     async def close(self) -> None:
         """Nothing to do: workers go on without us."""
-
-    def read_log(self, worker_id: str, lines: int = 100, *, follow: bool = False) -> AsyncIterator[str]:
-        """The last lines a worker printed; with `follow` also those to come, until it is over. Raises BadInput."""
-        return self._logs.read(worker_id, lines, follow=follow)
 
     async def _look(self, doing: str, function: Callable[[], Result]) -> Result:
         """Something that reads the process table, in a thread and within its time."""
@@ -323,8 +316,7 @@ class LocalProvider:
         command += ["--concurrency", str(config.concurrency)]
         command += ["--heartbeat-interval", f"{config.heartbeat_interval_s:g}"]
         command += ["--lease", f"{config.heartbeat_timeout_s:g}"]
-        if self._config_file is not None:
-            command += ["--config", str(self._config_file.absolute())]
+        command += ["--config", os.devnull]
         if self._data_dir is not None:
             command += ["--data-dir", str(self._data_dir.absolute())]
         return command
@@ -334,7 +326,8 @@ class LocalProvider:
         return ["-X", f"windlass={self._prefix}{name}"]
 
     def _environment(self, request: MachineRequest) -> dict[str, str]:
-        environment = {**os.environ, **self._config.env}
+        inherited = {name: value for name, value in os.environ.items() if name not in self._withheld}
+        environment = {**inherited, **self._settings, **self._config.env}
         # For the worker's own drain: what the control loop grants it, and no more.
         environment["WINDLASS_WORKER__DRAIN_TIMEOUT_S"] = f"{self._config.stop_timeout_s:g}"
         if self._database_url is not None:
@@ -422,7 +415,7 @@ class LocalProvider:
             name=name,
             state=MachineState.RUNNING,
             created_at=self._table.created_at(process),
-            place=socket.gethostname(),
+            place=HOST,
         )
 
     def _exited(self, name: str, process: Process) -> Machine:

@@ -12,13 +12,26 @@ alter table windlass.workers
   -- Set when it was found broken; not when a person, or the scaling, ended it.
   add column failed_at timestamptz;
 
+-- What tells this database from every other, whatever address it is reached by: machines are tagged with it.
+create table windlass.instance (
+  id uuid not null default gen_random_uuid(),
+  is_only boolean primary key default true check (is_only)
+);
+insert into windlass.instance default values;
+
+create function windlass.instance_id() returns uuid
+language sql stable
+as $$ select id from windlass.instance $$;
+
 create index workers_hired on windlass.workers (fleet, created_at) where slot is not null;
 create index workers_failed on windlass.workers (fleet, failed_at) where failed_at is not null;
 
 alter table windlass.fleets
   add column memory jsonb not null default '{}',
   -- Workers a person asked for and nobody has hired yet.
-  add column requested_workers integer not null default 0 check (requested_workers >= 0);
+  add column requested_workers integer not null default 0 check (requested_workers >= 0),
+  -- When a person last said, by `windlass restart`, that what was broken is mended: no guard looks further back.
+  add column reset_at timestamptz;
 
 alter table windlass.slots
   -- When its workers broke, newest last; what is older than any window is forgotten.
@@ -190,6 +203,7 @@ begin
         'fleet', p_fleet,
         'is_paused', f.paused,
         'requested', f.requested_workers,
+        'reset_at', f.reset_at,
         'memory', f.memory,
         'queue', windlass.observe_queues(p_queues, v_now),
         'slots', coalesce((
@@ -394,10 +408,17 @@ begin
   )
   select coalesce(array_agg(h.id order by h.id), '{}') into v_granted from hired h;
 
+  -- Only what was hired for a person's wish fulfils it: what they asked for since is still to come.
   update windlass.fleets
-  set requested_workers = greatest(0, requested_workers - cardinality(v_granted))
+  set requested_workers = greatest(0, requested_workers - asked.granted)
+  from (
+    select count(*)::integer as granted
+    from jsonb_array_elements(p_intents) as i
+    where (i ->> 'is_requested')::boolean
+      and i ->> 'worker_id' = any (v_granted)
+  ) as asked
   where name = p_fleet
-    and requested_workers > 0;
+    and asked.granted > 0;
   return v_granted;
 end
 $$;
@@ -477,6 +498,7 @@ begin
       when 'Adopt' then
         update windlass.workers
         set machine_id = v_action ->> 'machine_id', machine_at = v_now, creation = 'created',
+            prepared_at = case when (v_action ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now) else prepared_at end,
             instance_type = m.machine ->> 'instance_type',
             price_micros_per_hour = (m.machine ->> 'price_micros_per_hour')::bigint,
             currency = m.machine ->> 'currency'
@@ -522,9 +544,9 @@ $$;
 -- Write down what providers did: facts, whoever reports them. Then hire into the slots that became free by it, which
 -- is a decision and needs the lease. Returns the ids that got a slot; null if the lease is lost and hirings were asked
 -- for: an error would undo the facts.
---   {"kind": "created", "worker_id", "machine_id", "instance_type", "price_micros_per_hour", "currency"}
+--   {"kind": "created", "worker_id", "machine_id", "is_prepared", "instance_type", "price_micros_per_hour", "currency"}
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
---   {"kind": "deleted", "worker_id", "code", "reason"}    {"kind": "stray_deleted", "name", "reason"}
+--   {"kind": "deleted", "worker_id", "machine_id", "code", "reason"}    {"kind": "stray_deleted", "name", "reason"}
 --   {"kind": "not_deleted", "worker_id", "reason"}
 create function windlass.commit_outcomes(
   p_lease text,
@@ -547,6 +569,7 @@ begin
       when 'created' then
         update windlass.workers
         set machine_id = v_outcome ->> 'machine_id', machine_at = coalesce(machine_at, v_now), creation = 'created',
+            prepared_at = case when (v_outcome ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now) else prepared_at end,
             instance_type = v_outcome ->> 'instance_type',
             price_micros_per_hour = (v_outcome ->> 'price_micros_per_hour')::bigint,
             currency = v_outcome ->> 'currency'
@@ -567,12 +590,14 @@ begin
             jsonb_build_object('code', v_outcome ->> 'code'));
         end if;
       when 'deleted' then
-        perform windlass.requeue_tasks_of(array[v_outcome ->> 'worker_id'], v_outcome ->> 'code', v_outcome ->> 'reason');
         update windlass.workers
         set status = 'terminated', terminated_at = v_now,
             code = coalesce(code, v_outcome ->> 'code'), reason = coalesce(reason, v_outcome ->> 'reason')
-        where id = v_outcome ->> 'worker_id' and status <> 'terminated';
+        where id = v_outcome ->> 'worker_id' and status <> 'terminated'
+          -- Whoever reports may have lost the lead: the worker may have got a machine, or another one, since.
+          and (machine_id is null or machine_id = v_outcome ->> 'machine_id');
         if found then
+          perform windlass.requeue_tasks_of(array[v_outcome ->> 'worker_id'], v_outcome ->> 'code', v_outcome ->> 'reason');
           perform windlass.note('WORKER_TERMINATED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
         end if;
       when 'not_deleted' then
@@ -610,7 +635,8 @@ begin
 end
 $$;
 
--- Clear a slot's restarts, so that it may be filled again. Null: all slots of the fleet. Returns how many were failed.
+-- Clear a slot's restarts, so that it may be filled again, and what guards hold against the fleet. Null: all slots of the
+-- fleet. Returns how many were failed.
 create function windlass.restart_slots(p_fleet text, p_slot integer default null) returns integer
 language plpgsql
 as $$
@@ -630,6 +656,7 @@ begin
   set status = 'ok', restart_count = 0, last_restart_at = null, restarts = '{}', failed_at = null, failed_reason = null
   where fleet = p_fleet
     and (p_slot is null or slot = p_slot);
+  update windlass.fleets set reset_at = windlass.now() where name = p_fleet;
   perform windlass.note('SLOTS_RESTARTED', 'restart counts cleared by hand', p_fleet, null, null,
     jsonb_build_object('slot', p_slot));
   return v_count;

@@ -1,0 +1,328 @@
+"""A host from start to good night, in virtual time: what stops, what stays, and what a signal means when."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import pytest
+
+from windlass.control.cycle import FleetCycle
+from windlass.control.up import STOP_MARGIN_S, Up
+from windlass.model.fleet import FleetConfig
+from windlass.model.task import NewTask
+from windlass.model.worker import Registration, Worker, WorkerStatus
+from windlass.ports.control import Candidate
+from windlass.sim.cloud import Cloud, Entry
+from windlass.sim.loop import run, virtual_now
+from windlass.sim.processes import Process, track_processes
+from windlass.sim.scenario import fleet_config
+from windlass.sim.story import Story
+from windlass.sim.workers import Habits, Luck, SimWorker
+from windlass.store.memory_control import MemoryControlStore
+
+TTL_S = 20.0
+STOP_S = 20.0
+# A few cycles: for what should happen to have happened.
+SOON_S = 15.0
+LONG_S = 10_000.0
+
+
+def config(fleet: str, **changes: Any) -> FleetConfig:
+    settings = {"queues": (fleet,), "min_workers": 1, "max_workers": 2, "stop_timeout_s": STOP_S}
+    return fleet_config(**(settings | changes))
+
+
+class ClosingCloud(Cloud):
+    """Counts how often it was closed."""
+
+    closed = 0
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class Bed:
+    """Two fleets, a store, clouds whose machines are workers, and orchestrators that are signalled."""
+
+    def __init__(self) -> None:
+        track_processes(asyncio.get_running_loop())
+        self.store = MemoryControlStore(virtual_now, chance=Random(1))  # noqa: S311
+        self.story = Story()
+        self.fleets = {name: config(name) for name in ("red", "blue")}
+        self.clouds = {name: self._cloud(name) for name in self.fleets}
+        self.orchestrators = 0
+
+    def _cloud(self, name: str) -> ClosingCloud:
+        cloud = ClosingCloud(name, Random(2), self.story)  # noqa: S311
+
+        def move_in(entry: Entry) -> SimWorker:
+            process, habits = Process(entry.name), Habits(task_s=(LONG_S, LONG_S))
+            luck, rng = Luck(boots_s=1.0), Random(3)  # noqa: S311
+            worker = SimWorker(entry, cloud, self.fleets[name], self.store, process, luck, habits, rng, self.story)
+            worker.start()
+            return worker
+
+        cloud.move_in = move_in
+        return cloud
+
+    def start(self) -> "Running":
+        self.orchestrators += 1
+        candidate = Candidate(f"o{self.orchestrators}", TTL_S)
+
+        def make_cycle(name: str, fleet: FleetConfig) -> FleetCycle:
+            return FleetCycle(name, fleet, self.store, self.clouds[name], candidate, Random(4))  # noqa: S311
+
+        up = Up(self.store, make_cycle, lambda name, _: self.clouds[name], lambda _: None)
+        return Running(up, asyncio.ensure_future(up.run(self.fleets)))
+
+    async def workers(self, fleet: str | None = None) -> list[Worker]:
+        return [worker for worker in await self.store.workers() if fleet in (None, worker.fleet)]
+
+    async def active(self, fleet: str) -> list[str]:
+        return [worker.id for worker in await self.workers(fleet) if worker.status is WorkerStatus.ACTIVE]
+
+    def make_immortal(self, fleet: str, deletions: int = 1000) -> None:
+        for _ in range(deletions):
+            self.clouds[fleet].next_delete(raises=RuntimeError("not now"), takes_effect=False)
+
+
+class Running:
+    def __init__(self, up: Up, task: "asyncio.Future[None]") -> None:
+        self.up = up
+        self.task = task
+
+    async def ends_within(self, seconds: float) -> float:
+        """How long it took."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        await asyncio.wait_for(self.task, seconds)
+        return loop.time() - started
+
+
+def in_a_bed(live: Callable[[Bed], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await live(Bed())
+
+    run(main())
+
+
+def test_told_to_stop_it_lets_everybody_go_and_ends() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        assert len(await bed.active("red")) == len(await bed.active("blue")) == 1
+        up.up.stop()
+        await up.ends_within(10.0)
+        assert await bed.workers() == []
+        assert [cloud.billed() for cloud in bed.clouds.values()] == [[], []]
+        codes = {worker.code for worker in await bed.store.workers(include_terminated=True)}
+        assert codes == {"WOUND_DOWN"}
+        assert [cloud.closed for cloud in bed.clouds.values()] == [1, 1]
+
+    in_a_bed(live)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.5, 2.0])
+def test_told_to_stop_in_its_very_first_cycle_it_leaves_nobody_behind(after_s: float) -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(after_s)
+        up.up.stop()
+        await up.ends_within(10.0)
+        assert [cloud.billed() for cloud in bed.clouds.values()] == [[], []]
+
+    in_a_bed(live)
+
+
+def test_whoever_stands_by_leaves_without_touching_anybody() -> None:
+    async def live(bed: Bed) -> None:
+        leader = bed.start()
+        await asyncio.sleep(SOON_S)
+        before = await bed.workers()
+        standby = bed.start()
+        await asyncio.sleep(SOON_S)
+        standby.up.stop()
+        await standby.ends_within(1.0)
+        await asyncio.sleep(SOON_S)
+        assert [(w.id, w.status) for w in await bed.workers()] == [(w.id, w.status) for w in before]
+        assert not leader.task.done()
+
+    in_a_bed(live)
+
+
+def test_whoever_loses_the_lead_while_it_winds_down_leaves_the_rest_to_the_next() -> None:
+    async def live(bed: Bed) -> None:
+        first = bed.start()
+        await asyncio.sleep(SOON_S)
+        bed.make_immortal("red")
+        first.up.stop()
+        await asyncio.sleep(2.0)
+        other = Candidate("other", TTL_S)
+        await bed.store.resign(Candidate("o1", TTL_S))
+        assert isinstance(await bed.store.lead(other), int)
+        await first.ends_within(5.0)
+
+    in_a_bed(live)
+
+
+def test_a_fleet_left_out_of_the_configuration_is_wound_down_and_no_other() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        red = await bed.active("red")
+        up.up.reconfigure({"red": bed.fleets["red"]})
+        await asyncio.sleep(SOON_S)
+        assert await bed.workers("blue") == []
+        assert await bed.active("red") == red
+        assert bed.clouds["blue"].closed == 1
+
+    in_a_bed(live)
+
+
+def test_a_fleet_that_does_not_end_in_its_time_stops_nobody_else() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        bed.make_immortal("blue")
+        up.up.reconfigure({"red": bed.fleets["red"]})
+        # Told twice, it is wound down once: its time does not begin anew.
+        await asyncio.sleep(STOP_S)
+        up.up.reconfigure({"red": bed.fleets["red"]})
+        await asyncio.sleep(STOP_MARGIN_S + SOON_S)
+        asked = bed.clouds["blue"].deleted_calls
+        for worker_id in await bed.active("red"):
+            await bed.store.fail_worker(worker_id, "killed")
+        await asyncio.sleep(SOON_S)
+        assert not up.task.done()
+        assert len(await bed.active("red")) == 1, "the dead are replaced"
+        assert bed.clouds["blue"].deleted_calls == asked, "the other is given up"
+
+    in_a_bed(live)
+
+
+def test_the_first_signal_to_stop_is_the_first_whatever_was_left_out_before() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        bed.make_immortal("blue")
+        up.up.reconfigure({"red": bed.fleets["red"]})
+        await asyncio.sleep(1.0)
+        up.up.stop()
+        took_s = await up.ends_within(STOP_S + STOP_MARGIN_S + 1.0)
+        assert took_s > STOP_S, "what was left out before has its whole time"
+        assert await bed.workers("red") == []
+        assert len(await bed.workers("blue")) == 1
+
+    in_a_bed(live)
+
+
+def test_a_fleet_that_is_put_back_stays_and_hires_again() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        before = await bed.active("blue")
+        bed.make_immortal("blue", 5)
+        up.up.reconfigure({"red": bed.fleets["red"]})
+        await asyncio.sleep(1.0)
+        up.up.reconfigure(bed.fleets)
+        await asyncio.sleep(STOP_S + STOP_MARGIN_S + SOON_S)
+        after = await bed.active("blue")
+        assert len(after) == 1
+        assert after != before
+
+    in_a_bed(live)
+
+
+def test_a_second_signal_ends_it_at_once_whatever_is_under_way() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        for cloud in bed.clouds.values():
+            cloud.next_delete(never_answers=True, takes_effect=False)
+        up.up.stop()
+        await asyncio.sleep(3.0)
+        assert not up.task.done()
+        up.up.stop()
+        assert await up.ends_within(1.0) == 0.0
+        assert len(await bed.workers()) == 2
+
+    in_a_bed(live)
+
+
+def test_told_to_leave_its_workers_it_waits_only_so_long_for_what_is_under_way() -> None:
+    async def live(bed: Bed) -> None:
+        for cloud in bed.clouds.values():
+            cloud.next_create(takes_s=50.0)
+        up = bed.start()
+        await asyncio.sleep(1.0)
+        up.up.stop(is_leaving_workers=True)
+        await up.ends_within(25.0)
+
+    in_a_bed(live)
+
+
+def test_a_worker_that_a_person_started_keeps_nobody_from_ending() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await bed.store.register(Registration("by-hand", ("red",), fleet="red", lease_s=LONG_S))
+        await asyncio.sleep(SOON_S)
+        up.up.stop()
+        await up.ends_within(10.0)
+        assert [(worker.id, worker.status) for worker in await bed.workers()] == [("by-hand", WorkerStatus.ACTIVE)]
+
+    in_a_bed(live)
+
+
+def test_a_worker_that_a_person_started_does_not_hide_that_nobody_was_hired() -> None:
+    """A task that finds nobody hired wakes the fleet at once, whoever else is there."""
+
+    async def live(bed: Bed) -> None:
+        bed.fleets["red"] = config("red", min_workers=0, poll_interval_s=600.0)
+        await bed.store.register(Registration("by-hand", ("else",), fleet="red", lease_s=LONG_S))
+        bed.start()
+        await asyncio.sleep(SOON_S)
+        await bed.store.enqueue(NewTask("red"))
+        await asyncio.sleep(3.0)
+        assert len(await bed.workers("red")) == 2
+
+    in_a_bed(live)
+
+
+def test_a_changed_fleet_keeps_what_is_under_way_and_its_old_provider_until_that_has_ended() -> None:
+    async def live(bed: Bed) -> None:
+        bed.fleets = {"red": config("red", max_workers=1)}
+        bed.clouds["red"].next_create(takes_s=30.0)
+        old = bed.clouds["red"]
+        up = bed.start()
+        await asyncio.sleep(1.0)
+        # The same account, as another object: what a changed table makes of it.
+        bed.clouds["red"] = new = bed._cloud("red")
+        new.books, new._tenants = old.books, old._tenants
+        up.up.reconfigure({"red": config("red", max_workers=1, idle_timeout_s=99.0)})
+        await asyncio.sleep(SOON_S)
+        assert (old.created_calls, new.created_calls, old.closed) == (1, 0, 0)
+        await asyncio.sleep(30.0)
+        assert (old.closed, new.closed) == (1, 0)
+        assert len(await bed.active("red")) == 1
+        up.up.stop()
+        await up.ends_within(10.0)
+        assert (old.closed, new.closed, new.created_calls) == (1, 1, 0)
+
+    in_a_bed(live)
+
+
+def test_a_configuration_that_comes_too_late_changes_nothing() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        up.up.stop()
+        up.up.reconfigure(bed.fleets)
+        await up.ends_within(10.0)
+        up.up.reconfigure(bed.fleets)
+        with suppress(asyncio.CancelledError):
+            await up.task
+        assert await bed.workers() == []
+
+    in_a_bed(live)
