@@ -53,7 +53,8 @@ async def render(
 
 
 def _chosen(config: "Config", name: str | None) -> "tuple[str, FleetConfig]":
-    from windlass.model.fleet import DEFAULT_FLEET, FleetConfig
+    from windlass.model.fleet import FleetConfig
+    from windlass.model.worker import DEFAULT_FLEET
 
     fleets = config.fleets or {DEFAULT_FLEET: FleetConfig()}
     if name is None and len(fleets) == 1:
