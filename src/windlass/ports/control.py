@@ -50,6 +50,10 @@ class Intent:
     slot: int
     reason: str
     lease_s: float
+    # Of a machine that will join over HTTP: the hash of its join token, and for how long that is good. The token itself
+    # goes to the provider and nowhere else.
+    join_token_hash: bytes | None = None
+    join_ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
