@@ -12,7 +12,7 @@ import random
 import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -28,6 +28,8 @@ from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Work
 from windlass.ports import http
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from windlass.ports.transport import WorkerTransport
 
 CONNECT_TIMEOUT_S = 10.0
@@ -168,7 +170,7 @@ class HttpTransport:
         r = registration
         call = http.RegisterCall(r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.fleet)
         try:
-            registered = await self._post("registering the worker", http.REGISTER, _REGISTER, call, _REGISTERED)
+            registered = await self._post("registering the worker", http.REGISTER, call, _REGISTERED)
         except TokenRefused:
             return WorkerStatus.TERMINATED
         return registered.status
@@ -176,7 +178,7 @@ class HttpTransport:
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
         self._check_name(worker_id)
         call = http.ClaimCall(tuple(queues), limit)
-        claimed = await self._post("claiming tasks", http.CLAIM, _CLAIM, call, _CLAIMED)
+        claimed = await self._post("claiming tasks", http.CLAIM, call, _CLAIMED)
         return claimed.claims
 
     async def finish_and_claim(
@@ -191,7 +193,7 @@ class HttpTransport:
         return replace(turn, lost=lost + turn.lost)
 
     async def _finish(self, call: http.FinishCall) -> Turn:
-        return await self._post("finishing tasks", http.FINISH, _FINISH, call, _TURN)
+        return await self._post("finishing tasks", http.FINISH, call, _TURN)
 
     async def fail(
         self,
@@ -206,13 +208,13 @@ class HttpTransport:
     ) -> TaskStatus | None:
         self._check_name(worker_id)
         call = http.FailCall(task_id, token, storable(error), code, retry, jitter)
-        failed = await self._post("reporting a failed attempt", http.FAIL, _FAIL, call, _FAILED)
+        failed = await self._post("reporting a failed attempt", http.FAIL, call, _FAILED)
         return failed.status
 
     async def release(self, worker_id: str, task_id: int, token: UUID, reason: str) -> bool:
         self._check_name(worker_id)
         call = http.ReleaseCall(task_id, token, reason)
-        released = await self._post("giving a task back", http.RELEASE, _RELEASE, call, _RELEASED)
+        released = await self._post("giving a task back", http.RELEASE, call, _RELEASED)
         return released.is_released
 
     async def heartbeat(
@@ -222,14 +224,14 @@ class HttpTransport:
         told = (claim if claim.note is None else replace(claim, note=storable(claim.note)) for claim in claims)
         call = http.HeartbeatCall(tuple(told), dict(vitals or {}))
         try:
-            return await self._post("sending a heartbeat", http.HEARTBEAT, _HEARTBEAT, call, _PULSE)
+            return await self._post("sending a heartbeat", http.HEARTBEAT, call, _PULSE)
         except TokenRefused:
             return Pulse(status=None, is_paused=False, lost=frozenset(claim.token for claim in claims))
 
     async def leave(self, worker_id: str, reason: str) -> None:
         self._check_name(worker_id)
         try:
-            await self._send("signing off", http.LEAVE, _LEAVE, http.LeaveCall(reason))
+            await self._send("signing off", http.LEAVE, http.LeaveCall(reason))
         except TokenRefused:
             return  # it is gone already
 
@@ -240,16 +242,14 @@ class HttpTransport:
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         call = http.NextRunAfterCall(tuple(queues))
-        answer = await self._post(
-            "looking for waiting tasks", http.NEXT_RUN_AFTER, _NEXT_RUN_AFTER, call, _NEXT_RUN_AFTER_ANSWER
-        )
+        answer = await self._post("looking for waiting tasks", http.NEXT_RUN_AFTER, call, _NEXT_RUN_AFTER)
         return answer.run_after
 
     async def wait_for_work(self, queues: Sequence[str], timeout_s: float) -> None:
         names = tuple(queues)
         patience_s = min(timeout_s, http.MAX_WAIT_S)
         call = http.WaitCall(names, patience_s, self._cursors.get(names))
-        content = await self._send("waiting for work", http.WAIT, _WAIT, call, patience_s + WAIT_MARGIN_S)
+        content = await self._send("waiting for work", http.WAIT, call, patience_s + WAIT_MARGIN_S)
         self._cursors[names] = read_answer("waiting for work", _WAITED, content).cursor
 
     async def order(self) -> WorkOrder:
@@ -261,24 +261,28 @@ class HttpTransport:
         if worker_id != self._membership.worker_id:
             raise UnknownWorker(f"worker {worker_id} cannot act with the token of {self._membership.worker_id}.")
 
-    async def _post(
-        self, doing: str, path: str, kind: TypeAdapter[Any], call: object, answer: TypeAdapter[_Value]
-    ) -> _Value:
-        return read_answer(doing, answer, await self._send(doing, path, kind, call))
+    async def _post(self, doing: str, path: str, call: "DataclassInstance", answer: TypeAdapter[_Value]) -> _Value:
+        return read_answer(doing, answer, await self._send(doing, path, call))
 
     async def _send(
-        self, doing: str, path: str, kind: TypeAdapter[Any], call: object, timeout_s: float = ANSWER_TIMEOUT_S
+        self, doing: str, path: str, call: "DataclassInstance", timeout_s: float = ANSWER_TIMEOUT_S
     ) -> bytes:
-        return await self._plane.call(doing, "POST", path, write(doing, kind, call), timeout_s)
+        return await self._plane.call(doing, "POST", path, write(doing, call), timeout_s)
 
 
-def write(doing: str, kind: TypeAdapter[Any], call: object) -> bytes:
+def write(doing: str, call: "DataclassInstance") -> bytes:
+    """As JSON of the standard library: pydantic's would turn what is not a number into null without a word."""
     try:
-        # Not the adapter's own JSON, which would turn what is not a number into null without a word.
-        plain = kind.dump_python(call, mode="json")
-        return json.dumps(plain, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
-    except ValueError as error:
+        text = json.dumps(asdict(call), allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_plain)
+        return text.encode()
+    except (TypeError, ValueError) as error:
         raise BadInput(f"{doing}: a value cannot be sent ({error}).") from None
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, UUID):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is nothing that JSON can hold")
 
 
 def read_answer(doing: str, kind: TypeAdapter[_Value], content: bytes) -> _Value:
@@ -304,15 +308,14 @@ def _batches(finished: Sequence[Finished], max_bytes: int) -> Iterator[list[Fini
 
 
 ORDER = TypeAdapter(WorkOrder)
-_REGISTER, _REGISTERED = TypeAdapter(http.RegisterCall), TypeAdapter(http.Registered)
-_CLAIM, _CLAIMED = TypeAdapter(http.ClaimCall), TypeAdapter(http.Claimed)
-_FINISH, _TURN = TypeAdapter(http.FinishCall), TypeAdapter(Turn)
-_FAIL, _FAILED = TypeAdapter(http.FailCall), TypeAdapter(http.Failed)
-_RELEASE, _RELEASED = TypeAdapter(http.ReleaseCall), TypeAdapter(http.Released)
-_HEARTBEAT, _PULSE = TypeAdapter(http.HeartbeatCall), TypeAdapter(Pulse)
-_LEAVE = TypeAdapter(http.LeaveCall)
-_NEXT_RUN_AFTER, _NEXT_RUN_AFTER_ANSWER = TypeAdapter(http.NextRunAfterCall), TypeAdapter(http.NextRunAfter)
-_WAIT, _WAITED = TypeAdapter(http.WaitCall), TypeAdapter(http.Waited)
+_REGISTERED = TypeAdapter(http.Registered)
+_CLAIMED = TypeAdapter(http.Claimed)
+_TURN = TypeAdapter(Turn)
+_FAILED = TypeAdapter(http.Failed)
+_RELEASED = TypeAdapter(http.Released)
+_PULSE = TypeAdapter(Pulse)
+_NEXT_RUN_AFTER = TypeAdapter(http.NextRunAfter)
+_WAITED = TypeAdapter(http.Waited)
 
 
 if TYPE_CHECKING:

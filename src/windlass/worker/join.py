@@ -20,7 +20,6 @@ from typing import Any
 from urllib.parse import quote
 
 import structlog
-from pydantic import TypeAdapter
 
 from windlass.model.access import JOIN_PREFIX, WORKER_PREFIX, is_token, new_token
 from windlass.model.address import problem_of_control_plane_url
@@ -42,7 +41,6 @@ from windlass.worker.http_transport import (
 JOIN_TIMEOUT_S = 900.0
 # No join file of ours is larger.
 MAX_FILE_BYTES = 64 * 1024
-_ACTIVATE = TypeAdapter(http.ActivateCall)
 log = structlog.get_logger(__name__)
 
 
@@ -111,7 +109,7 @@ async def _activate(file: JoinFile, join_token: str, token: str, tls: ssl.SSLCon
     doing = f"joining as {file.worker_id}"
     plane = ControlPlane(file.url, join_token, tls)
     try:
-        body = write(doing, _ACTIVATE, http.ActivateCall(token))
+        body = write(doing, http.ActivateCall(token))
         path = http.ACTIVATE.format(worker_id=quote(file.worker_id, safe=""))
         return read_answer(doing, ORDER, await plane.call(doing, "POST", path, body))
     finally:
