@@ -44,6 +44,7 @@ class Flaky(MemoryAccessStore):
     """`trouble`, while set, is what every call of a worker raises."""
 
     trouble: Exception | None = None
+    refusals = 0
 
     def _check(self) -> None:
         if self.trouble is not None:
@@ -55,6 +56,7 @@ class Flaky(MemoryAccessStore):
 
     async def caller(self, token_hash: bytes) -> Any:
         if isinstance(self.trouble, DatabaseUnavailable):
+            self.refusals += 1
             raise self.trouble
         return await super().caller(token_hash)
 

@@ -134,23 +134,24 @@ def _name(caller: Caller) -> str:
 
 
 # ------------------------------------------------------------------------------------------------- who may, in handlers
+# Async, though none of them waits: others would be run in a thread, for every request.
 
 
-def worker_caller(request: Request) -> WorkerCaller:
+async def worker_caller(request: Request) -> WorkerCaller:
     caller = request.state.caller
     if not isinstance(caller, WorkerCaller):
         raise forbidden("only a worker's own token opens this: join first.")
     return _living(caller)
 
 
-def joining_caller(request: Request) -> JoinCaller:
+async def joining_caller(request: Request) -> JoinCaller:
     caller = request.state.caller
     if not isinstance(caller, JoinCaller):
         raise forbidden("only a join token opens this.")
     return _living(caller)
 
 
-def machine_caller(request: Request) -> WorkerCaller | JoinCaller:
+async def machine_caller(request: Request) -> WorkerCaller | JoinCaller:
     """A machine of ours, before or after it joined."""
     caller = request.state.caller
     if isinstance(caller, WorkerCaller):
@@ -162,7 +163,7 @@ def machine_caller(request: Request) -> WorkerCaller | JoinCaller:
     raise forbidden("only a machine's join token or worker token opens this.")
 
 
-def operator(request: Request) -> TokenCaller:
+async def operator(request: Request) -> TokenCaller:
     return _with_rank(request, Role.OPERATOR)
 
 

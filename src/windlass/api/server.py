@@ -7,6 +7,7 @@ Closing tells everybody who waits, lets requests under way end, and cuts off wha
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
@@ -31,11 +32,22 @@ log = structlog.get_logger(__name__)
 def listen(host: str, port: int) -> socket.socket:
     """Take the port. Raises BadInput if that cannot be."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        # With its protocol named: asyncio turns Nagle's delay off only then, and that delay is 40 ms an answer.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
-        why = error.strerror or str(error)
+        # The system's own words: Python's have the address once more.
+        why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror
         raise BadInput(f"cannot listen on {host} port {port} ({why}): choose another with --host and --port.") from None
+    return listener
 
 
 @asynccontextmanager

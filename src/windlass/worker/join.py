@@ -14,7 +14,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -101,6 +101,7 @@ async def join(path: Path) -> tuple[Membership, ssl.SSLContext | bool, WorkOrder
         _forget_join_token(file)
     else:
         order = await _patiently(lambda: _ask_again(membership, tls))
+    membership = replace(membership, max_payload_bytes=order.max_payload_bytes)
     log.info("joined", worker_id=file.worker_id, url=file.url, fleet=order.fleet, version=order.version)
     return membership, tls, order
 
