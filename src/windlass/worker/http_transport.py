@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from windlass.ports.transport import WorkerTransport
 
-# httpcore asks for this module four times a request, and to look for it in vain takes a fifth of the request's time. Now
-# it is known not to be there.
+# httpcore asks for this module four times a request, and to look for it in vain takes a fifth of the request's time.
+# Now it is known not to be there.
 if importlib.util.find_spec("sniffio") is None:
     sys.modules.setdefault("sniffio", None)  # type: ignore[arg-type]
 
