@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
+from windlass.model.address import problem_of_control_plane_url
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable
 from windlass.store.migrate import Migration, applied_migrations, migrate
@@ -32,6 +33,7 @@ from windlass.store.postgres import (
 )
 
 if TYPE_CHECKING:
+    from windlass.api.face import FleetPulse
     from windlass.configure import Loaded
     from windlass.control.cycle import FleetCycle
     from windlass.control.summary import Summary
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from windlass.model.fleet import FleetConfig
     from windlass.ports.control import Candidate
     from windlass.providers.local import LocalProvider
+    from windlass.store.access import PostgresAccessStore
     from windlass.store.control import PostgresControlStore
     from windlass.store.examine import Examination
     from windlass.worker.executor import Executor
@@ -46,6 +49,13 @@ if TYPE_CHECKING:
 
 # Of the machine's memory: what all handlers of a worker may use together when nothing else is configured.
 MEMORY_SHARE = 0.9
+# A machine that has joined waits this long for a control plane that went away before it could register.
+JOINED_REGISTRATION_TIMEOUT_S = 900.0
+# Connections for all that comes over HTTP, apart from those of the control loop: no flood of calls delays a cycle.
+API_CONNECTIONS = 8
+# A loop that has not turned for so many of its intervals, and at least that long, is not ready.
+MISSED_CYCLES = 3
+MIN_MISSED_S = 60.0
 
 
 def data_dir(config: Config) -> Path:
@@ -128,6 +138,14 @@ async def store(config: Config, *, max_connections: int = 4) -> AsyncIterator[Po
 
 
 @asynccontextmanager
+async def access_store(config: Config) -> "AsyncIterator[PostgresAccessStore]":
+    from windlass.store.access import PostgresAccessStore
+
+    async with database(config) as dsn, PostgresAccessStore(dsn, retention=config.retention) as opened:
+        yield opened
+
+
+@asynccontextmanager
 async def control_store(config: Config, *, max_connections: int = 4) -> "AsyncIterator[PostgresControlStore]":
     from windlass.store.control import PostgresControlStore
 
@@ -185,6 +203,42 @@ async def run_worker(
         return await WorkerRuntime(settings, open_transport, executor).run()
 
 
+async def run_joined_worker(join_file: Path, version: str) -> "Ending":
+    """One worker over HTTP, until it is told to end. Raises TokenRefused if the control plane does not want it."""
+    from windlass.model.config import WorkerConfig
+    from windlass.worker.http_transport import HttpTransport
+    from windlass.worker.join import join
+    from windlass.worker.runtime import WorkerRuntime, WorkerSettings
+
+    membership, tls, order = await join(join_file)
+    # For handlers, and for what they start.
+    os.environ.update(order.env)
+    if order.chdir is not None:
+        try:
+            os.chdir(order.chdir)
+        except OSError as error:
+            raise BadInput(
+                f"cannot work in {order.chdir} ({error.strerror}): check chdir of fleet {order.fleet}."
+            ) from None
+    settings = WorkerSettings(
+        queues=order.queues,
+        fleet=order.fleet,
+        concurrency=order.concurrency,
+        heartbeat_interval_s=order.heartbeat_interval_s,
+        lease_s=order.lease_s,
+        timeout_s=order.timeout_s,
+        drain_timeout_s=order.drain_timeout_s,
+        registration_timeout_s=JOINED_REGISTRATION_TIMEOUT_S,
+        worker_id=order.worker_id,
+        version=version,
+    )
+    config = Config(
+        max_payload_bytes=order.max_payload_bytes, worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb)
+    )
+    executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
+    return await WorkerRuntime(settings, lambda: HttpTransport(membership, tls), executor).run()
+
+
 def _executor(
     config: Config, settings: "WorkerSettings", *, handler: str | None, command: str | None, is_inline: bool
 ) -> "Executor":
@@ -195,7 +249,7 @@ def _executor(
 
         return CommandExecutor(command, memory_limit_bytes=limit_bytes, max_result_bytes=config.max_payload_bytes)
     if handler is None:
-        raise AssertionError("a worker has a handler or a command")
+        raise BadInput("there is nothing to run: a worker needs a handler or a command.")
     if is_inline:
         from windlass.worker.inline import InlineExecutor
 
@@ -266,6 +320,7 @@ def candidate(config: Config) -> "Candidate":
 
 async def run_cycles(config: Config) -> "list[Summary]":
     """One cycle of every fleet, then give the lead up: for cron and the like."""
+    check_machines_can_call(config)
     async with control_store(config) as store:
         ourselves, instance_id = candidate(config), await store.instance_id()
         try:
@@ -290,12 +345,16 @@ async def run_up(
     on_summary: "Callable[[Summary], None]",
     *,
     is_leaving_workers: bool,
+    version: str,
 ) -> None:
     """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads."""
     from windlass.control.up import Up
     from windlass.store.control import PostgresControlStore
 
     config = loaded.config
+    check_machines_can_call(config)
+    # Before anything else: a port that is taken ends the matter.
+    listener = _listener(config)
     async with database(config) as dsn:
         await migrate_database(dsn)
         async with PostgresControlStore(dsn, retention=config.retention) as opened:
@@ -310,14 +369,102 @@ async def run_up(
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
             loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload))
-            await up.run(config.fleets)
+            async with _face(config, dsn, up, listener, version):
+                await up.run(config.fleets)
             with contextlib.suppress(DatabaseUnavailable):
                 await opened.resign(ourselves)
 
 
+def check_machines_can_call(config: Config) -> None:
+    """Raise ConfigError where a fleet's machines work over HTTP and nobody could tell them whom to call."""
+    remote = next((name for name, fleet in config.fleets.items() if fleet.provider != "local"), None)
+    if remote is None:
+        return
+    if config.machine_url is None:
+        raise ConfigError(
+            f"the machines of fleet {remote} work over HTTP, but where they call is not known: "
+            "set api.port (or --port) and control_plane_ip, or api.url."
+        )
+    problem = problem_of_control_plane_url(config.machine_url)
+    if problem is not None:
+        raise ConfigError(f"the machines of fleet {remote} are to call {config.machine_url}, which {problem}.")
+    is_only_here = config.api.host in ("127.0.0.1", "::1", "localhost")
+    if config.api.url is None and config.control_plane_ip not in (None, config.api.host) and is_only_here:
+        raise ConfigError(
+            f"the machines of fleet {remote} are to call {config.machine_url}, but api.host is {config.api.host}, "
+            f"where only this host can: set it to {config.control_plane_ip} or 0.0.0.0."
+        )
+
+
+def _listener(config: Config) -> "socket.socket | None":
+    if config.api.port is None:
+        return None
+    from windlass.api.server import listen
+
+    return listen(config.api.host, config.api.port)
+
+
+@asynccontextmanager
+async def _face(
+    config: Config, dsn: str, up: "Up", listener: "socket.socket | None", version: str
+) -> AsyncIterator[None]:
+    """The HTTP face of a running `up`, if it is to have one."""
+    if listener is None:
+        yield
+        return
+    from windlass.api.app import make_app
+    from windlass.api.doorbell import Doorbell
+    from windlass.api.face import Face
+    from windlass.api.server import serving
+    from windlass.api.wheel import build_wheel
+    from windlass.store.access import PostgresAccessStore
+
+    async def run_cycle() -> list[dict[str, Any]]:
+        return [summary.to_plain() for summary in await up.cycle_now()]
+
+    # Now: what is on the disk later may be another version.
+    wheel = await asyncio.to_thread(build_wheel)
+    async with PostgresAccessStore(dsn, retention=config.retention, max_connections=API_CONNECTIONS) as store:
+        doorbell = Doorbell(store.wait_for_work)
+        face = Face(
+            store=store,
+            access=store,
+            doorbell=doorbell,
+            fleet=up.fleet,
+            worker_defaults=config.worker,
+            max_payload_bytes=config.max_payload_bytes,
+            version=version,
+            ask_database=store.now,
+            pulses=lambda: _pulses(up),
+            run_cycle=run_cycle,
+            wheel=lambda: wheel,
+        )
+        async with serving(make_app(face), listener):
+            try:
+                yield
+            finally:
+                # Before the server ends, or it would wait for those who wait.
+                await doorbell.close()
+
+
+def _pulses(up: "Up") -> "dict[str, FleetPulse]":
+    from windlass.api.face import FleetPulse
+
+    now = asyncio.get_running_loop().time()
+    pulses = {}
+    for name, heard in up.heard().items():
+        fleet = up.fleet(name)
+        if fleet is not None:
+            limit_s = max(MIN_MISSED_S, MISSED_CYCLES * fleet.poll_interval_s)
+            pulses[name] = FleetPulse(heard.summary.is_leader, now - heard.at, limit_s)
+    return pulses
+
+
 def _reconfigure(up: "Up", reload: "Callable[[], Loaded]") -> None:
     try:
-        up.reconfigure(reload().config.fleets)
+        config = reload().config
+        check_machines_can_call(config)
+        up.reconfigure(config.fleets)
     except (ConfigError, BadInput) as error:
         import structlog
 

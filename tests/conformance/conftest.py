@@ -1,10 +1,12 @@
-"""Fixtures of the conformance suites: one store of each kind."""
+"""Fixtures of the conformance suites: one store of each kind, and each as workers see it over HTTP."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
 import pytest
+from over_http import OverHttp, over_http
 from worlds import RETENTION, empty_tables, hire_in_postgres
 
 from windlass.ports.store import Store
@@ -18,9 +20,20 @@ def shared_dsn(embedded_server: Any) -> Iterator[str]:
         yield dsn
 
 
-@pytest.fixture(params=["memory", "postgres"])
-async def store(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Store]:
-    if request.param == "memory":
+@pytest.fixture(params=["memory", "postgres", "memory over http", "postgres over http"])
+async def store(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Any]:
+    kind, _, way = request.param.partition(" ")
+    async with _store(kind, request, clock) as behind:
+        if not way:
+            yield behind
+            return
+        async with over_http(behind) as seen:
+            yield seen
+
+
+@asynccontextmanager
+async def _store(kind: str, request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Store]:
+    if kind == "memory":
         yield MemoryStore(clock, RETENTION, Random(1))  # noqa: S311
         return
     dsn = request.getfixturevalue("shared_dsn")
@@ -30,12 +43,13 @@ async def store(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Sto
 
 
 @pytest.fixture
-def hire(request: pytest.FixtureRequest, store: Store, clock: Any) -> Callable[[str, str, int], Awaitable[None]]:
+def hire(request: pytest.FixtureRequest, store: Any, clock: Any) -> Callable[[str, str, int], Awaitable[None]]:
     """Hires a worker (id, fleet, slot) as an orchestrator will."""
+    behind = store.behind if isinstance(store, OverHttp) else store
 
     async def hire(worker_id: str, fleet: str, slot: int) -> None:
-        if isinstance(store, MemoryStore):
-            store.hire(worker_id, fleet, slot)
+        if isinstance(behind, MemoryStore):
+            behind.hire(worker_id, fleet, slot)
         else:
             await hire_in_postgres(request.getfixturevalue("shared_dsn"), clock(), worker_id, fleet, slot)
 

@@ -2,7 +2,7 @@
 
 Hypothesis makes up what happens (claims, failures, silence, pauses, recoveries, results that come too late), both
 stores live through it in the same virtual time, and everything that can be seen of them is compared. A history that
-tells them apart is printed as the shortest program that does.
+tells them apart is printed as the shortest program that does. Once more, what workers do in PostgreSQL goes over HTTP.
 
 `WINDLASS_HISTORIES=5000 pytest tests/conformance/test_store_histories.py` runs that many new ones; without it, the same
 few run every time.
@@ -12,7 +12,8 @@ import asyncio
 import json
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
 from random import Random
@@ -24,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from over_http import OverHttp, over_http
 from worlds import RETENTION, empty_tables, hire_in_postgres
 
 from windlass.model.errors import BadInput, UnknownWorker
@@ -36,6 +38,8 @@ from windlass.store.postgres import PostgresStore
 
 MORE = int(os.environ.get("WINDLASS_HISTORIES", "0"))
 HISTORIES = MORE or 60
+# Over HTTP each takes twice as long, and what could differ is only what workers do.
+HISTORIES_OVER_HTTP = MORE or 20
 STEPS = 50
 # Everything there is: a history makes far less.
 ALL = 100_000
@@ -68,7 +72,7 @@ class Histories(RuleBasedStateMachine):
     """Set before use, by the test: the loop, and a PostgreSQL store on it."""
 
     runner: asyncio.Runner
-    postgres: PostgresStore
+    postgres: Any  # directly, or as workers see it over HTTP
     eye: Any  # a plain connection, for what no store shows
     dsn: str
     clock: Any
@@ -407,17 +411,27 @@ def stories(events: list[Event]) -> tuple[Counter[str], dict[int, list[str]]]:
     return everything, by_task
 
 
-@pytest.fixture
-def histories(shared_dsn: str, clock: Any) -> Iterator[type[Histories]]:
-    postgres = PostgresStore(shared_dsn, retention=RETENTION, virtual_now=clock, max_connections=1)
+@asynccontextmanager
+async def seen_postgres(dsn: str, clock: Any, *, is_over_http: bool) -> AsyncIterator[Any]:
+    async with PostgresStore(dsn, retention=RETENTION, virtual_now=clock, max_connections=1) as postgres:
+        if not is_over_http:
+            yield postgres
+            return
+        async with over_http(postgres) as seen:
+            yield seen
+
+
+@pytest.fixture(params=["directly", "over http"])
+def histories(request: pytest.FixtureRequest, shared_dsn: str, clock: Any) -> Iterator[type[Histories]]:
+    opening = seen_postgres(shared_dsn, clock, is_over_http=request.param == "over http")
     with asyncio.Runner() as runner:
         eye = runner.run(connect(shared_dsn))
-        runner.run(postgres.__aenter__())
+        postgres = runner.run(opening.__aenter__())
         try:
             world = {"runner": runner, "postgres": postgres, "eye": eye, "dsn": shared_dsn, "clock": clock}
             yield type("Histories", (Histories,), {**world, "start": clock()})
         finally:
-            runner.run(postgres.__aexit__(None, None, None))
+            runner.run(opening.__aexit__(None, None, None))
             runner.run(eye.close())
 
 
@@ -431,7 +445,7 @@ def test_memory_and_postgresql_live_through_the_same_histories(histories: type[H
     run_state_machine_as_test(
         histories,
         settings=settings(
-            max_examples=HISTORIES,
+            max_examples=HISTORIES_OVER_HTTP if isinstance(histories.postgres, OverHttp) else HISTORIES,
             stateful_step_count=STEPS,
             derandomize=not MORE,
             database=None,

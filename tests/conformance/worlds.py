@@ -16,6 +16,8 @@ delete from windlass.events;
 delete from windlass.workers;
 delete from windlass.slots;
 delete from windlass.fleets;
+delete from windlass.leases;
+delete from windlass.tokens;
 """
 
 

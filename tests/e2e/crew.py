@@ -17,8 +17,11 @@ from uuid import uuid4
 import asyncpg
 import psutil
 
+from servers import run_aside, wait_until
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import Worker, WorkerStatus
+from windlass.store.embedded import EmbeddedPostgres
+from windlass.store.migrate import migrate
 from windlass.store.postgres import PostgresStore
 
 HERE = Path(__file__).parent
@@ -170,24 +173,21 @@ class Crew:
         env: Mapping[str, str] | None = None,
         stderr: int | None = None,
     ) -> Hand:
-        log = self.folder / f"worker-{len(self.hands)}.log"
         command = [PROGRAM, "worker", "--queue", QUEUE, "--chdir", HERE, *arguments]
         command += ["--heartbeat-interval", str(heartbeat_s), "--lease", str(lease_s), "--log-format", "json"]
         if handler is not None:
             command += ["--handler", f"handlers:{handler}"]
+        return self.start_command(command, {"DATABASE_URL": self.dsn, **(env or {})}, stderr)
+
+    def start_command(self, command: list[Any], env: Mapping[str, str], stderr: int | None = None) -> Hand:
+        log = self.folder / f"worker-{len(self.hands)}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=stderr or output,
-                env={
-                    **os.environ,
-                    "DATABASE_URL": self.dsn,
-                    "PYTHONWARNINGS": "default",
-                    self._mark: "1",
-                    **(env or {}),
-                },
+                env={**os.environ, "PYTHONWARNINGS": "default", self._mark: "1", **env},
                 start_new_session=True,
             )
         hand = Hand(process, log)
@@ -264,3 +264,31 @@ class Crew:
         assert row is not None
         silence: float = await self.sql(LONGEST_SILENCE_SQL, row.id, since)
         return silence
+
+
+class MortalServer:
+    """A server for tests that end it. Commits reach the operating system, so that they survive its processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._postgres = EmbeddedPostgres(folder / "data")
+        self._postgres.open()
+        self.dsn = self._postgres.dsn
+        run_aside(self._prepare())
+
+    async def _prepare(self) -> None:
+        await migrate(self.dsn)
+        connection = await asyncpg.connect(self.dsn)
+        await connection.execute("alter system set fsync = off")
+        await connection.execute("select pg_reload_conf()")
+        await connection.close()
+
+    def end(self, how: signal.Signals) -> None:
+        pid = int((self._postgres.data_dir / "postgres" / "postmaster.pid").read_text().split()[0])
+        os.kill(pid, how)
+        wait_until(lambda: not is_alive(pid), PATIENCE_S, "ending PostgreSQL")
+
+    def start(self) -> None:
+        self._postgres.open()
+
+    def close(self) -> None:
+        self._postgres.close()

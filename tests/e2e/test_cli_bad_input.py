@@ -35,7 +35,7 @@ def assert_refused(done: Done, sentence: str) -> None:
     ("arguments", "env", "sentence"),
     [
         # What typer itself refuses.
-        pytest.param(("tsks",), {}, "no such command 'tsks'. Did you mean 'tasks'?", id="a command with a typo"),
+        pytest.param(("tsks",), {}, "no such command 'tsks'. Did you mean 'tasks'", id="a command with a typo"),
         pytest.param(("worker", "--nope"), {}, "no such option", id="an unknown option"),
         pytest.param(("enqueue",), {}, "missing argument", id="a missing argument"),
         pytest.param(("tasks", "list", "--status", "lost"), {}, "is not one of", id="an unknown status"),

@@ -1,6 +1,5 @@
 """Workers and databases that vanish: tasks go to others, results wait, and a claim that is gone touches no row."""
 
-import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -8,12 +7,10 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from crew import PATIENCE_S, QUEUE, Crew, Hand, is_alive, until
-from servers import reachable_temp_dir, run_aside, wait_until
+from crew import QUEUE, Crew, Hand, MortalServer, is_alive, until
+from servers import reachable_temp_dir
 from windlass.model.task import TaskStatus
 from windlass.model.worker import WorkerStatus
-from windlass.store.embedded import EmbeddedPostgres
-from windlass.store.migrate import migrate
 
 # Short, so that a lost worker is found soon; long enough for a busy machine.
 LEASE_S = 3.0
@@ -154,34 +151,6 @@ async def _reaches(crew: Crew, query: str, since: object, least: int) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------- databases
-
-
-class MortalServer:
-    """A server for tests that end it. Commits reach the operating system, so that they survive its processes."""
-
-    def __init__(self, folder: Path) -> None:
-        self._postgres = EmbeddedPostgres(folder / "data")
-        self._postgres.open()
-        self.dsn = self._postgres.dsn
-        run_aside(self._prepare())
-
-    async def _prepare(self) -> None:
-        await migrate(self.dsn)
-        connection = await asyncpg.connect(self.dsn)
-        await connection.execute("alter system set fsync = off")
-        await connection.execute("select pg_reload_conf()")
-        await connection.close()
-
-    def end(self, how: signal.Signals) -> None:
-        pid = int((self._postgres.data_dir / "postgres" / "postmaster.pid").read_text().split()[0])
-        os.kill(pid, how)
-        wait_until(lambda: not is_alive(pid), PATIENCE_S, "ending PostgreSQL")
-
-    def start(self) -> None:
-        self._postgres.open()
-
-    def close(self) -> None:
-        self._postgres.close()
 
 
 @pytest.fixture(scope="module")

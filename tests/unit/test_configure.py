@@ -1,6 +1,7 @@
 """Where settings come from, and what is said of those that cannot be used."""
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import pytest
 
 from windlass.configure import ENVIRONMENT_ALIASES, load_config
 from windlass.model.address import masked, problem_of_database_url
+from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
+from windlass.wire import check_machines_can_call
 
 PASSWORD = "hunter2"
+EVERYWHERE = "0.0.0.0"  # noqa: S104
 
 
 @pytest.fixture(autouse=True)
@@ -314,3 +318,59 @@ def test_the_documentation_of_the_settings_is_current() -> None:
     spec.loader.exec_module(tool)
     is_current = (place / "docs" / "configuration.md").read_text() == tool.render()
     assert is_current, "run: python tools/configuration_docs.py"
+
+
+# ------------------------------------------------------------------------------------------- where machines call
+
+
+def with_remote_fleet(**api: Any) -> Config:
+    """As a provider in a cloud will have it."""
+    ip = api.pop("control_plane_ip", None)
+    config = Config(api=ApiConfig(**api), control_plane_ip=ip, fleets={"far": FleetConfig(handler="a:b")})
+    remote = config.fleets["far"].model_copy(update={"provider": "hetzner"})
+    return config.model_copy(update={"fleets": {"far": remote}})
+
+
+@pytest.mark.parametrize(
+    ("api", "url"),
+    [
+        ({}, None),
+        ({"port": 8080}, "http://127.0.0.1:8080"),
+        ({"port": 8080, "host": EVERYWHERE}, None),
+        ({"port": 8080, "host": EVERYWHERE, "control_plane_ip": "10.0.0.2"}, "http://10.0.0.2:8080"),
+        ({"port": 8080, "host": "::", "control_plane_ip": "fd00::2"}, "http://[fd00::2]:8080"),
+        ({"port": 8080, "url": "https://w.example.com/"}, "https://w.example.com"),
+        ({"url": "https://w.example.com"}, "https://w.example.com"),
+        ({"control_plane_ip": "10.0.0.2"}, None),
+    ],
+)
+def test_where_machines_call_follows_from_what_is_set(api: dict[str, Any], url: str | None) -> None:
+    config = with_remote_fleet(**api)
+    assert config.machine_url == url
+    if url is None:
+        with pytest.raises(ConfigError, match="the machines of fleet far work over HTTP, but where they call"):
+            check_machines_can_call(config)
+    else:
+        check_machines_can_call(config)
+
+
+@pytest.mark.parametrize(
+    ("api", "sentence"),
+    [
+        ({"port": 80, "control_plane_ip": "10.0.0.2"}, "api.host is 127.0.0.1, where only this host can"),
+        ({"port": 80, "host": EVERYWHERE, "control_plane_ip": "8.8.8.8"}, "is http to 8.8.8.8, where anybody"),
+    ],
+)
+def test_machines_that_could_not_call_are_not_hired(api: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        check_machines_can_call(with_remote_fleet(**api))
+
+
+def test_a_fleet_of_this_host_needs_no_address() -> None:
+    check_machines_can_call(Config(fleets={"near": FleetConfig(handler="a:b")}))
+
+
+def test_an_address_that_would_give_tokens_away_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "windlass.toml").write_text('[api]\nurl = "http://w.example.com"')
+    with pytest.raises(ConfigError, match=r"api.url \(from windlass.toml\) is .*: it is http to w.example.com, where"):
+        load_config()

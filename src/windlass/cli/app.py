@@ -23,6 +23,7 @@ from windlass.cli import (
     fleets,
     status,
     tasks,
+    tokens,
     up,
     worker,
     workers,
@@ -57,6 +58,7 @@ for by_hand in (fleets.spawn, fleets.terminate, fleets.pause, fleets.resume, fle
 app.command()(up.cycle)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
+app.add_typer(tokens.app, name="tokens")
 app.add_typer(db.app, name="db")
 app.add_typer(config.app, name="config")
 app.add_typer(bootstrap.app, name="bootstrap")

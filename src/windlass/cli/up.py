@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from windlass import __version__
 from windlass.cli.common import ConfigFile, DataDir, command, load
 from windlass.cli.logs import LogFormat, configure_logs
 from windlass.cli.output import print_json
@@ -23,6 +24,10 @@ Chdir = Annotated[Path | None, typer.Option(help="The folder its workers work in
 Concurrency = Annotated[int | None, typer.Option("--concurrency", "-c", min=1, help="Tasks a worker runs at once.")]
 Inline = Annotated[bool, typer.Option("--inline", help="Run an async handler in the worker's own loop.")]
 Min = Annotated[int | None, typer.Option("--min", min=0, help="Never fewer workers than this.")]
+Host = Annotated[str | None, typer.Option(help="Where to listen for machines (default 127.0.0.1).", metavar="ADDRESS")]
+Port = Annotated[
+    int | None, typer.Option(min=0, max=65_535, help="Listen for machines that work over HTTP.", metavar="PORT")
+]
 Max = Annotated[int | None, typer.Option("--max", min=1, help="Never more workers than this.")]
 
 
@@ -36,6 +41,8 @@ async def up(
     inline: Inline = False,
     min_: Min = None,
     max_: Max = None,
+    host: Host = None,
+    port: Port = None,
     leave_workers: Annotated[
         bool, typer.Option("--leave-workers", help="When told to stop, let workers go on without it.")
     ] = False,
@@ -59,11 +66,12 @@ async def up(
             "min_workers": min_,
             "max_workers": max_,
         }
-        loaded = load(config, data_dir, **{f"fleets.default.{name}": value for name, value in given.items()})
+        of_fleet = {f"fleets.default.{name}": value for name, value in given.items()}
+        loaded = load(config, data_dir, **of_fleet, **{"api.host": host, "api.port": port})
         check_fleets(loaded)
         return loaded
 
-    await wire.run_up(load_again(), load_again, Narrator().tell, is_leaving_workers=leave_workers)
+    await wire.run_up(load_again(), load_again, Narrator().tell, is_leaving_workers=leave_workers, version=__version__)
 
 
 @command

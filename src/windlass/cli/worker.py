@@ -1,6 +1,7 @@
 """`windlass worker`: claim tasks and run a handler for each."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +19,9 @@ EXIT_LOST = 3
 @command
 async def worker(
     queue: Annotated[
-        list[str], typer.Option("--queue", "-q", help="Queue to serve; several times for several.", metavar="NAME")
-    ],
+        list[str] | None,
+        typer.Option("--queue", "-q", help="Queue to serve; several times for several.", metavar="NAME"),
+    ] = None,
     handler: Annotated[
         str | None, typer.Option(help="Python function that takes the task.", metavar="PACKAGE.MODULE:FUNCTION")
     ] = None,
@@ -31,8 +33,8 @@ async def worker(
         bool, typer.Option("--inline", help="Run an async handler in the worker's own loop: fast, but unprotected.")
     ] = False,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "-c", min=1, help="Tasks at the same time.", metavar="N")
-    ] = 1,
+        int | None, typer.Option("--concurrency", "-c", min=1, help="Tasks at the same time (default 1).", metavar="N")
+    ] = None,
     chdir: Annotated[
         Path | None, typer.Option(help="Work in this folder; handlers are imported from it.", metavar="FOLDER")
     ] = None,
@@ -48,6 +50,10 @@ async def worker(
     memory_limit_mb: Annotated[
         int | None, typer.Option(help="Memory one handler's process may use.", metavar="MB")
     ] = None,
+    join: Annotated[
+        Path | None,
+        typer.Option(help="Join the control plane named in this file, and do what it says.", metavar="FILE"),
+    ] = None,
     log_format: LogFormat = "auto",
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -61,6 +67,13 @@ async def worker(
     from windlass.model.task import check_queue_name
     from windlass.worker.runtime import Ending, WorkerSettings
 
+    if join is not None:
+        given = (queue, handler, exec_, inline or None, concurrency, chdir, timeout, heartbeat_interval, lease)
+        if any(value is not None for value in (*given, memory_limit_mb, config, data_dir)):
+            raise BadInput("--join brings the work order along: leave out --queue, --handler and all that is in it.")
+        return await _joined(join)
+    if not queue:
+        raise BadInput("a worker needs a queue to serve: give --queue, or --join a control plane.")
     if (handler is None) == (exec_ is None):
         raise BadInput("a worker needs exactly one of --handler and --exec: say what to run.")
     if inline and handler is None:
@@ -85,7 +98,7 @@ async def worker(
         queues=tuple(check_queue_name(name) for name in dict.fromkeys(queue)),
         fleet=fleet,
         worker_id=worker_id,
-        concurrency=concurrency,
+        concurrency=concurrency or 1,
         heartbeat_interval_s=chosen.heartbeat_interval_s,
         lease_s=chosen.lease_s,
         timeout_s=chosen.timeout_s,
@@ -93,6 +106,19 @@ async def worker(
         version=__version__,
     )
     ending = await wire.run_worker(loaded.config, settings, handler=handler, command=exec_, is_inline=inline)
+    return EXIT_LOST if ending is Ending.LOST else 0
+
+
+async def _joined(file: Path) -> int:
+    from windlass import wire
+    from windlass.model.errors import TokenRefused
+    from windlass.worker.runtime import Ending
+
+    try:
+        ending = await wire.run_joined_worker(file, __version__)
+    except TokenRefused as error:
+        print(f"windlass: {error}", file=sys.stderr)
+        return EXIT_LOST
     return EXIT_LOST if ending is Ending.LOST else 0
 
 

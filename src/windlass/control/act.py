@@ -9,7 +9,7 @@ would be over: whoever leads then may count on it.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import structlog
@@ -76,11 +76,15 @@ class Actor:
             elif isinstance(action, DeleteStray):
                 self._begin(action.machine_id, self._delete_stray(action, machines))
 
-    def create_machines(self, fleet: str, intents: Iterable[Intent], granted: frozenset[str]) -> None:
-        """Begin to create a machine for each intent that was granted."""
+    def create_machines(
+        self, fleet: str, intents: Iterable[Intent], granted: frozenset[str], join_tokens: Mapping[str, str]
+    ) -> None:
+        """Begin to create a machine for each intent that was granted. `join_tokens`: by worker, where it needs one."""
         for intent in intents:
             if intent.worker_id in granted:
-                self._begin(intent.worker_id, self._create(fleet, intent, self._trust.until))
+                token = join_tokens.get(intent.worker_id)
+                request = MachineRequest(name=intent.worker_id, fleet=fleet, slot=intent.slot, join_token=token)
+                self._begin(intent.worker_id, self._create(request, self._trust.until))
 
     def _begin(self, about: str, call: Coroutine[Any, Any, Outcome]) -> None:
         if about in self._under_way:
@@ -126,28 +130,28 @@ class Actor:
         self._under_way.clear()
         self._begun.clear()
 
-    async def _create(self, fleet: str, intent: Intent, begin_by: float) -> Outcome:
+    async def _create(self, request: MachineRequest, begin_by: float) -> Outcome:
         """`begin_by`: the end of our trust when it was decided. Cycles renew the trust; this they do not renew."""
-        request = MachineRequest(name=intent.worker_id, fleet=fleet, slot=intent.slot)
+        worker_id = request.name
         try:
             async with self._places_to_create, asyncio.timeout(self._call_timeout_s):
                 if not self._trust.is_valid:
                     # Not called at all, so nothing can have been made; a new leader decides anew.
-                    return CreationRefused(intent.worker_id, "LEASE_LOST", "the lead was lost before it was hired")
+                    return CreationRefused(worker_id, "LEASE_LOST", "the lead was lost before it was hired")
                 if asyncio.get_running_loop().time() >= begin_by:
-                    return CreationRefused(intent.worker_id, "NOT_BEGUN", "too many others were being hired before it")
+                    return CreationRefused(worker_id, "NOT_BEGUN", "too many others were being hired before it")
                 self._check_throttle()
                 provider = self._provider
                 machine = await provider.create(request)
-                return Created(intent.worker_id, machine, is_prepared=not provider.traits.has_prepare_step)
+                return Created(worker_id, machine, is_prepared=not provider.traits.has_prepare_step)
         except (Refused, NoCapacity, Throttled) as error:
             self._heed(error)
-            log.warning("machine refused", worker_id=intent.worker_id, error=str(error))
-            return CreationRefused(intent.worker_id, type(error).__name__, str(error))
+            log.warning("machine refused", worker_id=worker_id, error=str(error))
+            return CreationRefused(worker_id, type(error).__name__, str(error))
         except Exception as error:
             problem = self._describe(error)
-            log.warning("creation unclear", worker_id=intent.worker_id, error=problem)
-            return CreationUnclear(intent.worker_id, problem)
+            log.warning("creation unclear", worker_id=worker_id, error=problem)
+            return CreationUnclear(worker_id, problem)
 
     async def _delete(self, action: Delete, machines: dict[str, Machine]) -> Outcome:
         if action.machine_id is None:

@@ -16,6 +16,7 @@ import structlog
 from windlass.control.act import CALL_TIMEOUT_S, Actor
 from windlass.control.leader import Trust
 from windlass.control.summary import Summary, count_actions, count_status
+from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits
@@ -35,9 +36,9 @@ log = structlog.get_logger(__name__)
 
 
 class FleetCycle:
-    """Runs cycles of one fleet, one after another. `rng` gives the random part of worker ids.
+    """Runs cycles of one fleet, one after another. The provider is its own: close() closes it.
 
-    The provider is its own: close() closes it.
+    `rng` gives the random part of worker ids, and join tokens: the system's source of chance, but in simulations.
     """
 
     def __init__(
@@ -177,11 +178,11 @@ class FleetCycle:
         self, term: int, snapshot: Snapshot, decided: Plan, patience_s: float | None
     ) -> tuple[int, list[Outcome], int]:
         store, candidate, actor = self._store, self._candidate, self._actor
-        now_free, freed_later = self._intents(snapshot, decided)
+        now_free, freed_later, join_tokens = self._intents(snapshot, decided)
         committed = await store.commit_plan(candidate, term, snapshot, decided, now_free)
         self._last = (term, committed.cycle_id)
         actor.end_machines(snapshot, decided)
-        actor.create_machines(self.name, now_free, committed.granted)
+        actor.create_machines(self.name, now_free, committed.granted, join_tokens)
         outcomes = await actor.outcomes(patience_s)
         gone = {outcome.worker_id for outcome in outcomes if isinstance(outcome, Deleted)}
         replacements = [intent for worker_id, intent in freed_later if worker_id in gone]
@@ -196,7 +197,7 @@ class FleetCycle:
             actor.forget(outcomes)
             raise
         actor.forget(outcomes)
-        actor.create_machines(self.name, replacements, granted)
+        actor.create_machines(self.name, replacements, granted, join_tokens)
         created = await actor.outcomes(patience_s) if granted else []
         if created:
             outcomes += created
@@ -205,12 +206,18 @@ class FleetCycle:
             actor.forget(created)
         return committed.cycle_id, outcomes, committed.requeued
 
-    def _intents(self, snapshot: Snapshot, decided: Plan) -> tuple[list[Intent], list[tuple[str, Intent]]]:
-        """Hirings into slots that are free, and those that must wait until their slot's last worker is gone."""
+    def _intents(
+        self, snapshot: Snapshot, decided: Plan
+    ) -> tuple[list[Intent], list[tuple[str, Intent]], dict[str, str]]:
+        """Hirings into slots that are free, those that must wait until their slot's last worker is gone, join tokens.
+
+        The tokens live as long as this cycle: after it they are on the machines, and we know only their hashes.
+        """
         deleted = {action.worker_id for action in decided.actions if isinstance(action, Delete)}
         holders = {worker.slot: worker.id for worker in snapshot.workers if worker.id in deleted}
         now_free: list[Intent] = []
         freed_later: list[tuple[str, Intent]] = []
+        join_tokens: dict[str, str] = {}
         spawns = (action for action in decided.actions if isinstance(action, Spawn))
         for number, action in enumerate(spawns):
             # The first ones are for whoever asked by hand; what was asked for since the snapshot is still to come.
@@ -221,11 +228,14 @@ class FleetCycle:
                 self.config.heartbeat_timeout_s,
                 is_requested=number < snapshot.requested,
             )
+            if self._provider.traits.is_remote:
+                token = join_tokens[intent.worker_id] = new_token(JOIN_PREFIX, self._rng)
+                intent = replace(intent, join_token_hash=hash_of(token), join_ttl_s=self.config.spawn_timeout_s)
             if action.slot in holders:
                 freed_later.append((holders[action.slot], intent))
             else:
                 now_free.append(intent)
-        return now_free, freed_later
+        return now_free, freed_later, join_tokens
 
     def _new_id(self, slot: int) -> str:
         # A name for hosts, pods and processes alike: lower case, dashes, never used twice.

@@ -8,6 +8,8 @@ wound down, whatever becomes of that concerns no other fleet, and one that is pu
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 
 import structlog
@@ -26,6 +28,8 @@ WAKE_INTERVAL_S = 0.5
 LOOK_OUT_S = 60.0
 # Retention is applied in small bites all day.
 SWEEP_INTERVAL_S = 60.0
+# A cycle that was asked for ends within this time: it waits for its provider no longer than a few seconds.
+CYCLE_TIMEOUT_S = 60.0
 # Beyond a worker's own time to stop: for the cycles that notice and the processes that end.
 STOP_MARGIN_S = 15.0
 log = structlog.get_logger(__name__)
@@ -33,6 +37,14 @@ log = structlog.get_logger(__name__)
 
 class UpStore(Store, Operations, Protocol):
     """What running a host needs of the store beyond its cycles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The last cycle of a fleet, and when we heard of it by the loop's clock."""
+
+    summary: Summary
+    at: float
 
 
 class Up:
@@ -56,6 +68,9 @@ class Up:
         self._leaving: dict[str, asyncio.TimerHandle] = {}
         self._is_stopping = False
         self._beside: set[asyncio.Task[None]] = set()
+        self._heard: dict[str, Heard] = {}
+        # Set by the next summary, which puts a new one here.
+        self._news = asyncio.Event()
 
     async def run(self, fleets: Mapping[str, FleetConfig]) -> None:
         """Until stopped."""
@@ -103,6 +118,28 @@ class Up:
         for name in tuple(self._daemon.fleets):
             self._wind_down(name)
 
+    def fleet(self, name: str) -> FleetConfig | None:
+        """A fleet's settings as they are now; None if it is not run here."""
+        running = self._daemon.fleets.get(name)
+        return running.config if running is not None else None
+
+    def heard(self) -> Mapping[str, Heard]:
+        """The last cycle of each fleet that is run here."""
+        return {name: heard for name, heard in self._heard.items() if name in self._daemon.fleets}
+
+    async def cycle_now(self) -> list[Summary]:
+        """One cycle of every fleet that begins after this call. Raises TimeoutError, DatabaseUnavailable."""
+        loop = asyncio.get_running_loop()
+        asked_at, asked_at_by_database = loop.time(), await self._store.now()
+        self._daemon.wake()
+        async with asyncio.timeout(CYCLE_TIMEOUT_S):
+            while not all(
+                name in self._heard and _is_after(self._heard[name], asked_at, asked_at_by_database)
+                for name in self._daemon.fleets
+            ):
+                await self._news.wait()
+        return [heard.summary for heard in self.heard().values()]
+
     def _wind_down(self, name: str) -> None:
         fleet = self._daemon.fleets[name]
         if fleet.is_winding_down:
@@ -137,6 +174,9 @@ class Up:
     def _note(self, summary: Summary) -> None:
         (self._empty.add if summary.hired == 0 else self._empty.discard)(summary.fleet)
         (self._standing_by.discard if summary.is_leader else self._standing_by.add)(summary.fleet)
+        self._heard[summary.fleet] = Heard(summary, asyncio.get_running_loop().time())
+        news, self._news = self._news, asyncio.Event()
+        news.set()
         self._on_summary(summary)
 
     async def _wake_for_tasks(self) -> None:
@@ -156,3 +196,10 @@ class Up:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             with contextlib.suppress(DatabaseUnavailable):
                 await self._store.sweep()
+
+
+def _is_after(heard: Heard, asked_at: float, asked_at_by_database: datetime) -> bool:
+    """Whether that cycle began after it was asked for. One that stands by has looked at nothing and has no time."""
+    if not heard.summary.timestamp:
+        return heard.at > asked_at
+    return datetime.fromisoformat(heard.summary.timestamp) >= asked_at_by_database

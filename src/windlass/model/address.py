@@ -1,5 +1,9 @@
-"""The address of a database: whether it is one, and how it may be shown. No message here repeats a password."""
+"""Addresses, of a database and of a control plane: whether they are one, and how they may be shown.
 
+No message here repeats a password.
+"""
+
+import ipaddress
 import re
 from urllib.parse import SplitResult, urlsplit
 
@@ -49,3 +53,36 @@ def _ports(parts: SplitResult) -> list[str]:
 
 def _is_port(text: str) -> bool:
     return text.isascii() and text.isdigit() and 1 <= int(text) <= 65_535
+
+
+# -------------------------------------------------------------------------------------------------- the control plane
+
+
+def problem_of_control_plane_url(url: str) -> str | None:
+    """What is wrong with the address that machines are to call, as the end of a sentence; None if nothing is."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        return "has a host or port that no address has: write https://host:port"
+    if parts.scheme not in ("https", "http") or not host:
+        return "is not an address: write https://host:port"
+    if parts.query or parts.fragment or parts.username is not None or parts.password is not None:
+        return "has more than a host, a port and a path: leave out user, ? and #"
+    if parts.scheme == "http" and not is_private_host(host):
+        return (
+            f"is http to {host}, where anybody on the way can read the tokens: use https, or an address of a private "
+            "network"
+        )
+    return None
+
+
+def is_private_host(host: str) -> bool:
+    """Whether what is sent there stays on this machine or in a private network. A name could be anybody's."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_private and not address.is_unspecified

@@ -8,10 +8,13 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from windlass.model.address import problem_of_control_plane_url
 from windlass.model.fleet import FleetConfig
 from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
 
 _DAY_S = 86_400.0
+# Good to listen on, but no place to call.
+_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104
 
 
 class _Section(BaseModel):
@@ -66,6 +69,24 @@ class ControlConfig(_Section):
     )
 
 
+class ApiConfig(_Section):
+    """The HTTP face of `windlass up`, which machines in a cloud need."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="Where to listen: 0.0.0.0 for everywhere.")
+    port: int | None = Field(default=None, ge=0, le=65_535, description="Without it, nobody listens.")
+    url: str | None = Field(
+        default=None, description="Where machines call. Without it: http, control_plane_ip (or host) and the port."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str | None) -> str | None:
+        problem = problem_of_control_plane_url(url) if url is not None else None
+        if problem is not None:
+            raise ValueError(f"it {problem}")
+        return url.rstrip("/") if url is not None else None
+
+
 class Config(_Section):
     database_url: SecretStr | None = Field(
         default=None,
@@ -93,6 +114,7 @@ class Config(_Section):
     retention: Retention = Retention()
     worker: WorkerConfig = WorkerConfig()
     control: ControlConfig = ControlConfig()
+    api: ApiConfig = ApiConfig()
     fleets: dict[str, FleetConfig] = Field(default_factory=dict, description="One table per fleet.")
 
     @field_validator("fleets")
@@ -111,3 +133,13 @@ class Config(_Section):
                 "to the connection string that the project's dashboard shows under Connect"
             )
         return self
+
+    @property
+    def machine_url(self) -> str | None:
+        """Where machines call the control plane; None if that is not known."""
+        if self.api.url is not None:
+            return self.api.url
+        host = self.control_plane_ip or self.api.host
+        if not self.api.port or host in _ANYWHERE:
+            return None
+        return f"http://[{host}]:{self.api.port}" if ":" in host else f"http://{host}:{self.api.port}"

@@ -21,12 +21,20 @@ class DatabaseUnavailable(WindlassError):
     """The database cannot be reached, refused us, or the connection broke. What was asked may have happened."""
 
 
+class ControlPlaneUnavailable(DatabaseUnavailable):
+    """The same over HTTP: the control plane, or the database behind it, did not answer."""
+
+
 class SchemaMismatch(WindlassError):
     """The schema in the database is missing, older or newer than this program."""
 
 
 class UnknownWorker(WindlassError):
     """A worker acted without being registered."""
+
+
+class TokenRefused(UnknownWorker):
+    """The control plane does not take our token, or not any more: for us this worker is over."""
 
 
 class HandlerNotFound(WindlassError):

@@ -149,6 +149,11 @@ def new_task(
     )
 
 
+def storable(text: str) -> str:
+    """What PostgreSQL cannot store (NUL, half a surrogate pair) written out: no error is lost for containing it."""
+    return text.replace("\x00", "\\0").encode(errors="backslashreplace").decode()
+
+
 def _is_storable(text: str) -> bool:
     """Whether PostgreSQL can hold it as text."""
     try:

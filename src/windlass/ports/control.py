@@ -52,6 +52,10 @@ class Intent:
     lease_s: float
     # Hired because a person asked for it: when it is granted, that wish is fulfilled.
     is_requested: bool = False
+    # Of a machine that will join over HTTP: the hash of its join token, and for how long that is good. The token itself
+    # goes to the provider and nowhere else.
+    join_token_hash: bytes | None = None
+    join_ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ class PostgresControlStore(PostgresStore):
                     json.dumps(actions_to_plain(plan.actions)),
                     MEMORY.dump_json(plan.memory).decode(),
                     plan.decision,
-                    json.dumps([asdict(intent) for intent in intents]),
+                    json.dumps([_intent_to_plain(intent) for intent in intents]),
                 )
         except asyncpg.ObjectNotInPrerequisiteStateError as error:
             raise LeaseLost(str(error)) from None
@@ -150,7 +150,7 @@ class PostgresControlStore(PostgresStore):
                 fleet,
                 cycle_id,
                 json.dumps([_outcome_to_plain(outcome) for outcome in outcomes]),
-                json.dumps([asdict(intent) for intent in intents]),
+                json.dumps([_intent_to_plain(intent) for intent in intents]),
                 json.dumps(summary) if summary is not None else None,
             )
         if granted is None:
@@ -251,6 +251,11 @@ def _cycle(row: Any) -> Cycle:
         repeats=row["repeats"],
         repeated_at=row["repeated_at"],
     )
+
+
+def _intent_to_plain(intent: Intent) -> dict[str, Any]:
+    join_token_hash = intent.join_token_hash.hex() if intent.join_token_hash is not None else None
+    return asdict(intent) | {"join_token_hash": join_token_hash}
 
 
 def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:

@@ -55,3 +55,24 @@ where t.queue = mine.queue
   and t.status = 'queued'
   and t.run_after is null
   and (t.priority > mine.priority or (t.priority = mine.priority and t.id < mine.id));
+
+-- name: create_token
+-- `windlass tokens create`; tokens_name. No row: the name is taken.
+insert into windlass.tokens (name, role, hash)
+values ($1, $2, $3)
+on conflict (name) where revoked_at is null do nothing
+returning id, name, role, created_at, last_used_at, revoked_at;
+
+-- name: tokens
+-- `windlass tokens list`; a handful of rows.
+select id, name, role, created_at, last_used_at, revoked_at
+from windlass.tokens
+order by id desc;
+
+-- name: revoke_token
+-- `windlass tokens revoke`; tokens_name.
+update windlass.tokens
+set revoked_at = windlass.now()
+where name = $1
+  and revoked_at is null
+returning true;

@@ -3,6 +3,9 @@
 A notification is a hint. A listening connection can be dead without saying so (a pooler that drops it, a network that
 swallows it), so it is proven with a notification to itself when it opens and again and again while it waits. Where it
 cannot be proven, waiting turns into polling.
+
+Many may wait at once. What arrives wakes all whom it concerns, and whoever asks for the same queues again hears of all
+that arrived since it asked last.
 """
 
 import asyncio
@@ -21,6 +24,9 @@ PROOF_VALID_S = 60.0
 PROOF_TIMEOUT_S = 5.0
 # After a failed attempt to listen, the next one waits this long; polling goes on meanwhile.
 RETRY_AFTER_S = 30.0
+# Names of queues and sets of them that are remembered. Beyond that all is forgotten, and the next wait of each ends at
+# once: a hint too many.
+MAX_REMEMBERED = 10_000
 
 
 class Listener:
@@ -30,16 +36,25 @@ class Listener:
         self._connection: Any = None
         self._proven_at = float("-inf")
         self._tried_at = float("-inf")
-        self._arrived: set[str] = set()
+        # One proof or connection at a time, however many wait.
+        self._checking = asyncio.Lock()
+        # Arrivals are numbered. The last one of each queue, and the last one that each set of queues was told of.
+        self._arrivals = 0
+        self._latest: dict[str, int] = {}
+        self._told: dict[tuple[str, ...], int] = {}
+        # Set by the next arrival, which puts a new one here.
         self._arrival = asyncio.Event()
 
     async def wait(self, queues: Sequence[str], timeout_s: float) -> None:
-        """Until a notification for one of these queues has come since the last call, or the time is up."""
-        if not await self._is_listening():
+        """Until a notification for one of these queues has come since the last call for them, or the time is up."""
+        async with self._checking:
+            is_listening = await self._is_listening()
+        if not is_listening:
             await asyncio.sleep(min(timeout_s, POLL_WITHOUT_LISTEN_S))
             return
         deadline = time.monotonic() + timeout_s
-        while not self._take(queues):
+        wanted = tuple(queues)
+        while not self._take(wanted):
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return
@@ -53,15 +68,25 @@ class Listener:
             connection, self._connection = self._connection, None
             connection.terminate()
 
-    def _take(self, queues: Sequence[str]) -> bool:
-        """Whether something arrived for these queues; forgets all that arrived. The empty name stands for any."""
-        arrived, self._arrived = self._arrived, set()
-        self._arrival.clear()
-        return "" in arrived or any(queue in arrived for queue in queues)
+    def _take(self, queues: tuple[str, ...]) -> bool:
+        """Whether something arrived for these queues that they were not told of. The empty name stands for any."""
+        latest = max(self._latest.get(queue, 0) for queue in ("", *queues))
+        is_news = latest > self._told.get(queues, 0)
+        self._told[queues] = self._arrivals
+        return is_news
 
     def _on_notification(self, _connection: object, _pid: int, _channel: str, queue: object) -> None:
-        self._arrived.add(str(queue))
-        self._arrival.set()
+        self._note_arrival(str(queue))
+
+    def _note_arrival(self, queue: str) -> None:
+        if len(self._latest) + len(self._told) > MAX_REMEMBERED:
+            self._latest.clear()
+            self._told.clear()
+            queue = ""
+        self._arrivals += 1
+        self._latest[queue] = self._arrivals
+        arrival, self._arrival = self._arrival, asyncio.Event()
+        arrival.set()
 
     async def _is_listening(self) -> bool:
         if not self._is_possible:
@@ -87,8 +112,7 @@ class Listener:
             await self.close()
             return False
         # What was announced before we listened is found by one more look.
-        self._arrived.add("")
-        self._arrival.set()
+        self._note_arrival("")
         return await self._prove()
 
     async def _prove(self) -> bool:

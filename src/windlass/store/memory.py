@@ -34,6 +34,7 @@ from windlass.model.task import (
     TaskStatus,
     Turn,
     check_queue_name,
+    storable,
 )
 from windlass.model.worker import LIVE, HeldClaim, Pulse, Recovery, Registration, Worker, WorkerStatus
 from windlass.policy.backoff import retry_delay_s
@@ -453,7 +454,7 @@ class MemoryStore:
         if row is None or not row.is_held_by(token):
             is_repeat = self._is_repeat(worker_id, task_id, token, (TaskStatus.ERROR, TaskStatus.FAILED))
             return row.status if row is not None and is_repeat else None
-        error = _storable(error)[-MAX_ERROR_CHARACTERS:]
+        error = storable(error)[-MAX_ERROR_CHARACTERS:]
         jitter = self._chance.random() if jitter is None else jitter
         if retry and row.attempts < row.max_attempts:
             self._let_wait(row, retry_delay_s(row.attempts, jitter), code, error)
@@ -526,7 +527,7 @@ class MemoryStore:
                 lost.add(claim.token)
             elif progress is not None:
                 row.progress = progress
-                row.progress_note = _storable(claim.note)[:MAX_NOTE_CHARACTERS] if claim.note is not None else None
+                row.progress_note = storable(claim.note)[:MAX_NOTE_CHARACTERS] if claim.note is not None else None
         for token, row in sorted(held.items(), key=lambda item: item[1].id):
             if token not in named and row.started_at is not None and row.started_at < now - worker.lease:
                 self._release(row, worker_id, "claimed by a worker that never received it")
@@ -877,11 +878,6 @@ def _take_vitals(worker: _WorkerRow, vitals: dict[str, Any]) -> None:
 
 
 _NUMBERED_VITALS = ("pid", "vram_total_mb", "vram_used_mb")
-
-
-def _storable(text: str) -> str:
-    """What PostgreSQL cannot store (NUL, half a surrogate pair) written out: no error is lost for containing it."""
-    return text.replace("\x00", "\\0").encode(errors="backslashreplace").decode()
 
 
 def _check_limit(doing: str, limit: int) -> None:

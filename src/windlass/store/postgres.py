@@ -24,7 +24,7 @@ import asyncpg
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput, DatabaseUnavailable, UnknownWorker
 from windlass.model.event import Event, QueueDepth
-from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, Turn
+from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, Turn, storable
 from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerStatus
 from windlass.store.connections import Connections
 from windlass.store.listener import Listener
@@ -245,7 +245,7 @@ class PostgresStore:
         retry: bool = True,
         jitter: float | None = None,
     ) -> TaskStatus | None:
-        error = _storable(error)
+        error = storable(error)
         async with self._connection("reporting a failed attempt") as connection:
             status = await connection.fetchval(
                 "select windlass.fail_task($1, $2, $3, $4, $5, $6, coalesce($7, random()))",
@@ -465,13 +465,8 @@ def _claims(rows: Iterable[Any]) -> list[Claim]:
 def _held_to_json(claim: HeldClaim) -> dict[str, Any]:
     held: dict[str, Any] = {"task_id": claim.task_id, "token": str(claim.token)}
     if claim.progress is not None:
-        held |= {"progress": claim.progress, "note": _storable(claim.note) if claim.note is not None else None}
+        held |= {"progress": claim.progress, "note": storable(claim.note) if claim.note is not None else None}
     return held
-
-
-def _storable(text: str) -> str:
-    """What PostgreSQL cannot store (NUL, half a surrogate pair) written out: no error is lost for containing it."""
-    return text.replace("\x00", "\\0").encode(errors="backslashreplace").decode()
 
 
 def _task(row: Any) -> Task:

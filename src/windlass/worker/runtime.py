@@ -58,6 +58,9 @@ class WorkerSettings:
     drain_timeout_s: float = 600.0
     # How long a result is held for a database that does not answer.
     delivery_timeout_s: float = 3600.0
+    # How long the first registration is tried: a machine that came from far does not go home for a restart of whoever
+    # it registers with.
+    registration_timeout_s: float = 0.0
     # Given to a worker that was hired; one started by hand makes its own.
     worker_id: str | None = None
     version: str | None = None
@@ -143,7 +146,8 @@ class WorkerRuntime:
 
     async def _live_on(self, transport: WorkerTransport) -> Ending:
         life = _Life(self._settings, self._orders, self._executor, self._gpu, transport, self._open_transport)
-        await life.register()
+        if not await self._has_registered(life):
+            return Ending.LEFT
         while True:
             ending = await life.live()
             if ending is Ending.LEFT or self._settings.worker_id is not None:
@@ -152,6 +156,24 @@ class WorkerRuntime:
             life = _Life(self._settings, self._orders, self._executor, self._gpu, transport, self._open_transport)
             if not await self._has_joined_again(life):
                 return ending
+
+    async def _has_registered(self, life: "_Life") -> bool:
+        """False when told to end meanwhile. Raises DatabaseUnavailable when the time for it is over."""
+        give_up_at = time.monotonic() + self._settings.registration_timeout_s
+        failures = 0
+        while True:
+            try:
+                await life.register()
+            except DatabaseUnavailable as error:
+                failures += 1
+                if self._orders.is_draining:
+                    return False
+                if time.monotonic() >= give_up_at:
+                    raise
+                log.warning("not registered, trying again", error=str(error), failures=failures)
+                await self._orders.pause(reconnect_delay_s(failures, random.random()))  # noqa: S311
+            else:
+                return True
 
     async def _has_joined_again(self, life: "_Life") -> bool:
         """What made us lost may last: this is tried until it works, or until we are told to end."""

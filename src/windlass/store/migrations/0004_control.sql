@@ -10,7 +10,10 @@ alter table windlass.workers
   add column machine_at timestamptz,
   add column prepared_at timestamptz,
   -- Set when it was found broken; not when a person, or the scaling, ended it.
-  add column failed_at timestamptz;
+  add column failed_at timestamptz,
+  -- What its machine was made with, to join over HTTP once and before this time. Only the hash is kept.
+  add column join_token_hash bytea,
+  add column join_expires_at timestamptz;
 
 -- What tells this database from every other, whatever address it is reached by: machines are tagged with it.
 create table windlass.instance (
@@ -385,9 +388,13 @@ begin
   on conflict do nothing;
 
   with hired as (
-    insert into windlass.workers (id, fleet, slot, status, paused, queues, reason, lease_s)
+    insert into windlass.workers (
+      id, fleet, slot, status, paused, queues, reason, lease_s, join_token_hash, join_expires_at
+    )
     select i ->> 'worker_id', p_fleet, (i ->> 'slot')::integer, 'spawning', f.paused, f.queues, null,
-      coalesce((i ->> 'lease_s')::double precision, 30)
+      coalesce((i ->> 'lease_s')::double precision, 30),
+      decode(i ->> 'join_token_hash', 'hex'),
+      windlass.now() + make_interval(secs => (i ->> 'join_ttl_s')::double precision)
     from jsonb_array_elements(p_intents) with ordinality as e (i, position)
     join windlass.fleets f on f.name = p_fleet
     join windlass.slots s on s.fleet = p_fleet and s.slot = (i ->> 'slot')::integer and s.status = 'ok'

@@ -1,0 +1,119 @@
+"""What a round trip costs a worker: over the database, and over HTTP to a control plane in another process.
+
+`python -m bench.transports`: each worker finishes one task and claims the next, as fast as it can.
+"""
+
+import asyncio
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from windlass import wire
+from windlass.api.app import make_app
+from windlass.api.doorbell import Doorbell
+from windlass.api.face import Face
+from windlass.api.server import listen, serving
+from windlass.cli.logs import configure_logs
+from windlass.model.access import JOIN_PREFIX, WORKER_PREFIX, hash_of, new_token
+from windlass.model.action import Plan
+from windlass.model.config import Config, WorkerConfig
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import Memory
+from windlass.model.task import MAX_PAYLOAD_BYTES, Finished, NewTask
+from windlass.model.worker import Registration
+from windlass.ports.control import Candidate, Intent
+from windlass.store.access import PostgresAccessStore
+from windlass.store.postgres import PostgresStore
+from windlass.worker.http_transport import HttpTransport, Membership
+
+QUEUE = "q"
+FLEET = FleetConfig(queues=(QUEUE,), max_workers=100)
+ROUND_TRIPS = 3_000
+CROWDS = (1, 8)
+
+
+async def _no_cycle() -> list[dict[str, Any]]:
+    return []
+
+
+async def serve(dsn: str) -> None:
+    configure_logs("json")
+    async with PostgresAccessStore(dsn, max_connections=wire.API_CONNECTIONS) as store:
+        doorbell, listener = Doorbell(store.wait_for_work), listen("127.0.0.1", 0)
+        face = Face(
+            store=store, access=store, doorbell=doorbell, fleet=lambda _: FLEET, worker_defaults=WorkerConfig(),
+            max_payload_bytes=MAX_PAYLOAD_BYTES, version="bench", ask_database=store.now, pulses=dict,
+            run_cycle=_no_cycle, wheel=lambda: None,
+        )  # fmt: skip
+        async with serving(make_app(face), listener):
+            print(listener.getsockname()[1], flush=True)
+            await asyncio.Event().wait()
+
+
+async def hire(dsn: str, count: int) -> dict[str, str]:
+    """Workers that have joined, and their tokens."""
+    chance, ourselves, tokens = random.SystemRandom(), Candidate("bench", 3600.0), {}
+    async with PostgresAccessStore(dsn) as store:
+        for slot in range(count):
+            name, join = f"w{slot}", new_token(JOIN_PREFIX, chance)
+            tokens[name] = new_token(WORKER_PREFIX, chance)
+            observed = await store.observe(ourselves, "far", FLEET)
+            assert isinstance(observed, tuple)
+            intent = Intent(name, slot, "bench", 30.0, hash_of(join), 600.0)
+            await store.commit_plan(ourselves, observed[0], observed[1], Plan((), Memory(), "x"), [intent])
+            await store.activate(name, hash_of(join), hash_of(tokens[name]))
+    return tokens
+
+
+async def work(transport: Any, name: str, count: int) -> None:
+    async with transport as line:
+        await line.register(Registration(name, (QUEUE,)))
+        finished: list[Finished] = []
+        for _ in range(count):
+            turn = await line.finish_and_claim(name, finished, (QUEUE,), 1)
+            finished = [Finished(claim.task_id, claim.token, "1") for claim in turn.claims]
+
+
+async def measure(dsn: str, open_transport: Callable[[str], Any], names: list[str]) -> float:
+    async with PostgresStore(dsn) as store:
+        await store.enqueue_many(NewTask(QUEUE) for _ in range(ROUND_TRIPS))
+    each = ROUND_TRIPS // len(names)
+    started = time.perf_counter()
+    await asyncio.gather(*(work(open_transport(name), name, each) for name in names))
+    return each * len(names) / (time.perf_counter() - started)
+
+
+async def main() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o711)
+        async with wire.database(Config(data_dir=Path(folder))) as dsn:
+            tokens = await hire(dsn, max(CROWDS))
+            server = subprocess.Popen(  # noqa: ASYNC220
+                [sys.executable, "-m", "bench.transports", dsn],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            assert server.stdout is not None
+            try:
+                url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+                for crowd in CROWDS:
+                    names = list(tokens)[:crowd]
+                    for what, open_transport in {
+                        "database": lambda _: PostgresStore(dsn, max_connections=2),
+                        "http": lambda name: HttpTransport(Membership(name, url, tokens[name]), False),
+                    }.items():
+                        rate = await measure(dsn, open_transport, names)
+                        print(f"{crowd} workers over {what:>8}: {rate:6.0f} finish-and-claim a second")
+            finally:
+                server.terminate()
+                server.wait(10)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1]) if len(sys.argv) > 1 else main())

@@ -1,0 +1,93 @@
+"""Health, the cycle on request, and the program itself as a wheel."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Response
+from fastapi.responses import JSONResponse
+
+from windlass.api.errors import ApiError, unavailable
+from windlass.api.face import Face
+from windlass.api.gate import machine_caller, operator
+from windlass.api.wheel import Wheel
+from windlass.model.access import JoinCaller, TokenCaller, WorkerCaller
+from windlass.model.errors import DatabaseUnavailable
+from windlass.ports import http
+
+# A probe that asks is answered within this time, whatever the database does.
+PROBE_TIMEOUT_S = 2.0
+
+Machine = Annotated[WorkerCaller | JoinCaller, Depends(machine_caller)]
+Operator = Annotated[TokenCaller, Depends(operator)]
+
+
+def health_routes(face: Face) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """This process answers."""
+        return {"status": "ok", "version": face.version}
+
+    @router.get("/readyz")
+    async def readyz() -> JSONResponse:
+        """Its database answers and its control loop turns, leading or standing by."""
+        has_database = await _has_database(face)
+        pulses = face.pulses()
+        fleets = {
+            name: {"is_leader": pulse.is_leader, "last_cycle_age_s": round(pulse.last_cycle_age_s, 1)}
+            for name, pulse in pulses.items()
+        }
+        is_ready = has_database and bool(pulses) and all(pulse.is_turning for pulse in pulses.values())
+        found: dict[str, Any] = {
+            "is_ready": is_ready,
+            "has_database": has_database,
+            "is_leader": any(pulse.is_leader for pulse in pulses.values()),
+            "fleets": fleets,
+        }
+        return JSONResponse(found, 200 if is_ready else 503)
+
+    return router
+
+
+async def _has_database(face: Face) -> bool:
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await face.ask_database()
+    except (DatabaseUnavailable, TimeoutError):
+        return False
+    return True
+
+
+def control_routes(face: Face) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/internal/cycle")
+    async def cycle(_operator: Operator) -> list[dict[str, Any]]:
+        """Run a cycle of every fleet now, and say what each did: for pg_cron and the like."""
+        try:
+            return await face.run_cycle()
+        except TimeoutError:
+            raise unavailable("no cycle of every fleet ended in time: look at the log of `windlass up`.") from None
+
+    @router.get("/internal/wheel")
+    async def wheel(_machine: Machine) -> dict[str, str]:
+        """Name and hash of the wheel of this very program."""
+        found = _wheel(face)
+        return {"filename": found.filename, "version": found.version, "sha256": found.sha256}
+
+    @router.get("/internal/wheel/{filename}")
+    async def wheel_file(filename: str, _machine: Machine) -> Response:
+        found = _wheel(face)
+        if filename != found.filename:
+            raise ApiError(404, http.NOT_FOUND, f"the wheel of this program is {found.filename}.")
+        return Response(found.content, media_type="application/zip")
+
+    return router
+
+
+def _wheel(face: Face) -> Wheel:
+    found = face.wheel()
+    if found is None:
+        raise ApiError(404, http.NOT_FOUND, "the control plane was not installed as a package, so it has no wheel.")
+    return found

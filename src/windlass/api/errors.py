@@ -1,0 +1,87 @@
+"""What callers are told when something is not as it should be: a status, a code, one sentence. Never a traceback."""
+
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from windlass.model.errors import BadInput, DatabaseUnavailable, UnknownWorker
+from windlass.ports import http
+
+# Whoever asked while the database was away may ask again after this time.
+RETRY_AFTER_S = 1
+_WORDS = {404: "there is nothing at this address.", 405: "this address takes another method."}
+log = structlog.get_logger(__name__)
+
+
+class ApiError(HTTPException):
+    """Raised anywhere below a handler; becomes the answer."""
+
+    def __init__(self, status: int, code: str, message: str, *, retry_after_s: int | None = None) -> None:
+        headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        super().__init__(status, message, headers)
+        self.code = code
+
+    def answer(self) -> JSONResponse:
+        error = {"code": self.code, "message": self.detail}
+        return JSONResponse({"error": error}, self.status_code, dict(self.headers or {}))
+
+
+def unauthorized(message: str) -> ApiError:
+    return ApiError(401, http.UNAUTHORIZED, message)
+
+
+def forbidden(message: str) -> ApiError:
+    return ApiError(403, http.FORBIDDEN, message)
+
+
+def gone(message: str) -> ApiError:
+    return ApiError(410, http.GONE, message)
+
+
+def unavailable(message: str) -> ApiError:
+    return ApiError(503, http.UNAVAILABLE, message, retry_after_s=RETRY_AFTER_S)
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """What a caller is told of an error that has a meaning; None for one that has none."""
+    match error:
+        case ApiError():
+            return error
+        case BadInput():
+            return ApiError(400, http.BAD_INPUT, str(error))
+        case UnknownWorker():
+            return ApiError(404, http.UNKNOWN_WORKER, str(error))
+        case DatabaseUnavailable():
+            # Where the database is, is nobody's business out there.
+            log.warning("not answered: the database is away", error=str(error))
+            return unavailable("the control plane's database does not answer: try again.")
+        case RequestValidationError():
+            return ApiError(400, http.BAD_INPUT, _what_is_wrong(error))
+        case HTTPException():
+            code = http.NOT_FOUND if error.status_code in _WORDS else http.BAD_INPUT
+            return ApiError(error.status_code, code, _WORDS.get(error.status_code, "the request cannot be read."))
+    return None
+
+
+def _what_is_wrong(error: RequestValidationError) -> str:
+    # What was sent is not repeated: it may be anybody's secret.
+    problem: dict[str, Any] = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"the request is not as expected: {where}: {problem['msg']}."
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def answer(_request: Request, error: Exception) -> JSONResponse:
+        told = as_api_error(error)
+        if told is None:
+            raise error
+        return told.answer()
+
+    for kind in (HTTPException, RequestValidationError, BadInput, UnknownWorker, DatabaseUnavailable):
+        app.add_exception_handler(kind, answer)

@@ -1,0 +1,59 @@
+"""Everything the handlers know of the world, and how they answer."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Response
+from pydantic import TypeAdapter
+
+from windlass.api.doorbell import Doorbell
+from windlass.api.wheel import Wheel
+from windlass.model.config import WorkerConfig
+from windlass.model.fleet import FleetConfig
+from windlass.ports.access import Access
+from windlass.ports.transport import WorkerTransport
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPulse:
+    """How a fleet's control loop is doing."""
+
+    is_leader: bool
+    last_cycle_age_s: float
+    # Older than this, the loop does not turn.
+    limit_s: float
+
+    @property
+    def is_turning(self) -> bool:
+        return self.last_cycle_age_s <= self.limit_s
+
+
+@dataclass(frozen=True, slots=True)
+class Face:
+    store: WorkerTransport
+    access: Access
+    doorbell: Doorbell
+    # The settings of a fleet as they are now, reloads included; None if it is not run here.
+    fleet: Callable[[str], FleetConfig | None]
+    worker_defaults: WorkerConfig
+    max_payload_bytes: int
+    version: str
+    # Raises DatabaseUnavailable, or answers.
+    ask_database: Callable[[], Awaitable[object]]
+    # By fleet. A fleet that has not had a cycle yet is not in it.
+    pulses: Callable[[], Mapping[str, FleetPulse]]
+    # Runs a cycle of every fleet now; their summaries. Raises TimeoutError.
+    run_cycle: Callable[[], Awaitable[list[dict[str, Any]]]]
+    # None where this program does not know its own files.
+    wheel: Callable[[], Wheel | None]
+
+
+def answering(kind: Any) -> Callable[[Any], Response]:
+    """Writes values of this type as JSON: once, without the copies and second checks a framework would make."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+
+    def answer(value: Any) -> Response:
+        return Response(adapter.dump_json(value), media_type="application/json")
+
+    return answer

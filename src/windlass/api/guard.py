@@ -1,0 +1,118 @@
+"""What stands before every handler: limits, headers, the access log, and an answer whatever happens.
+
+A body larger than the limit, or one that does not arrive in time, is refused before anything is done with it. An error
+nobody foresaw is logged here with all there is to know, and answered with a sentence. No log line holds a header, a
+query or a body.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from windlass.api.errors import ApiError, as_api_error
+from windlass.ports import http
+
+# Between two pieces of a body. Whoever is slower is not a worker of ours.
+BODY_TIMEOUT_S = 30.0
+HEADERS = [
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+]
+# Asked for all day by workers and probes: they are told only when something is wrong.
+_ROUTINE = ("/internal/worker/", "/healthz", "/readyz")
+log = structlog.get_logger("windlass.api")
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await _Exchange(self._app, self._max_body_bytes, scope, receive, send).carry_out()
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._scope = scope
+        self._receive_from_client = receive
+        self._send_to_client = send
+        self._received_bytes = 0
+        self._has_whole_body = False
+        self._status: int | None = None
+
+    async def carry_out(self) -> None:
+        started = time.monotonic()
+        try:
+            self._check_announced_size()
+            await self._app(self._scope, self._receive, self._send)
+        except Exception as error:
+            told = as_api_error(error)
+            if told is None:
+                log.exception("a request failed", method=self._scope["method"], path=self._scope["path"])
+                told = ApiError(500, http.DEFECT, "this is a defect of windlass: its log shows where it happened.")
+            await self._answer_instead(told)
+        finally:
+            self._note(time.monotonic() - started)
+
+    def _check_announced_size(self) -> None:
+        announced = dict(self._scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self._max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, http.TOO_LARGE, f"the request has more than {self._max_body_bytes:,} bytes.")
+
+    async def _receive(self) -> Message:
+        if self._has_whole_body:
+            return await self._receive_from_client()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                message = await self._receive_from_client()
+        except TimeoutError:
+            raise ApiError(408, http.BAD_INPUT, "the request did not arrive in time.") from None
+        if message["type"] == "http.request":
+            self._received_bytes += len(message.get("body", b""))
+            self._has_whole_body = not message.get("more_body", False)
+            if self._received_bytes > self._max_body_bytes:
+                raise self._too_large()
+        return message
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            message = {**message, "headers": [*message["headers"], *HEADERS]}
+        await self._send_to_client(message)
+
+    async def _answer_instead(self, error: ApiError) -> None:
+        if self._status is None:  # what has begun cannot be taken back
+            await error.answer()(self._scope, self._receive, self._send)
+
+    def _note(self, duration_s: float) -> None:
+        path, status = self._scope["path"], self._status or 0
+        is_fine = 200 <= status < 400
+        if is_fine and path.startswith(_ROUTINE):
+            return
+        client = self._scope.get("client")
+        fields: dict[str, Any] = {
+            "method": self._scope["method"],
+            "path": path,
+            "status": status,
+            "duration_ms": round(duration_s * 1000, 1),
+            "client": client[0] if client else None,
+            "caller": self._scope.get("state", {}).get("caller_name"),
+        }
+        (log.info if is_fine else log.warning)("request", **fields)

@@ -1,0 +1,95 @@
+"""Who is calling, and what a token is worth.
+
+A token is a secret of 256 random bits behind a prefix that says what it is for. Its holder has it, everybody else its
+hash. Plain SHA-256 is enough for that: nobody guesses 256 bits, so nothing has to be slow.
+"""
+
+import hashlib
+import random
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+# Shown in what leaked, so that whoever finds one knows what to revoke.
+JOIN_PREFIX = "wlj_"
+WORKER_PREFIX = "wlw_"
+API_PREFIX = "wlt_"
+_TOKEN = re.compile(r"wl[jwt]_[0-9a-f]{64}")
+
+
+def new_token(prefix: str, rng: random.Random) -> str:
+    """`rng` is the system's source of chance everywhere but in simulations."""
+    return f"{prefix}{rng.getrandbits(256):064x}"
+
+
+def is_token(text: str, prefix: str) -> bool:
+    return text.startswith(prefix) and _TOKEN.fullmatch(text) is not None
+
+
+def hash_of(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()
+
+
+class Role(StrEnum):
+    """What the holder of an API token may do; each of the first three may do what those before it may."""
+
+    VIEWER = "viewer"  # look
+    PRODUCER = "producer"  # enqueue
+    OPERATOR = "operator"  # everything a person does by hand
+    WORKER = "worker"  # for workers that nobody hired; no endpoint asks for it yet
+
+
+@dataclass(frozen=True, slots=True)
+class ApiToken:
+    """An API token as the store knows it: without the token."""
+
+    id: int
+    name: str
+    role: Role
+    created_at: datetime
+    last_used_at: datetime | None
+    revoked_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCaller:
+    """A hired worker, by its own token. It acts in its own name and serves the queues it was hired for."""
+
+    worker_id: str
+    fleet: str
+    queues: tuple[str, ...]
+    # Its token is worth nothing any more.
+    has_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JoinCaller:
+    """A machine that has not joined yet, by the token it was made with."""
+
+    worker_id: str
+    fleet: str
+    queues: tuple[str, ...]
+    has_ended: bool
+    is_expired: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCaller:
+    """Somebody with an API token."""
+
+    name: str
+    role: Role
+
+
+Caller = WorkerCaller | JoinCaller | TokenCaller
+
+
+class Activation(StrEnum):
+    """What became of the wish to exchange a join token for a worker token."""
+
+    ACTIVATED = "activated"  # now, or before with the same two tokens
+    UNKNOWN = "unknown"  # there is no such worker, or it has another join token
+    ENDED = "ended"
+    USED = "used"  # for another worker token
+    EXPIRED = "expired"

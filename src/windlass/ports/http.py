@@ -1,0 +1,165 @@
+"""What workers and the control plane say to each other over HTTP: paths, messages, errors. Both ends read it from here.
+
+Every call is a POST with a JSON body (but the order, which is a GET) and `Authorization: Bearer <token>`. A worker
+names itself nowhere: its token says who it is. An answer that is no success carries `{"error": {"code", "message"}}`
+with one of the codes below; an answer without it came from somebody else on the way and counts as none.
+
+Payloads, results and errors travel as text, never as JSON within JSON: what the store wrote arrives as it was written.
+"""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Annotated, Any
+from uuid import UUID
+
+from pydantic import Field
+
+from windlass.model.task import Claim, Finished, TaskStatus
+from windlass.model.worker import HeldClaim, WorkerStatus
+
+ACTIVATE = "/internal/workers/{worker_id}/activate"
+ORDER = "/internal/worker/order"
+REGISTER = "/internal/worker/register"
+CLAIM = "/internal/worker/claim"
+FINISH = "/internal/worker/finish"
+FAIL = "/internal/worker/fail"
+RELEASE = "/internal/worker/release"
+HEARTBEAT = "/internal/worker/heartbeat"
+LEAVE = "/internal/worker/leave"
+NEXT_RUN_AFTER = "/internal/worker/next-run-after"
+WAIT = "/internal/worker/wait"
+
+# Who waits for work is answered within this time, whatever it asked for: proxies cut what is silent for longer.
+MAX_WAIT_S = 20.0
+# Claims in one answer: more than any worker has places for, few enough to hold in memory.
+MAX_CLAIMS = 2_000
+# Of results finished in one call, beyond the first: a batch must fit into a body.
+MAX_BATCH_BYTES = 1 << 20
+
+BAD_INPUT = "BAD_INPUT"
+UNAUTHORIZED = "UNAUTHORIZED"
+FORBIDDEN = "FORBIDDEN"
+NOT_FOUND = "NOT_FOUND"
+UNKNOWN_WORKER = "UNKNOWN_WORKER"
+GONE = "GONE"
+TOO_LARGE = "TOO_LARGE"
+TOO_MANY = "TOO_MANY"
+UNAVAILABLE = "UNAVAILABLE"
+DEFECT = "DEFECT"
+
+Queues = Annotated[tuple[str, ...], Field(max_length=1_000)]
+
+
+def max_body_bytes(max_payload_bytes: int) -> int:
+    """Of a request: one result of the largest size, each character escaped, and a thousand of everything small."""
+    return 2 * max(max_payload_bytes, MAX_BATCH_BYTES) + (4 << 20)
+
+
+# ------------------------------------------------------------------------------------------------ what workers ask
+
+
+@dataclass(frozen=True, slots=True)
+class ActivateCall:
+    """`token`: the worker token that the machine made up."""
+
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterCall:
+    queues: Queues
+    concurrency: int = 1
+    lease_s: float = 30.0
+    host: str | None = None
+    pid: int | None = None
+    version: str | None = None
+    # Read for workers that nobody hired; a hired one is in the fleet it was hired for.
+    fleet: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimCall:
+    queues: Queues
+    limit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FinishCall:
+    finished: tuple[Finished, ...] = ()
+    queues: Queues = ()
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FailCall:
+    task_id: int
+    token: UUID
+    error: str
+    code: str = "HANDLER_ERROR"
+    retry: bool = True
+    jitter: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseCall:
+    task_id: int
+    token: UUID
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatCall:
+    claims: tuple[HeldClaim, ...] = ()
+    vitals: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveCall:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NextRunAfterCall:
+    queues: Queues
+
+
+@dataclass(frozen=True, slots=True)
+class WaitCall:
+    """`cursor`: what the last wait for these queues answered. Without it, or with an old one, it ends at once."""
+
+    queues: Queues
+    timeout_s: float
+    cursor: str | None = None
+
+
+# ------------------------------------------------------------------------------------------------ what they are told
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    status: WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    claims: list[Claim]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    status: TaskStatus | None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    is_released: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NextRunAfter:
+    run_after: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    cursor: str

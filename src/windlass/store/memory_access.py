@@ -1,0 +1,108 @@
+"""Who may call over HTTP, in memory: the contract of PostgresAccessStore without PostgreSQL.
+
+migrations/0006_access.sql says what is right; tests/conformance/test_access.py runs over both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from random import Random
+from typing import TYPE_CHECKING
+
+from windlass.model.access import Activation, ApiToken, Caller, JoinCaller, Role, TokenCaller, WorkerCaller
+from windlass.model.config import Retention
+from windlass.model.errors import BadInput
+from windlass.model.task import check_queue_name
+from windlass.model.worker import LIVE, WorkerStatus
+from windlass.ports.control import Intent
+from windlass.store.memory import _interval
+from windlass.store.memory_control import MemoryControlStore, _FleetRow
+
+if TYPE_CHECKING:
+    from windlass.ports.access import Access
+
+# An API token's last use is noted to the minute.
+USE_NOTED_EVERY = timedelta(minutes=1)
+
+
+@dataclass(slots=True)
+class _Credentials:
+    join_token_hash: bytes
+    join_expires_at: datetime
+    token_hash: bytes | None = None
+
+
+class MemoryAccessStore(MemoryControlStore):
+    def __init__(
+        self, clock: Callable[[], datetime], retention: Retention | None = None, chance: Random | None = None
+    ) -> None:
+        super().__init__(clock, retention, chance)
+        self._credentials: dict[str, _Credentials] = {}
+        self._api_tokens: dict[bytes, ApiToken] = {}
+
+    async def caller(self, token_hash: bytes) -> Caller | None:
+        for worker_id, credentials in self._credentials.items():
+            worker = self._workers[worker_id]
+            if credentials.token_hash == token_hash:
+                has_ended = worker.status is WorkerStatus.TERMINATED
+                return WorkerCaller(worker_id, worker.fleet, worker.queues, has_ended)
+            if credentials.join_token_hash == token_hash:
+                is_expired = credentials.join_expires_at <= self._clock()
+                return JoinCaller(worker_id, worker.fleet, worker.queues, worker.status not in LIVE, is_expired)
+        token = self._api_tokens.get(token_hash)
+        if token is None or token.revoked_at is not None:
+            return None
+        now = self._clock()
+        if token.last_used_at is None or token.last_used_at < now - USE_NOTED_EVERY:
+            self._api_tokens[token_hash] = replace(token, last_used_at=now)
+        return TokenCaller(token.name, token.role)
+
+    async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
+        credentials = self._credentials.get(worker_id)
+        if credentials is None or credentials.join_token_hash != join_token_hash:
+            return Activation.UNKNOWN
+        worker = self._workers[worker_id]
+        if worker.status not in LIVE:
+            return Activation.ENDED
+        if credentials.token_hash is not None:
+            return Activation.ACTIVATED if credentials.token_hash == token_hash else Activation.USED
+        if credentials.join_expires_at <= self._clock():
+            return Activation.EXPIRED
+        credentials.token_hash = token_hash
+        self._note("WORKER_JOINED", "its machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
+        return Activation.ACTIVATED
+
+    async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
+        check_queue_name(name)
+        if any(token.name == name and token.revoked_at is None for token in self._api_tokens.values()):
+            raise BadInput(f"there is a token {name} already: revoke it first, or take another name.")
+        token = ApiToken(len(self._api_tokens) + 1, name, role, self._clock(), None, None)
+        self._api_tokens[token_hash] = token
+        return token
+
+    async def tokens(self) -> list[ApiToken]:
+        return list(reversed(self._api_tokens.values()))
+
+    async def revoke_token(self, name: str) -> bool:
+        for token_hash, token in self._api_tokens.items():
+            if token.name == name and token.revoked_at is None:
+                self._api_tokens[token_hash] = replace(token, revoked_at=self._clock())
+                return True
+        return False
+
+    async def sweep(self) -> int:
+        deleted = await super().sweep()
+        for worker_id in self._credentials.keys() - self._workers.keys():
+            del self._credentials[worker_id]
+        return deleted
+
+    def _hire(self, fleet: _FleetRow, intent: Intent) -> None:
+        super()._hire(fleet, intent)
+        if intent.join_token_hash is not None and intent.join_ttl_s is not None:
+            expires_at = self._clock() + _interval(intent.join_ttl_s)
+            self._credentials[intent.worker_id] = _Credentials(intent.join_token_hash, expires_at)
+
+
+if TYPE_CHECKING:
+    # mypy compares every signature with the contract's.
+    _: type[Access] = MemoryAccessStore

@@ -1,0 +1,106 @@
+-- Who may call over HTTP: machines that join, the workers they become, and people with API tokens.
+--
+-- Only hashes (SHA-256) are kept. Tokens are 256 random bits, so a hash need not be slow to compute to be safe.
+
+alter table windlass.workers
+  -- What its machine exchanged its join token for. Worth something until the worker is terminated: its status is looked at, always.
+  add column token_hash bytea,
+  add column joined_at timestamptz;
+
+create unique index workers_join_token on windlass.workers (join_token_hash) where join_token_hash is not null;
+create unique index workers_token on windlass.workers (token_hash) where token_hash is not null;
+
+create table windlass.tokens (
+  id bigint generated always as identity primary key,
+  name windlass.name not null,
+  role text not null check (role in ('viewer', 'producer', 'operator', 'worker')),
+  hash bytea not null unique,
+  created_at timestamptz not null default windlass.now(),
+  last_used_at timestamptz,
+  revoked_at timestamptz
+);
+create unique index tokens_name on windlass.tokens (name) where revoked_at is null;
+
+
+-- Whose token this is: one row, or none for a token that is nobody's or revoked. Each kind is one probe of an index,
+-- and workers, who call all day, come first.
+create function windlass.caller(p_token_hash bytea) returns table (
+  kind text,
+  name text,
+  fleet text,
+  queues text[],
+  has_ended boolean,
+  is_expired boolean,
+  role text
+)
+language plpgsql
+set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := windlass.now();
+begin
+  return query
+    select 'worker', w.id, w.fleet, w.queues, w.status = 'terminated', false, null::text
+    from windlass.workers w
+    where w.token_hash = p_token_hash;
+  if found then
+    return;
+  end if;
+
+  return query
+    select 'join', w.id, w.fleet, w.queues, w.status not in ('spawning', 'active', 'terminating'),
+      w.join_expires_at <= v_now, null::text
+    from windlass.workers w
+    where w.join_token_hash = p_token_hash;
+  if found then
+    return;
+  end if;
+
+  return query
+    select 'token', t.name::text, null::text, null::text[], false, false, t.role
+    from windlass.tokens t
+    where t.hash = p_token_hash
+      and t.revoked_at is null;
+  if found then
+    -- To the minute: reading must not become writing.
+    update windlass.tokens
+    set last_used_at = v_now
+    where hash = p_token_hash
+      and (last_used_at is null or last_used_at < v_now - interval '1 minute');
+  end if;
+end
+$$;
+
+-- A machine exchanges the join token it was made with for a worker token of its own making. Returns 'activated', also
+-- when the same two come again: the first answer may have been lost. Otherwise nothing has changed, and it returns why:
+-- 'unknown' (no such worker, or not its join token), 'ended', 'used' (for another worker token), 'expired'. The worker's
+-- status stays: its first heartbeat says that it works.
+create function windlass.activate_worker(p_worker_id text, p_join_token_hash bytea, p_token_hash bytea) returns text
+language plpgsql
+as $$
+declare
+  v_worker windlass.workers;
+begin
+  select * into v_worker
+  from windlass.workers w
+  where w.id = p_worker_id
+    and w.join_token_hash = p_join_token_hash
+  for no key update;
+  if not found then
+    return 'unknown';
+  end if;
+  if v_worker.status not in ('spawning', 'active', 'terminating') then
+    return 'ended';
+  end if;
+  if v_worker.token_hash is not null then
+    return case when v_worker.token_hash = p_token_hash then 'activated' else 'used' end;
+  end if;
+  if v_worker.join_expires_at <= windlass.now() then
+    return 'expired';
+  end if;
+  update windlass.workers set token_hash = p_token_hash, joined_at = windlass.now() where id = p_worker_id;
+  perform windlass.note('WORKER_JOINED', 'its machine exchanged its join token', v_worker.fleet, p_worker_id, null);
+  return 'activated';
+end
+$$;

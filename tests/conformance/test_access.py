@@ -1,0 +1,201 @@
+"""The contract of ports/access.py, over memory and over PostgreSQL in the same virtual time."""
+
+from collections.abc import AsyncIterator
+from random import Random, SystemRandom
+from typing import Any
+
+import pytest
+from worlds import RETENTION, empty_tables
+
+from windlass.model.access import (
+    API_PREFIX,
+    JOIN_PREFIX,
+    WORKER_PREFIX,
+    Activation,
+    JoinCaller,
+    Role,
+    TokenCaller,
+    WorkerCaller,
+    hash_of,
+    is_token,
+    new_token,
+)
+from windlass.model.action import Plan
+from windlass.model.errors import BadInput
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import Memory
+from windlass.model.worker import WorkerStatus
+from windlass.ports.control import Candidate, Deleted, Intent
+from windlass.store.access import PostgresAccessStore
+from windlass.store.memory_access import MemoryAccessStore
+
+Stores = MemoryAccessStore | PostgresAccessStore
+ANN = Candidate("ann", ttl_s=3600.0)
+FLEET = FleetConfig(queues=("a", "b"), max_workers=4)
+TTL_S = 120.0
+JOIN, OTHER_JOIN = hash_of("join"), hash_of("another join")
+TOKEN, OTHER_TOKEN = hash_of("token"), hash_of("another token")
+
+
+@pytest.fixture(params=["memory", "postgres"])
+async def store(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Stores]:
+    if request.param == "memory":
+        yield MemoryAccessStore(clock, RETENTION, Random(1))  # noqa: S311
+        return
+    dsn = request.getfixturevalue("shared_dsn")
+    await empty_tables(dsn)
+    async with PostgresAccessStore(dsn, retention=RETENTION, virtual_now=clock) as postgres:
+        yield postgres
+
+
+async def hire(store: Stores, worker_id: str = "w0", slot: int = 0, join: bytes | None = JOIN) -> None:
+    observed = await store.observe(ANN, "gpus", FLEET)
+    assert isinstance(observed, tuple)
+    term, snapshot = observed
+    intent = Intent(worker_id, slot, "wanted", 30.0, join, TTL_S if join is not None else None)
+    committed = await store.commit_plan(ANN, term, snapshot, Plan((), Memory(), "x"), [intent])
+    assert committed.granted == {worker_id}
+
+
+async def end(store: Stores, worker_id: str = "w0") -> None:
+    observed = await store.observe(ANN, "gpus", FLEET)
+    assert isinstance(observed, tuple)
+    await store.commit_outcomes(ANN, observed[0], "gpus", 0, [Deleted(worker_id, "IDLE", "let go")], [], None)
+
+
+def test_a_token_has_256_bits_of_chance_behind_its_prefix() -> None:
+    tokens = {new_token(JOIN_PREFIX, SystemRandom()) for _ in range(100)}
+    assert len(tokens) == 100
+    assert all(is_token(token, JOIN_PREFIX) and not is_token(token, WORKER_PREFIX) for token in tokens)
+    for text in ("", JOIN_PREFIX, f"{JOIN_PREFIX}{'g' * 64}", f"{JOIN_PREFIX}{'0' * 65}", f"{JOIN_PREFIX}{'0' * 64}\n"):
+        assert not is_token(text, JOIN_PREFIX)
+
+
+async def test_a_hired_machine_is_known_by_its_join_token_until_that_expires(store: Stores, clock: Any) -> None:
+    await hire(store)
+    expected = JoinCaller("w0", "gpus", ("a", "b"), has_ended=False, is_expired=False)
+    assert await store.caller(JOIN) == expected
+    clock.advance(TTL_S - 0.000001)
+    assert await store.caller(JOIN) == expected
+    clock.advance(0.000001)
+    caller = await store.caller(JOIN)
+    assert isinstance(caller, JoinCaller)
+    assert caller.is_expired
+
+
+async def test_a_worker_hired_without_a_join_token_cannot_join(store: Stores) -> None:
+    await hire(store, join=None)
+    assert await store.caller(JOIN) is None
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.UNKNOWN
+
+
+async def test_a_join_token_is_exchanged_for_a_worker_token(store: Stores) -> None:
+    await hire(store)
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
+    assert await store.caller(TOKEN) == WorkerCaller("w0", "gpus", ("a", "b"), has_ended=False)
+    worker = await store.worker("w0")
+    assert worker is not None
+    # Only its own heartbeat says that it works.
+    assert (worker.status, worker.last_heartbeat) == (WorkerStatus.SPAWNING, None)
+    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_HIRED", "WORKER_JOINED"]
+
+
+async def test_repeating_the_exchange_is_accepted_for_as_long_as_the_worker_lives(store: Stores, clock: Any) -> None:
+    await hire(store)
+    await store.activate("w0", JOIN, TOKEN)
+    clock.advance(10 * TTL_S)
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
+    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_HIRED", "WORKER_JOINED"]
+    await end(store)
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
+
+
+async def test_a_join_token_is_used_once(store: Stores) -> None:
+    await hire(store)
+    await store.activate("w0", JOIN, TOKEN)
+    assert await store.activate("w0", JOIN, OTHER_TOKEN) is Activation.USED
+    assert await store.caller(OTHER_TOKEN) is None
+
+
+async def test_an_expired_join_token_is_refused(store: Stores, clock: Any) -> None:
+    await hire(store)
+    clock.advance(TTL_S)
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.EXPIRED
+    assert await store.caller(TOKEN) is None
+
+
+async def test_a_join_token_is_bound_to_its_worker(store: Stores) -> None:
+    await hire(store, "w0", 0, JOIN)
+    await hire(store, "w1", 1, OTHER_JOIN)
+    assert await store.activate("w1", JOIN, TOKEN) is Activation.UNKNOWN
+    assert await store.activate("nobody", JOIN, TOKEN) is Activation.UNKNOWN
+    assert await store.caller(TOKEN) is None
+
+
+async def test_a_token_ends_with_its_worker_and_nobody_has_to_revoke_it(store: Stores) -> None:
+    await hire(store)
+    await store.activate("w0", JOIN, TOKEN)
+    await store.fail_worker("w0", "by hand")
+    caller = await store.caller(TOKEN)
+    assert isinstance(caller, WorkerCaller)
+    # In error: it may still hear so, from the store.
+    assert not caller.has_ended
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
+    await end(store)
+    for token in (TOKEN, JOIN):
+        caller = await store.caller(token)
+        assert isinstance(caller, WorkerCaller | JoinCaller)
+        assert caller.has_ended
+
+
+async def test_the_tokens_of_a_worker_that_was_forgotten_are_nobodys(store: Stores, clock: Any) -> None:
+    await hire(store)
+    await store.activate("w0", JOIN, TOKEN)
+    await end(store)
+    clock.advance(10_801)
+    await store.sweep()
+    assert await store.caller(TOKEN) is None
+    assert await store.caller(JOIN) is None
+
+
+async def test_an_api_token_is_known_until_it_is_revoked(store: Stores, clock: Any) -> None:
+    created = await store.create_token("cron", Role.OPERATOR, TOKEN)
+    assert (created.name, created.role, created.created_at) == ("cron", Role.OPERATOR, clock())
+    assert (created.last_used_at, created.revoked_at) == (None, None)
+    assert await store.caller(TOKEN) == TokenCaller("cron", Role.OPERATOR)
+    assert await store.caller(OTHER_TOKEN) is None
+    clock.advance(1)
+    assert await store.revoke_token("cron")
+    assert await store.caller(TOKEN) is None
+    assert not await store.revoke_token("cron")
+    assert not await store.revoke_token("nobody")
+    (token,) = await store.tokens()
+    assert token.revoked_at == clock()
+
+
+async def test_the_last_use_of_an_api_token_is_noted_to_the_minute(store: Stores, clock: Any) -> None:
+    first = clock()
+    await store.create_token("cron", Role.VIEWER, TOKEN)
+    for advance_s, noted in ((0, first), (60, first), (0.000001, None)):
+        clock.advance(advance_s)
+        await store.caller(TOKEN)
+        (token,) = await store.tokens()
+        assert token.last_used_at == (noted if noted is not None else clock())
+
+
+async def test_a_name_is_free_again_once_its_token_is_revoked(store: Stores) -> None:
+    await store.create_token("cron", Role.VIEWER, TOKEN)
+    with pytest.raises(BadInput, match="there is a token cron already"):
+        await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
+    assert await store.caller(OTHER_TOKEN) is None
+    await store.revoke_token("cron")
+    await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
+    assert [(token.role, token.revoked_at is None) for token in await store.tokens()] == [
+        (Role.OPERATOR, True),
+        (Role.VIEWER, False),
+    ]
+
+
+async def test_a_name_that_is_none_is_refused(store: Stores) -> None:
+    with pytest.raises(BadInput):
+        await store.create_token("no name", Role.VIEWER, hash_of(new_token(API_PREFIX, SystemRandom())))

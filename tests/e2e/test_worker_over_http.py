@@ -1,0 +1,286 @@
+"""Workers on machines that have no database: real `windlass worker --join` processes and a real server on loopback."""
+
+import json
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine
+
+from crew import HERE, PROGRAM, QUEUE, Crew, Hand, MortalServer, until
+from servers import reachable_temp_dir
+from windlass.api import gate
+from windlass.api.app import make_app
+from windlass.api.doorbell import Doorbell
+from windlass.api.face import Face
+from windlass.api.server import listen, serving
+from windlass.model.access import JOIN_PREFIX, hash_of, new_token
+from windlass.model.action import Plan
+from windlass.model.config import WorkerConfig
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import Memory
+from windlass.model.task import MAX_PAYLOAD_BYTES, TaskStatus
+from windlass.model.worker import WorkerStatus
+from windlass.ports.control import Candidate, Deleted, Intent
+from windlass.store.access import PostgresAccessStore
+
+ANN = Candidate("ann", ttl_s=3600.0)
+SETTINGS: dict[str, Any] = {
+    "queues": (QUEUE,),
+    "handler": "handlers:wait_for_file",
+    "chdir": HERE,
+    "heartbeat_interval_s": 0.2,
+    "heartbeat_timeout_s": 10.0,
+    "stop_timeout_s": 20.0,
+    "max_workers": 8,
+}
+
+
+class Plane:
+    """The control plane's HTTP face without its loop: this test hires and ends by itself."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+        self.store = PostgresAccessStore(crew.dsn)
+        self.fleet = FleetConfig(**SETTINGS)
+        self.port = 0
+        self._open = AsyncExitStack()
+
+    def configure(self, **settings: Any) -> None:
+        self.fleet = FleetConfig(**{**SETTINGS, **settings})
+
+    async def open(self) -> None:
+        listener = listen("127.0.0.1", self.port)
+        self.port = listener.getsockname()[1]
+        doorbell = Doorbell(self.store.wait_for_work)
+        face = Face(
+            store=self.store,
+            access=self.store,
+            doorbell=doorbell,
+            fleet=lambda _: self.fleet,
+            worker_defaults=WorkerConfig(),
+            max_payload_bytes=MAX_PAYLOAD_BYTES,
+            version="test",
+            ask_database=self.store.now,
+            pulses=dict,
+            run_cycle=self._no_cycle,
+            wheel=lambda: None,
+        )
+        await self._open.enter_async_context(serving(make_app(face), listener))
+        self._open.push_async_callback(doorbell.close)
+
+    async def _no_cycle(self) -> list[dict[str, Any]]:
+        raise TimeoutError
+
+    async def close(self) -> None:
+        await self._open.aclose()
+
+    async def hire(self, worker_id: str, slot: int = 0) -> Path:
+        """What an orchestrator does and a machine is made with: a row, and a join file."""
+        token = new_token(JOIN_PREFIX, random.SystemRandom())
+        observed = await self.store.observe(ANN, "far", self.fleet)
+        assert isinstance(observed, tuple)
+        intent = Intent(worker_id, slot, "wanted", self.fleet.heartbeat_timeout_s, hash_of(token), 600.0)
+        committed = await self.store.commit_plan(ANN, observed[0], observed[1], Plan((), Memory(), "x"), [intent])
+        assert committed.granted
+        file = self.crew.folder / f"{worker_id}.json"
+        url = f"http://127.0.0.1:{self.port}"
+        file.write_text(json.dumps({"worker_id": worker_id, "url": url, "join_token": token}))
+        return file
+
+    def start(self, file: Path) -> Hand:
+        # A worker that reached for a database would find none.
+        return self.crew.start_command(
+            [PROGRAM, "worker", "--join", file, "--log-format", "json"], {"DATABASE_URL": "postgresql://127.0.0.1:1/x"}
+        )
+
+    async def machine(self, worker_id: str = "far-0", slot: int = 0) -> Hand:
+        hand = self.start(await self.hire(worker_id, slot))
+        await until(lambda: self.is_heard(worker_id), f"a heartbeat of {worker_id}\n{hand.last_lines()}")
+        return hand
+
+    async def is_heard(self, worker_id: str) -> bool:
+        worker = await self.store.worker(worker_id)
+        return worker is not None and worker.last_heartbeat is not None
+
+    async def end(self, worker_id: str) -> None:
+        term = await self.store.lead(ANN)
+        assert isinstance(term, int)
+        await self.store.commit_outcomes(ANN, term, "far", 0, [Deleted(worker_id, "IDLE", "let go")], [], None)
+
+
+async def plane_over(crew: Crew) -> AsyncIterator[Plane]:
+    plane = Plane(crew)
+    async with plane.store:
+        await plane.open()
+        yield plane
+        await plane.close()
+
+
+@pytest.fixture
+async def plane(dsn: str, tmp_path: Path) -> AsyncIterator[Plane]:
+    async with Crew(dsn, tmp_path) as crew:
+        async for plane in plane_over(crew):
+            yield plane
+
+
+def files(crew: Crew, number: int = 1) -> dict[str, str]:
+    return {"running": str(crew.folder / f"running-{number}"), "go": str(crew.folder / f"go-{number}")}
+
+
+async def started(plane: Plane) -> tuple[Hand, int]:
+    """A machine in the middle of a task that ends when the file go-1 is there."""
+    hand = await plane.machine()
+    task_id = await plane.crew.enqueue(files(plane.crew))
+    await until((plane.crew.folder / "running-1").exists, f"the handler runs\n{hand.last_lines()}")
+    return hand, task_id
+
+
+async def test_a_machine_joins_works_and_drains_without_a_database(plane: Plane) -> None:
+    hand, first = await started(plane)
+    second = await plane.crew.enqueue(files(plane.crew, 2))
+    hand.send(signal.SIGTERM)
+    await until(lambda: '"event": "draining"' in hand.log(), "it was told")
+    (plane.crew.folder / "go-1").touch()
+    assert await hand.exit_code() == 0
+    assert (await plane.crew.complete(first))["attempt"] == 1
+    assert (await plane.crew.task(second)).status is TaskStatus.QUEUED
+    worker = await plane.store.worker("far-0")
+    assert worker is not None
+    # Whoever hired it ends it.
+    assert (worker.status, worker.code) == (WorkerStatus.TERMINATING, "LEFT")
+
+
+async def test_the_fleets_environment_reaches_handlers_and_only_by_the_work_order(plane: Plane) -> None:
+    command = """python3 -c "import json, os; print(json.dumps([os.environ['GREETING'], os.getcwd()]))" """
+    plane.configure(handler=None, exec=command, env={"GREETING": "a secret"})
+    hand = await plane.machine()
+    task_id = await plane.crew.enqueue()
+    assert await plane.crew.complete(task_id) == ["a secret", str(HERE)]
+    assert "a secret" not in hand.log()
+    assert "a secret" not in (plane.crew.folder / "far-0.json").read_text()
+
+
+async def test_a_burst_is_shared_by_several_machines_in_batches(plane: Plane) -> None:
+    plane.configure(handler="handlers:inline", is_inline=True, concurrency=20)
+    for number in range(2):
+        await plane.machine(f"far-{number}", number)
+    tasks = [await plane.crew.enqueue({"how": number}) for number in range(300)]
+    assert [await plane.crew.complete(task_id) for task_id in tasks] == list(range(300))
+
+
+async def test_a_restart_of_the_control_plane_costs_no_attempt(plane: Plane) -> None:
+    hand, task_id = await started(plane)
+    await plane.close()
+    await until(lambda: '"event": "heartbeat not delivered"' in hand.log(), "it has noticed")
+    (plane.crew.folder / "go-1").touch()
+    await until(lambda: f'"undelivered": [{task_id}]' in hand.log(), "it has a result and nobody to give it to")
+    await plane.open()
+    assert (await plane.crew.complete(task_id))["attempt"] == 1
+    next_id = await plane.crew.enqueue({**files(plane.crew, 2), "go": files(plane.crew)["go"]})
+    assert (await plane.crew.complete(next_id))["attempt"] == 1
+    assert (await plane.crew.task(next_id)).worker_id == "far-0"
+
+
+async def test_a_service_that_is_restarted_goes_on_under_its_name(plane: Plane) -> None:
+    hand = await plane.machine()
+    hand.send(signal.SIGKILL)
+    await hand.exit_code()
+    file = plane.crew.folder / "far-0.json"
+    assert "join_token" not in json.loads(file.read_text())
+    plane.configure(handler="handlers:echo")
+    again = plane.start(file)
+    task_id = await plane.crew.enqueue("hello")
+    assert await plane.crew.complete(task_id) == "hello"
+    assert (await plane.crew.task(task_id)).worker_id == "far-0"
+    assert again.is_running()
+
+
+async def test_a_machine_whose_worker_has_ended_drops_everything_and_exits_with_3(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that the token is refused, and not only the worker.
+    monkeypatch.setattr(gate, "BELIEVED_S", 0.0)
+    hand, task_id = await started(plane)
+    await plane.end("far-0")
+    assert await hand.exit_code() == 3
+    task = await plane.crew.task(task_id)
+    assert (task.status, task.worker_id) == (TaskStatus.QUEUED, None)
+    # And so does a service that starts it again.
+    again = plane.start(plane.crew.folder / "far-0.json")
+    assert await again.exit_code() == 3
+    assert "windlass: asking for the work order: worker far-0 has ended" in again.log()
+
+
+async def test_a_join_token_that_was_used_elsewhere_lets_nobody_in(plane: Plane) -> None:
+    file = await plane.hire("far-0")
+    copy = plane.crew.folder / "stolen.json"
+    copy.write_text(file.read_text())
+    plane.start(file)
+    await until(lambda: plane.is_heard("far-0"), "a heartbeat")
+    thief = plane.start(copy)
+    assert await thief.exit_code() == 3
+    assert "windlass: joining as far-0: the join token of worker far-0 was used already." in thief.log()
+
+
+# -------------------------------------------------------------------------------------------------------- databases
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[MortalServer]:
+    with reachable_temp_dir() as folder:
+        server = MortalServer(folder)
+        yield server
+        server.close()
+
+
+@pytest.fixture
+async def mortal_plane(server: MortalServer, tmp_path: Path) -> AsyncIterator[Plane]:
+    server.start()
+    async with Crew(server.dsn, tmp_path) as crew:
+        async for plane in plane_over(crew):
+            yield plane
+        server.start()
+
+
+async def test_a_result_waits_for_the_database_behind_the_control_plane(
+    server: MortalServer, mortal_plane: Plane
+) -> None:
+    plane = mortal_plane
+    hand, task_id = await started(plane)
+    server.end(signal.SIGQUIT)
+    await until(lambda: '"event": "heartbeat not delivered"' in hand.log(), "it has noticed")
+    (plane.crew.folder / "go-1").touch()
+    await until(lambda: f'"undelivered": [{task_id}]' in hand.log(), "it has a result and nobody to give it to")
+    assert hand.is_running()
+    server.start()
+
+    async def is_complete() -> bool:
+        return (await plane.crew.task(task_id)).status is TaskStatus.COMPLETE
+
+    await until(is_complete, f"the result is delivered\n{hand.last_lines()}")
+    task = await plane.crew.task(task_id)
+    assert (task.attempts, task.worker_id) == (1, "far-0")
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        pytest.param(("--join", "f", "--queue", "q"), "--join brings the work order along", id="a queue too"),
+        pytest.param(("--join", "f", "--handler", "a:b"), "--join brings the work order along", id="a handler too"),
+        pytest.param(("--join", "missing"), "the join file missing cannot be read (No such file", id="no file"),
+        pytest.param(("--handler", "a:b"), "a worker needs a queue to serve", id="nothing to serve"),
+    ],
+)
+def test_refused_in_one_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    done = CommandLine(tmp_path)("worker", *arguments)
+    assert done.code == 2
+    assert done.err.startswith(f"windlass: {sentence}")
+    assert done.err.count("\n") == 1

@@ -1,0 +1,210 @@
+"""How a machine becomes a worker, over a real connection: what it keeps, what it forgets, what it refuses."""
+
+import asyncio
+import json
+import shutil
+import ssl
+import stat
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planes import SECRET, Plane, plane_of
+
+from windlass.api.server import listen, serving
+from windlass.model.access import JOIN_PREFIX, WORKER_PREFIX, is_token
+from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused
+from windlass.worker import join as module
+from windlass.worker.http_transport import HttpTransport
+from windlass.worker.join import join, read_join_file
+
+JOIN_TOKEN = f"{JOIN_PREFIX}{'1' * 64}"
+
+
+@pytest.fixture
+async def plane(clock: Any) -> AsyncIterator[Plane]:
+    async with plane_of(clock) as plane:
+        yield plane
+
+
+@asynccontextmanager
+async def on_a_port(plane: Plane, port: int = 0) -> AsyncIterator[int]:
+    listener = listen("127.0.0.1", port)
+    port = listener.getsockname()[1]
+    async with serving(plane.app, listener):
+        yield port
+
+
+def write_join_file(folder: Path, **content: Any) -> Path:
+    path = folder / "join.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+async def test_joining_leaves_a_token_of_its_own_and_no_join_token(plane: Plane, tmp_path: Path) -> None:
+    join_token = await plane.hire()
+    async with on_a_port(plane) as port:
+        url = f"http://127.0.0.1:{port}"
+        path = write_join_file(tmp_path, worker_id="w0", url=url + "/", join_token=join_token, note="kept")
+        membership, tls, order = await join(path)
+        assert (membership.worker_id, membership.url, tls) == ("w0", url, False)
+        assert (order.queues, order.env) == (("a", "b"), {"API_KEY": SECRET})
+        assert SECRET not in repr(order)
+        assert membership.token not in repr(membership)
+        assert json.loads(path.read_text()) == {"worker_id": "w0", "url": url + "/", "note": "kept"}
+        own = tmp_path / "join.json.token"
+        assert is_token(own.read_text(), WORKER_PREFIX)
+        for file in (path, own):
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert set(tmp_path.iterdir()) == {path, own}  # noqa: ASYNC240
+
+        # A restart goes on with it.
+        again, _, order_again = await join(path)
+        assert (again, order_again) == (membership, order)
+
+
+async def test_a_machine_that_never_got_its_answer_joins_all_the_same(plane: Plane, tmp_path: Path) -> None:
+    join_token = await plane.hire()
+    async with on_a_port(plane) as port:
+        path = write_join_file(tmp_path, worker_id="w0", url=f"http://127.0.0.1:{port}", join_token=join_token)
+        first, _, _ = await join(path)
+        # As if it had died before it could take note: the token it made up was on disk before it asked.
+        write_join_file(tmp_path, worker_id="w0", url=f"http://127.0.0.1:{port}", join_token=join_token)
+        second, _, _ = await join(path)
+        assert second == first
+
+
+async def test_a_control_plane_that_is_away_is_waited_for(plane: Plane, tmp_path: Path) -> None:
+    join_token = await plane.hire()
+    async with on_a_port(plane) as port:
+        pass
+    path = write_join_file(tmp_path, worker_id="w0", url=f"http://127.0.0.1:{port}", join_token=join_token)
+    joining = asyncio.create_task(join(path))
+    while not (tmp_path / "join.json.token").exists():
+        await asyncio.sleep(0)
+    plane.store.trouble = DatabaseUnavailable("away")
+    async with on_a_port(plane, port):
+        while not plane.store.refusals:
+            await asyncio.sleep(0)
+        plane.store.trouble = None
+        membership, _, _ = await asyncio.wait_for(joining, 30)
+    assert membership.worker_id == "w0"
+
+
+async def test_it_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOIN_TIMEOUT_S", 0.0)
+    path = write_join_file(tmp_path, worker_id="w0", url="http://127.0.0.1:1", join_token=JOIN_TOKEN)
+    with pytest.raises(ControlPlaneUnavailable, match=r"joining as w0: the control plane at http://127"):
+        await join(path)
+
+
+async def test_a_machine_that_is_not_wanted_is_told_so_at_once(plane: Plane, tmp_path: Path) -> None:
+    join_token = await plane.hire()
+    await plane.end()
+    async with on_a_port(plane) as port:
+        url = f"http://127.0.0.1:{port}"
+        path = write_join_file(tmp_path, worker_id="w0", url=url, join_token=join_token)
+        with pytest.raises(TokenRefused, match="worker w0 has ended"):
+            await join(path)
+        path = write_join_file(tmp_path, worker_id="w1", url=url, join_token=join_token)
+        with pytest.raises(TokenRefused):
+            await join(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        pytest.param("{", "is not JSON", id="no JSON"),
+        pytest.param("[]", "is not a JSON object", id="a list"),
+        pytest.param("{}", "has no worker_id", id="nobody"),
+        pytest.param('{"worker_id": "w"}', "has no url", id="nowhere"),
+        pytest.param('{"worker_id": "w", "url": "example.com"}', "is not an address", id="no address"),
+        pytest.param('{"worker_id": "w", "url": "ftp://example.com"}', "is not an address", id="another protocol"),
+        pytest.param('{"worker_id": "w", "url": "http://example.com"}', "is http to example.com", id="plain text"),
+        pytest.param('{"worker_id": "w", "url": "http://8.8.8.8:80"}', "is http to 8.8.8.8", id="plain text afar"),
+        pytest.param('{"worker_id": "w", "url": "https://u:p@h"}', "leave out user", id="a password"),
+        pytest.param('{"worker_id": "w", "url": "http://10.0.0.2", "join_token": "x"}', "begins with wlj_", id="token"),
+        pytest.param('{"worker_id": "w", "url": "http://10.0.0.2"}', "it cannot join", id="no token at all"),
+        pytest.param(
+            json.dumps({"worker_id": "w", "url": "https://h", "join_token": JOIN_TOKEN, "ca_file": "missing"}),
+            "cannot be read",
+            id="no certificates",
+        ),
+    ],
+)
+async def test_a_join_file_is_refused_in_one_sentence(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "join.json"
+    path.write_text(content)
+    with pytest.raises(BadInput) as refusal:
+        await join(path)
+    assert sentence in str(refusal.value)
+    assert JOIN_TOKEN not in str(refusal.value)
+
+
+def test_a_join_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_join_file(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    "url", ["https://example.com", "https://example.com:8443/windlass", "http://10.0.0.2:80", "http://[fd00::1]:80"]
+)
+def test_https_goes_anywhere_and_http_within_a_private_network(tmp_path: Path, url: str) -> None:
+    path = write_join_file(tmp_path, worker_id="w", url=url, join_token=JOIN_TOKEN)
+    assert read_join_file(path).url == url
+
+
+# --------------------------------------------------------------------------------------------------------------- TLS
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an authority of our own, for localhost; its key is beside it."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl: install it to see that certificates are checked")
+    path = tmp_path_factory.mktemp("tls") / "cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", path.with_suffix(".key")]
+    command = ["openssl", "req", "-x509", "-days", "1", *subject, *key, "-out", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return path
+
+
+@asynccontextmanager
+async def behind_tls(port: int, certificate: Path) -> AsyncIterator[int]:
+    """A proxy that does nothing but encrypt, as stands before a control plane on a public address."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, certificate.with_suffix(".key"))
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pass_on(reader, inner_writer), pass_on(inner_reader, writer), return_exceptions=True)
+
+    server = await asyncio.start_server(connect, "localhost", 0, ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def test_over_https_the_control_plane_must_prove_who_it_is(
+    plane: Plane, tmp_path: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "JOIN_TIMEOUT_S", 0.0)
+    join_token = await plane.hire()
+    async with on_a_port(plane) as inner, behind_tls(inner, certificate) as port:
+        content = {"worker_id": "w0", "url": f"https://localhost:{port}", "join_token": join_token}
+        with pytest.raises(ControlPlaneUnavailable, match="certificate verify failed"):
+            await join(write_join_file(tmp_path, **content))
+        membership, tls, order = await join(write_join_file(tmp_path, **content, ca_file=str(certificate)))
+        async with HttpTransport(membership, tls) as transport:
+            assert await transport.order() == order

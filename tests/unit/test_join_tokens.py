@@ -1,0 +1,78 @@
+"""Join tokens as the control loop makes them: for machines that need one, once, and nowhere but on the machine."""
+
+import json
+from random import Random
+from typing import Any
+
+from windlass.control.cycle import FleetCycle
+from windlass.model.access import JOIN_PREFIX, Activation, hash_of, is_token
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.model.task import new_task
+from windlass.ports.control import Candidate
+from windlass.store.memory_access import MemoryAccessStore
+
+TOKEN = hash_of("token")
+
+
+class Cloud:
+    def __init__(self, *, is_remote: bool) -> None:
+        self.traits = ProviderTraits(is_remote=is_remote)
+        self.requests: list[MachineRequest] = []
+
+    async def create(self, request: MachineRequest) -> Machine:
+        self.requests.append(request)
+        return Machine(f"m-{request.name}", request.name, MachineState.RUNNING)
+
+    async def list_machines(self) -> tuple[Machine, ...]:
+        return tuple(Machine(f"m-{r.name}", r.name, MachineState.RUNNING) for r in self.requests)
+
+    async def delete(self, machine: Machine) -> None:
+        self.requests = [request for request in self.requests if f"m-{request.name}" != machine.id]
+
+    async def close(self) -> None: ...
+
+
+async def hired(clock: Any, *, is_remote: bool) -> tuple[MemoryAccessStore, list[MachineRequest]]:
+    store, cloud = MemoryAccessStore(clock, None, Random(1)), Cloud(is_remote=is_remote)  # noqa: S311
+    config = FleetConfig(queues=("q",), handler="app:work", max_workers=2, spawn_timeout_s=50, policy="threshold")
+    await store.enqueue_many(new_task("q") for _ in range(50))
+    await FleetCycle("f", config, store, cloud, Candidate("ann", 30.0), Random(7)).run()  # noqa: S311
+    assert cloud.requests
+    return store, cloud.requests
+
+
+async def test_a_remote_machine_is_made_with_a_join_token_of_its_own(clock: Any) -> None:
+    store, requests = await hired(clock, is_remote=True)
+    tokens = [request.join_token or "" for request in requests]
+    assert all(is_token(token, JOIN_PREFIX) for token in tokens)
+    assert len(set(tokens)) == len(tokens)
+    for request, token in zip(requests, tokens, strict=True):
+        assert await store.activate(request.name, hash_of(token), hash_of(request.name)) is Activation.ACTIVATED
+
+
+async def test_a_join_token_is_good_for_as_long_as_a_worker_may_take_to_start(clock: Any) -> None:
+    store, (request, *_) = await hired(clock, is_remote=True)
+    clock.advance(50)
+    assert await store.activate(request.name, hash_of(request.join_token or ""), TOKEN) is Activation.EXPIRED
+
+
+async def test_nothing_that_is_kept_or_shown_holds_a_join_token(clock: Any) -> None:
+    store, (request, *_) = await hired(clock, is_remote=True)
+    shown = [repr(request), repr(await store.events()), repr(await store.workers()), repr(await store.cycles("f"))]
+    shown.append(repr(store._credentials))
+    shown.append(json.dumps([cycle.summary for cycle in await store.cycles("f")]))
+    assert request.join_token
+    assert not [text for text in shown if request.join_token in text]
+
+
+async def test_a_machine_that_speaks_to_the_database_needs_none(clock: Any) -> None:
+    store, requests = await hired(clock, is_remote=False)
+    assert [request.join_token for request in requests] == [None] * len(requests)
+    assert await store.activate(requests[0].name, TOKEN, TOKEN) is Activation.UNKNOWN
+
+
+async def test_the_same_chance_gives_the_same_tokens_so_that_simulations_repeat(clock: Any) -> None:
+    _, first = await hired(clock, is_remote=True)
+    _, second = await hired(clock, is_remote=True)
+    assert first == second
