@@ -67,7 +67,7 @@ class PostgresControlStore(PostgresStore):
     async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
         async with self._connection("observing the fleet") as connection:
             header, *workers = await connection.fetch(
-                "select * from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+                QUERIES["observe"],
                 candidate.lease,
                 candidate.holder,
                 candidate.ttl_s,
@@ -82,7 +82,8 @@ class PostgresControlStore(PostgresStore):
         observed = json.loads(header["header"])
         if observed["term"] is None:
             return Standby(observed["expires_in_s"])
-        seen = SNAPSHOT.validate_python(observed["snapshot"])
+        refusal = json.loads(header["refusal"]) if header["refusal"] is not None else None
+        seen = SNAPSHOT.validate_python(observed["snapshot"] | {"refusal": refusal})
         return observed["term"], replace(seen, workers=tuple(map(_worker_view, workers)))
 
     async def commit_plan(
@@ -223,7 +224,7 @@ def actions_from_plain(actions: list[dict[str, Any]]) -> tuple[Action, ...]:
 def _worker_view(row: Any) -> WorkerView:
     fields = dict(row.items())
     ids, since, limits = fields.pop("running_ids"), fields.pop("running_since"), fields.pop("running_limits")
-    del fields["header"]
+    del fields["header"], fields["refusal"]
     fields["status"] = WorkerStatus(fields["status"])
     fields["running"] = tuple(map(RunningView, ids, since, limits)) if ids else ()
     return WorkerView(**fields)

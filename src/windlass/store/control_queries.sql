@@ -1,5 +1,10 @@
 -- Named queries of store/control.py. Calls of functions stand in the Python that makes them.
 
+-- name: observe
+-- Everything a cycle sees, in one round trip: the first row has a header, the others a worker each.
+select o.*, case when o.header is not null then windlass.last_refusal($4) end as refusal
+from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) as o;
+
 -- name: fleets
 -- `windlass status`; a handful of rows.
 select
