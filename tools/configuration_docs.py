@@ -23,7 +23,7 @@ secrets. A name that is no setting is refused wherever it stands, and every refu
 source.
 
 - In the environment a key is `{PREFIX}<KEY>` or `{PREFIX}<SECTION>__<KEY>`, for a fleet
-  `{PREFIX}FLEETS__<NAME>__<KEY>`. An empty variable counts as not set.
+  `{PREFIX}FLEETS__<NAME>__<KEY>` or `{PREFIX}FLEETS__<NAME>__<SECTION>__<KEY>`. An empty variable counts as not set.
 - The names in the column "also" are read too. For fleets they set the value of the fleet `{DEFAULT_FLEET}`, which they
   bring into being. `FAILURE_WINDOW_MINUTES` is in minutes; everything else is in the unit its key ends with.
 - A relative `data_dir` in a file named with `--config` is meant from where that file is; all else from the folder you
@@ -58,7 +58,12 @@ def render() -> str:
             sections.append((f"[{name}]", (field.annotation.__doc__ or "").strip(), _fields(field.annotation)))
     providers = ", ".join(f"`{name}`" for name in PROVIDER_DEFAULTS)
     fleet = f"One table per fleet. Defaults that depend on the provider ({providers}) are named with it."
-    sections.append(("[fleets.NAME]", fleet, FleetConfig.model_fields.items()))
+    plain = [(name, field) for name, field in FleetConfig.model_fields.items() if not _is_section(field)]
+    sections.append(("[fleets.NAME]", fleet, plain))
+    for name, field in FleetConfig.model_fields.items():
+        if _is_section(field) and isinstance(field.annotation, type):
+            text = (field.annotation.__doc__ or "").strip()
+            sections.append((f"[fleets.NAME.{name}]", text, _fields(field.annotation)))
     return INTRODUCTION + "".join(_section(title, text, fields) for title, text, fields in sections)
 
 
@@ -68,7 +73,7 @@ def _fields(section: type[BaseModel]) -> Iterable[tuple[str, FieldInfo]]:
 
 def _section(title: str, text: str, fields: Iterable[tuple[str, FieldInfo]]) -> str:
     lines = [f"\n## {title}\n", f"{text}\n", *HEAD]
-    is_fleet = "fleets" in title
+    is_fleet = title == "[fleets.NAME]"
     for name, field in fields:
         default = _default(name, field, is_fleet=is_fleet)
         lines.append(f"| `{name}` | {_type(field.annotation)} | {default} | {_names(field)} | {field.description} |")
@@ -89,7 +94,7 @@ def _default(name: str, field: FieldInfo, *, is_fleet: bool) -> str:
 
 
 def _shown(value: Any) -> str:
-    if value is None or value == {}:
+    if value is None or value in ({}, ()):
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
@@ -112,7 +117,7 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{part}`" for part in parts)
     if origin is tuple:
-        return "list of text"
+        return f"list of {'whole numbers' if parts[0] is int else 'text'}"
     if origin is dict:
         return "table of text"
     return WORDS[annotation]

@@ -156,10 +156,11 @@ def _from_file(file: Path | None) -> Values:
 def _from_environment(environment: Mapping[str, str]) -> Values:
     # The aliases first: a name that says windlass is meant more than one that others read too.
     names = {**ENVIRONMENT_ALIASES, **{PREFIX + "__".join(key).upper(): key for key, _ in _fields(Config)}}
+    of_fleets = {key for key, _ in _fields(FleetConfig)}
     for name, value in environment.items():
         fleet = _FLEET_VARIABLE.fullmatch(name)
-        if fleet and fleet[2].lower() in FleetConfig.model_fields:
-            names[name] = ("fleets", fleet[1].lower(), fleet[2].lower())
+        if fleet and (key := tuple(fleet[2].lower().split("__"))) in of_fleets:
+            names[name] = ("fleets", fleet[1].lower(), *key)
         is_ours = name in names or name in NOT_SETTINGS or not name.startswith(PREFIX)
         if value and not is_ours and not _FROM_KUBERNETES.fullmatch(name):
             raise ConfigError(f"{name} in the environment is not a setting: {_did_you_mean(name, list(names))}.")
@@ -238,7 +239,8 @@ def _explain(error: ValidationError, sources: Mapping[Key, Source]) -> str:
     """One sentence for each thing that is wrong: the key, the value, its source, and what to do."""
     secrets = {key for key, field in _fields(Config) if _is_secret(field)}
     known = [".".join(key) for key, _ in _fields(Config)]
-    known += [f"fleets.{k[1]}.{name}" for k in sources if k[0] == "fleets" for name in FleetConfig.model_fields]
+    of_fleets = [".".join(key) for key, _ in _fields(FleetConfig)]
+    known += [f"fleets.{k[1]}.{name}" for k in sources if k[0] == "fleets" for name in of_fleets]
     sentences = []
     for problem in error.errors(include_url=False):
         key = tuple(str(part) for part in problem["loc"])
@@ -258,10 +260,8 @@ def _explain(error: ValidationError, sources: Mapping[Key, Source]) -> str:
 
 def _origins(sources: Mapping[Key, Source], section: Key, message: str) -> str:
     """Of values at odds with each other: where each that the message names came from."""
-    fields = (
-        FleetConfig.model_fields if section[:1] == ("fleets",) else {key[-1]: field for key, field in _fields(Config)}
-    )
-    named = [name for name in fields if re.search(rf"\b{name}\b", message)]
+    fields = _fields(FleetConfig) if section[:1] == ("fleets",) else _fields(Config)
+    named = [name for name in dict.fromkeys(key[-1] for key, _ in fields) if re.search(rf"\b{name}\b", message)]
     return ", ".join(f"{name} from {_source(sources, (*section, name)) or 'default'}" for name in named) or (
         f"from {_source(sources, section) or 'what was given'}"
     )
@@ -269,10 +269,9 @@ def _origins(sources: Mapping[Key, Source], section: Key, message: str) -> str:
 
 def _aliases() -> dict[str, Key]:
     """Names people already have in their environment, beside WINDLASS_<KEY> and WINDLASS_<SECTION>__<KEY>."""
-    fleet = [(("fleets", DEFAULT_FLEET, name), field) for name, field in FleetConfig.model_fields.items()]
     return {
         env: key
-        for key, field in (*_fields(Config), *fleet)
+        for key, field in (*_fields(Config), *_fields(FleetConfig, ("fleets", DEFAULT_FLEET)))
         if isinstance(field.json_schema_extra, dict)
         for env in str(field.json_schema_extra["env"]).split()
     }

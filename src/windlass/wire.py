@@ -6,6 +6,7 @@ server, and a worker nothing that only people look at.
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import secrets
@@ -37,8 +38,12 @@ if TYPE_CHECKING:
     from windlass.control.summary import Summary
     from windlass.control.up import Up
     from windlass.model.fleet import FleetConfig
+    from windlass.model.machine import MachineRequest
     from windlass.ports.control import Candidate
-    from windlass.providers.local import LocalProvider
+    from windlass.ports.provider import Provider
+    from windlass.providers.hetzner import Account
+    from windlass.providers.hetzner.examine import Remark
+    from windlass.providers.hetzner.limiter import Limiter
     from windlass.store.control import PostgresControlStore
     from windlass.store.examine import Examination
     from windlass.worker.executor import Executor
@@ -232,19 +237,93 @@ def fleet_cycle(
     return FleetCycle(name, fleet, store, provider(name, fleet, config), candidate, random.SystemRandom())
 
 
-def provider(name: str, fleet: "FleetConfig", config: Config) -> "LocalProvider":
-    """Who rents a fleet's machines."""
-    from windlass.providers.local import LocalProvider, database_identity
+def provider(name: str, fleet: "FleetConfig", config: Config) -> "Provider":
+    """Who rents a fleet's machines. Raises ConfigError if something is missing for that."""
+    if fleet.provider == "hetzner":
+        return _hetzner_provider(name, fleet, config)
+    from windlass.providers.local import LocalProvider
 
     url = config.database_url.get_secret_value() if config.database_url is not None else None
     return LocalProvider(
         name,
         fleet,
-        identity=database_identity(url, data_dir(config)),
+        identity=_identity(config),
         state_dir=data_dir(config),
         database_url=url,
         data_dir=data_dir(config) if url is None else None,
     )
+
+
+def _identity(config: Config) -> str:
+    """What tells our database from all others."""
+    from windlass.providers.local import database_identity
+
+    url = config.database_url.get_secret_value() if config.database_url is not None else None
+    return database_identity(url, data_dir(config))
+
+
+def _hetzner_provider(name: str, fleet: "FleetConfig", config: Config) -> "Provider":
+    from windlass.providers.hetzner import HetznerProvider
+
+    settings = fleet.hetzner
+    if not (settings.is_ipv4_on or settings.is_ipv6_on or settings.network_id or config.hetzner_network_id):
+        raise ConfigError(
+            f"the servers of fleet {name} would have no network: set hetzner_network_id, or turn is_ipv4_on back on."
+        )
+    return HetznerProvider(
+        name,
+        settings,
+        hetzner_account(config, settings.call_timeout_s),
+        identity=_identity(config),
+        network_id=config.hetzner_network_id,
+        render_user_data=_user_data(name, fleet, config),
+    )
+
+
+def _user_data(name: str, fleet: "FleetConfig", config: Config) -> "Callable[[MachineRequest], str]":  # noqa: ARG001
+    """What a new server of this fleet is told at its first boot."""
+
+    def render(request: "MachineRequest") -> str:
+        raise ConfigError(f"there is nothing yet that could turn a new server into worker {request.name}.")
+
+    return render
+
+
+def hetzner_account(config: Config, timeout_s: float) -> "Account":
+    """One for all fleets with the same token: they share its allowance of requests."""
+    if config.hetzner_api_token is None:
+        raise ConfigError(
+            "there is no token for Hetzner: set HETZNER_API_TOKEN to one that may read and write "
+            "(Hetzner's console, Security, API tokens)."
+        )
+    return _hetzner_account(config.hetzner_api_token.get_secret_value(), config.hetzner_endpoint, timeout_s)
+
+
+@functools.cache
+def _hetzner_account(token: str, endpoint: str, timeout_s: float) -> "Account":
+    from windlass.providers.hetzner import Account
+
+    return Account(token, endpoint=endpoint, timeout_s=timeout_s, limiter=_hetzner_limiter(token, endpoint))
+
+
+@functools.cache
+def _hetzner_limiter(token: str, endpoint: str) -> "Limiter":  # noqa: ARG001 - whose allowance it is
+    from windlass.providers.hetzner.limiter import Limiter
+
+    return Limiter()
+
+
+async def examine_hetzner(config: Config) -> "AsyncIterator[Remark]":
+    """What stands in the way of the Hetzner fleets. Reads only. Raises ConfigError."""
+    from windlass.providers.hetzner.examine import examine
+
+    fleets = {name: fleet.hetzner for name, fleet in config.fleets.items() if fleet.provider == "hetzner"}
+    if not fleets:
+        return
+    timeout_s = min(settings.call_timeout_s for settings in fleets.values())
+    account = hetzner_account(config, timeout_s)
+    async for remark in examine(account, _identity(config), fleets, config.hetzner_network_id):
+        yield remark
 
 
 def candidate(config: Config) -> "Candidate":
