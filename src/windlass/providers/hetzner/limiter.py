@@ -88,4 +88,4 @@ def _number(headers: Mapping[str, str], name: str) -> float | None:
         number = float(headers[name])
     except (KeyError, ValueError):
         return None
-    return number if 0 < number < 1e9 or number == 0 else None
+    return number if 0 <= number < 1e9 else None
