@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from windlass import __version__
-from windlass.cli import config, db, demo, doctor, enqueue, explain, fleets, status, tasks, up, worker, workers
+from windlass.cli import config, db, demo, doctor, emulate, enqueue, explain, fleets, status, tasks, up, worker, workers
 from windlass.cli.common import EXIT_BAD_INPUT
 from windlass.model.address import masked
 from windlass.model.errors import WindlassError
@@ -43,6 +43,7 @@ for by_hand in (fleets.spawn, fleets.terminate, fleets.pause, fleets.resume, fle
 app.command()(up.cycle)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
+app.add_typer(emulate.app, name="emulate")
 app.add_typer(db.app, name="db")
 app.add_typer(config.app, name="config")
 
