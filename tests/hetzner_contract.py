@@ -80,7 +80,9 @@ class Contract:
             # References are looked up in the whole document.
             whole = {**schema, "components": self._document.get("components", {})}
             self._validators[id(schema)] = OAS30Validator(whole, format_checker=OAS30Validator.FORMAT_CHECKER)
-        errors = [f"{error.json_path}: {error.message[:200]}" for error in self._validators[id(schema)].iter_errors(value)]
+        errors = [
+            f"{error.json_path}: {error.message[:200]}" for error in self._validators[id(schema)].iter_errors(value)
+        ]
         assert not errors, f"{what} is not as published: {errors[:5]}"
 
     def _resolved(self, node: dict[str, Any]) -> dict[str, Any]:

@@ -182,7 +182,8 @@ class Account:
         except Exception as error:
             log.warning("prices are not known", error=_said(error))
 
-    async def close(self) -> None:
+    def close(self) -> None:
+        """Without waiting for what is under way."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._ear.close()

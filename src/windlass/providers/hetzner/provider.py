@@ -15,7 +15,7 @@ What it promises:
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -109,6 +109,7 @@ class HetznerProvider:
         render_user_data: Callable[[MachineRequest], str],
         network_id: int | None = None,
         list_reuse_s: float = LIST_REUSE_S,
+        delete_looks_s: Sequence[float] = DELETE_LOOKS_S,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._fleet = fleet
@@ -119,6 +120,7 @@ class HetznerProvider:
         self._render_user_data = render_user_data
         self._network_id = settings.network_id or network_id
         self._list_reuse_s = list_reuse_s
+        self._delete_looks_s = delete_looks_s
         self._now = now
         self._listing: _Listing | None = None
         # Machine id to when we made it, or (None) knew that it was gone: what the last list may not have.
@@ -204,11 +206,12 @@ class HetznerProvider:
         return self._account.api.servers.create(
             name=name,
             server_type=ServerType(name=choice.server_type),
-            image=Image(id=int(settings.image)) if settings.image.isdigit() else Image(name=settings.image),
+            # Published as "id or name", and as text.
+            image=Image(name=settings.image),
             location=Location(name=choice.location),
             labels=labels,
             user_data=user_data,
-            ssh_keys=[SSHKey(id=int(key)) if key.isdigit() else SSHKey(name=key) for key in settings.ssh_keys] or None,
+            ssh_keys=[SSHKey(name=key) for key in settings.ssh_keys] or None,
             firewalls=[Firewall(id=number) for number in settings.firewall_ids] or None,
             networks=[Network(id=self._network_id)] if self._network_id is not None else None,
             public_net=ServerCreatePublicNetwork(enable_ipv4=settings.is_ipv4_on, enable_ipv6=settings.is_ipv6_on),
@@ -359,7 +362,7 @@ class HetznerProvider:
             server = await self._look_up(server_id, doing)
             if server is None or not self._is_ours(server):
                 return  # gone, or not ours to touch
-        for look_s in DELETE_LOOKS_S:
+        for look_s in self._delete_looks_s:
             if status != "deleting":
                 await self._send_deletion(server_id, doing)
             await asyncio.sleep(look_s)
