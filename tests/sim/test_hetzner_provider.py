@@ -7,14 +7,18 @@ import hcloud
 import pytest
 import requests
 from hcloud.networks.domain import NetworkSubnet
+from hetzner_histories import HetznerHistory
 
 from hetzner_bed import Bed, request_for, virtually
 from windlass.model.errors import Ambiguous, Denied, LimitReached, NoCapacity, Refused, Throttled, Unavailable
+from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import Machine, MachineState
 from windlass.providers.hetzner.examine import examine
-from windlass.providers.hetzner.limiter import PAUSE_FIRST_S, Limiter
+from windlass.providers.hetzner.limiter import BURST, PAUSE_FIRST_S, Limiter
 from windlass.sim.loop import virtual_now
+from windlass.sim.scenario import Scenario, Surroundings
+from windlass.sim.workers import Habits
 
 PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f me"
 
@@ -576,3 +580,33 @@ async def test_everything_it_asks_is_as_the_vendor_published_it() -> None:
     remarks = [remark async for remark in examine(account, "this", {"red": HetznerSettings()}, network.id)]
     assert [remark.do for remark in remarks] == ["", "", "", ""]
     assert getattr(bed.front, "judged", 0) > 12
+
+
+# ------------------------------------------------------------------------------------------------------------ thrift
+
+
+def test_a_hundred_servers_boot_run_and_leave_on_less_than_a_request_a_second() -> None:
+    """By the real control loop: a burst of work for a hundred, ten minutes of it, and everybody gone."""
+    config = FleetConfig(
+        provider="hetzner", queues=("red",), max_workers=100, concurrency=1, clear_time_s=1.0, idle_timeout_s=30.0
+    )
+    arrivals = ((0.0, 400),)
+    around = Surroundings(
+        config, max_list_age_s=60.0, max_late_s=80.0, habits=Habits((120.0, 150.0)), arrivals=arrivals
+    )
+    history = HetznerHistory(Scenario(7, {"red": around}, faults_end_s=1500.0))
+    report = history.run()
+    assert report.most_billed["red"] == 100
+    times = [at.timestamp() for at, _, _ in history.project.emulator.requests]
+    creations = [
+        at for at, method, path in history.project.emulator.requests if (method, path) == ("POST", "/v1/servers")
+    ]
+    # From the first request until the last server was gone.
+    last = max(at for at, method, _ in history.project.emulator.requests if method == "DELETE").timestamp()
+    busy = [at for at in times if at <= last]
+    assert len(busy) / (last - busy[0]) < 0.9
+    for start in busy:
+        assert sum(start <= at < start + 60 for at in busy) <= 60 + BURST
+    # A hundred are asked for as fast as that allows.
+    assert len(creations) >= 100
+    assert (creations[99] - creations[0]).total_seconds() < 200
