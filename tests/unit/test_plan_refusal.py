@@ -1,11 +1,13 @@
 """A provider's no: held in its own words, tried again after a while, forgotten when a machine is had."""
 
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
-from snapshots import LOCAL, NOW, ago, fleet, kinds, of_kind, snapshot, worker
+from snapshots import LOCAL, NOW, ago, fleet, kinds, of_kind, snapshot, task, worker
 
 from windlass.model.action import Alert, Spawn
+from windlass.model.machine import ProviderTraits
 from windlass.model.snapshot import Guard, Memory, Pause, Refusal
 from windlass.policy.plan import plan
 
@@ -101,3 +103,23 @@ def test_the_failure_guard_speaks_first(at: datetime) -> None:
     planned = plan(snapshot(queued=1, refusal=Refusal("Denied", LIMIT, at), memory={"guard": guard}), LOCAL)
     assert planned.hold is not None
     assert planned.hold.code == "FAILURE_RATE"
+
+
+@pytest.mark.parametrize(
+    ("hired", "maximum", "is_remote", "is_told"),
+    [
+        pytest.param(41, 50, True, True, id="more than four fifths"),
+        pytest.param(40, 50, True, False, id="four fifths"),
+        pytest.param(41, 50, False, False, id="nobody pays for processes"),
+        pytest.param(4, 4, True, False, id="a small fleet is full all day"),
+    ],
+)
+def test_a_rented_fleet_near_its_maximum_is_told_of_once(
+    hired: int, maximum: int, is_remote: bool, is_told: bool
+) -> None:
+    views = [worker(f"w{n}", n, claimed=50, running=(task(n),)) for n in range(hired)]
+    seen = snapshot(*views, traits=ProviderTraits(is_remote=is_remote))
+    planned = plan(seen, fleet(max_workers=maximum))
+    alerts = of_kind(planned.actions, Alert)
+    assert alerts == ([Alert("NEAR_MAX", f"{hired} of at most {maximum} workers are hired")] if is_told else [])
+    assert plan(replace(seen, memory=planned.memory), fleet(max_workers=maximum)).actions == ()
