@@ -282,6 +282,15 @@ class HetznerHistory(World):
                 return f"Primary IP {address.id} is paid for and no server has it"
         return await super()._leaked()
 
+    async def _restless(self) -> str | None:
+        """A server whose worker is gone, or stands still since before the faults ended, will yet be replaced."""
+        for cloud in self.clouds.values():
+            for entry in cloud.billed():
+                process = self.watch.by_machine[entry.id]._process
+                if process.is_dead or process.is_frozen:
+                    return f"nobody works in {entry.id} of {entry.name}"
+        return await super()._restless()
+
     def tell(self, why: str) -> str:
         replay = f"WINDLASS_FIRST_SEED={self.scenario.seed} WINDLASS_SEEDS=1 pytest tests/sim/test_hetzner_histories.py"
         return super().tell(why).replace(f"python -m windlass.sim --seed {self.scenario.seed}", replay)
