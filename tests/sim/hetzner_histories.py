@@ -33,7 +33,7 @@ from windlass.sim.world import World
 
 # What the provider's traits allow for: how old a list may be, and how late a server may come.
 MAX_LIST_AGE_S = 30.0
-MAX_LATE_S = 40.0
+MAX_LATE_S = 90.0
 _ONE_SERVER = re.compile(r"/v1/servers/(\d+)")
 
 REFUSALS = (
@@ -58,7 +58,7 @@ def _surroundings(around: Surroundings) -> Surroundings:
     }
     # The world waits for machines to be gone by what the cloud says of itself: as the provider says.
     return replace(
-        around, config=around.config.model_copy(update=settings), max_list_age_s=60.0, max_late_s=2 * MAX_LATE_S
+        around, config=around.config.model_copy(update=settings), max_list_age_s=60.0, max_late_s=MAX_LATE_S + 60.0
     )
 
 

@@ -391,11 +391,15 @@ async def test_a_server_is_gone_when_delete_returns_and_that_took_two_requests()
     provider = bed.provider()
     machine = await provider.create(request_for())
     await asyncio.sleep(60)
-    before = len(bed.emulator.requests)
-    await provider.delete(machine)
+    before, asked_at = len(bed.emulator.requests), virtual_now()
+    stopped_at = await provider.delete(machine)
     assert bed.servers == {}
     assert bed.emulator.project.primary_ips == {}
-    assert [request[1] for request in bed.asked()[before:]] == ["DELETE", "GET"]
+    # In whole seconds, as the vendor publishes them.
+    assert stopped_at is not None
+    assert abs(stopped_at - asked_at) < timedelta(seconds=1)
+    assert await provider.delete(machine) is None
+    assert [request[1] for request in bed.asked()[before : before + 2]] == ["DELETE", "GET"]
 
 
 @virtually

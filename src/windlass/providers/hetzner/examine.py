@@ -48,7 +48,9 @@ async def _token(account: Account, identity: str, fleets: dict[str, HetznerSetti
     if others:
         what = f"there are servers of fleets that are not configured: {', '.join(others)}"
         return Remark("hetzner", what, "nobody looks after them: delete them, or configure the fleets again")
-    return Remark("hetzner", f"the token is good; {len(page.servers)} servers are ours")
+    pagination = page.meta.pagination if page.meta is not None else None
+    count = pagination.total_entries if pagination is not None else len(page.servers)
+    return Remark("hetzner", f"the token is good; {count} servers are ours")
 
 
 async def _network(account: Account, network_id: int) -> Remark:

@@ -345,31 +345,33 @@ class HetznerProvider:
 
     # ------------------------------------------------------------------------------------------------------ delete
 
-    async def delete(self, machine: Machine) -> None:
+    async def delete(self, machine: Machine) -> datetime | None:
         doing = f"deleting server {machine.id} of {machine.name}"
         if not machine.id.isdigit():
-            return  # no server has such an id
+            return None  # no server has such an id
         try:
             async with asyncio.timeout(DELETE_TIMEOUT_S):
-                await self._delete(int(machine.id), doing)
+                return await self._delete(int(machine.id), doing)
         except TimeoutError:
             raise Unavailable(f"{doing}: it was not gone within {DELETE_TIMEOUT_S:g} s") from None
 
-    async def _delete(self, server_id: int, doing: str) -> None:
+    async def _delete(self, server_id: int, doing: str) -> datetime | None:
+        """When the vendor began to delete it, which is when it stops to cost. None if that was not in answer to us."""
         machine_id = str(server_id)
         status: str | None = None
+        began: datetime | None = None
         if not self._is_known(machine_id):
             server = await self._look_up(server_id, doing)
             if server is None or not self._is_ours(server):
-                return  # gone, or not ours to touch
+                return None  # gone, or not ours to touch
         for look_s in self._delete_looks_s:
             if status != "deleting":
-                await self._send_deletion(server_id, doing)
+                began = await self._send_deletion(server_id, doing) or began
             await asyncio.sleep(look_s)
             server = await self._look_up(server_id, doing)
             if server is None:
                 self._note(machine_id, None)
-                return
+                return began
             status = server.status
         raise Unavailable(f"{doing}: it is still {status}")
 
@@ -387,13 +389,15 @@ class HetznerProvider:
                 return None
             raise self._not_deleted(trouble.problem, doing) from trouble
 
-    async def _send_deletion(self, server_id: int, doing: str) -> None:
+    async def _send_deletion(self, server_id: int, doing: str) -> datetime | None:
         try:
-            await self._account.ask(lambda: self._account.api.servers.delete(Server(id=server_id)))
+            action = await self._account.ask(lambda: self._account.api.servers.delete(Server(id=server_id)))
         except Trouble as trouble:
             # Locked while it is being made: it can be deleted soon. Not found: we look for ourselves.
             if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY):
                 raise self._not_deleted(trouble.problem, doing) from trouble
+            return None
+        return action.started
 
     def _not_deleted(self, problem: Problem, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
