@@ -283,11 +283,12 @@ class HetznerHistory(World):
         return await super()._leaked()
 
     async def _restless(self) -> str | None:
-        """A server whose worker is gone, or stands still since before the faults ended, will yet be replaced."""
+        """A server whose worker is gone, or is late or stands still since before the faults ended, may yet be replaced."""
         for cloud in self.clouds.values():
             for entry in cloud.billed():
-                process = self.watch.by_machine[entry.id]._process
-                if process.is_dead or process.is_frozen:
+                worker = self.watch.by_machine[entry.id]
+                is_heard = worker.conduct.first_heard_at is not None
+                if worker._process.is_dead or worker._process.is_frozen or not is_heard:
                     return f"nobody works in {entry.id} of {entry.name}"
         return await super()._restless()
 
