@@ -283,7 +283,7 @@ class HetznerHistory(World):
         return await super()._leaked()
 
     async def _restless(self) -> str | None:
-        """A server whose worker is gone, or is late or stands still since before the faults ended, may yet be replaced."""
+        """A server whose worker is gone, late, or stands still since before the faults ended may yet be replaced."""
         for cloud in self.clouds.values():
             for entry in cloud.billed():
                 worker = self.watch.by_machine[entry.id]

@@ -1,5 +1,6 @@
 """The settings of a Hetzner fleet: what they are by default, and what is refused with which words."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from windlass.model.hetzner import Choice, HetznerSettings, problem_of_label
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("HCLOUD_TOKEN", "HETZNER_API_TOKEN", "HETZNER_NETWORK_ID", "HCLOUD_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
+    for name in os.environ:
+        if name.startswith(("WINDLASS_", "HCLOUD_", "HETZNER_")):
+            monkeypatch.delenv(name)
 
 
 def test_a_hetzner_fleet_has_the_numbers_of_its_seed() -> None:
