@@ -1,6 +1,6 @@
 import pytest
-
 from emulated_project import ProjectUnderTest
+
 from hetzner_contract import Contract
 
 

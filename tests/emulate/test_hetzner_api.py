@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 import pytest
-
 from emulated_project import HEADERS, ORDER, ProjectUnderTest
+
 from hetzner_contract import Contract
 from windlass.emulate.hetzner import Settings
 from windlass.emulate.hetzner.routes import _ROUTES
@@ -405,7 +405,9 @@ def test_a_server_gets_an_address_in_its_network(project: ProjectUnderTest) -> N
     project.settled()
     server_id = project.ask("GET", "/servers?name=worker-0").json["servers"][0]["id"]
     body = {"network": network_id}
-    assert project.ask("POST", f"/servers/{server_id}/actions/attach_to_network", body).code == "server_already_attached"
+    assert (
+        project.ask("POST", f"/servers/{server_id}/actions/attach_to_network", body).code == "server_already_attached"
+    )
     assert project.ask("POST", f"/servers/{server_id}/actions/detach_from_network", body).status == 201
     project.clock.advance(1)
     assert project.ask("POST", f"/servers/{server_id}/actions/attach_to_network", body).status == 201
@@ -442,7 +444,9 @@ def test_every_list_and_resource_answers_as_published() -> None:
     """A walk over every GET that is routed, with something there to be shown."""
     project = ProjectUnderTest(Contract.find())
     subnets = [{"type": "cloud", "network_zone": "eu-central"}]
-    network = _number(project.ask("POST", "/networks", {"name": "n", "ip_range": "10.0.0.0/16", "subnets": subnets}), "network")
+    network = _number(
+        project.ask("POST", "/networks", {"name": "n", "ip_range": "10.0.0.0/16", "subnets": subnets}), "network"
+    )
     rules = [{"direction": "in", "protocol": "icmp", "source_ips": ["::/0"]}]
     firewall = _number(project.ask("POST", "/firewalls", {"name": "f", "rules": rules}), "firewall")
     ids = {
@@ -462,7 +466,9 @@ def test_every_list_and_resource_answers_as_published() -> None:
         if "GET" in endpoints:
             root = place.split("/")[2]
             path = place.removeprefix("/v1").replace("actions/N", f"actions/{last_action}")
-            answered = project.ask("GET", path.replace("N", str(ids.get(root, 1))) + ("?id=1" if path == "/actions" else ""))
+            answered = project.ask(
+                "GET", path.replace("N", str(ids.get(root, 1))) + ("?id=1" if path == "/actions" else "")
+            )
             assert answered.status == (404 if root not in ids and "N" in path else 200), path
             walked += 1
     assert walked > 45

@@ -170,7 +170,7 @@ def command_line(served: Served, tmp_path: Path) -> Any:
 
 def test_hetzners_own_client_works(command_line: Any, served: Served, tmp_path: Path) -> None:
     (tmp_path / "init.yml").write_text("#cloud-config\n# from a file\n")
-    order = "--name w1 --type cx23 --image ubuntu-24.04 --location nbg1 --label a=b".split()
+    order = ["--name", "w1", "--type", "cx23", "--image", "ubuntu-24.04", "--location", "nbg1", "--label", "a=b"]
     assert "created" in command_line("server", "create", *order, "--user-data-from-file", str(tmp_path / "init.yml"))
     (booted,) = served.host.running.values()
     assert booted.user_data == "#cloud-config\n# from a file\n"

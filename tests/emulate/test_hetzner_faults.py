@@ -6,11 +6,11 @@ from typing import Any
 import hcloud
 import pytest
 import requests
+from emulated_project import ORDER, ProjectUnderTest
 from hcloud.images import Image
 from hcloud.locations import Location
 from hcloud.server_types import ServerType
 
-from emulated_project import ORDER, ProjectUnderTest
 from windlass.emulate.exchange import NoAnswer
 from windlass.emulate.hetzner.errors import STATUS_OF_CODE
 from windlass.emulate.hetzner.faults import METHODS, Faults
@@ -192,7 +192,10 @@ def test_time_passes_in_order_however_late_one_looks(project: ProjectUnderTest) 
     project.clock.advance(3600)
     project.emulator.settle()
     began = project.emulator.project.servers[server["id"]].created
-    changes = [(int((at - began).total_seconds()), what) for at, what in project.emulator.project.servers[server["id"]].statuses]
+    changes = [
+        (int((at - began).total_seconds()), what)
+        for at, what in project.emulator.project.servers[server["id"]].statuses
+    ]
     assert changes == [(0, "initializing"), (6, "starting"), (8, "running")]
 
 

@@ -4,8 +4,8 @@ import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
-
 from emulated_project import ProjectUnderTest
+
 from hetzner_contract import Contract
 from windlass.emulate.hetzner import Settings
 from windlass.emulate.hetzner.catalog import DEFAULT_CATALOG
