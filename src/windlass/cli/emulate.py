@@ -81,9 +81,12 @@ def _listen(port: int) -> "socket.socket":
 
 
 async def _serve(emulator: "Emulator", listener: "socket.socket", remark: str) -> None:
-    from windlass.emulate.serve import address_of, make_server
+    import asyncio
 
-    address = address_of(listener)
-    print(f"Hetzner Cloud, emulated: {address}/v1 {remark}.")
-    print(f"Faults, bill and machines: {address}/_emulator/ (see docs/emulators.md). Ctrl-C ends it all.", flush=True)
-    await make_server(emulator).serve(sockets=[listener])
+    from windlass.emulate.serve import serving
+
+    with serving(emulator, listener) as address:
+        print(f"Hetzner Cloud, emulated: {address}/v1 ({remark}).")
+        print(f"Faults, bill, machines: {address}/_emulator/ (see docs/emulators.md). Ctrl-C ends it all.", flush=True)
+        # Until a signal ends the command, as it ends every command.
+        await asyncio.Event().wait()

@@ -95,7 +95,8 @@ def _decoded(content: str, encoding: str) -> bytes:
     if encoding in ("text/plain", ""):
         return content.encode()
     # The names that cloud-init knows for each.
-    data = base64.b64decode(content) if "b64" in encoding or "base64" in encoding else content.encode()
+    is_base64 = "b64" in encoding or "base64" in encoding
+    data = base64.b64decode("".join(content.split()), validate=True) if is_base64 else content.encode()
     return gzip.decompress(data) if encoding.startswith("gz") else data
 
 

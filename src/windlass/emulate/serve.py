@@ -27,7 +27,6 @@ MAX_SETTLE_INTERVAL_S = 0.25
 MIN_SETTLE_INTERVAL_S = 0.01
 # user_data, labels and a name are far below.
 MAX_BODY_BYTES = 4 * 1024 * 1024
-START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 10.0
 # Connections that are held in silence do not delay the end for longer.
 SHUTDOWN_TIMEOUT_S = 1
@@ -130,6 +129,7 @@ def make_server(emulator: Emulator) -> uvicorn.Server:
         lifespan="on",
         log_level="warning",
         access_log=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
     )
     return uvicorn.Server(config)
@@ -153,24 +153,17 @@ def address_of(listener: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def serving(emulator: Emulator, port: int = 0) -> Iterator[str]:
-    """Serve it from a thread of its own for as long as this is open; gives its address, as in http://127.0.0.1:4711."""
-    listener = listen(port)
+def serving(emulator: Emulator, listener: socket.socket | None = None) -> Iterator[str]:
+    """Serve it from a thread of its own for as long as this is open; gives its address, as in http://127.0.0.1:4711.
+    Without a listener of the caller's, on any port that is free."""
+    listener = listener or listen(0)
     server = make_server(emulator)
-    started = threading.Event()
-    thread = threading.Thread(target=_run, args=(server, listener, started), name="windlass-emulator", daemon=True)
+    # It listens already: whoever connects before the thread runs is answered a moment later.
+    thread = threading.Thread(target=server.run, args=([listener],), name="windlass-emulator", daemon=True)
     thread.start()
     try:
-        if not started.wait(START_TIMEOUT_S):
-            raise TimeoutError(f"starting the emulator took longer than {START_TIMEOUT_S:g} s")
         yield address_of(listener)
     finally:
         server.should_exit = True
         thread.join(STOP_TIMEOUT_S)
         listener.close()
-
-
-def _run(server: uvicorn.Server, listener: socket.socket, started: threading.Event) -> None:
-    # It listens already: whoever connects before the loop runs is answered a moment later.
-    started.set()
-    server.run(sockets=[listener])

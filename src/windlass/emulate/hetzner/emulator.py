@@ -43,11 +43,17 @@ class HetznerEmulator:
         self._lock = threading.RLock()
         self.settings = settings or Settings()
         self.host: MachineHost = host or VirtualHost()
-        self.faults = Faults(clock())
-        self.project = Project(self.settings, self.host, self.faults, clock(), catalog)
+        self._faults = Faults(clock())
+        self.project = Project(self.settings, self.host, self._faults, clock(), catalog)
         # The latest requests, as (when, method, path): what a client's thrift is judged by.
         self.requests: deque[tuple[datetime, str, str]] = deque(maxlen=MAX_REQUESTS)
         self._bucket = Bucket(self.settings.requests_per_hour, HOUR_S)
+
+    @property
+    def faults(self) -> Faults:
+        """Trouble from now on. What was due before it has happened without it."""
+        self.settle()
+        return self._faults
 
     @property
     def ledger(self) -> Ledger:
@@ -92,7 +98,7 @@ class HetznerEmulator:
     ) -> Answer:
         self._throttle()
         self._authorize(headers)
-        fault = self.faults.take(method, path)
+        fault = self._faults.take(method, path)
         if fault is not None and not fault.takes_effect:
             _fail(fault)
         endpoint, ids = route(method, path)
@@ -103,8 +109,8 @@ class HetznerEmulator:
         return answer
 
     def _throttle(self) -> None:
-        if self.faults.wants_drained_bucket:
-            self.faults.wants_drained_bucket = False
+        if self._faults.wants_drained_bucket:
+            self._faults.wants_drained_bucket = False
             self._bucket.drain(self.project.now)
         if not self._bucket.take(self.project.now):
             raise ApiError("rate_limit_exceeded", "limit of requests per hour reached", None)

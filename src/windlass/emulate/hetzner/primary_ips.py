@@ -1,5 +1,6 @@
 """/primary_ips: made with a server or alone, and billed in either case."""
 
+from windlass.emulate.exchange import Json
 from windlass.emulate.hetzner import render
 from windlass.emulate.hetzner.calls import Answer, Call, Filter, list_of
 from windlass.emulate.hetzner.errors import ApiError, not_found, not_unique
@@ -34,7 +35,8 @@ def create(project: Project, call: Call) -> Answer:
     inputs = call.inputs
     name, labels = inputs.name(is_required=True), inputs.labels()
     type_ = inputs.text("type", is_required=True, choices=("ipv4", "ipv6"))
-    inputs.text("assignee_type", is_required=True, choices=("server",))
+    # The document says that it is always required; Hetzner's own SDK leaves it out where there is no assignee.
+    inputs.text("assignee_type", is_required=inputs.has("assignee_id"), choices=("server",))
     is_auto_deleted = inputs.flag("auto_delete", False)
     server = _assignee(project, inputs)
     wanted, datacenter = inputs.id_or_name("location"), inputs.id_or_name("datacenter")
@@ -135,7 +137,7 @@ def _check_assignable(server: Server, type_: str) -> None:
         raise ApiError(f"server_has_{type_}", f"server already has an {type_} address")
 
 
-def _assign(project: Project, primary_ip: PrimaryIp, server: Server) -> dict[str, object]:
+def _assign(project: Project, primary_ip: PrimaryIp, server: Server) -> Json:
     primary_ip.server_id = server.id
     if primary_ip.type == "ipv4":
         server.ipv4_id = primary_ip.id
