@@ -6,6 +6,7 @@ server, and a worker nothing that only people look at.
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import secrets
@@ -39,8 +40,12 @@ if TYPE_CHECKING:
     from windlass.control.summary import Summary
     from windlass.control.up import Up
     from windlass.model.fleet import FleetConfig
+    from windlass.model.machine import MachineRequest
     from windlass.ports.control import Candidate
-    from windlass.providers.local import LocalProvider
+    from windlass.ports.provider import Provider
+    from windlass.providers.hetzner import Account
+    from windlass.providers.hetzner.examine import Remark
+    from windlass.providers.hetzner.limiter import Limiter
     from windlass.store.access import PostgresAccessStore
     from windlass.store.control import PostgresControlStore
     from windlass.store.examine import Examination
@@ -292,8 +297,13 @@ def fleet_cycle(
     return FleetCycle(name, fleet, store, rents, candidate, random.SystemRandom())
 
 
-def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "LocalProvider":
-    """Who rents a fleet's machines. `instance_id`: the database's, with which they are tagged."""
+def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
+    """Who rents a fleet's machines. `instance_id`: the database's, with which they are tagged.
+
+    Raises ConfigError if something is missing for that.
+    """
+    if fleet.provider == "hetzner":
+        return _hetzner_provider(name, fleet, config, instance_id)
     from windlass.configure import environment_of, secret_variables
     from windlass.providers.local import LocalProvider
 
@@ -309,6 +319,73 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         # All that a worker needs to know is where its database is.
         withheld=[name for name, key in secret_variables().items() if key != ("database_url",)],
     )
+
+
+def _hetzner_provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
+    from windlass.providers.hetzner import HetznerProvider
+
+    settings = fleet.hetzner
+    if not (settings.is_ipv4_on or settings.is_ipv6_on or settings.network_id or config.hetzner_network_id):
+        raise ConfigError(
+            f"the servers of fleet {name} would have no network: set hetzner_network_id, or turn is_ipv4_on back on."
+        )
+    return HetznerProvider(
+        name,
+        settings,
+        hetzner_account(config, settings.call_timeout_s),
+        identity=instance_id,
+        network_id=config.hetzner_network_id,
+        render_user_data=_user_data(fleet, config),
+    )
+
+
+def _user_data(fleet: "FleetConfig", config: Config) -> "Callable[[MachineRequest], str]":
+    """What a new machine of this fleet is told at its first boot."""
+    from windlass.worker.bootstrap import render_user_data
+
+    url = config.machine_url
+    if url is None:
+        raise AssertionError("check_machines_can_call comes before any provider")
+    return lambda request: render_user_data(fleet.bootstrap, request, url, stop_timeout_s=fleet.stop_timeout_s)
+
+
+def hetzner_account(config: Config, timeout_s: float) -> "Account":
+    """One for all fleets with the same token: they share its allowance of requests."""
+    if config.hetzner_api_token is None:
+        raise ConfigError(
+            "there is no token for Hetzner: set HETZNER_API_TOKEN to one that may read and write "
+            "(Hetzner's console, Security, API tokens)."
+        )
+    return _hetzner_account(config.hetzner_api_token.get_secret_value(), config.hetzner_endpoint, timeout_s)
+
+
+@functools.cache
+def _hetzner_account(token: str, endpoint: str, timeout_s: float) -> "Account":
+    from windlass.providers.hetzner import Account
+
+    return Account(token, endpoint=endpoint, timeout_s=timeout_s, limiter=_hetzner_limiter(token, endpoint))
+
+
+@functools.cache
+def _hetzner_limiter(token: str, endpoint: str) -> "Limiter":  # noqa: ARG001 - whose allowance it is
+    from windlass.providers.hetzner.limiter import Limiter
+
+    return Limiter()
+
+
+async def examine_hetzner(config: Config) -> "AsyncIterator[Remark]":
+    """What stands in the way of the Hetzner fleets. Reads only. Raises ConfigError."""
+    from windlass.providers.hetzner.examine import examine
+
+    fleets = {name: fleet.hetzner for name, fleet in config.fleets.items() if fleet.provider == "hetzner"}
+    if not fleets:
+        return
+    timeout_s = min(settings.call_timeout_s for settings in fleets.values())
+    account = hetzner_account(config, timeout_s)
+    async with control_store(config) as store:
+        instance_id = await store.instance_id()
+    async for remark in examine(account, instance_id, fleets, config.hetzner_network_id):
+        yield remark
 
 
 def candidate(config: Config) -> "Candidate":

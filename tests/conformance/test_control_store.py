@@ -34,7 +34,7 @@ from windlass.model.config import Retention
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
-from windlass.model.snapshot import Hold, Memory, Snapshot
+from windlass.model.snapshot import Hold, Memory, Refusal, Snapshot
 from windlass.model.task import Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.ports.control import (
@@ -679,6 +679,31 @@ async def test_a_refusal_ends_a_worker_that_was_given_up_meanwhile(
     assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
 
 
+@pytest.mark.parametrize("code", ["LimitReached", "Denied", "NoCapacity"])
+async def test_a_refusal_of_the_whole_fleet_is_seen_until_a_machine_was_had_after_it(
+    clock: VirtualClock, ann: Leader, code: str
+) -> None:
+    assert (await ann.observe()).refusal is None
+    await ann.hire(0, 1, 2, 3)
+    clock.advance(5)
+    refused_at = clock()
+    await ann.report(CreationRefused("w0", code, "said no"))
+    await ann.report(Created("w1", machine(1, "w1")))  # at the same moment, so it may have come first
+    clock.advance(5)
+    await ann.report(CreationRefused("w2", "Refused", "a plain no is about one machine"))
+    assert (await ann.observe()).refusal == Refusal(code, "said no", refused_at)
+    await ann.report(Created("w3", machine(3, "w3")))
+    assert (await ann.observe()).refusal is None
+
+
+async def test_of_refusals_at_the_same_moment_the_one_hired_last_is_seen(ann: Leader) -> None:
+    await ann.hire(0, 1)
+    await ann.report(CreationRefused("w0", "Denied", "zero"), CreationRefused("w1", "Denied", "one"))
+    refusal = (await ann.observe()).refusal
+    assert refusal is not None
+    assert refusal.reason == "one"
+
+
 async def test_a_machine_that_was_found_outweighs_a_refusal(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.commit(Adopt("w0", "m1", "found"))
@@ -1121,7 +1146,7 @@ async def live(twins: Twins, rng: Random) -> None:
         makers: list[Callable[[], Outcome]] = [
             lambda: Created(name(), Machine(rng.choice(machines), "x", MachineState.RUNNING), rng.random() < 0.5),
             lambda: CreationUnclear(name(), "unclear"),
-            lambda: CreationRefused(name(), rng.choice(["Refused", "NoCapacity"]), "no"),
+            lambda: CreationRefused(name(), rng.choice(["Refused", "NoCapacity", "LimitReached"]), "no"),
             lambda: Deleted(name(), rng.choice([None, *machines]), "D", "deleted"),
             lambda: NotDeleted(name(), "denied"),
             lambda: StrayDeleted(name(), "stray"),

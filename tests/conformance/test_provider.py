@@ -13,6 +13,7 @@ from typing import Protocol
 from uuid import uuid4
 
 import pytest
+from hetzner_world import HetznerWorld
 
 from windlass.model.errors import Ambiguous, Refused, Unavailable
 from windlass.model.fleet import FleetConfig
@@ -102,11 +103,15 @@ class BrokenTable(ProcFs):
         raise OSError(24, "Too many open files")
 
 
-@pytest.fixture(params=[ProcFs, PsutilTable], ids=["local", "local by psutil"])
+@pytest.fixture(params=["local", "local by psutil", "hetzner"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    if request.param is ProcFs and not Path("/proc/self/stat").exists():
+    if request.param == "local" and not Path("/proc/self/stat").exists():
         pytest.skip("this system has no /proc")
-    made = LocalWorld(request.param(), tmp_path)
+    made: LocalWorld | HetznerWorld
+    if request.param == "hetzner":
+        made = HetznerWorld()
+    else:
+        made = LocalWorld(ProcFs() if request.param == "local" else PsutilTable(), tmp_path)
     yield made
     made.close()
 

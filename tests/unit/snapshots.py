@@ -168,6 +168,7 @@ class _World:
         self.queued = seen.queue.queued
         self.orphaned = list(seen.orphaned)
         self.requested = seen.requested
+        self.refusal = seen.refusal
 
     def carry_out(self, action: Action) -> None:
         now = self.seen.now
@@ -194,6 +195,7 @@ class _World:
                 self.slots[slot] = replace(self.slots.get(slot, SlotView(slot, False)), is_failed=True)
             case Spawn(slot):
                 self._hire(slot)
+                self.refusal = None
             case Alert():
                 pass
 
@@ -254,6 +256,7 @@ class _World:
             hirings=tuple(sorted(self.hirings, key=lambda hiring: hiring.at)),
             orphaned=tuple(self.orphaned),
             requested=self.requested,
+            refusal=self.refusal,
             memory=memory,
         )
 

@@ -14,7 +14,18 @@ from snapshots import NOW, ago, worker
 
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
-from windlass.model.snapshot import Guard, Hiring, Memory, QueueView, RunningView, SlotView, Snapshot, WorkerView
+from windlass.model.snapshot import (
+    Guard,
+    Hiring,
+    Memory,
+    Pause,
+    QueueView,
+    Refusal,
+    RunningView,
+    SlotView,
+    Snapshot,
+    WorkerView,
+)
 from windlass.model.worker import LIVE, WorkerStatus
 
 MAX_SLOTS = 7
@@ -159,6 +170,7 @@ def scenes(draw: st.DrawFn) -> Scene:
             listed_at=draw(st.sampled_from((None, ago(1.0)))),
             traits=draw(st.sampled_from((ProviderTraits(), ProviderTraits(60.25, 120.25, 60.25)))),
             hirings=_hirings(views, draw(st.lists(st.tuples(moments, st.booleans()), max_size=6)), fleet),
+            refusal=draw(st.sampled_from(REFUSALS)),
             orphaned=_orphaned(views, draw(st.booleans())),
             is_paused=draw(st.integers(0, 9)) == 9,
             is_winding_down=draw(st.integers(0, 9)) == 9,
@@ -232,9 +244,18 @@ def memories(draw: st.DrawFn, everybody: list[Character]) -> Memory:
         unclaimed_since=of_all("unclaimed_since"),
         unlisted_since=draw(maybe_moments),
         guard=draw(st.sampled_from(GUARDS)),
+        refused=draw(st.sampled_from((None, None, Pause("NoCapacity", 1, ago(90.5)), Pause("Denied", 2, ago(-20.5))))),
     )
 
 
+REFUSALS = (
+    None,
+    None,
+    None,
+    Refusal("NoCapacity", "none left", ago(20.5)),
+    Refusal("LimitReached", "no more than ten", ago(90.5)),
+    Refusal("Denied", "who are you", ago(400.5)),
+)
 GUARDS = (
     Guard(),
     Guard(broken_starts=1, broken_at=ago(20.5)),

@@ -253,6 +253,9 @@ SEED_NAMES_FOR_ALL = {
     "RUNPOD_API_KEY": ("runpod_api_key", "secret"),
 }
 
+# Those of Hetzner's own command-line client.
+VENDORS_NAMES = {"HCLOUD_TOKEN", "HCLOUD_ENDPOINT"}
+
 
 @pytest.mark.parametrize(
     ("name", "key", "value"), [pytest.param(*row, id=f"{row[0]} of seed {seed}") for seed, *row in SEED_NAMES]
@@ -282,7 +285,7 @@ def test_a_name_of_the_seeds_that_is_no_fleets(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_no_other_names_are_taken() -> None:
-    assert set(ENVIRONMENT_ALIASES) == {name for _, name, _, _ in SEED_NAMES} | set(SEED_NAMES_FOR_ALL)
+    assert set(ENVIRONMENT_ALIASES) == {name for _, name, _, _ in SEED_NAMES} | set(SEED_NAMES_FOR_ALL) | VENDORS_NAMES
 
 
 def test_a_fleet_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

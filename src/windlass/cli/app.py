@@ -18,6 +18,7 @@ from windlass.cli import (
     db,
     demo,
     doctor,
+    emulate,
     enqueue,
     explain,
     fleets,
@@ -59,6 +60,7 @@ app.command()(up.cycle)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.add_typer(tokens.app, name="tokens")
+app.add_typer(emulate.app, name="emulate")
 app.add_typer(db.app, name="db")
 app.add_typer(config.app, name="config")
 app.add_typer(bootstrap.app, name="bootstrap")

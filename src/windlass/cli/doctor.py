@@ -71,6 +71,8 @@ async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncIte
         yield Finding("configuration", Verdict.FAIL, _clause(error))
         return
     yield Finding("configuration", Verdict.OK, "readable")
+    async for finding in _providers(config):
+        yield finding
     if config.database_url is None:
         disk = _disk(config)
         yield disk
@@ -83,6 +85,17 @@ async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncIte
                 yield finding
     except WindlassError as error:
         yield Finding("database", Verdict.FAIL, _clause(error))
+
+
+async def _providers(config: "Config") -> AsyncIterator[Finding]:
+    from windlass import wire
+
+    try:
+        async for remark in wire.examine_hetzner(config):
+            verdict = Verdict.FAIL if remark.is_grave else Verdict.WARN if remark.do else Verdict.OK
+            yield Finding(remark.check, verdict, remark.what, remark.do)
+    except WindlassError as error:
+        yield Finding("hetzner", Verdict.FAIL, _clause(error))
 
 
 # -------------------------------------------------------------------------------------------------------- this machine

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from windlass.model.address import problem_of_control_plane_url
 from windlass.model.fleet import FleetConfig
+from windlass.model.hetzner import HETZNER_ENDPOINT
 from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
 
 _DAY_S = 86_400.0
@@ -103,7 +104,12 @@ class Config(_Section):
         "SUPABASE_SERVICE_ROLE_KEY", "Accepted and kept secret; windlass speaks to the database itself."
     )
     runpod_api_key: SecretStr | None = _from_environment("RUNPOD_API_KEY", "For Runpod fleets.")
-    hetzner_api_token: SecretStr | None = _from_environment("HETZNER_API_TOKEN", "For Hetzner fleets.")
+    hetzner_api_token: SecretStr | None = _from_environment("HCLOUD_TOKEN HETZNER_API_TOKEN", "For Hetzner fleets.")
+    hetzner_endpoint: str = Field(
+        default=HETZNER_ENDPOINT,
+        description="Where Hetzner's API, or an emulator of it, answers.",
+        json_schema_extra={"env": "HCLOUD_ENDPOINT"},
+    )
     hetzner_network_id: int | None = _from_environment("HETZNER_NETWORK_ID", "The private network of Hetzner fleets.")
     control_plane_ip: str | None = _from_environment(
         "RGRID_CONTROL_PLANE_IP", "Where machines in a private network find the control plane."
@@ -116,6 +122,13 @@ class Config(_Section):
     control: ControlConfig = ControlConfig()
     api: ApiConfig = ApiConfig()
     fleets: dict[str, FleetConfig] = Field(default_factory=dict, description="One table per fleet.")
+
+    @field_validator("hetzner_endpoint")
+    @classmethod
+    def _address_of_api(cls, endpoint: str) -> str:
+        if not endpoint.startswith(("https://", "http://")):
+            raise ValueError("it must be an address that begins with https://, such as " + HETZNER_ENDPOINT)
+        return endpoint.rstrip("/")
 
     @field_validator("fleets")
     @classmethod

@@ -57,6 +57,14 @@ class Refused(ProviderError):
     """The provider said no, and asking again will not help: a limit, a bad request, a missing right."""
 
 
+class LimitReached(Refused):
+    """The account may have no more of something. Asking again will not help until a person has had the limit raised."""
+
+
+class Denied(Refused):
+    """The provider does not let us: a wrong token, a missing right. Only a person can change that."""
+
+
 class NoCapacity(ProviderError):
     """There is no machine of this type in this place now."""
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.errors import BadInput
+from windlass.model.hetzner import HetznerSettings
 from windlass.model.task import check_queue_name
 
 # What differs between providers; everything else has one default for all.
@@ -30,6 +31,20 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         # Whoever runs an app on their own host knows how long its tasks take; an hour is no reason to kill them.
         "stuck_timeout_s": None,
     },
+    "hetzner": {
+        "policy": "clear-time",
+        "concurrency": 2,
+        "min_workers": 0,
+        "max_workers": 50,
+        "poll_interval_s": 10.0,
+        "heartbeat_interval_s": 10.0,
+        "heartbeat_timeout_s": 120.0,
+        "spawn_timeout_s": 120.0,
+        # Paid hours keep idle servers anyway; what the queue needs is hired at once.
+        "min_scaling_interval_s": 0.0,
+        "spawn_grace_s": 0.0,
+        "scale_down_grace_s": 0.0,
+    },
 }
 
 
@@ -45,7 +60,7 @@ def _setting(default: Any, description: str, *, env: str | None = None, **constr
 class FleetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    provider: Literal["local"] = _setting("local", "Who rents the machines.")
+    provider: Literal["local", "hetzner"] = _setting("local", "Who rents the machines.")
     queues: tuple[str, ...] = _setting(("default",), "The queues its workers serve.", min_length=1)
     policy: Literal["threshold", "buffered", "clear-time"] = _setting("buffered", "How many workers are wanted.")
 
@@ -186,6 +201,9 @@ class FleetConfig(BaseModel):
 
     bootstrap: BootstrapSettings = BootstrapSettings()
 
+    # --- providers' own
+    hetzner: HetznerSettings = HetznerSettings()
+
     @model_validator(mode="before")
     @classmethod
     def _take_defaults_of_provider(cls, given: Any) -> Any:
@@ -223,6 +241,8 @@ class FleetConfig(BaseModel):
                 f"promotion_threshold_s is {self.promotion_threshold_s:g} and heartbeat_interval_s is "
                 f"{self.heartbeat_interval_s:g}: below two beats a healthy worker may never be promoted"
             )
+        if self.provider != "hetzner" and self.hetzner != HetznerSettings():
+            raise ValueError(f'hetzner is set and provider is {self.provider!r}: set provider = "hetzner"')
         if self.handler is not None and self.exec is not None:
             raise ValueError("both handler and exec are set: a worker runs one of them")
         if self.is_inline and self.exec is not None:

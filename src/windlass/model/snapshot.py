@@ -110,6 +110,25 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """The last answer to a creation, where it was a no that concerns the whole fleet."""
+
+    # The name of the error: LimitReached, Denied, NoCapacity.
+    code: str
+    reason: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """For how long a refusal is heeded, and how often in a row it came."""
+
+    code: str
+    times: int
+    until: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """The explicit memory of plan(): in with the snapshot, out with the plan, stored with the fleet."""
 
@@ -134,6 +153,7 @@ class Memory:
     # Since when no list of machines could be had.
     unlisted_since: datetime | None = None
     guard: Guard = Guard()
+    refused: Pause | None = None
     # What a person has been told, and when. A cause that is gone is forgotten.
     alerts: dict[str, datetime] = field(default_factory=dict)
     hold: Hold | None = None
@@ -154,6 +174,8 @@ class Snapshot:
     traits: ProviderTraits = field(default_factory=ProviderTraits)
     # Everybody hired, or found broken, within the failure window, in the order of hiring.
     hirings: tuple[Hiring, ...] = ()
+    # None as soon as a machine was had after it.
+    refusal: Refusal | None = None
     # Names in which tasks run although no live worker has them.
     orphaned: tuple[str, ...] = ()
     is_paused: bool = False

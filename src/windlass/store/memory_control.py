@@ -33,7 +33,7 @@ from windlass.model.config import Retention
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.record import Cycle, CycleInFull, Fleet
-from windlass.model.snapshot import Hiring, Memory, QueueView, RunningView, SlotView, Snapshot, WorkerView
+from windlass.model.snapshot import Hiring, Memory, QueueView, Refusal, RunningView, SlotView, Snapshot, WorkerView
 from windlass.model.task import TaskStatus
 from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerStatus
 from windlass.ports.control import (
@@ -61,6 +61,9 @@ MAX_RESTARTS_KEPT = 100
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
 MAX_CYCLES_SEARCHED = 200
+MAX_ANSWERS = 50
+# Refusals that are not about one machine.
+FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "NoCapacity"})
 # A cycle that repeats the last one is stored again after this time, so that there is a recent snapshot to explain from.
 REPEAT_LIMIT = timedelta(minutes=5)
 
@@ -175,6 +178,7 @@ class MemoryControlStore(MemoryStore):
             workers=tuple(self._view(w) for w in workers if w.status is not WorkerStatus.TERMINATED),
             slots=_observe_slots(row, now - _interval(config.restart_window_s)),
             hirings=self._observe_hirings(hired, now - _interval(config.failure_window_s)),
+            refusal=self._last_refusal(hired),
             orphaned=self._observe_orphaned(fleet, config.queues),
             is_paused=row.is_paused,
             boot_p50_s=_median(
@@ -247,6 +251,18 @@ class MemoryControlStore(MemoryStore):
             if worker.created_at > since or (failed_at is not None and failed_at > since):
                 recent.append(Hiring(worker.created_at, failed_at is not None))
         return tuple(recent[-MAX_HIRINGS:])
+
+    def _last_refusal(self, hired: list[_WorkerRow]) -> Refusal | None:
+        recent = hired[-MAX_ANSWERS:]
+        had_at = [at for worker in recent if (at := self._hired[worker.id].machine_at) is not None]
+        # The newest first: of those refused at the same moment, the one hired last.
+        refusals = [
+            Refusal(worker.code, worker.reason or "", worker.terminated_at)
+            for worker in reversed(recent)
+            if self._hired[worker.id].creation == "refused" and worker.code in FLEET_REFUSALS and worker.terminated_at
+        ]
+        last = max(refusals, key=lambda refusal: refusal.at, default=None)
+        return last if last is not None and not any(at > last.at for at in had_at) else None
 
     def _observe_orphaned(self, fleet: str, queues: Sequence[str]) -> tuple[str, ...]:
         orphaned = []

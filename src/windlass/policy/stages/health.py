@@ -15,6 +15,9 @@ BEATS_TO_BE_HEARD = 2
 RESTARTS_TO_TELL = 4
 # Cycles without a list of machines before a person should know.
 UNLISTED_TO_TELL = 3
+# More than this share of the maximum in use is worth a word; of small fleets it is their everyday life.
+NEAR_MAX_SHARE = 0.8
+NEAR_MAX_MIN = 10
 
 
 def promote(draft: Draft) -> list[Action]:
@@ -125,12 +128,21 @@ def warn(draft: Draft) -> list[Action]:
     working = [s for s in draft.states.values() if s.is_hired and (s.lifecycle is Lifecycle.CRASHED or s.is_healthy)]
     if len(working) > 1 and all(s.lifecycle is Lifecycle.CRASHED for s in working):
         actions += draft.alert("ALL_CRASHED", f"all {len(working)} workers crashed at the same time")
+    actions += _warn_of_maximum(draft)
     unlisted_since = draft.memory.unlisted_since
     if unlisted_since and draft.age_s(unlisted_since) >= UNLISTED_TO_TELL * draft.fleet.poll_interval_s:
         actions += draft.alert(
             "LIST_UNKNOWN", f"the provider has listed no machines since {unlisted_since:%H:%M:%S} UTC"
         )
     return actions
+
+
+def _warn_of_maximum(draft: Draft) -> list[Action]:
+    """Of rented machines: whoever pays for them should know before they are all in use, and the limit can be raised."""
+    hired, limit = sum(state.is_hired for state in draft.states.values()), draft.fleet.max_workers
+    if not draft.snapshot.traits.is_remote or limit < NEAR_MAX_MIN or hired <= NEAR_MAX_SHARE * limit:
+        return []
+    return draft.alert("NEAR_MAX", f"{hired} of at most {limit} workers are hired")
 
 
 def _warn_of_slots(draft: Draft) -> list[Action]:

@@ -13,14 +13,15 @@ from windlass.model.worker import WorkerStatus
 from windlass.policy.derive import WorkerState
 from windlass.policy.draft import Draft
 from windlass.policy.scale import POLICIES, Demand, Wish
-from windlass.policy.stages import guard
+from windlass.policy.stages import guard, refusal
 
 ASKED_FOR = "asked for by hand"
+TRIED_BY_HAND = frozenset({guard.CODE, *refusal.CODES})
 
 
 def scale(draft: Draft) -> list[Action]:
     """Hire, or let go, never both."""
-    alerts = guard.guard_hiring(draft)
+    alerts = [*guard.guard_hiring(draft), *refusal.heed_refusal(draft)]
     staying = _staying(draft)
     demand = _demand(draft, staying)
     wish = POLICIES[draft.fleet.policy](demand)
@@ -89,8 +90,8 @@ def _hire(draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish) 
     if wanted <= 0:
         return []
     hold = draft.memory.hold
-    if hold is not None and hold.code == guard.CODE and draft.snapshot.requested > 0:
-        # A person who asks may try what the guard would not: one at a time, as a probe.
+    if hold is not None and hold.code in TRIED_BY_HAND and draft.snapshot.requested > 0:
+        # A person who asks may try what we would not: one at a time, as a probe.
         wanted, reason = min(wanted, draft.snapshot.requested), ASKED_FOR
     elif hold is not None:
         draft.is_cut_short = True
@@ -128,6 +129,8 @@ def _cap(draft: Draft, staying: list[WorkerState]) -> int:
     if memory.guard.trips:
         # After a trip, one at a time until one of them works.
         return 0 if any(guard.is_probe(state, memory.guard) for state in staying) else 1
+    if memory.refused is not None:
+        return 0 if refusal.is_tried(draft) else 1
     return draft.fleet.max_changes_per_cycle
 
 
@@ -136,7 +139,8 @@ def _what_limits(draft: Draft, cap: int, hired: int, free: int) -> str:
         return "no free slot"
     if hired < cap:
         return "machines that are on their way out take up the room"
-    return "one probe at a time" if draft.memory.guard.trips else f"at most {draft.fleet.max_changes_per_cycle} at once"
+    is_probing = draft.memory.guard.trips or draft.memory.refused
+    return "one probe at a time" if is_probing else f"at most {draft.fleet.max_changes_per_cycle} at once"
 
 
 def _free_slots(draft: Draft) -> list[int]:

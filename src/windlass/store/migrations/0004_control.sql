@@ -209,6 +209,7 @@ begin
         'reset_at', f.reset_at,
         'memory', f.memory,
         'queue', windlass.observe_queues(p_queues, v_now),
+        'refusal', windlass.last_refusal(p_fleet),
         'slots', coalesce((
           select json_agg(json_build_object(
             'slot', s.slot,
@@ -325,6 +326,28 @@ as $$
       limit 1
     ) as head
   ) as oldest on true
+$$;
+
+-- The newest refusal of the whole fleet that no machine was had after, as {"code", "reason", "at"}; null if there is none.
+-- The last fifty hired are enough: more than that are never asked for before the first answers are in. Index workers_hired.
+create function windlass.last_refusal(p_fleet text) returns json
+language sql stable
+as $$
+  with recent as (
+    select w.id, w.created_at, w.creation, w.code, w.reason, w.terminated_at, w.machine_at
+    from windlass.workers w
+    where w.fleet = p_fleet
+      and w.slot is not null
+    order by w.created_at desc, w.id collate "C" desc
+    limit 50
+  )
+  select json_build_object('code', r.code, 'reason', r.reason, 'at', r.terminated_at)
+  from recent r
+  where r.creation = 'refused'
+    and r.code in ('LimitReached', 'Denied', 'NoCapacity')
+    and not exists (select from recent n where n.machine_at > r.terminated_at)
+  order by r.terminated_at desc, r.created_at desc, r.id collate "C" desc
+  limit 1
 $$;
 
 

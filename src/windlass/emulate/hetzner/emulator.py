@@ -1,0 +1,154 @@
+"""A Hetzner Cloud project that answers as published, on anybody's clock.
+
+`handle` never waits: servers boot, actions end and lists catch up as the clock it was given goes on. Requests are
+answered one at a time, whatever thread they come from. Trouble is scripted through `faults`; the bill is `ledger`,
+kept without any of Windlass's own arithmetic. State lives in memory and ends with the emulator.
+"""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+
+from windlass.emulate.exchange import Json, NoAnswer, Response, json_response
+from windlass.emulate.hetzner.calls import Answer, Call
+from windlass.emulate.hetzner.catalog import DEFAULT_CATALOG, Catalog
+from windlass.emulate.hetzner.control import CONTROL, control
+from windlass.emulate.hetzner.errors import ApiError
+from windlass.emulate.hetzner.faults import Faults, Scripted
+from windlass.emulate.hetzner.ledger import Ledger
+from windlass.emulate.hetzner.project import Project
+from windlass.emulate.hetzner.routes import route
+from windlass.emulate.hetzner.settings import Settings
+from windlass.emulate.machines import MachineHost, VirtualHost
+from windlass.emulate.throttle import Bucket
+
+HOUR_S = 3600.0
+# What a body may have at most: user_data with room to spare.
+MAX_BODY_BYTES = 1024 * 1024
+# Remembered: more than a day's, at the rate that is allowed.
+MAX_REQUESTS = 100_000
+
+
+class HetznerEmulator:
+    def __init__(
+        self,
+        clock: Callable[[], datetime],
+        settings: Settings | None = None,
+        host: MachineHost | None = None,
+        catalog: Catalog = DEFAULT_CATALOG,
+    ) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()
+        self.settings = settings or Settings()
+        self.host: MachineHost = host or VirtualHost()
+        self._faults = Faults(clock())
+        self.project = Project(self.settings, self.host, self._faults, clock(), catalog)
+        # The latest requests, as (when, method, path): what a client's thrift is judged by.
+        self.requests: deque[tuple[datetime, str, str]] = deque(maxlen=MAX_REQUESTS)
+        self._bucket = Bucket(self.settings.requests_per_hour, HOUR_S)
+
+    @property
+    def faults(self) -> Faults:
+        """Trouble from now on. What was due before it has happened without it."""
+        self.settle()
+        return self._faults
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.project.ledger
+
+    def settle(self) -> None:
+        with self._lock:
+            self.project.advance(self._clock())
+
+    def next_due(self) -> datetime | None:
+        with self._lock:
+            return self.project.next_due()
+
+    def bill(self) -> Json:
+        """What the project owes, by now."""
+        with self._lock:
+            self.settle()
+            return self.ledger.to_json(self.project.now)
+
+    def crash(self, server_id: int) -> None:
+        """What runs inside it is gone at once; the API goes on calling it `running`, and billing it."""
+        with self._lock:
+            self.settle()
+            self.project.crash(self.project.servers[server_id])
+
+    def handle(
+        self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes
+    ) -> Response:
+        with self._lock:
+            self.settle()
+            if path.startswith(CONTROL):
+                return control(self, method, path, body)
+            self.requests.append((self.project.now, method, path))
+            try:
+                answer = self._answer(method, path, query, _lower(headers), body)
+            except ApiError as error:
+                answer = Answer(error.status, error.to_json())
+            return json_response(answer.status, answer.body, {**answer.headers, **self._rate_limit()})
+
+    def _answer(
+        self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes
+    ) -> Answer:
+        self._throttle()
+        self._authorize(headers)
+        fault = self._faults.take(method, path)
+        if fault is not None and not fault.takes_effect:
+            _fail(fault)
+        endpoint, ids = route(method, path)
+        origin = f"http://{headers.get('host', 'localhost')}"
+        answer = endpoint(self.project, Call(path, query, _read_body(method, body), ids, origin))
+        if fault is not None:
+            _fail(fault)
+        return answer
+
+    def _throttle(self) -> None:
+        if self._faults.wants_drained_bucket:
+            self._faults.wants_drained_bucket = False
+            self._bucket.drain(self.project.now)
+        if not self._bucket.take(self.project.now):
+            raise ApiError("rate_limit_exceeded", "limit of requests per hour reached", None)
+
+    def _authorize(self, headers: Mapping[str, str]) -> None:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        is_known = self.settings.token is None or token == self.settings.token
+        if scheme.lower() != "bearer" or not token.strip() or not is_known:
+            raise ApiError("unauthorized", "unable to authenticate", {})
+
+    def _rate_limit(self) -> dict[str, str]:
+        now = self.project.now
+        return {
+            "RateLimit-Limit": str(self._bucket.capacity),
+            "RateLimit-Remaining": str(self._bucket.remaining(now)),
+            "RateLimit-Reset": str(int(self._bucket.full_at(now).timestamp())),
+        }
+
+
+def _fail(fault: Scripted) -> None:
+    if fault.error is None:
+        raise NoAnswer(fault.held_s)
+    raise fault.error
+
+
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def _read_body(method: str, body: bytes) -> Json:
+    if not body.strip() or method in ("GET", "DELETE"):
+        return {}
+    if len(body) > MAX_BODY_BYTES:
+        raise ApiError("json_error", f"the body has more than {MAX_BODY_BYTES} bytes", {})
+    try:
+        document = json.loads(body)
+    except ValueError as error:
+        raise ApiError("json_error", "invalid JSON in request body", {}) from error
+    if not isinstance(document, dict):
+        raise ApiError("json_error", "the request body is not an object", {})
+    return document

@@ -1,0 +1,236 @@
+"""Trouble on script: what the API does wrong, when, and how often.
+
+`faults.next_create(times_out_after_taking_effect=True)` and its kin count requests: the first matching one uses a fault
+up (or its one of `times`). Shortages, a lagging list and a server limit last until they are taken back or run out.
+Every method can also be called over HTTP, by its name and arguments (see docs/emulators.md).
+"""
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from windlass.emulate.exchange import Json
+from windlass.emulate.hetzner.errors import STATUS_OF_CODE, ApiError
+
+# A client that waits this long without a time-out of its own deserves to be told.
+DEFAULT_HELD_S = 30.0
+# Scripts are written by people and tests; more than this is a loop that forgot to clear.
+MAX_SCRIPTED = 10_000
+_ONE_SERVER = r"/v1/servers/\d+"
+
+
+@dataclass(slots=True)
+class Scripted:
+    """What happens to the next requests that match."""
+
+    method: str | None
+    path: str
+    # None: nobody answers.
+    error: ApiError | None
+    takes_effect: bool
+    held_s: float = DEFAULT_HELD_S
+    times: int = 1
+    # Matching requests that are let through first.
+    skip: int = 0
+    until: datetime | None = None
+
+    def matches(self, method: str, path: str) -> bool:
+        return self.method in (None, method) and re.fullmatch(self.path, path) is not None
+
+    def to_json(self) -> Json:
+        return {
+            "method": self.method,
+            "path": self.path,
+            "answers": self.error.code if self.error else None,
+            "takes_effect": self.takes_effect,
+            "times": self.times,
+            "skip": self.skip,
+            "until": self.until.isoformat() if self.until else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    code: str
+    # Whether the server type's `available` says so too. It is a hint, and sometimes late.
+    is_announced: bool
+    until: datetime | None
+
+
+@dataclass(slots=True)
+class BootTrouble:
+    extra_s: float
+    is_dead: bool
+
+
+@dataclass
+class Faults:
+    now: datetime
+    scripted: list[Scripted] = field(default_factory=list)
+    shortages: dict[tuple[str, str], Shortage] = field(default_factory=dict)
+    boot_troubles: list[BootTrouble] = field(default_factory=list)
+    lag_s: float = 0.0
+    server_limit_override: int | None = None
+    wants_drained_bucket: bool = False
+
+    # ------------------------------------------------------------------------------------------ the next requests
+
+    def next(
+        self,
+        code: str | None = None,
+        *,
+        method: str | None = None,
+        path: str = ".*",
+        message: str | None = None,
+        status: int | None = None,
+        takes_effect: bool = False,
+        held_s: float = DEFAULT_HELD_S,
+        times: int = 1,
+        skip: int = 0,
+        for_s: float | None = None,
+    ) -> None:
+        """The next `times` requests of this method to a path that matches wholly are answered with this error code,
+        or by nobody if there is none; before they have an effect, or after. `for_s` lets it end by time."""
+        if len(self.scripted) >= MAX_SCRIPTED:
+            raise ValueError(f"there are {MAX_SCRIPTED} faults already; clear() them")
+        if code is not None and code not in STATUS_OF_CODE and status is None:
+            raise ValueError(f"{code} is no published error code; give its status too")
+        error = None if code is None else ApiError(code, message or f"{code} (on script)", None, status)
+        until = None if for_s is None else self.now + timedelta(seconds=for_s)
+        self.scripted.append(Scripted(method, path, error, takes_effect, held_s, times, skip, until))
+
+    def next_create(
+        self,
+        code: str | None = None,
+        *,
+        times_out_after_taking_effect: bool = False,
+        times_out_before_taking_effect: bool = False,
+        takes_effect: bool = False,
+        times: int = 1,
+        skip: int = 0,
+        held_s: float = DEFAULT_HELD_S,
+    ) -> None:
+        """The next creation of a server is refused, or nobody answers it."""
+        _check_one(code, times_out_after_taking_effect, times_out_before_taking_effect)
+        is_effective = takes_effect or times_out_after_taking_effect
+        self.next(
+            code, method="POST", path="/v1/servers", takes_effect=is_effective, times=times, skip=skip, held_s=held_s
+        )
+
+    def next_delete(
+        self,
+        code: str | None = None,
+        *,
+        times_out_after_taking_effect: bool = False,
+        times_out_before_taking_effect: bool = False,
+        takes_effect: bool = False,
+        times: int = 1,
+        skip: int = 0,
+        held_s: float = DEFAULT_HELD_S,
+    ) -> None:
+        """The same for the deletion of a server: `next_delete("not_found")` denies one that is there."""
+        _check_one(code, times_out_after_taking_effect, times_out_before_taking_effect)
+        is_effective = takes_effect or times_out_after_taking_effect
+        self.next(
+            code, method="DELETE", path=_ONE_SERVER, takes_effect=is_effective, times=times, skip=skip, held_s=held_s
+        )
+
+    def next_list(self, code: str | None = None, *, times: int = 1, skip: int = 0, held_s: float = 30.0) -> None:
+        """The same for a list of servers. With `skip=1`, the second page of a list."""
+        self.next(code, method="GET", path="/v1/servers", times=times, skip=skip, held_s=held_s)
+
+    def burst(self, times: int = 5, code: str = "unavailable", for_s: float | None = None) -> None:
+        """Whatever is asked next fails this often, with a 5xx by default."""
+        self.next(code, times=times, for_s=for_s)
+
+    def drain_rate_limit(self) -> None:
+        """As if all requests of the hour had been made: one a second comes back."""
+        self.wants_drained_bucket = True
+
+    # ------------------------------------------------------------------------------------------ states of the cloud
+
+    def no_capacity(
+        self,
+        server_type: str,
+        location: str,
+        *,
+        code: str = "resource_unavailable",
+        is_announced: bool = True,
+        for_s: float | None = None,
+    ) -> None:
+        """There are no more of this type in this place; `*` stands for all. Or `code="placement_error"`."""
+        until = None if for_s is None else self.now + timedelta(seconds=for_s)
+        self.shortages[server_type, location] = Shortage(code, is_announced, until)
+
+    def capacity(self, server_type: str, location: str) -> None:
+        """There are some again."""
+        self.shortages.pop((server_type, location), None)
+
+    def list_lags(self, by_s: float) -> None:
+        """Lists of servers and Primary IPs show what was true this long ago. Single ones are always up to date."""
+        self.lag_s = by_s
+
+    def server_limit(self, limit: int | None) -> None:
+        """How many servers the project may have; None: as many as in the settings."""
+        self.server_limit_override = limit
+
+    def next_boot(self, *, extra_s: float = 0.0, is_dead: bool = False) -> None:
+        """The next server to be created takes longer until its program starts, or it runs and never starts it."""
+        self.boot_troubles.append(BootTrouble(extra_s, is_dead))
+
+    def clear(self) -> None:
+        """All is well from now on."""
+        self.scripted.clear()
+        self.shortages.clear()
+        self.boot_troubles.clear()
+        self.lag_s = 0.0
+        self.server_limit_override = None
+
+    # ----------------------------------------------------------------------------------------- what the emulator asks
+
+    def take(self, method: str, path: str) -> Scripted | None:
+        """What is to happen to this request; counted."""
+        self.scripted = [each for each in self.scripted if each.until is None or each.until > self.now]
+        for each in self.scripted:
+            if not each.matches(method, path):
+                continue
+            if each.skip > 0:
+                each.skip -= 1
+                continue
+            each.times -= 1
+            if each.times <= 0:
+                self.scripted.remove(each)
+            return each
+        return None
+
+    def take_boot_trouble(self) -> BootTrouble | None:
+        return self.boot_troubles.pop(0) if self.boot_troubles else None
+
+    def shortage(self, server_type: str, location: str) -> Shortage | None:
+        places = ((server_type, location), (server_type, "*"), ("*", location), ("*", "*"))
+        found = [self.shortages[place] for place in places if place in self.shortages]
+        return next((each for each in found if each.until is None or each.until > self.now), None)
+
+    def to_json(self) -> Json:
+        return {
+            "scripted": [each.to_json() for each in self.scripted],
+            "no_capacity": [
+                {"server_type": kind, "location": place, "code": each.code}
+                for (kind, place), each in self.shortages.items()
+            ],
+            "list_lags_by_s": self.lag_s,
+            "server_limit": self.server_limit_override,
+            "next_boots": [{"extra_s": each.extra_s, "is_dead": each.is_dead} for each in self.boot_troubles],
+        }
+
+
+def _check_one(code: str | None, *time_outs: bool) -> None:
+    if sum((code is not None, *time_outs)) != 1:
+        raise ValueError("say what happens: an error code, or one way to time out")
+
+
+# What can be called over HTTP.
+METHODS = (
+    "next", "next_create", "next_delete", "next_list", "burst", "drain_rate_limit", "no_capacity", "capacity",
+    "list_lags", "server_limit", "next_boot", "clear",
+)  # fmt: skip

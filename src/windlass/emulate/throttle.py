@@ -1,0 +1,39 @@
+"""A bucket of permissions that refills steadily: how vendors count requests."""
+
+from datetime import datetime, timedelta
+
+
+class Bucket:
+    """Holds at most `capacity`, starts full, and gains `capacity` in every `refill_s`."""
+
+    def __init__(self, capacity: int, refill_s: float) -> None:
+        self.capacity = capacity
+        self._refill_s = refill_s
+        self._left = float(capacity)
+        self._as_of: datetime | None = None
+
+    def take(self, now: datetime) -> bool:
+        """Use one up, if there is one."""
+        self._refill(now)
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+    def drain(self, now: datetime) -> None:
+        self._refill(now)
+        self._left = 0.0
+
+    def remaining(self, now: datetime) -> int:
+        self._refill(now)
+        return int(self._left)
+
+    def full_at(self, now: datetime) -> datetime:
+        self._refill(now)
+        return now + timedelta(seconds=(self.capacity - self._left) / self.capacity * self._refill_s)
+
+    def _refill(self, now: datetime) -> None:
+        if self._as_of is not None and now > self._as_of:
+            gained = (now - self._as_of).total_seconds() / self._refill_s * self.capacity
+            self._left = min(float(self.capacity), self._left + gained)
+        self._as_of = now if self._as_of is None else max(now, self._as_of)

@@ -1,0 +1,56 @@
+"""A provider's no is heeded, in its own words, instead of being asked for again in every cycle.
+
+A limit of the account and a token that is not let in are for a person to put right: nobody is hired for a while, then
+one worker is tried, then nobody for twice as long. No capacity often passes by itself: the first no costs nothing, and
+only one that comes again makes us wait. One machine that is had ends it all.
+"""
+
+from datetime import timedelta
+
+from windlass.model.action import Action
+from windlass.model.snapshot import Pause, Refusal
+from windlass.policy.draft import Draft
+
+# Error, hold, first and longest pause. A person takes minutes to raise a limit and learns of it by the alert; machines
+# come free at any time, and asking for them costs one request.
+_HELD = {
+    "LimitReached": ("LIMIT_REACHED", 300.0, 3600.0),
+    "Denied": ("DENIED", 300.0, 3600.0),
+    "NoCapacity": ("NO_CAPACITY", 30.0, 300.0),
+}
+# Refusals that pass unheeded before they make us wait.
+_LET_PASS = {"NoCapacity": 1}
+# Every pause doubled this often is beyond the longest.
+_MAX_DOUBLINGS = 30
+CODES = frozenset(code for code, _, _ in _HELD.values())
+
+
+def heed_refusal(draft: Draft) -> list[Action]:
+    """Hold while the last refusal is fresh."""
+    refusal = draft.snapshot.refusal
+    if refusal is None or refusal.code not in _HELD:
+        draft.remember(refused=None)
+        return []
+    pause = _pause(draft.memory.refused, refusal)
+    draft.remember(refused=pause)
+    if draft.is_stopped or draft.now >= pause.until:
+        return []
+    code = _HELD[refusal.code][0]
+    draft.hold(code, f"{refusal.reason.rstrip('.')}; nobody is hired until {pause.until:%H:%M:%S} UTC")
+    return draft.alert(code, refusal.reason)
+
+
+def is_tried(draft: Draft) -> bool:
+    """Whether a creation is under way that will show if the cause of the refusal is gone."""
+    return any(s.is_hired and s.worker.machine_id is None for s in draft.states.values())
+
+
+def _pause(known: Pause | None, refusal: Refusal) -> Pause:
+    """Those that were asked for together are refused together: only a no to what was asked for later counts again."""
+    if known is not None and known.code == refusal.code and refusal.at <= known.until:
+        return known
+    times = known.times + 1 if known is not None and known.code == refusal.code else 1
+    _, first_s, longest_s = _HELD[refusal.code]
+    doublings = min(times - 1 - _LET_PASS.get(refusal.code, 0), _MAX_DOUBLINGS)
+    pause_s = min(first_s * 2.0**doublings, longest_s) if doublings >= 0 else 0.0
+    return Pause(refusal.code, times, refusal.at + timedelta(seconds=pause_s))

@@ -1,0 +1,93 @@
+"""Whether a Hetzner fleet could hire: what `windlass doctor` asks. Reads only; one request for each thing."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from windlass.model.errors import Throttled
+from windlass.model.hetzner import HetznerSettings
+from windlass.providers.hetzner.account import PAGE_SIZE, Account
+from windlass.providers.hetzner.naming import FLEET, INSTALLATION, MANAGED_BY, fleet_label, installation_of, selector
+from windlass.providers.hetzner.problems import HOW_TO_BE_LET_IN, Kind, Trouble
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    check: str
+    what: str
+    # Empty where all is well.
+    do: str = ""
+    is_grave: bool = False
+
+
+async def examine(
+    account: Account, identity: str, fleets: dict[str, HetznerSettings], network_id: int | None
+) -> AsyncIterator[Remark]:
+    """The token, then every network, server type and image that the fleets name."""
+    token = await _token(account, identity, fleets)
+    yield token
+    if token.is_grave:
+        return
+    for network in sorted({n for s in fleets.values() if (n := s.network_id or network_id) is not None}):
+        yield await _network(account, network)
+    choices = {choice for settings in fleets.values() for choice in settings.ordered}
+    for name in sorted({choice.server_type for choice in choices}):
+        yield await _server_type(account, name, {choice.location for choice in choices if choice.server_type == name})
+    for image in sorted({settings.image for settings in fleets.values()}):
+        yield await _image(account, image)
+
+
+async def _token(account: Account, identity: str, fleets: dict[str, HetznerSettings]) -> Remark:
+    ours = selector({MANAGED_BY: "windlass", INSTALLATION: installation_of(identity)})
+    try:
+        page = await account.ask(lambda: account.api.servers.get_list(label_selector=ours, per_page=PAGE_SIZE))
+    except (Trouble, Throttled) as trouble:
+        is_denied = isinstance(trouble, Trouble) and trouble.problem.kind is Kind.DENIED
+        return Remark("hetzner", str(trouble), HOW_TO_BE_LET_IN if is_denied else "try again", is_grave=True)
+    known = {fleet_label(name) for name in fleets}
+    others = sorted({(server.labels or {}).get(FLEET, "?") for server in page.servers} - known)
+    if others:
+        what = f"there are servers of fleets that are not configured: {', '.join(others)}"
+        return Remark("hetzner", what, "nobody looks after them: delete them, or configure the fleets again")
+    pagination = page.meta.pagination if page.meta is not None else None
+    count = pagination.total_entries if pagination is not None else len(page.servers)
+    return Remark("hetzner", f"the token is good; {count} servers are ours")
+
+
+async def _network(account: Account, network_id: int) -> Remark:
+    try:
+        network = await account.ask(lambda: account.api.networks.get_by_id(network_id))
+    except (Trouble, Throttled) as trouble:
+        return Remark("network", f"network {network_id}: {trouble}", "check hetzner_network_id", is_grave=True)
+    return Remark("network", f"{network.name} ({network.ip_range})")
+
+
+async def _server_type(account: Account, name: str, locations: set[str]) -> Remark:
+    try:
+        page = await account.ask(lambda: account.api.server_types.get_list(name=name))
+    except (Trouble, Throttled) as trouble:
+        return Remark("server type", f"{name}: {trouble}", "try again", is_grave=True)
+    if not page.server_types:
+        return Remark("server type", f"there is no {name}", "change hetzner.choices", is_grave=True)
+    where = {
+        str(place.location.name): place.available for found in page.server_types for place in found.locations or ()
+    }
+    missing = sorted(locations - set(where))
+    if missing:
+        return Remark("server type", f"{name} is not offered in {', '.join(missing)}", "change hetzner.choices", True)
+    if not any(where[location] for location in locations):
+        return Remark("server type", f"{name} is out in {', '.join(sorted(locations))} now", "add to hetzner.choices")
+    return Remark("server type", f"{name} in {', '.join(sorted(locations))}")
+
+
+async def _image(account: Account, image: str) -> Remark:
+    try:
+        if image.isdigit():
+            found = str((await account.ask(lambda: account.api.images.get_by_id(int(image)))).description)
+        else:
+            page = await account.ask(lambda: account.api.images.get_list(name=image))
+            found = ", ".join(sorted({str(each.description) for each in page.images}))
+    except (Trouble, Throttled) as trouble:
+        return Remark("image", f"{image}: {trouble}", "change hetzner.image", is_grave=True)
+    if not found:
+        return Remark("image", f"there is no image {image}", "change hetzner.image", is_grave=True)
+    return Remark("image", found)

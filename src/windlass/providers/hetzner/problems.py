@@ -1,0 +1,104 @@
+"""What each of the vendor's answers means, and nothing about what to do then. Pure.
+
+Only codes that are published as refusals are refusals. Whatever else comes instead of an answer (5xx, time-outs, broken
+connections, bodies that are none, codes nobody knows) is LOST: what was asked may have happened.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import requests
+from hcloud import APIException
+
+
+class Kind(StrEnum):
+    NO_CAPACITY = "no_capacity"  # not this type in this place now
+    LIMIT = "limit"  # the account may have no more
+    DENIED = "denied"  # not with this token
+    TAKEN = "taken"  # the name is in use
+    NOT_FOUND = "not_found"
+    BUSY = "busy"  # something else is going on with it; soon it will not be
+    PROTECTED = "protected"  # a person forbade it
+    THROTTLED = "throttled"
+    REFUSED = "refused"  # a request that is wrong
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    kind: Kind
+    # In the vendor's words where there are any.
+    words: str
+
+
+class Trouble(Exception):
+    """A request that was answered with a problem, or not at all."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.words)
+        self.problem = problem
+
+
+HOW_TO_BE_LET_IN = "check hetzner_api_token (HETZNER_API_TOKEN): it must be the project's and may read and write"
+_BY_CODE = {
+    "resource_unavailable": Kind.NO_CAPACITY,
+    "placement_error": Kind.NO_CAPACITY,
+    # Of a place, for hours at the most: another one may do.
+    "maintenance": Kind.NO_CAPACITY,
+    "resource_limit_exceeded": Kind.LIMIT,
+    "unauthorized": Kind.DENIED,
+    "token_readonly": Kind.DENIED,
+    "forbidden": Kind.DENIED,
+    "uniqueness_error": Kind.TAKEN,
+    "not_found": Kind.NOT_FOUND,
+    "locked": Kind.BUSY,
+    "conflict": Kind.BUSY,
+    "protected": Kind.PROTECTED,
+    "rate_limit_exceeded": Kind.THROTTLED,
+    "json_error": Kind.REFUSED,
+    "invalid_input": Kind.REFUSED,
+    "method_not_allowed": Kind.REFUSED,
+    "deprecated_api_endpoint": Kind.REFUSED,
+    "unsupported_error": Kind.REFUSED,
+    "must_be_unassigned": Kind.REFUSED,
+    "primary_ip_version_mismatch": Kind.REFUSED,
+    "primary_ip_assigned": Kind.REFUSED,
+    "primary_ip_datacenter_mismatch": Kind.REFUSED,
+    "no_subnet_available": Kind.REFUSED,
+    "ip_not_available": Kind.REFUSED,
+    "networks_overlap": Kind.REFUSED,
+}
+# Answers without a code: from something before the API.
+_BY_STATUS = {
+    401: Kind.DENIED,
+    403: Kind.DENIED,
+    404: Kind.NOT_FOUND,
+    423: Kind.BUSY,
+    429: Kind.THROTTLED,
+}
+MAX_WORDS = 300
+
+
+def problem_of(error: Exception) -> Problem:
+    if isinstance(error, APIException):
+        words = f"{' '.join(str(error.message).split())[:MAX_WORDS]} ({error.code})"
+        if isinstance(error.code, str):
+            return Problem(_BY_CODE.get(error.code, Kind.LOST), words)
+        is_wrong = 400 <= error.code < 500 and error.code != 408
+        return Problem(_BY_STATUS.get(error.code, Kind.REFUSED if is_wrong else Kind.LOST), words)
+    if isinstance(error, TimeoutError | requests.exceptions.Timeout):
+        return Problem(Kind.LOST, str(error) if isinstance(error, TimeoutError) and str(error) else "no answer in time")
+    if isinstance(error, requests.exceptions.RequestException):
+        return Problem(Kind.LOST, f"the API cannot be reached ({_innermost(error)})")
+    return Problem(Kind.LOST, f"an answer that cannot be read ({type(error).__name__}: {str(error)[:MAX_WORDS]})")
+
+
+def _innermost(error: BaseException) -> str:
+    """requests wraps urllib3 wraps the system's own words."""
+    for _ in range(10):
+        inner = error.args[0] if error.args else None
+        inner = getattr(inner, "reason", None) or inner
+        if not isinstance(inner, BaseException):
+            break
+        error = inner
+    return " ".join(str(error).split())[:MAX_WORDS] or type(error).__name__

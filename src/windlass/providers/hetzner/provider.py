@@ -1,0 +1,422 @@
+"""Workers on servers of Hetzner Cloud.
+
+What it promises:
+- A server is ours if its labels name our database, our fleet and a worker. Any other is neither listed nor touched.
+- `create` sends one request per choice of type and place. One that is refused for lack of capacity moves on to the
+  next, and is remembered. A name that is taken is the server of an earlier request whose answer was lost: it is taken
+  over if its labels are ours. Whatever is not a clear no is Ambiguous.
+- `list_machines` is whole or raises. Lists that follow each other within seconds are answered from the last one, with
+  what we did since: lists of a moving fleet must not use up the requests that its hirings need.
+- `delete` returns when a server that was asked to go is not found by its id: that a deletion was accepted is not
+  enough, nor that the deletion itself says it was not found.
+- A Primary IP is made and deleted by the vendor together with its server. We label it, so that one that is left behind
+  is found by its labels, and deleted, by whoever lists next.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+
+import structlog
+from hcloud.firewalls.domain import Firewall
+from hcloud.images.domain import Image
+from hcloud.locations.domain import Location
+from hcloud.networks.domain import Network
+from hcloud.server_types.domain import ServerType
+from hcloud.servers.client import BoundServer, ServersPageResult
+from hcloud.servers.domain import CreateServerResponse, Server, ServerCreatePublicNetwork
+from hcloud.ssh_keys.domain import SSHKey
+
+from windlass.model.errors import (
+    Ambiguous,
+    Denied,
+    LimitReached,
+    NoCapacity,
+    ProviderError,
+    Refused,
+    Throttled,
+    Unavailable,
+)
+from windlass.model.hetzner import Choice, HetznerSettings
+from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.providers.hetzner import naming
+from windlass.providers.hetzner.account import BUSY_PAUSE_S, MAX_PAGES, MAX_WAIT_S, PAGE_SIZE, Account
+from windlass.providers.hetzner.addresses import Addresses
+from windlass.providers.hetzner.catalog import PriceList, in_order, named
+from windlass.providers.hetzner.problems import HOW_TO_BE_LET_IN, Kind, Problem, Trouble
+
+# Each shorter than the control loop's own limit, so that it is we who say what is known.
+CREATE_TIMEOUT_S = 55.0
+LIST_TIMEOUT_S = 50.0
+DELETE_TIMEOUT_S = 55.0
+# A creation that collides with something else is sent again this often.
+BUSY_TRIES = 3
+# From one look at a server that is being deleted to the next; a deletion usually takes a second.
+DELETE_LOOKS_S = (1.5, 2.0, 4.0, 8.0, 12.0, 12.0)
+# A list is given again for this long for each of its pages: lists take at most a fifth of a request a second.
+LIST_REUSE_S = 5.0
+LIST_REUSE_MAX_S = 20.0
+# A new server may be off for a moment between being made and being started.
+OFF_WHILE_BOOTING_S = 60.0
+
+# For how long a list may be old: read replicas and caches of the vendor's, which promises nothing, and the list given
+# again. What is really gone costs nothing while we wait, and silence would take twice as long to be noticed.
+_ABSENCE_GRACE_S = 60.0
+# A gateway gives up on what is behind it after a minute; what is behind it may still make a server then. And the list
+# that should show it may be old.
+_CREATION_LATENESS_S = 60.0 + _ABSENCE_GRACE_S
+# A server deleted a moment ago may still be listed, and one made by a newer leader may be listed before its row is
+# seen. Either is settled when the list is no longer old.
+_STRAY_GRACE_S = _ABSENCE_GRACE_S
+
+_STATES = {
+    "initializing": MachineState.BOOTING,
+    "starting": MachineState.BOOTING,
+    "running": MachineState.RUNNING,
+    # The vendor is at it, and it will come back by itself.
+    "migrating": MachineState.BOOTING,
+    "rebuilding": MachineState.BOOTING,
+    # Not known is not gone.
+    "unknown": MachineState.BOOTING,
+    # It is paid for and will not come back by itself.
+    "off": MachineState.EXITED,
+    "stopping": MachineState.EXITED,
+    "deleting": MachineState.EXITED,
+}
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Listing:
+    machines: dict[str, Machine]
+    fresh_until: float
+
+
+class HetznerProvider:
+    """The servers of one fleet. `identity` tells our database from all others; all fleets with one token share an
+    `account`. `render_user_data` gives what a new server is told at its first boot."""
+
+    def __init__(
+        self,
+        fleet: str,
+        settings: HetznerSettings,
+        account: Account,
+        *,
+        identity: str,
+        render_user_data: Callable[[MachineRequest], str],
+        network_id: int | None = None,
+        list_reuse_s: float = LIST_REUSE_S,
+        delete_looks_s: Sequence[float] = DELETE_LOOKS_S,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._account = account
+        self._installation = naming.installation_of(identity)
+        self._labels = naming.fleet_labels(self._installation, fleet)
+        self._render_user_data = render_user_data
+        self._network_id = settings.network_id or network_id
+        self._list_reuse_s = list_reuse_s
+        self._delete_looks_s = delete_looks_s
+        self._now = now
+        self._listing: _Listing | None = None
+        # Machine id to when we made it, or (None) knew that it was gone: what the last list may not have.
+        self._changes: dict[str, tuple[float, Machine | None]] = {}
+        # Servers that were seen running: one that is off then has stopped.
+        self._have_run: set[str] = set()
+        self._addresses = Addresses(account, self._labels)
+
+    @property
+    def traits(self) -> ProviderTraits:
+        return ProviderTraits(
+            absence_grace_s=_ABSENCE_GRACE_S,
+            creation_lateness_s=_CREATION_LATENESS_S,
+            stray_grace_s=_STRAY_GRACE_S,
+            billing_unit_s=self._settings.billing_hour_s,
+            is_remote=True,
+        )
+
+    async def close(self) -> None:
+        """Nothing to do: servers go on without us, and the account is shared."""
+
+    # ------------------------------------------------------------------------------------------------------ create
+
+    async def create(self, request: MachineRequest) -> Machine:
+        doing = f"creating server {request.name}"
+        name = naming.server_name(request.name, self._installation)
+        labels = naming.labels_of(self._labels, request, self._settings.labels)
+        user_data = naming.check_user_data(request.name, self._user_data(request, doing))
+        try:
+            async with asyncio.timeout(CREATE_TIMEOUT_S):
+                prices = await self._account.prices(self._settings.prices, MAX_WAIT_S)
+                server = await self._create(name, labels, user_data, doing)
+        except TimeoutError:
+            raise Ambiguous(f"{doing}: no answer within {CREATE_TIMEOUT_S:g} s") from None
+        machine = self._machine(server, prices)
+        self._note(machine.id, machine)
+        return machine
+
+    def _user_data(self, request: MachineRequest, doing: str) -> str:
+        try:
+            return self._render_user_data(request)
+        except ProviderError:
+            raise
+        except Exception as error:
+            # A template is the user's own; whatever is wrong with it, no server was asked for.
+            raise Refused(
+                f"{doing}: its user_data cannot be rendered ({error}): check the fleet's bootstrap."
+            ) from error
+
+    async def _create(self, name: str, labels: dict[str, str], user_data: str, doing: str) -> BoundServer:
+        for choice in await self._choices(doing):
+            try:
+                made = await self._account.ask(partial(self._post, name, labels, user_data, choice), tries=BUSY_TRIES)
+            except Trouble as trouble:
+                if trouble.problem.kind is Kind.TAKEN:
+                    return await self._take_over(name, labels, trouble.problem, doing)
+                if trouble.problem.kind is not Kind.NO_CAPACITY:
+                    raise self._refusal(trouble.problem, doing) from trouble
+                log.info("no capacity", fleet=self._fleet, choice=str(choice), said=trouble.problem.words)
+                self._account.note_no_capacity(choice, self._settings.capacity_memory_s)
+            else:
+                self._addresses.made_with(made.server)
+                return made.server
+        raise self._no_capacity(doing)
+
+    async def _choices(self, doing: str) -> list[Choice]:
+        choices = self._settings.ordered
+        exhausted = self._account.exhausted()
+        if all(choice in exhausted for choice in choices):
+            raise self._no_capacity(doing)
+        # A hint is not worth waiting for.
+        unavailable = await self._account.unavailable({choice.server_type for choice in choices}, max_wait_s=0.0)
+        return in_order(choices, exhausted, unavailable)
+
+    def _no_capacity(self, doing: str) -> NoCapacity:
+        return NoCapacity(
+            f"{doing}: Hetzner has none of {named(self._settings.ordered)} now: wait, or add to hetzner.choices of "
+            f"fleet {self._fleet}."
+        )
+
+    def _post(self, name: str, labels: dict[str, str], user_data: str, choice: Choice) -> CreateServerResponse:
+        settings = self._settings
+        return self._account.api.servers.create(
+            name=name,
+            server_type=ServerType(name=choice.server_type),
+            # Published as "id or name", and as text.
+            image=Image(name=settings.image),
+            location=Location(name=choice.location),
+            labels=labels,
+            user_data=user_data,
+            ssh_keys=[SSHKey(name=key) for key in settings.ssh_keys] or None,
+            firewalls=[Firewall(id=number) for number in settings.firewall_ids] or None,
+            networks=[Network(id=self._network_id)] if self._network_id is not None else None,
+            public_net=ServerCreatePublicNetwork(enable_ipv4=settings.is_ipv4_on, enable_ipv6=settings.is_ipv6_on),
+        )
+
+    async def _take_over(self, name: str, labels: Mapping[str, str], problem: Problem, doing: str) -> BoundServer:
+        """The name is in use: by the server of an earlier request of ours, or by somebody else's."""
+        try:
+            page = await self._account.ask(lambda: self._account.api.servers.get_list(name=name))
+        except (Trouble, Throttled) as trouble:
+            raise Ambiguous(f"{doing}: {problem.words}, and whose it is cannot be read ({trouble})") from trouble
+        for server in page.servers:
+            if server.labels and server.labels.get(naming.WORKER) == labels[naming.WORKER] and self._is_ours(server):
+                return server
+        if page.servers:
+            raise Refused(f"{doing}: there is a server {name} already that is not ours: rename or delete it.")
+        raise Ambiguous(f"{doing}: {problem.words}, but it is not listed")
+
+    def _refusal(self, problem: Problem, doing: str) -> ProviderError:
+        said = f"{doing}: {problem.words}"
+        match problem.kind:
+            case Kind.LIMIT:
+                return LimitReached(
+                    f"{said}: ask for a higher limit in Hetzner's console, or lower max_workers of fleet {self._fleet}."
+                )
+            case Kind.DENIED:
+                return Denied(f"{said}: {HOW_TO_BE_LET_IN}.")
+            case Kind.THROTTLED | Kind.BUSY:
+                return Throttled(said, retry_after_s=max(self._account.limiter.pause_s, 2 * BUSY_PAUSE_S))
+            case Kind.LOST:
+                return Ambiguous(said)
+            case _:
+                return Refused(f"{said}: check the hetzner settings of fleet {self._fleet}.")
+
+    # -------------------------------------------------------------------------------------------------------- list
+
+    async def list_machines(self) -> tuple[Machine, ...]:
+        loop = asyncio.get_running_loop()
+        if self._listing is not None and loop.time() < self._listing.fresh_until:
+            return self._merged(self._listing)
+        doing = f"listing the servers of fleet {self._fleet}"
+        began = loop.time()
+        try:
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                servers = await self._list_servers(doing)
+                prices = await self._account.prices(self._settings.prices, MAX_WAIT_S)
+        except TimeoutError:
+            raise Unavailable(f"{doing}: no whole list within {LIST_TIMEOUT_S:g} s") from None
+        except Trouble as trouble:
+            hint = f": {HOW_TO_BE_LET_IN}." if trouble.problem.kind is Kind.DENIED else ""
+            raise Unavailable(f"{doing}: {trouble.problem.words}{hint}") from trouble
+        except Throttled as throttled:
+            raise Unavailable(f"{doing}: {throttled}") from throttled
+        machines = [self._machine(server, prices) for server in servers]
+        pages = max(1, math.ceil(len(machines) / PAGE_SIZE))
+        reuse_s = min(self._list_reuse_s * pages, LIST_REUSE_MAX_S)
+        self._listing = _Listing({machine.id: machine for machine in machines}, began + reuse_s)
+        self._changes = {id_: change for id_, change in self._changes.items() if change[0] >= began}
+        self._have_run &= {machine.id for machine in machines}
+        await self._addresses.tend()
+        return self._merged(self._listing)
+
+    async def _list_servers(self, doing: str) -> list[BoundServer]:
+        """All pages. One that changes while it is read is read again: what moved to a page we had is in none we got."""
+        for _ in range(2):
+            servers: list[BoundServer] = []
+            totals: set[int | None] = set()
+            page: int | None = 1
+            while page is not None and page <= MAX_PAGES:
+                found = await self._account.ask(partial(self._list_page, page))
+                servers += found.servers
+                pagination = found.meta.pagination if found.meta is not None else None
+                totals.add(pagination.total_entries if pagination is not None else len(servers))
+                page = pagination.next_page if pagination is not None else None
+            is_whole = len(totals) == 1 and totals <= {None, len({server.id for server in servers})}
+            if is_whole and page is None:
+                # The vendor chose them by these labels; whoever deletes by this list must not have to trust that.
+                return [server for server in servers if self._is_ours(server)]
+        raise Unavailable(f"{doing}: it changed while it was read")
+
+    def _list_page(self, page: int) -> ServersPageResult:
+        return self._account.api.servers.get_list(
+            label_selector=naming.selector(self._labels), page=page, per_page=PAGE_SIZE
+        )
+
+    def _merged(self, listing: _Listing) -> tuple[Machine, ...]:
+        """The list, and what we did since it was asked for."""
+        machines = dict(listing.machines)
+        for id_, (_, machine) in self._changes.items():
+            if machine is None:
+                machines.pop(id_, None)
+            else:
+                machines.setdefault(id_, machine)
+        return tuple(machines.values())
+
+    def _note(self, machine_id: str, machine: Machine | None) -> None:
+        self._changes[machine_id] = (asyncio.get_running_loop().time(), machine)
+
+    def _is_ours(self, server: BoundServer) -> bool:
+        labels = server.labels or {}
+        return naming.WORKER in labels and all(labels.get(key) == value for key, value in self._labels.items())
+
+    def _machine(self, server: BoundServer, prices: PriceList | None) -> Machine:
+        type_ = str(server.server_type.name) if server.server_type is not None else ""
+        place = str(server.location.name) if server.location is not None else ""
+        has_ipv4 = server.public_net is not None and server.public_net.ipv4 is not None
+        price = prices.of(Choice(type_, place), has_ipv4=has_ipv4) if prices is not None else None
+        state = self._state(server)
+        return Machine(
+            id=str(server.id),
+            name=(server.labels or {})[naming.WORKER],
+            state=state,
+            created_at=server.created,
+            address=_address(server),
+            instance_type=type_,
+            place=place,
+            price_micros_per_hour=price.per_hour if price is not None else None,
+            price_micros_per_month=price.per_month if price is not None else None,
+            currency=prices.currency if prices is not None and price is not None else None,
+            note=f"its server is {server.status}" if state is MachineState.EXITED else None,
+        )
+
+    def _state(self, server: BoundServer) -> MachineState:
+        state = _STATES.get(str(server.status), MachineState.BOOTING)
+        if state is MachineState.RUNNING:
+            self._have_run.add(str(server.id))
+        is_new = server.created is not None and self._now() - server.created < timedelta(seconds=OFF_WHILE_BOOTING_S)
+        if server.status == "off" and is_new and str(server.id) not in self._have_run:
+            return MachineState.BOOTING
+        return state
+
+    # ------------------------------------------------------------------------------------------------------ delete
+
+    async def delete(self, machine: Machine) -> datetime | None:
+        doing = f"deleting server {machine.id} of {machine.name}"
+        if not machine.id.isdigit():
+            return None  # no server has such an id
+        try:
+            async with asyncio.timeout(DELETE_TIMEOUT_S):
+                return await self._delete(int(machine.id), doing)
+        except TimeoutError:
+            raise Unavailable(f"{doing}: it was not gone within {DELETE_TIMEOUT_S:g} s") from None
+
+    async def _delete(self, server_id: int, doing: str) -> datetime | None:
+        """When the vendor began to delete it, which is when it stops to cost. None if that was not in answer to us."""
+        machine_id = str(server_id)
+        status: str | None = None
+        began: datetime | None = None
+        if not self._is_known(machine_id):
+            server = await self._look_up(server_id, doing)
+            if server is None or not self._is_ours(server):
+                return None  # gone, or not ours to touch
+        for look_s in self._delete_looks_s:
+            if status != "deleting":
+                began = await self._send_deletion(server_id, doing) or began
+            await asyncio.sleep(look_s)
+            server = await self._look_up(server_id, doing)
+            if server is None:
+                self._note(machine_id, None)
+                return began
+            status = server.status
+        raise Unavailable(f"{doing}: it is still {status}")
+
+    def _is_known(self, machine_id: str) -> bool:
+        """Whether it was in a list of ours, or made by us: ids are never used again."""
+        listed = self._listing.machines if self._listing is not None else {}
+        return machine_id in listed or machine_id in self._changes
+
+    async def _look_up(self, server_id: int, doing: str) -> BoundServer | None:
+        """None if the vendor says that there is none."""
+        try:
+            return await self._account.ask(lambda: self._account.api.servers.get_by_id(server_id))
+        except Trouble as trouble:
+            if trouble.problem.kind is Kind.NOT_FOUND:
+                return None
+            raise self._not_deleted(trouble.problem, doing) from trouble
+
+    async def _send_deletion(self, server_id: int, doing: str) -> datetime | None:
+        try:
+            action = await self._account.ask(lambda: self._account.api.servers.delete(Server(id=server_id)))
+        except Trouble as trouble:
+            # Locked while it is being made: it can be deleted soon. Not found: we look for ourselves.
+            if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY):
+                raise self._not_deleted(trouble.problem, doing) from trouble
+            return None
+        return action.started
+
+    def _not_deleted(self, problem: Problem, doing: str) -> ProviderError:
+        said = f"{doing}: {problem.words}"
+        match problem.kind:
+            case Kind.PROTECTED:
+                return Refused(f"{said}: take the protection off in Hetzner's console; until then it is paid for.")
+            case Kind.DENIED:
+                return Denied(f"{said}: {HOW_TO_BE_LET_IN}; until then it is paid for.")
+            case Kind.THROTTLED:
+                return Throttled(said, retry_after_s=max(self._account.limiter.pause_s, 2 * BUSY_PAUSE_S))
+            case _:
+                return Unavailable(said)
+
+
+def _address(server: BoundServer) -> str | None:
+    """The private one where there is one: that is where the control plane and its workers meet."""
+    if server.private_net:
+        return str(server.private_net[0].ip)
+    net = server.public_net
+    if net is None:
+        return None
+    return str(net.ipv4.ip) if net.ipv4 is not None else str(net.ipv6.ip) if net.ipv6 is not None else None

@@ -1,0 +1,121 @@
+"""Hetzner over real connections to the emulator: the doctor's questions, and a provider whose API falls silent."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine, Done
+
+from windlass.emulate.hetzner import HetznerEmulator
+from windlass.emulate.hetzner.settings import Settings
+from windlass.emulate.serve import serving
+from windlass.model.errors import Ambiguous, Unavailable
+from windlass.model.hetzner import HetznerSettings
+from windlass.model.machine import MachineRequest
+from windlass.providers.hetzner.account import Account
+from windlass.providers.hetzner.provider import HetznerProvider
+
+TOKEN = "a-good-token"
+# Nobody listens there: the database is another matter.
+NOWHERE = "postgresql://u@127.0.0.1:1/d"
+
+
+@pytest.fixture
+def emulator() -> HetznerEmulator:
+    return HetznerEmulator(lambda: datetime.now(UTC), Settings(boot_s=0, action_s=0, delete_s=0, token=TOKEN))
+
+
+@pytest.fixture
+def endpoint(emulator: HetznerEmulator) -> Iterator[str]:
+    with serving(emulator) as address:
+        yield f"{address}/v1"
+
+
+@pytest.fixture
+def windlass(tmp_path: Path, endpoint: str) -> CommandLine:
+    env = {"DATABASE_URL": NOWHERE, "HCLOUD_ENDPOINT": endpoint, "HETZNER_API_TOKEN": TOKEN}
+    return CommandLine(tmp_path, env)
+
+
+def configure(windlass: CommandLine, text: str = "") -> None:
+    (windlass.folder / "windlass.toml").write_text(f'[fleets.crunch]\nprovider = "hetzner"\nhandler = "a:b"\n{text}')
+
+
+def findings(done: Done) -> dict[str, tuple[str, str]]:
+    return {found["check"]: (found["verdict"], found["what"]) for found in json.loads(done.out)}
+
+
+def test_the_doctor_asks_for_everything_a_hetzner_fleet_needs(windlass: CommandLine, emulator: HetznerEmulator) -> None:
+    configure(windlass)
+    found = findings(windlass("doctor", "--json"))
+    assert found["hetzner"] == ("ok", "the token is good; 0 servers are ours")
+    assert found["server type"] == ("ok", "cx23 in fsn1, hel1, nbg1")
+    assert found["image"] == ("ok", "Ubuntu 24.04")
+    assert "network" not in found
+    assert [(method, path) for _, method, path in emulator.requests] == [
+        ("GET", "/v1/servers"),
+        ("GET", "/v1/server_types"),
+        ("GET", "/v1/images"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "check", "verdict", "words"),
+    [
+        ("", {"HETZNER_API_TOKEN": ""}, "hetzner", "fail", "there is no token for Hetzner: set HETZNER_API_TOKEN"),
+        ("", {"HETZNER_API_TOKEN": "wrong"}, "hetzner", "fail", "unable to authenticate (unauthorized)"),
+        ("", {"HCLOUD_ENDPOINT": "http://127.0.0.1:1/v1"}, "hetzner", "fail", "the API cannot be reached"),
+        ("", {"HETZNER_NETWORK_ID": "99"}, "network", "fail", "network 99: network with ID '99' not found (not_found)"),
+        ('[fleets.crunch.hetzner]\nimage = "x"', {}, "image", "fail", "there is no image x"),
+        ('[fleets.crunch.hetzner]\nchoices = ["cx1@nbg1"]', {}, "server type", "fail", "there is no cx1"),
+        ('[fleets.crunch.hetzner]\nchoices = ["cx23@ash"]', {}, "server type", "fail", "cx23 is not offered in ash"),
+    ],
+)
+def test_the_doctor_says_what_stands_in_the_way(
+    windlass: CommandLine, text: str, env: dict[str, str], check: str, verdict: str, words: str
+) -> None:
+    configure(windlass, text)
+    done = windlass.with_env(**env)("doctor", "--json")
+    assert done.code == 1
+    found = findings(done)[check]
+    assert found[0] == verdict
+    assert words in found[1]
+    assert TOKEN not in done.out
+
+
+def test_the_doctor_warns_of_what_is_out_and_of_servers_nobody_looks_after(
+    windlass: CommandLine, emulator: HetznerEmulator
+) -> None:
+    configure(windlass)
+    emulator.faults.no_capacity("cx23", "*")
+    assert findings(windlass("doctor", "--json"))["server type"] == ("warn", "cx23 is out in fsn1, hel1, nbg1 now")
+
+
+async def test_an_api_that_falls_silent_is_given_up_in_time(emulator: HetznerEmulator, endpoint: str) -> None:
+    account = Account(TOKEN, endpoint=endpoint, timeout_s=0.5)
+    provider = HetznerProvider(
+        "red",
+        HetznerSettings(),
+        account,
+        identity="this",
+        render_user_data=lambda _: "#cloud-config\n",
+        list_reuse_s=0.0,
+    )
+    request = MachineRequest("red-0-aa", "red", 0)
+    try:
+        emulator.faults.next_create(times_out_after_taking_effect=True)
+        with pytest.raises(Ambiguous, match="creating server red-0-aa: no answer in time"):
+            await provider.create(request)
+        emulator.faults.next_list(held_s=30)
+        with pytest.raises(Unavailable, match="listing the servers of fleet red: no answer in time"):
+            await provider.list_machines()
+        (machine,) = await provider.list_machines()
+        assert (await provider.create(request)).id == machine.id
+        await provider.delete(machine)
+        assert await provider.list_machines() == ()
+        posts = [path for _, method, path in emulator.requests if method == "POST"]
+        assert posts == ["/v1/servers"] * 2  # the second to find that it is there
+    finally:
+        account.close()

@@ -1,0 +1,297 @@
+"""The simulated world with Hetzner in it: the real control loop over the real provider, SDK and emulated API.
+
+The emulator's servers are the machines in the cloud's books, with the simulated workers in them; what the books judge
+(never too many, nobody ended without cause, nothing left over) is judged of servers. Faults of each request are drawn
+from the scenario's rates. Primary IPs must not be left over either. Each start of an orchestrator has an account and
+a provider of its own, as a process would.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import requests
+
+from hetzner_bed import ENDPOINT, TIMEOUT_S, Network
+from hetzner_contract import InProcess
+from windlass.emulate.hetzner import HetznerEmulator
+from windlass.emulate.hetzner.settings import Settings
+from windlass.model.hetzner import HetznerSettings
+from windlass.model.machine import MachineRequest
+from windlass.providers.hetzner.account import Account
+from windlass.providers.hetzner.provider import HetznerProvider
+from windlass.sim.cloud import Cloud, Entry
+from windlass.sim.loop import moment, virtual_now
+from windlass.sim.orchestrators import GatedProvider, SimOrchestrator
+from windlass.sim.scenario import Scenario, Surroundings, draw
+from windlass.sim.world import World
+
+# What the provider's traits allow for: how old a list may be, and how late a server may come.
+MAX_LIST_AGE_S = 30.0
+MAX_LATE_S = 90.0
+_ONE_SERVER = re.compile(r"/v1/servers/(\d+)")
+
+REFUSALS = (
+    "resource_limit_exceeded", "resource_unavailable", "placement_error", "rate_limit_exceeded", "conflict", "locked",
+    "maintenance", "forbidden", "invalid_input",
+)  # fmt: skip
+NO_ANSWERS = ("server_error", "unavailable", "timeout", "bad_gateway", None)
+NOT_DELETED = ("not_found", "locked", "conflict", "protected", "forbidden", "rate_limit_exceeded", *NO_ANSWERS)
+
+
+def hetzner_scenario(seed: int) -> Scenario:
+    """The troubles of any world, with fleets as patient as lists of this vendor ask for."""
+    scenario = draw(seed)
+    return replace(scenario, fleets={name: _surroundings(around) for name, around in scenario.fleets.items()})
+
+
+def _surroundings(around: Surroundings) -> Surroundings:
+    settings = {
+        "provider": "hetzner",
+        "spawn_timeout_s": 90.0,
+        "poll_interval_s": max(5.0, around.config.poll_interval_s),
+    }
+    # The world waits for machines to be gone by what the cloud says of itself: as the provider says.
+    return replace(
+        around, config=around.config.model_copy(update=settings), max_list_age_s=60.0, max_late_s=MAX_LATE_S + 60.0
+    )
+
+
+class HetznerCloud(Cloud):
+    """The books of one fleet, kept of an emulated project."""
+
+    project: "Project"
+
+    def end(self, machine_id: str) -> None:
+        self.project.vanish(machine_id)
+        super().end(machine_id)
+
+    def exited(self, machine_id: str) -> None:
+        self.project.turn_off(machine_id)
+        super().exited(machine_id)
+
+
+class Project(InProcess):
+    """The emulated project, what goes wrong with it, and whose machine each server is."""
+
+    def __init__(self, clouds: dict[str, HetznerCloud], rng: Random) -> None:
+        self.emulator = HetznerEmulator(virtual_now, Settings(boot_s=rng.choice([0.0, 4.0, 8.0])))
+        super().__init__(self.emulator)
+        self.clouds = clouds
+        self.rng = rng
+        self.is_calm = False
+        self.entries: dict[int, Entry] = {}
+        self.told: set[str] = set()
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        method, path = request.method or "", urlsplit(request.url or "").path
+        cloud = self._cloud_of(request, method, path)
+        lag_s, self.emulator.faults.lag_s = self.emulator.faults.lag_s, 0.0
+        breaks = self._draw(method, path, cloud) if cloud is not None and not self.is_calm else None
+        if breaks == "late":
+            delay_s = self.rng.uniform(0.0, MAX_LATE_S)
+            asyncio.get_running_loop().call_later(delay_s, lambda: self._arrive(request, options))
+            raise requests.exceptions.ReadTimeout("no answer")
+        try:
+            response = super().send(request, **options)
+        finally:
+            self.emulator.faults.lag_s = lag_s
+            self.look()
+        if breaks == "answer lost":
+            raise requests.exceptions.ConnectionError("Connection reset by peer")
+        return response
+
+    def _arrive(self, request: requests.PreparedRequest, options: dict[str, Any]) -> None:
+        super().send(request, **options)
+        self.look()
+
+    def _cloud_of(self, request: requests.PreparedRequest, method: str, path: str) -> HetznerCloud | None:
+        if method == "POST" and path == "/v1/servers":
+            cloud = self.clouds[json.loads(request.body or "{}")["labels"]["windlass-fleet"]]
+            cloud.created_calls += 1
+            return cloud
+        if one := _ONE_SERVER.fullmatch(path):
+            entry = self.entries.get(int(one[1]))
+            if entry is not None and method == "DELETE":
+                self.clouds[entry.fleet].deleted_calls += 1
+                if int(one[1]) in self.emulator.project.servers:
+                    self.clouds[entry.fleet].on_ending(entry)
+            return self.clouds[entry.fleet] if entry is not None else None
+        selector = parse_qs(urlsplit(request.url or "").query).get("label_selector", [""])[0]
+        found = re.search(r"windlass-fleet=(\w+)", selector)
+        return self.clouds[found[1]] if found else next(iter(self.clouds.values()))
+
+    def _draw(self, method: str, path: str, cloud: HetznerCloud) -> str | None:
+        """Script what happens to this request; or say what breaks on the way."""
+        rng, rates, roll = self.rng, cloud.rates, self.rng.random()
+        if method == "POST":
+            if roll < rates.create_unclear:
+                kind = rng.choice(["late", "answer lost", "silence", "silence after", "5xx", "5xx after"])
+                if kind not in ("late", "answer lost"):
+                    return self._script(method, path, kind, cloud)
+                self.told.add(kind)
+                cloud.story.tell("hetzner", f"{method} {path}: {kind}")
+                return kind
+            if roll < rates.create_unclear + rates.create_refused:
+                return self._script(method, path, rng.choice(REFUSALS), cloud)
+        elif method == "DELETE":
+            if roll < rates.delete_failed:
+                code = rng.choice(NOT_DELETED)
+                is_lost = code in NO_ANSWERS
+                after = " after" if is_lost and rng.random() < 0.5 else ""
+                return self._script(method, path, ("silence" if code is None else code) + after, cloud)
+        elif roll < rates.list_failed / (1 if path == "/v1/servers" else 3):
+            return self._script(method, path, rng.choice(["silence", "5xx", "rate_limit_exceeded"]), cloud)
+        elif path == "/v1/servers" and rng.random() < rates.list_old:
+            self.emulator.faults.lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
+            self.told.add("list old")
+        return None
+
+    def _script(self, method: str, path: str, kind: str, cloud: HetznerCloud) -> None:
+        word, _, after = kind.partition(" ")
+        code = {"silence": None, "5xx": self.rng.choice(["server_error", "unavailable", "timeout", "bad_gateway"])}.get(
+            word, word
+        )
+        self.told.add(f"{method} {kind}")
+        cloud.story.tell("hetzner", f"{method} {path}: {kind}")
+        self.emulator.faults.next(code, method=method, path=re.escape(path), takes_effect=bool(after))
+
+    # ----------------------------------------------------------------------------------------------------- books
+
+    def look(self) -> None:
+        """Write down what began and what is gone, now and when something happens by itself."""
+        self.emulator.settle()
+        servers = self.emulator.project.servers
+        for id_, server in servers.items():
+            if id_ not in self.entries:
+                labels = server.labels
+                request = MachineRequest(
+                    labels["windlass-worker"], labels["windlass-fleet"], int(labels["windlass-slot"])
+                )
+                self.entries[id_] = self.clouds[request.fleet].begin(request)
+        for id_, entry in self.entries.items():
+            if id_ not in servers:
+                Cloud.end(self.clouds[entry.fleet], entry.id)
+        due = self.emulator.next_due()
+        if due is not None:
+            asyncio.get_running_loop().call_at((due - moment(0)).total_seconds() + 1e-6, self._look_again)
+
+    def _look_again(self) -> None:
+        due = self.emulator.next_due()
+        if due is not None and due <= virtual_now():
+            self.look()
+
+    def vanish(self, machine_id: str) -> None:
+        """The vendor lost it, or somebody deleted it in the console."""
+        for id_, entry in self.entries.items():
+            server = self.emulator.project.servers.get(id_)
+            if entry.id == machine_id and server is not None:
+                self.emulator.settle()
+                self.emulator.project.begin_deletion(server)
+                self.emulator.project._remove_server(server)
+                server.power_changes += 1  # what was on its way is void
+
+    def turn_off(self, machine_id: str) -> None:
+        for id_, entry in self.entries.items():
+            server = self.emulator.project.servers.get(id_)
+            if entry.id == machine_id and server is not None:
+                self.emulator.settle()
+                self.emulator.project.power_off(server, 0.0)
+
+    def forget_an_address(self) -> None:
+        """Somebody turns the automatic deletion of one of our Primary IPs off."""
+        labelled = [ip for ip in self.emulator.project.primary_ips.values() if "windlass-worker" in ip.labels]
+        if labelled:
+            self.rng.choice(labelled).is_auto_deleted = False
+            self.told.add("forgotten address")
+
+
+class HetznerHistory(World):
+    """`on_deletion` is told of every server that somebody asks to delete, before it goes: for what later policies
+    promise about when."""
+
+    project: Project
+    on_deletion: Callable[["HetznerHistory", Entry], None] = staticmethod(lambda _, __: None)
+
+    def _build(self) -> None:
+        self.wrap = self._replace_provider
+        super()._build()
+        clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, HetznerCloud)}
+        self.project = Project(clouds, self._chance("hetzner"))
+        for cloud in clouds.values():
+            cloud.project = self.project
+            cloud.on_ending = self._ends
+        self.at(0.0, self._forget_addresses)
+
+    def _cloud(self, name: str, around: Surroundings) -> Cloud:
+        usual = super()._cloud(name, around)
+        cloud = HetznerCloud(name, usual.rng, self.story, usual.max_list_age_s, usual.max_late_s, rates=usual.rates)
+        cloud.on_begun, cloud.on_ending = usual.on_begun, usual.on_ending
+        cloud.move_in = lambda entry: self._move_in(cloud, around, entry)
+        return cloud
+
+    def _ends(self, entry: Entry) -> None:
+        self.watch.machine_ends(entry)
+        self.on_deletion(self, entry)
+
+    def _replace_provider(self, orchestrator: SimOrchestrator, service: Any) -> Any:
+        if not isinstance(service, GatedProvider):
+            return service
+        fleet = service._provider.fleet  # type: ignore[attr-defined] # the bare cloud
+        rng = self._chance(f"{orchestrator.name} {self._now()}")
+        account = Account(
+            "any",
+            endpoint=ENDPOINT,
+            timeout_s=TIMEOUT_S,
+            run=Network(rng),
+            adapter=self.project,
+            rng=rng,
+        )
+        # Looking for proxies in the environment takes longer than the emulator's answer.
+        account.api._client._session.trust_env = False
+        provider = HetznerProvider(
+            fleet,
+            HetznerSettings(capacity_memory_s=60.0),
+            account,
+            identity="this",
+            render_user_data=lambda request: f"#cloud-config\n# {request.name}\n",
+            now=virtual_now,
+        )
+        return GatedProvider(provider, service._process)
+
+    async def _forget_addresses(self) -> None:
+        while not self.is_calm:
+            await asyncio.sleep(self._rng.expovariate(1 / 120))
+            self.project.forget_an_address()
+
+    async def _calm_down(self) -> None:
+        self.project.is_calm = True
+        await super()._calm_down()
+
+    async def _leaked(self) -> str | None:
+        self.project.look()
+        for address in self.project.emulator.project.primary_ips.values():
+            if address.server_id is None:
+                return f"Primary IP {address.id} is paid for and no server has it"
+        return await super()._leaked()
+
+    async def _restless(self) -> str | None:
+        """A server whose worker is gone, late, or stands still since before the faults ended may yet be replaced."""
+        for cloud in self.clouds.values():
+            for entry in cloud.billed():
+                worker = self.watch.by_machine[entry.id]
+                is_heard = worker.conduct.first_heard_at is not None
+                if worker._process.is_dead or worker._process.is_frozen or not is_heard:
+                    return f"nobody works in {entry.id} of {entry.name}"
+        return await super()._restless()
+
+    def tell(self, why: str) -> str:
+        replay = f"WINDLASS_FIRST_SEED={self.scenario.seed} WINDLASS_SEEDS=1 pytest tests/sim/test_hetzner_histories.py"
+        return super().tell(why).replace(f"python -m windlass.sim --seed {self.scenario.seed}", replay)

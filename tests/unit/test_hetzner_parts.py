@@ -1,0 +1,292 @@
+"""The parts of the Hetzner provider that think: what an answer means, what things are called, cost, and may ask for."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import requests
+from hcloud import APIException
+
+from windlass.model.errors import Refused, Throttled
+from windlass.model.hetzner import Choice
+from windlass.model.machine import MachineRequest
+from windlass.providers.hetzner import naming
+from windlass.providers.hetzner.catalog import Price, in_order, read_prices
+from windlass.providers.hetzner.limiter import BURST, PAUSE_LONGEST_S, RATE_PER_S, Limiter
+from windlass.providers.hetzner.problems import Kind, problem_of
+from windlass.sim.loop import run
+
+# ---------------------------------------------------------------------------------------------------------- problems
+
+
+def said(code: str | int) -> APIException:
+    return APIException(code, "the vendor's words", None)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (said("resource_unavailable"), Kind.NO_CAPACITY),
+        (said("placement_error"), Kind.NO_CAPACITY),
+        (said("maintenance"), Kind.NO_CAPACITY),
+        (said("resource_limit_exceeded"), Kind.LIMIT),
+        (said("unauthorized"), Kind.DENIED),
+        (said("token_readonly"), Kind.DENIED),
+        (said("forbidden"), Kind.DENIED),
+        (said("uniqueness_error"), Kind.TAKEN),
+        (said("not_found"), Kind.NOT_FOUND),
+        (said("locked"), Kind.BUSY),
+        (said("conflict"), Kind.BUSY),
+        (said("protected"), Kind.PROTECTED),
+        (said("rate_limit_exceeded"), Kind.THROTTLED),
+        (said("invalid_input"), Kind.REFUSED),
+        (said("json_error"), Kind.REFUSED),
+        (said("server_error"), Kind.LOST),
+        (said("unavailable"), Kind.LOST),
+        (said("timeout"), Kind.LOST),
+        (said("bad_gateway"), Kind.LOST),
+        (said("service_error"), Kind.LOST),
+        (said("a_code_of_next_year"), Kind.LOST),
+        (said(401), Kind.DENIED),
+        (said(404), Kind.NOT_FOUND),
+        (said(400), Kind.REFUSED),
+        (said(408), Kind.LOST),
+        (said(429), Kind.THROTTLED),
+        (said(502), Kind.LOST),
+        (said(200), Kind.LOST),
+        (requests.exceptions.ReadTimeout("read"), Kind.LOST),
+        (requests.exceptions.ConnectTimeout("connect"), Kind.LOST),
+        (requests.exceptions.ConnectionError("refused"), Kind.LOST),
+        (requests.exceptions.ChunkedEncodingError("broken"), Kind.LOST),
+        (TimeoutError(), Kind.LOST),
+        (KeyError("server"), Kind.LOST),
+    ],
+    ids=lambda value: str(value.code) if isinstance(value, APIException) else str(value),
+)
+def test_every_answer_has_one_meaning(error: Exception, kind: Kind) -> None:
+    problem = problem_of(error)
+    assert problem.kind is kind
+    assert problem.words
+    if isinstance(error, APIException):
+        assert problem.words == f"the vendor's words ({error.code})"
+
+
+# ------------------------------------------------------------------------------------------------------------ naming
+
+
+def request_for(name: str) -> MachineRequest:
+    return MachineRequest(name, "fleet", 3)
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "is_fine"),
+    [
+        ("renders-0-0123456789", True),
+        ("a" * 40 + "-9999-0123456789", True),
+        ("a_b-0-0123456789", False),
+        ("-0-0123456789", False),
+        ("Renders-0-0123456789", False),
+        ("a" * 57, False),
+    ],
+)
+def test_a_servers_name_is_a_host_name_or_refused_in_words(worker_id: str, is_fine: bool) -> None:
+    if is_fine:
+        assert naming.server_name(worker_id, "abcdef0123456789") == f"{worker_id}-abcdef"
+        assert len(naming.server_name(worker_id, "abcdef0123456789")) <= 63
+    else:
+        with pytest.raises(
+            Refused, match=rf"creating server {worker_id}: '{worker_id}-abcdef' cannot be a server's name"
+        ):
+            naming.server_name(worker_id, "abcdef0123456789")
+
+
+@pytest.mark.parametrize("fleet", ["renders", "Renders", "a.b_c", "a:b", "a-b", "ends-with-", "x" * 63, "x" * 62 + ":"])
+def test_every_fleets_name_becomes_a_label(fleet: str) -> None:
+    labels = naming.labels_of(naming.fleet_labels("0" * 16, fleet), request_for("w-0-1"), {"team": "a"})
+    assert set(labels) == {"team", "managed-by", "windlass-id", "windlass-fleet", "windlass-worker", "windlass-slot"}
+    assert all(len(value) <= 63 for value in labels.values())
+    assert labels["windlass-slot"] == "3"
+
+
+def test_no_two_fleets_share_a_label() -> None:
+    names = ["a:b", "a-b", "a_b", "a.b", "A:b", "a:b-", "a:c"]
+    assert len({naming.fleet_label(name) for name in names}) == len(names)
+
+
+def test_a_label_that_would_be_refused_is_refused_before_the_call() -> None:
+    with pytest.raises(Refused, match="creating server w:0: 'w:0' cannot be the value of label windlass-worker"):
+        naming.labels_of(naming.fleet_labels("0" * 16, "f"), request_for("w:0"), {})
+
+
+def test_user_data_of_more_than_32_kib_is_refused_before_the_call() -> None:
+    assert naming.check_user_data("w", "x" * 32_768)
+    with pytest.raises(Refused, match="creating server w: its user_data has 32,770 bytes and may have 32,768"):
+        naming.check_user_data("w", "ä" * 16_385)
+
+
+def test_two_databases_are_two_installations_and_tell_nothing() -> None:
+    one, other = naming.installation_of("db.example.com/app"), naming.installation_of("db.example.com/other")
+    assert one != other
+    assert len(one) == 16
+    assert "example" not in one
+
+
+# ----------------------------------------------------------------------------------------------------------- catalog
+
+
+def money(net: str, gross: str = "9") -> dict[str, str]:
+    return {"net": net, "gross": gross}
+
+
+PRICING: dict[str, Any] = {
+    "currency": "EUR",
+    "primary_ips": [
+        {
+            "type": "ipv4",
+            "prices": [{"location": "nbg1", "price_hourly": money("0.0008"), "price_monthly": money("0.5")}],
+        },
+        {"type": "ipv6", "prices": [{"location": "nbg1", "price_hourly": money("0"), "price_monthly": money("0")}]},
+    ],
+    "server_types": [
+        {
+            "name": "cx23",
+            "prices": [
+                {
+                    "location": "nbg1",
+                    "price_hourly": money("0.0056000000000000"),
+                    "price_monthly": money("3.4900000000"),
+                },
+                {"location": "fsn1", "price_hourly": money("0.00000049"), "price_monthly": money("0.0000005")},
+            ],
+        }
+    ],
+}
+
+
+def test_prices_are_whole_micros_with_the_address_where_there_is_one() -> None:
+    prices = read_prices(PRICING, "net")
+    nuremberg = Choice("cx23", "nbg1")
+    assert prices.currency == "EUR"
+    assert prices.of(nuremberg, has_ipv4=False) == Price(5_600, 3_490_000)
+    assert prices.of(nuremberg, has_ipv4=True) == Price(6_400, 3_990_000)
+    assert read_prices(PRICING, "gross").of(nuremberg, has_ipv4=False) == Price(9_000_000, 9_000_000)
+
+
+def test_half_a_price_is_no_price() -> None:
+    prices = read_prices(PRICING, "net")
+    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=True) is None
+    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=False) == Price(0, 1)  # half a micro is one
+    assert prices.of(Choice("cx99", "nbg1"), has_ipv4=False) is None
+
+
+def test_choices_keep_their_order_except_for_those_said_to_be_out() -> None:
+    a, b, c, d = (Choice("cx23", place) for place in "abcd")
+    assert in_order([a, b, c, d], {b}, {a}) == [c, d, a]
+    assert in_order([a, b], {a, b}, set()) == []
+    assert in_order([a, b], set(), {a, b}) == [a, b]
+
+
+# ----------------------------------------------------------------------------------------------------------- limiter
+
+
+def test_a_burst_goes_at_once_and_then_one_goes_at_a_time() -> None:
+    async def times() -> list[float]:
+        limiter, loop = Limiter(), asyncio.get_running_loop()
+        found = []
+        for _ in range(BURST + 5):
+            await limiter.wait(60)
+            found.append(loop.time())
+        return found
+
+    found = run(times())
+    assert found[BURST - 1] == 0
+    assert found[BURST:] == pytest.approx([n / RATE_PER_S for n in range(1, 6)])
+
+
+def test_those_who_wait_go_in_the_order_of_asking() -> None:
+    async def order() -> list[int]:
+        limiter, went = Limiter(rate_per_s=1, burst=1), []
+
+        async def go(number: int) -> None:
+            await limiter.wait(60)
+            went.append(number)
+
+        await asyncio.gather(*(go(number) for number in range(5)))
+        return went
+
+    assert run(order()) == [0, 1, 2, 3, 4]
+
+
+def test_whoever_would_wait_too_long_is_told_at_once_and_takes_nothing() -> None:
+    async def tell() -> None:
+        limiter = Limiter(rate_per_s=1, burst=1)
+        await limiter.wait(0)
+        for _ in range(3):
+            with pytest.raises(Throttled) as caught:
+                await limiter.wait(0.5)
+            assert caught.value.retry_after_s == pytest.approx(1.0)
+        await limiter.wait(1.0)
+
+    run(tell())
+
+
+def test_whoever_is_cancelled_gives_its_turn_back() -> None:
+    async def cancel() -> float:
+        limiter, loop = Limiter(rate_per_s=1, burst=1), asyncio.get_running_loop()
+        await limiter.wait(0)
+        waiting = asyncio.create_task(limiter.wait(60))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await limiter.wait(60)
+        return loop.time()
+
+    assert run(cancel()) == pytest.approx(1.0)
+
+
+def test_a_429_stops_everybody_and_the_next_one_for_twice_as_long() -> None:
+    async def pauses() -> list[float]:
+        limiter, found = Limiter(), []
+        for _ in range(8):
+            limiter.learn(429, {})
+            found.append(limiter.pause_s)
+            assert limiter.spare() == 0
+            await asyncio.sleep(limiter.pause_s)
+        limiter.learn(200, {})
+        limiter.learn(429, {})
+        return [*found, limiter.pause_s]
+
+    assert run(pauses()) == [10, 20, 40, 80, 160, PAUSE_LONGEST_S, PAUSE_LONGEST_S, PAUSE_LONGEST_S, 10]
+
+
+def test_the_vendor_may_say_how_long_to_wait() -> None:
+    async def pause() -> float:
+        limiter = Limiter()
+        limiter.learn(429, {"Retry-After": "33"})
+        return limiter.pause_s
+
+    assert run(pause()) == 33
+
+
+def test_where_little_is_left_of_the_vendors_allowance_we_take_half() -> None:
+    async def waited(headers: dict[str, str]) -> float:
+        limiter, loop = Limiter(), asyncio.get_running_loop()
+        limiter.learn(200, headers)
+        for _ in range(11):
+            await limiter.wait(600)
+        return loop.time()
+
+    assert run(waited({"RateLimit-Limit": "3600", "RateLimit-Remaining": "3000"})) == 0
+    assert run(waited({"RateLimit-Limit": "3600", "RateLimit-Remaining": "10"})) == pytest.approx(10 / (RATE_PER_S / 2))
+    assert run(waited({"RateLimit-Limit": "what", "RateLimit-Remaining": "-"})) == 0
+
+
+def test_spare_requests_leave_half_a_burst_to_whoever_comes_next() -> None:
+    async def spare() -> list[int]:
+        limiter = Limiter()
+        found = [limiter.spare()]
+        for _ in range(BURST):
+            await limiter.wait(0)
+        return [*found, limiter.spare()]
+
+    assert run(spare()) == [BURST // 2, 0]

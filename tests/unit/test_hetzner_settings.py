@@ -1,0 +1,143 @@
+"""The settings of a Hetzner fleet: what they are by default, and what is refused with which words."""
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from windlass import wire
+from windlass.configure import load_config
+from windlass.model.config import Config
+from windlass.model.errors import ConfigError
+from windlass.model.fleet import FleetConfig
+from windlass.model.hetzner import Choice, HetznerSettings, problem_of_label
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in os.environ:
+        if name.startswith(("WINDLASS_", "HCLOUD_", "HETZNER_")):
+            monkeypatch.delenv(name)
+
+
+def test_a_hetzner_fleet_has_the_numbers_of_its_seed() -> None:
+    fleet = FleetConfig(provider="hetzner")
+    assert (fleet.heartbeat_timeout_s, fleet.spawn_timeout_s, fleet.poll_interval_s) == (120, 120, 10)
+    assert (fleet.max_workers, fleet.max_changes_per_cycle, fleet.concurrency) == (50, 10, 2)
+    assert fleet.policy == "clear-time"
+    assert fleet.hetzner.ordered == (Choice("cx23", "nbg1"), Choice("cx23", "fsn1"), Choice("cx23", "hel1"))
+    assert fleet.hetzner.ssh_keys == ()
+
+
+def test_settings_come_from_a_table_and_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "windlass.toml").write_text(
+        '[fleets.crunch]\nprovider = "hetzner"\n'
+        '[fleets.crunch.hetzner]\nchoices = ["cpx22@hel1"]\nnetwork_id = 7\n'
+        '[fleets.crunch.hetzner.labels]\nteam = "a"\n'
+    )
+    monkeypatch.setenv("WINDLASS_FLEETS__CRUNCH__HETZNER__CHOICES", "cx33@fsn1, cx33@nbg1")
+    monkeypatch.setenv("WINDLASS_FLEETS__CRUNCH__HETZNER__FIREWALL_IDS", "3,4")
+    loaded = load_config()
+    settings = loaded.config.fleets["crunch"].hetzner
+    assert settings.choices == ("cx33@fsn1", "cx33@nbg1")
+    assert (settings.network_id, settings.firewall_ids, settings.labels) == (7, (3, 4), {"team": "a"})
+    sources = {setting.key: setting.source for setting in loaded.settings()}
+    assert sources["fleets.crunch.hetzner.network_id"] == "windlass.toml"
+    assert sources["fleets.crunch.hetzner.choices"] == "WINDLASS_FLEETS__CRUNCH__HETZNER__CHOICES"
+    assert sources["fleets.crunch.hetzner.image"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (
+            'choices = ["cx23"]',
+            r"fleets\.f\.hetzner\.choices \(from windlass\.toml\).*'cx23' is no server type and loc",
+        ),
+        ("choices = []", r"fleets\.f\.hetzner\.choices"),
+        ("network_id = 0", r"fleets\.f\.hetzner\.network_id \(from windlass\.toml\) is 0: .*greater than 0"),
+        ('labels = { windlass-x = "y" }', r"the label windlass-x is windlass's own: choose another name"),
+        ('labels = { "a b" = "y" }', r"'a b' cannot be a label"),
+        ('labels = { a = "b c" }', r"'b c' cannot be the value of label a"),
+        (
+            "imag = 3",
+            r"fleets\.f\.hetzner\.imag in windlass\.toml is not a setting: did you mean fleets\.f\.hetzner\.im",
+        ),
+        (
+            "is_ipv4_on = false\nfirewall_ids = [1]",
+            r"firewall_ids are set and both is_ipv4_on and is_ipv6_on are false",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_name(tmp_path: Path, written: str, words: str) -> None:
+    (tmp_path / "windlass.toml").write_text(f'[fleets.f]\nprovider = "hetzner"\n[fleets.f.hetzner]\n{written}\n')
+    with pytest.raises(ConfigError, match=words):
+        load_config()
+
+
+def test_settings_of_another_provider_are_refused() -> None:
+    with pytest.raises(ValidationError, match="hetzner is set and provider is 'local'"):
+        FleetConfig(hetzner=HetznerSettings(image="debian-12"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_fine"),
+    [
+        ("a", "", True),
+        ("example.com/team", "x-1_2.3", True),
+        ("a" * 63, "b" * 63, True),
+        ("a" * 64, "b", False),
+        ("a", "b" * 64, False),
+        ("-a", "b", False),
+        ("a", "-b", False),
+        ("a", "b_", False),
+        ("hetzner.cloud/a", "b", False),
+        ("", "b", False),
+    ],
+)
+def test_labels_are_checked_as_the_vendor_would(key: str, value: str, is_fine: bool) -> None:
+    assert (problem_of_label(key, value) is None) == is_fine
+
+
+@pytest.mark.parametrize("name", ["HETZNER_API_TOKEN", "HCLOUD_TOKEN"])
+def test_the_token_and_the_address_come_from_the_names_others_use(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("HCLOUD_ENDPOINT", "http://127.0.0.1:9/v1/")
+    config = load_config().config
+    assert config.hetzner_api_token is not None
+    assert config.hetzner_api_token.get_secret_value() == "secret"
+    assert config.hetzner_endpoint == "http://127.0.0.1:9/v1"
+    assert config.fleets == {}
+
+
+def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCLOUD_ENDPOINT", "127.0.0.1:9")
+    with pytest.raises(
+        ConfigError, match="hetzner_endpoint .from HCLOUD_ENDPOINT. is '127.0.0.1:9': it must be an addre"
+    ):
+        load_config()
+
+
+def test_without_a_token_one_sentence_says_what_to_do() -> None:
+    fleet = FleetConfig(provider="hetzner", handler="a:b")
+    with pytest.raises(ConfigError, match="no token for Hetzner: set HETZNER_API_TOKEN"):
+        wire.provider("f", fleet, Config(fleets={"f": fleet}))
+
+
+def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
+    fleet = FleetConfig(provider="hetzner", hetzner=HetznerSettings(is_ipv4_on=False))
+    config = Config(fleets={"f": fleet}, hetzner_api_token="secret")
+    with pytest.raises(ConfigError, match="the servers of fleet f would have no network: set hetzner_network_id"):
+        wire.provider("f", fleet, config)
+    wire.provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}))
+
+
+def test_fleets_with_the_same_token_share_one_allowance() -> None:
+    slow = HetznerSettings(call_timeout_s=30)
+    config = Config(hetzner_api_token="secret")
+    one, other = wire.hetzner_account(config, 20), wire.hetzner_account(config, slow.call_timeout_s)
+    assert one is not other
+    assert one.limiter is other.limiter
+    assert wire.hetzner_account(Config(hetzner_api_token="another"), 20).limiter is not one.limiter
