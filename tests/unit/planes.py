@@ -94,7 +94,7 @@ class Plane:
         token = new_token(JOIN_PREFIX, CHANCE)
         observed = await self.store.observe(ANN, "gpus", FLEET)
         assert isinstance(observed, tuple)
-        intent = Intent(worker_id, slot, "wanted", 30.0, hash_of(token), TTL_S)
+        intent = Intent(worker_id, slot, "wanted", 30.0, join_token_hash=hash_of(token), join_ttl_s=TTL_S)
         await self.store.commit_plan(ANN, observed[0], observed[1], Plan((), Memory(), "x"), [intent])
         return token
 
