@@ -90,7 +90,7 @@ create table windlass.workers (
   activated_at timestamptz,
   -- Never has a default: only the worker's own heartbeat proves that it runs.
   last_heartbeat timestamptz,
-  -- Since when heartbeats came without a gap longer than the lease. Whoever judges others must have this itself.
+  -- Since when heartbeats came without a gap that could hide an outage. Whoever judges others must have this itself.
   heartbeat_gapless_since timestamptz,
   -- Set by the first claim and never again, so that "has it ever claimed" costs no count over tasks.
   first_claimed_at timestamptz,
@@ -167,9 +167,12 @@ create index tasks_waiting on windlass.tasks (queue, run_after)
 create index tasks_running on windlass.tasks (worker_id)
   where status = 'running';
 
--- Serves retention and the statistics of recent work. Always appended at its right end.
-create index tasks_finished on windlass.tasks (finished_at)
-  where status in ('complete', 'failed');
+-- Serve retention, retry_failed and the statistics of recent work. One for each status, because each is kept for its own
+-- time: whoever looks for the oldest must not walk over all that is still kept of the other. Appended at the right end.
+create index tasks_complete on windlass.tasks (finished_at)
+  where status = 'complete';
+create index tasks_failed on windlass.tasks (finished_at)
+  where status = 'failed';
 
 -- Makes enqueueing twice safe: one row per key for as long as the row is kept.
 create unique index tasks_unique_key on windlass.tasks (queue, unique_key)
