@@ -7,6 +7,9 @@ from enum import StrEnum
 from typing import Any
 from uuid import UUID
 
+# Tasks of one worker at the same time. Each of its heartbeats names all of them, and they are given back one by one.
+MAX_CONCURRENCY = 10_000
+
 
 class WorkerStatus(StrEnum):
     SPAWNING = "spawning"
