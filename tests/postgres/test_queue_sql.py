@@ -28,6 +28,7 @@ from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.policy.backoff import retry_delay_s
 from windlass.store import listener, postgres
 from windlass.store.postgres import PostgresStore, enqueue_on
+from windlass.store.script import GRANTS
 
 # Far beyond what anything here takes, even on a busy machine.
 LIMIT_S = 30.0
@@ -918,3 +919,119 @@ def stranger(each_server: Any, each_dsn: str) -> Iterator[str]:
 async def test_a_user_without_rights_is_told_so(stranger: str) -> None:
     with pytest.raises(DatabaseUnavailable, match=r"does not allow it \(permission denied .*\): grant it to this user"):
         await PostgresStore(stranger).__aenter__()
+
+
+# --------------------------------------------------------------------------------------------------------------- rights
+
+
+@pytest.fixture
+async def restricted(each_server: Any, each_dsn: str, connection: Any) -> AsyncIterator[Callable[[str], str]]:
+    """The address for a user with one of the roles of `windlass db sql --grants`, applied twice as it may be."""
+    await connection.execute(GRANTS)
+    await connection.execute(GRANTS)
+    await connection.execute("create role shop login in role windlass_producer")
+    await connection.execute("create role hand login in role windlass_worker")
+    try:
+        yield lambda user: each_dsn.replace(f"{urlsplit(each_dsn).username}@", f"{user}@")
+    finally:
+        await connection.execute("drop owned by windlass_producer, windlass_worker")
+        await connection.execute("drop role shop, hand, windlass_producer, windlass_worker")
+
+
+Restricted = Callable[[str], str]
+
+
+async def test_a_producer_needs_no_more_than_its_role(
+    restricted: Restricted, connection: Any, store: PostgresStore
+) -> None:
+    await register(store, "w1")
+    async with PostgresStore(restricted("shop")) as shop, connected(restricted("shop")) as sql:
+        failed = await shop.enqueue(NewTask("q", '{"n": 1}', max_attempts=1, unique_key="k"))
+        assert await shop.enqueue(NewTask("q", unique_key="k")) == failed
+        (claim,) = await store.claim("w1", ("q",))
+        await store.fail("w1", claim.task_id, claim.token, "it broke")
+        assert await shop.retry_task(failed)
+        assert await shop.cancel_task(failed, "not wanted")
+        assert await shop.retry_failed("q", await shop.now()) == [failed]
+        assert await shop.enqueue_many([NewTask("q")]) == 1
+        assert await shop.enqueue_many([NewTask("q", unique_key=key) for key in ("k", "l")]) == 1
+        await sql.execute("insert into windlass.tasks (queue, payload) values ('q', '5')")
+        tasks = await shop.tasks()
+        assert [task.payload for task in tasks] == ["5", "null", "null", '{"n": 1}']
+        for refused in (
+            "update windlass.tasks set payload = '6'",
+            "delete from windlass.tasks",
+            "select windlass.register_worker('mine')",
+            "select windlass.pause_fleet('default', true)",
+            "select windlass.end_worker('w1', 'x')",
+        ):
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                await sql.execute(refused)
+
+
+async def test_a_worker_needs_no_more_than_its_role_from_the_first_call_to_the_last(
+    restricted: Restricted, connection: Any, store: PostgresStore
+) -> None:
+    await store.enqueue_many([NewTask("q")] * 6)
+    await connection.execute("insert into windlass.fleets (name) values ('gpus')")
+    await connection.execute("insert into windlass.slots (fleet, slot) values ('gpus', 0)")
+    await connection.execute(
+        "insert into windlass.workers (id, fleet, slot, status) values ('h1', 'gpus', 0, 'spawning')"
+    )
+    async with PostgresStore(restricted("hand")) as hand, connected(restricted("hand")) as sql:
+        await register(hand, "w1", "lost", "h1")
+        await sql.execute("select windlass.activate_worker('h1')")
+        for worker_id in ("lost", "h1"):
+            await hand.claim(worker_id, ("q",))
+        failed, released, done = await hand.claim("w1", ("q",), 3)
+        held = [HeldClaim(claim.task_id, claim.token, 0.5, "half") for claim in (failed, released, done)]
+        assert (await hand.heartbeat("w1", held, {"pid": 7})).lost == frozenset()
+        assert await hand.fail("w1", failed.task_id, failed.token, "it broke") is TaskStatus.ERROR
+        assert await hand.release("w1", released.task_id, released.token, "not now")
+        turn = await hand.finish_and_claim("w1", [Finished(done.task_id, done.token, "1")], ("q",), 1)
+        assert (len(turn.claims), turn.lost) == (1, [])
+        assert await hand.next_run_after(("q",)) is not None
+        await asyncio.wait_for(hand.wait_for_work(("q",), 3600), LIMIT_S)
+        await connection.execute(
+            "update windlass.workers set last_heartbeat = now() - interval '1 hour' where id in ('lost', 'h1')"
+        )
+        await connection.execute("update windlass.workers set heartbeat_gapless_since = now() - interval '1 hour'")
+        await connection.execute(FINISHED_LONG_AGO, 3)
+        recovered = await hand.upkeep("w1")
+        assert [(r.worker_id, r.tasks_requeued) for r in recovered] == [("h1", 1), ("lost", 1)]
+        await connection.execute(
+            "update windlass.tasks set finished_at = now() - interval '1 year' where result is null"
+        )
+        assert await hand.sweep() == 3
+        await hand.leave("w1", "done")
+        for refused in (
+            "select windlass.enqueue('q')",
+            "select windlass.pause_fleet('default', true)",
+            "delete from windlass.fleets",
+            "select windlass.take_lease('orchestrator', 'me', 60)",
+        ):
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                await sql.execute(refused)
+
+
+async def test_a_role_taken_on_for_one_call_is_enough_as_for_supabase_rpc(
+    restricted: Restricted, connection: Any
+) -> None:
+    """PostgREST logs in as a user with no rights of its own and takes on the role of each request."""
+    await connection.execute("create role api nologin in role windlass_producer, windlass_worker")
+    await connection.execute("create role authenticator login noinherit in role api")
+    try:
+        async with connected(restricted("authenticator")) as rpc:
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                await rpc.execute("select windlass.enqueue('q')")
+            async with rpc.transaction():
+                await rpc.execute("set local role api")
+                call = "select windlass.enqueue(p_queue => 'q', p_payload => '1'::json::jsonb)"
+                task_id = await rpc.fetchval(call)
+                await rpc.execute("select windlass.register_worker(p_worker_id => 'w', p_queues => '{q}')")
+                claim = await rpc.fetchrow("select * from windlass.claim_task(p_worker_id => 'w', p_queues => '{q}')")
+                assert claim["task_id"] == task_id
+                finish = "select windlass.complete_task(p_worker_id => 'w', p_task_id => $1, p_token => $2)"
+                assert await rpc.fetchval(finish, task_id, claim["token"])
+    finally:
+        await connection.execute("drop role authenticator, api")

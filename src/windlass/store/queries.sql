@@ -213,11 +213,19 @@ select
   clock_timestamp() as now;
 
 -- name: missing_privileges
--- `windlass doctor`: what this user lacks of what producers and workers need. Empty without a schema.
+-- `windlass doctor`: what this user lacks of what producers and workers need. Empty without a schema. One that has a role
+-- of grants.sql has what that role needs, and is not asked for more.
 with schema as (
   select oid
   from pg_namespace
   where nspname = 'windlass'
+),
+everything as (
+  select oid
+  from schema
+  where not exists (
+    select from pg_roles r where r.rolname in ('windlass_producer', 'windlass_worker') and pg_has_role(r.oid, 'usage')
+  )
 ),
 lacking as (
   -- What stands in the way of all others comes first.
@@ -226,16 +234,16 @@ lacking as (
   where not has_schema_privilege(oid, 'usage')
   union all
   select 2, needed || ' on ' || class.relname
-  from schema
-  join pg_class class on class.relnamespace = schema.oid and class.relkind = 'r'
+  from everything
+  join pg_class class on class.relnamespace = everything.oid and class.relkind = 'r'
   cross join unnest(array['select', 'insert', 'update', 'delete']) as needed
   where not has_table_privilege(class.oid, needed)
     -- Only who migrates writes there.
     and (class.relname <> 'migrations' or needed = 'select')
   union all
   select 3, 'execute on ' || function.proname
-  from schema
-  join pg_proc function on function.pronamespace = schema.oid
+  from everything
+  join pg_proc function on function.pronamespace = everything.oid
   where not has_function_privilege(function.oid, 'execute')
 )
 select missing
