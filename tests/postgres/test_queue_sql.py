@@ -5,14 +5,10 @@ Everything here runs over the PostgreSQL that Windlass brings along and over the
 
 import asyncio
 import json
-import shutil
-import signal
-import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +18,7 @@ from uuid import UUID
 import asyncpg
 import pytest
 
+from servers import transaction_pooler
 from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch
 from windlass.model.task import Claim, Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
@@ -683,55 +680,9 @@ async def test_the_health_view_knows_every_status_of_seed_004(connection: Any, c
 
 @pytest.fixture
 def pgbouncer(each_server: Any, each_dsn: str, reachable_path: Path) -> Iterator[str]:
-    """The database behind a pgbouncer in transaction mode, with fewer connections to the server than clients."""
-    program = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin")
-    if program is None:
-        pytest.skip("there is no pgbouncer here: install the package pgbouncer to run this")
-    owner = each_server.socket_dir.stat()
-    target = urlsplit(each_dsn)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = reachable_path / "pgbouncer.ini"
-    config.write_text(
-        f"""
-        [databases]
-        * = host={each_server.socket_dir} port=5432 user={target.username}
-        [pgbouncer]
-        listen_addr = 127.0.0.1
-        listen_port = {port}
-        unix_socket_dir =
-        auth_type = any
-        pool_mode = transaction
-        default_pool_size = 2
-        """.replace("    ", "")
-    )
-    with running(
-        [program, str(config)], reachable_path / "log", user=owner.st_uid, group=owner.st_gid, extra_groups=[]
-    ):
-        wait_for_port(port)
-        yield f"postgresql://{target.username}@127.0.0.1:{port}{target.path}"
-
-
-@contextmanager
-def running(command: list[str], log_path: Path, **account: Any) -> Iterator[None]:
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **account)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(LIMIT_S)
-
-
-def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(POLL_S)
-    raise TimeoutError(f"nothing listens on port {port}")
+    """With fewer connections to the server than clients."""
+    with transaction_pooler(each_server, each_dsn, reachable_path, pool_size=2) as dsn:
+        yield dsn
 
 
 async def work_until_empty(dsn: str, worker_id: str) -> list[int]:
@@ -1000,7 +951,7 @@ async def test_a_worker_needs_no_more_than_its_role_from_the_first_call_to_the_l
         recovered = await hand.upkeep("w1")
         assert [(r.worker_id, r.tasks_requeued) for r in recovered] == [("h1", 1), ("lost", 1)]
         await connection.execute(
-            "update windlass.tasks set finished_at = now() - interval '1 year' where result is null"
+            "update windlass.tasks set finished_at = now() - interval '1 year' where worker_id is null"
         )
         assert await hand.sweep() == 3
         await hand.leave("w1", "done")

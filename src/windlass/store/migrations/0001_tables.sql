@@ -48,11 +48,6 @@ create table windlass.fleets (
   min_workers integer not null default 0 check (min_workers >= 0),
   max_workers integer not null default 10 check (max_workers >= min_workers),
   paused boolean not null default false,
-  -- The brake: while set, nothing is spawned (or nothing is touched), and hold_reason says why in words.
-  held_since timestamptz,
-  hold_code text,
-  hold_reason text,
-  settings jsonb not null default '{}',
   created_at timestamptz not null default windlass.now()
 );
 
@@ -236,6 +231,7 @@ create table windlass.charges (
 create index charges_worker on windlass.charges (worker_id);
 create index charges_until on windlass.charges (until_at);
 
+-- Reserved for log lines of orchestrators and workers: nothing writes here yet, retention is applied already.
 create table windlass.logs (
   id bigint generated always as identity primary key,
   at timestamptz not null default windlass.now(),
@@ -247,5 +243,5 @@ create table windlass.logs (
 );
 create index logs_at on windlass.logs (at);
 
--- Nothing here is for everybody: grant usage on the schema to the roles that produce or work.
+-- Nothing here is for everybody: grants.sql has the rights of those who produce or work.
 revoke all on schema windlass from public;

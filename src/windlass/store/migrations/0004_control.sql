@@ -504,10 +504,7 @@ begin
   end loop;
 
   update windlass.fleets
-  set memory = p_memory,
-      held_since = (p_memory -> 'hold' ->> 'since')::timestamptz,
-      hold_code = p_memory -> 'hold' ->> 'code',
-      hold_reason = p_memory -> 'hold' ->> 'reason'
+  set memory = p_memory
   where name = p_fleet;
 
   return jsonb_build_object(
