@@ -137,7 +137,7 @@ async def first_claim(dsn: str, folder: Path, rounds: int) -> list[float]:
                 await asyncio.sleep(0.005)
             seconds.append(time.perf_counter() - started)
             for worker in await store.workers():
-                await store.fail_worker(worker.id, "the round is over")
+                await store.end_worker(worker.id, "the round is over")
             while await connection.fetchval(
                 "select count(*) from windlass.workers where fleet = 'first' and status <> 'terminated'"
             ):

@@ -24,6 +24,7 @@ from servers import (
     Server,
     SystemPostgres,
     VirtualClock,
+    do_without,
     reachable_temp_dir,
     wait_until,
 )
@@ -59,7 +60,7 @@ def embedded_server() -> Iterator[Server]:
 def system_server() -> Iterator[Server]:
     found = sorted(SYSTEM_POSTGRES.glob("*/bin/postgres"), key=lambda path: float(path.parent.parent.name))
     if not found:
-        pytest.skip(f"no PostgreSQL under {SYSTEM_POSTGRES}: install the package postgresql to run this over it too")
+        do_without(f"no PostgreSQL under {SYSTEM_POSTGRES}: install the package postgresql to run this over it too")
     with reachable_temp_dir() as path:
         process = SystemPostgres(found[-1].parent, path)
         process.start()

@@ -6,6 +6,7 @@ import os
 import pwd
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -14,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
+import pytest
 
 from windlass.store.migrate import migrate
 
@@ -74,6 +76,13 @@ async def _execute(dsn: str, sql: str) -> None:
         await connection.execute(sql)
     finally:
         await connection.close()
+
+
+def do_without(why: str) -> NoReturn:
+    """Skip the test, unless this is a run that must not leave it out: .ci/run, where packages can be installed."""
+    if os.environ.get("TESTS_NEED_SYSTEM_SERVERS"):
+        pytest.fail(why)
+    pytest.skip(why)
 
 
 def run_aside(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -140,6 +149,51 @@ class SystemPostgres:
     def _answers(self) -> bool:
         asked = subprocess.run([self._bin_dir / "pg_isready", "-q", "-h", self._path, "-p", str(PORT)], check=False)
         return asked.returncode == 0
+
+
+@contextmanager
+def transaction_pooler(server: Server, dsn: str, path: Path, *, pool_size: int = 20) -> Iterator[str]:
+    """The address of a database behind a pgbouncer in transaction mode, whose files go to `path`."""
+    program = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin")
+    if program is None:
+        do_without("there is no pgbouncer here: install the package pgbouncer to run this")
+    target = urlsplit(dsn)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "listen_addr": "127.0.0.1",
+        "listen_port": port,
+        "unix_socket_dir": "",
+        "auth_type": "any",
+        "pool_mode": "transaction",
+        "default_pool_size": pool_size,
+    }
+    lines = [
+        *("[databases]", f"* = host={server.socket_dir} port={PORT} user={target.username}"),
+        *("[pgbouncer]", *(f"{name} = {value}" for name, value in settings.items())),
+    ]
+    (path / "pgbouncer.ini").write_text("\n".join(lines) + "\n")
+    # It refuses root, and must get at the server's socket.
+    owner = server.socket_dir.stat()
+    account: dict[str, Any] = {}
+    if os.geteuid() == 0:
+        account = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []}
+    with (path / "pgbouncer.log").open("wb") as log:
+        process = subprocess.Popen(
+            [program, path / "pgbouncer.ini"], stdout=log, stderr=log, start_new_session=True, **account
+        )
+    try:
+        wait_until(lambda: _listens(port), START_TIMEOUT_S, "starting pgbouncer")
+        yield f"postgresql://{target.username}@127.0.0.1:{port}{target.path}"
+    finally:
+        process.terminate()
+        process.wait(STOP_TIMEOUT_S)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def unprivileged_user() -> str | None:

@@ -5,9 +5,9 @@
         result = await client.result(task_id, timeout_s=60)
 
 Without an address the client uses DATABASE_URL, windlass.toml or the embedded PostgreSQL, like the command line does.
-`SyncClient` is the same without async. Every method raises a WindlassError, whose text says what to do, and for what
-is no input's fault DatabaseUnavailable: then what was asked may have happened, and a `unique_key` makes asking again
-safe.
+`SyncClient` is the same without async. What goes wrong is raised as a WindlassError, whose text says what to do, and
+for what is no input's fault as DatabaseUnavailable: then what was asked may have happened, and a `unique_key` makes
+asking again safe. Only on a connection of your own do the driver's errors come through: it is your transaction.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import Any, Protocol, Self, TypeVar
 from windlass import wire
 from windlass.configure import load_config
 from windlass.model.errors import BadInput, WindlassError
-from windlass.model.task import NewTask, Task, TaskStatus, new_task
+from windlass.model.task import NewTask, Task, TaskStatus, check_payload_size, new_task
 from windlass.store.postgres import PostgresStore, enqueue_on
 
 RESULT_POLL_MIN_S = 0.02
@@ -77,7 +77,7 @@ class Client:
         """Add a task and return its id. With a unique key that is already there: that task's id, unchanged.
 
         `connection`: an asyncpg connection of yours to the same database. The task is then part of the transaction
-        it is in: it exists if and when that commits.
+        it is in: it exists if and when that commits. What the database has against it is raised as asyncpg raises it.
         """
         task = new_task(
             queue,
@@ -95,7 +95,10 @@ class Client:
 
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         """Add many at once, all or none; `new_task` makes them. Returns how many were new."""
-        return await self._opened.enqueue_many(tasks)
+        limit = self._config.max_payload_bytes
+        if isinstance(tasks, AsyncIterable):
+            return await self._opened.enqueue_many(check_payload_size(task, limit) async for task in tasks)
+        return await self._opened.enqueue_many(check_payload_size(task, limit) for task in tasks)
 
     async def task(self, task_id: int) -> Task | None:
         """The task as it is now. None if it never was, or its retention is over."""

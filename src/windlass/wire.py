@@ -15,23 +15,17 @@ import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import asyncpg
-
 from windlass.model.address import problem_of_control_plane_url
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable
+from windlass.store.connect import COMMAND_TIMEOUT_S, connected
 from windlass.store.migrate import Migration, applied_migrations, migrate
-from windlass.store.postgres import (
-    COMMAND_TIMEOUT_S,
-    CONNECT_TIMEOUT_S,
-    CONNECTION_ERRORS,
-    PostgresStore,
-    unavailable,
-)
+from windlass.store.postgres import PostgresStore
 
 if TYPE_CHECKING:
     from windlass.api.face import FleetPulse
@@ -125,7 +119,10 @@ async def database(config: Config, *, is_migrating: bool = True) -> AsyncIterato
 
 async def _in_thread(function: Callable[[], None]) -> None:
     """Once begun it is waited for, even when we are cancelled: only then can what it did be undone."""
-    work = asyncio.create_task(asyncio.to_thread(function))
+    # Not in the loop's own threads: handlers may have taken all of them, for ever.
+    thread = ThreadPoolExecutor(1)
+    work = asyncio.get_running_loop().run_in_executor(thread, function)
+    thread.shutdown(wait=False)
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -162,34 +159,19 @@ async def control_store(config: Config, *, max_connections: int = 4) -> "AsyncIt
 
 
 async def migrate_database(dsn: str) -> list[Migration]:
-    try:
-        return await migrate(dsn)
-    except CONNECTION_ERRORS as error:
-        raise unavailable("migrating", dsn, error) from None
+    return await migrate(dsn)
 
 
 async def applied_migrations_of(dsn: str) -> dict[int, Any]:
     """Version to row of what the database has; changes nothing."""
-    try:
-        connection = await asyncpg.connect(
-            dsn, timeout=CONNECT_TIMEOUT_S, command_timeout=COMMAND_TIMEOUT_S, statement_cache_size=0
-        )
-        try:
-            async with connection.transaction(readonly=True):
-                return await applied_migrations(connection)
-        finally:
-            await connection.close(timeout=CONNECT_TIMEOUT_S)
-    except CONNECTION_ERRORS as error:
-        raise unavailable("reading the schema's version", dsn, error) from None
+    async with connected(dsn, "reading the schema's version") as connection, connection.transaction(readonly=True):
+        return await applied_migrations(connection)
 
 
 async def examine_database(dsn: str) -> "Examination":
     from windlass.store.examine import examine
 
-    try:
-        return await examine(dsn)
-    except CONNECTION_ERRORS as error:
-        raise unavailable("examining the database", dsn, error) from None
+    return await examine(dsn)
 
 
 async def run_worker(
@@ -202,8 +184,14 @@ async def run_worker(
     async with database(config) as dsn:
 
         def open_transport() -> PostgresStore:
-            # The loop and its look-out each need one connection at a time.
-            return PostgresStore(dsn, retention=config.retention, max_connections=2)
+            return PostgresStore(
+                dsn,
+                retention=config.retention,
+                # The loop and its look-out each need one connection at a time.
+                max_connections=2,
+                # After a lease the heartbeat gives back what it does not know of: a claim must be answered well before.
+                command_timeout_s=min(COMMAND_TIMEOUT_S, settings.lease_s / 2),
+            )
 
         return await WorkerRuntime(settings, open_transport, executor).run()
 

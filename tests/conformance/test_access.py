@@ -52,7 +52,9 @@ async def hire(store: Stores, worker_id: str = "w0", slot: int = 0, join: bytes 
     observed = await store.observe(ANN, "gpus", FLEET)
     assert isinstance(observed, tuple)
     term, snapshot = observed
-    intent = Intent(worker_id, slot, "wanted", 30.0, join, TTL_S if join is not None else None)
+    intent = Intent(
+        worker_id, slot, "wanted", 30.0, join_token_hash=join, join_ttl_s=TTL_S if join is not None else None
+    )
     committed = await store.commit_plan(ANN, term, snapshot, Plan((), Memory(), "x"), [intent])
     assert committed.granted == {worker_id}
 

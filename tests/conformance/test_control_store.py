@@ -36,7 +36,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
 from windlass.model.snapshot import Hold, Memory, Refusal, Snapshot
 from windlass.model.task import Finished, NewTask, TaskStatus
-from windlass.model.worker import HeldClaim, Registration, WorkerStatus
+from windlass.model.worker import HeldClaim, Recovery, Registration, WorkerStatus
 from windlass.ports.control import (
     Candidate,
     Committed,
@@ -1025,23 +1025,55 @@ async def test_a_worker_ended_at_once_loses_its_tasks_and_is_nobodys_failure(sto
     await ann.hire(0)
     task_id = await store.enqueue(NewTask("a"))
     await store.claim("w0", ("a",), 1)
-    assert await store.fail_worker("w0", "it annoys me") is True
+    assert await store.end_worker("w0", "it annoys me") is True
     worker = await store.worker("w0")
     assert (worker.status, worker.code, worker.reason) == (WorkerStatus.ERROR, "MANUAL", "it annoys me")
     assert (await store.task(task_id)).status is TaskStatus.QUEUED
     snapshot = await ann.observe()
     assert [hiring.has_failed for hiring in snapshot.hirings] == [False]
     assert snapshot.slots == ()
-    assert await store.fail_worker("w0", "again") is False
-    assert await store.fail_worker("nobody", "x") is False
+    assert await store.end_worker("w0", "again") is False
+    assert await store.end_worker("nobody", "x") is False
 
 
 async def test_a_worker_started_by_hand_that_is_ended_at_once_is_over(store: ControlStores, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="f"))
-    assert await store.fail_worker("hand", "x") is True
+    assert await store.end_worker("hand", "x") is True
     worker = await store.worker("hand")
     assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "MANUAL")
     assert worker.terminated_at is not None
+
+
+async def test_a_lost_hired_worker_is_the_orchestrators_to_judge_until_nobody_has_led_for_two_leases(
+    store: ControlStores, ann: Leader, clock: VirtualClock
+) -> None:
+    await ann.hire(0)
+    for worker_id in ("w0", "judge"):
+        await store.register(Registration(worker_id, ("a",)))
+        await store.heartbeat(worker_id)
+    task_id = await store.enqueue(NewTask("a"))
+    await store.claim("w0", ("a",), 1)
+
+    async def judged_after(seconds: int) -> list[Recovery]:
+        for _ in range(seconds // 10):
+            clock.advance(10)
+            await store.heartbeat("judge")
+        return await store.recover_lost_workers("judge")
+
+    # While somebody leads, and for two of the lost one's leases after.
+    for _ in range(20):
+        await store.lead(ANN)
+        assert await judged_after(10) == []
+    await store.resign(ANN)
+    assert await judged_after(60) == []
+    assert await judged_after(10) == [Recovery("w0", tasks_requeued=1, tasks_failed=0)]
+    assert (await store.task(task_id)).status is TaskStatus.QUEUED
+    # What the control loop finds when it is back: a broken worker, whose slot has counted it.
+    snapshot = await ann.observe()
+    (broken,) = snapshot.workers
+    assert (broken.id, broken.status, broken.code) == ("w0", WorkerStatus.ERROR, "STALE_HEARTBEAT")
+    assert [(slot.slot, len(slot.restarts)) for slot in snapshot.slots] == [(0, 1)]
+    assert [hiring.has_failed for hiring in snapshot.hirings] == [True]
 
 
 async def test_what_is_asked_of_an_unknown_fleet_is_refused(store: ControlStores) -> None:
@@ -1202,7 +1234,7 @@ async def live(twins: Twins, rng: Random) -> None:
         lambda: twins.both("restart_slots", rng.choice(["f", "no"]), rng.choice([None, 0, 1])),
         lambda: twins.both("request_workers", rng.choice(["f", "no"]), rng.randrange(-2, 4)),
         lambda: twins.both("pause_fleet", rng.choice(["f", "no"]), rng.random() < 0.3),
-        lambda: twins.both("fail_worker", name(), "by hand"),
+        lambda: twins.both("end_worker", name(), "by hand"),
     ]  # fmt: skip
     for _ in range(STEPS):
         await rng.choice(steps)()

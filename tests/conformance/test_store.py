@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -335,11 +336,25 @@ async def test_a_terminating_worker_gets_nothing_but_may_finish(store: Store) ->
     assert await status_of(store, claim) is TaskStatus.COMPLETE
 
 
-async def test_a_terminated_worker_gets_nothing(store: Store) -> None:
+async def test_a_worker_that_has_ended_is_told_so_when_it_claims(store: Store) -> None:
     await register(store, "w1")
-    await add(store)
+    task_id = await add(store)
     await store.leave("w1", "done")
-    assert await store.claim("w1", ("q",)) == []
+    with pytest.raises(UnknownWorker, match="w1 has ended"):
+        await store.claim("w1", ("q",))
+    with pytest.raises(UnknownWorker, match="w1 has ended"):
+        await store.finish_and_claim("w1", [], ("q",), 1)
+    assert await status_of(store, task_id) is TaskStatus.QUEUED
+
+
+async def test_a_worker_that_has_ended_first_hears_that_its_results_are_lost(store: Store) -> None:
+    claim = await claimed(store)
+    await store.leave("w1", "done")
+    turn = await store.finish_and_claim("w1", [Finished(claim.task_id, claim.token, "1")], ("q",), 1)
+    assert (turn.claims, turn.lost) == ([], [claim.token])
+    assert await late_results(store) == 1
+    with pytest.raises(UnknownWorker):
+        await store.finish_and_claim("w1", [], ("q",), 1)
 
 
 async def test_a_spawning_worker_may_claim(store: Store, hire: Any) -> None:
@@ -636,6 +651,33 @@ async def test_only_failed_and_waiting_tasks_can_be_retried(store: Store) -> Non
     await complete(store, claim)
     assert not await store.retry_task(queued)
     assert not await store.retry_task(999_999_999)
+
+
+async def test_the_dead_letters_of_a_queue_are_retried_in_bounded_steps(store: Store, clock: Any) -> None:
+    await register(store, "w1")
+    failed = [await finished_task(store, is_failure=True) for _ in range(3)]
+    other = await finished_task(store, queue="r", is_failure=True)
+    done = await finished_task(store)
+    assert await store.retry_failed("q", clock(), 2) == failed[:2]
+    assert await store.retry_failed("q", clock(), 2) == failed[2:]
+    assert await store.retry_failed("q", clock(), 2) == []
+    task = await task_of(store, failed[0])
+    assert (task.status, task.attempts, task.worker_id, task.finished_at) == (TaskStatus.QUEUED, 0, None, None)
+    assert await codes(store, task_id=failed[0]) == ["TASK_FAILED", "TASK_RETRIED"]
+    assert (await status_of(store, other), await status_of(store, done)) == (TaskStatus.FAILED, TaskStatus.COMPLETE)
+    with pytest.raises(BadInput):
+        await store.retry_failed("q", clock(), -1)
+
+
+async def test_a_dead_letter_that_fails_again_meanwhile_is_not_retried_for_ever(store: Store, clock: Any) -> None:
+    claim = await claimed(store, max_attempts=1)
+    await fail(store, claim)
+    began = clock()
+    assert await store.retry_failed("q", began) == [claim.task_id]
+    clock.advance(1)
+    await fail(store, await claim_one(store))
+    assert await store.retry_failed("q", began) == []
+    assert await status_of(store, claim) is TaskStatus.FAILED
 
 
 @pytest.mark.parametrize("state", ["queued", "scheduled", "error"])
@@ -999,13 +1041,59 @@ async def test_nobody_judges_by_a_longer_lease_than_it_was_itself_heard(store: S
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["patient"]
 
 
-async def test_heartbeats_exactly_a_lease_apart_have_no_gap(store: Store, clock: Any) -> None:
+async def test_a_beat_that_is_a_little_late_is_no_gap(store: Store, clock: Any) -> None:
+    """Three beats fit into a lease; one may take four tenths of it."""
     await register(store, "lost", "judge", lease_s=30)
-    await beat(store, clock, "judge", 60, every_s=30)
+    await beat(store, clock, "judge", 60, every_s=12)
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["lost"]
     await register(store, "other", lease_s=30)
-    clock.advance(30.000001)
+    clock.advance(12.000001)
     await store.heartbeat("judge")
+    await beat(store, clock, "judge", 20)
+    assert await store.recover_lost_workers("judge") == []
+
+
+@pytest.mark.parametrize("share", [0.41, 0.7, 0.9, 1.0], ids=lambda share: f"{share:.0%} of a lease")
+async def test_after_an_outage_shorter_than_a_lease_nobody_is_condemned(store: Store, clock: Any, share: float) -> None:
+    """All were silenced; the judge is back first, and the other comes back within its time."""
+    await register(store, "judge", "other", lease_s=30)
+    await beat(store, clock, "judge", 60)
+    await store.heartbeat("other")
+    clock.advance(30 * share)
+    await store.heartbeat("judge")
+    await beat(store, clock, "judge", 25)
+    assert await store.recover_lost_workers("judge") == []
+    await store.heartbeat("other")
+    await beat(store, clock, "judge", 10)
+    assert await store.recover_lost_workers("judge") == []
+
+
+async def test_a_judge_with_a_longer_lease_allows_for_the_outages_it_would_not_notice(store: Store, clock: Any) -> None:
+    """It beats every 20 s: an outage of as much leaves no gap in its beats, but one in those of the other."""
+    await register(store, "judge", lease_s=60)
+    await register(store, "short", lease_s=30)
+    await beat(store, clock, "judge", 60, every_s=20)
+    await store.heartbeat("short")
+    await beat(store, clock, "judge", 40, every_s=20)
+    assert await store.recover_lost_workers("judge") == []
+    clock.advance(2.000001)
+    assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["short"]
+
+
+async def test_a_judge_with_a_shorter_lease_judges_by_that_of_the_silent(store: Store, clock: Any) -> None:
+    await register(store, "judge", lease_s=10)
+    await register(store, "long", lease_s=60)
+    await store.heartbeat("long")
+    await beat(store, clock, "judge", 60, every_s=2)
+    assert await store.recover_lost_workers("judge") == []
+    clock.advance(1)
+    assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["long"]
+
+
+async def test_who_is_itself_silent_does_not_judge(store: Store, clock: Any) -> None:
+    await register(store, "lost", "judge", lease_s=30)
+    await beat(store, clock, "judge", 60)
+    clock.advance(12.000001)
     assert await store.recover_lost_workers("judge") == []
 
 
@@ -1040,24 +1128,53 @@ async def test_a_terminating_worker_that_fell_silent_is_lost_too(store: Store, c
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["lost"]
 
 
-async def test_hired_workers_are_the_orchestrators_to_judge(store: Store, hire: Any, clock: Any) -> None:
+@pytest.mark.parametrize("status", [WorkerStatus.SPAWNING, WorkerStatus.TERMINATING])
+async def test_where_nobody_leads_a_lost_hired_worker_loses_its_tasks_and_waits_for_the_control_loop(
+    store: Store, hire: Any, clock: Any, status: WorkerStatus
+) -> None:
     await hire("h1", "gpus", 0)
     await register(store, "h1", "judge")
     await add(store)
     claim = await claim_one(store, "h1")
     await store.heartbeat("h1", [held(claim)])
+    if status is WorkerStatus.TERMINATING:
+        await store.set_terminating(["h1"], "enough")
+    await beat(store, clock, "judge", 30)
+    assert await store.recover_lost_workers("judge") == []
+    clock.advance(1)
+    assert await store.recover_lost_workers("judge") == [Recovery("h1", tasks_requeued=1, tasks_failed=0)]
+    assert await status_of(store, claim) is TaskStatus.QUEUED
+    worker = await store.worker("h1")
+    assert worker is not None
+    assert (worker.status, worker.code, worker.reason) == (
+        WorkerStatus.ERROR,
+        "STALE_HEARTBEAT",
+        "no heartbeat for 31 s",
+    )
+    with pytest.raises(UnknownWorker, match="h1 has ended"):
+        await store.claim("h1", ("q",))
+    assert await codes(store, worker_id="h1") == [
+        "WORKER_REGISTERED",
+        *(["WORKER_TERMINATING"] if status is WorkerStatus.TERMINATING else []),
+        "WORKER_LOST",
+        "TASK_REQUEUED",
+        "WORKER_ERROR",
+    ]
+    assert await store.recover_lost_workers("judge") == []
+
+
+async def test_a_hired_worker_that_was_never_heard_may_still_be_booting(store: Store, hire: Any, clock: Any) -> None:
+    await hire("h1", "gpus", 0)
+    await register(store, "judge")
     await beat(store, clock, "judge", 600)
     assert await store.recover_lost_workers("judge") == []
-    await store.set_terminating(["h1"], "enough")
-    assert await store.recover_lost_workers("judge") == []
-    assert await status_of(store, claim) is TaskStatus.RUNNING
 
 
 async def test_upkeep_recovers_and_sweeps(store: Store, clock: Any) -> None:
     claim = await claimed(store, "judge")
     await complete(store, claim, "judge")
     await register(store, "lost")
-    await beat(store, clock, "judge", 7200, every_s=30)
+    await beat(store, clock, "judge", 7200, every_s=10)
     if isinstance(store, OverHttp):
         # Where there is a control plane, that is its work.
         assert await store.upkeep("judge") == []
@@ -1111,6 +1228,32 @@ async def test_tasks_are_listed_by_queue_and_status(store: Store) -> None:
     assert [task.id for task in await store.tasks(status=TaskStatus.QUEUED)] == [other, queued]
     assert [task.id for task in await store.tasks(queue="q", status=TaskStatus.RUNNING)] == [running]
     assert await store.tasks(queue="none") == []
+
+
+async def test_summaries_are_the_tasks_without_what_is_large(store: Store) -> None:
+    await register(store, "w1")
+    for queue in ("q", "q", "r"):
+        await add(store, queue, {"large": "x" * 100})
+    await complete(store, await claim_one(store), result="1")
+    for options in ({}, {"queue": "q"}, {"status": TaskStatus.COMPLETE}, {"limit": 2}, {"before_id": 1}):
+        summaries = await store.task_summaries(**options)
+        assert [asdict(summary) for summary in summaries] == [
+            {name: value for name, value in asdict(task).items() if name not in ("payload", "result")}
+            for task in await store.tasks(**options)
+        ]
+
+
+async def test_queues_are_known_by_what_waits_runs_or_is_served(store: Store, clock: Any) -> None:
+    assert await store.known_queues() == []
+    await register(store, "w1")
+    assert await store.known_queues() == ["q"]
+    for queue in ("ready", "ready", "running", "ended"):
+        await add(store, queue)
+    await add(store, "later", run_after=clock() + timedelta(hours=1))
+    await claim_one(store, queues=("running",))
+    await complete(store, await claim_one(store, queues=("ended",)))
+    await store.leave("w1", "done")
+    assert await store.known_queues() == ["ended", "later", "ready", "running"]
 
 
 async def test_workers_are_listed_oldest_first_without_the_ended(store: Store, clock: Any) -> None:
@@ -1248,14 +1391,14 @@ async def test_a_retried_task_no_longer_counts_as_finished(store: Store, clock: 
     assert await status_of(store, task_id) is TaskStatus.QUEUED
 
 
-async def test_a_round_of_sweeping_is_bounded(store: Store, clock: Any) -> None:
+@pytest.mark.parametrize("count", [1_000, 2_500])
+async def test_sweeping_goes_on_until_nothing_is_left(store: Store, clock: Any, count: int) -> None:
     await register(store, "w1")
-    await store.enqueue_many(NewTask("q") for _ in range(1_500))
-    claims = await store.claim("w1", ("q",), 1_500)
+    await store.enqueue_many(NewTask("q") for _ in range(count))
+    claims = await store.claim("w1", ("q",), count)
     await store.finish_and_claim("w1", [Finished(c.task_id, c.token, None) for c in claims], (), 0)
     clock.advance(3601)
-    assert await store.sweep() == 1_000
-    assert await store.sweep() == 500
+    assert await store.sweep() == count
     assert await store.sweep() == 0
 
 

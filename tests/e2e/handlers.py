@@ -1,6 +1,7 @@
 """Handlers for the tests: good ones, slow ones, and everything a handler should not do."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -93,6 +94,12 @@ async def inline(task: RunningTask) -> Any:
         time.sleep(2)  # noqa: ASYNC251
     elif how == "sleep":
         await asyncio.sleep(600)
+    elif how == "refuse to be cancelled":
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+    elif how == "sleep in a thread":
+        await asyncio.to_thread(time.sleep, 600)
     elif how == "raise":
         raise ValueError("the cause")
     elif how == "sys.exit":

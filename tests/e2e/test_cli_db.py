@@ -1,11 +1,7 @@
 """`db` and `doctor`: the schema and what is around it."""
 
 import json
-import os
 import re
-import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ import asyncpg
 import pytest
 from command_line import CommandLine
 
+from servers import transaction_pooler
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import LATEST_VERSION, MIGRATIONS
 
@@ -194,30 +191,38 @@ def test_the_doctor_sends_for_a_migration(windlass: CommandLine, empty_dsn: str)
 
 @pytest.fixture
 def pooled_dsn(dsn: str, embedded_server: Any, reachable_path: Path) -> Iterator[str]:
-    """The database behind a pgbouncer in transaction mode."""
-    program = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin")
-    if program is None:
-        pytest.skip("there is no pgbouncer here: install the package pgbouncer to run this")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    settings = {"listen_addr": "127.0.0.1", "listen_port": port, "unix_socket_dir": "", "auth_type": "any"}
-    lines = [
-        *("[databases]", f"* = host={embedded_server.socket_dir} port=5432 user=windlass"),
-        *("[pgbouncer]", "pool_mode = transaction", *(f"{name} = {value}" for name, value in settings.items())),
-    ]
-    (reachable_path / "pgbouncer.ini").write_text("\n".join(lines) + "\n")
-    # It refuses root, and must get at the server's socket.
-    owner = embedded_server.socket_dir.stat()
-    account = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []} if os.geteuid() == 0 else {}
-    with subprocess.Popen([program, reachable_path / "pgbouncer.ini"], stderr=subprocess.PIPE, **account) as process:
-        assert process.stderr is not None
-        assert any(b"process up" in line for line in process.stderr)
-        yield f"postgresql://windlass@127.0.0.1:{port}{urlsplit(dsn).path}"
-        process.terminate()
+    with transaction_pooler(embedded_server, dsn, reachable_path) as pooled:
+        yield pooled
 
 
 def test_the_doctor_notices_a_pooler(windlass: CommandLine, pooled_dsn: str) -> None:
     done = windlass.with_env(DATABASE_URL=pooled_dsn)("doctor", "--json")
     verdicts = {finding["check"]: finding["verdict"] for finding in done.json}
     assert (verdicts["schema"], verdicts["pooler"], verdicts["listen"]) == ("ok", "warn", "warn")
+
+
+async def test_the_rights_of_both_roles_are_printed_as_sql_and_the_doctor_is_content_with_them(
+    windlass: CommandLine, dsn: str
+) -> None:
+    printed = windlass("db", "sql", "--grants").out
+    connection = await asyncpg.connect(dsn)
+    try:
+        await connection.execute(printed)
+        await connection.execute("create role shop login in role windlass_producer")
+        shop = dsn.replace(f"{urlsplit(dsn).username}@", "shop@")
+        findings = {
+            finding["check"]: finding for finding in windlass.with_env(DATABASE_URL=shop)("doctor", "--json").json
+        }
+        assert (findings["schema"]["verdict"], findings["privileges"]["verdict"]) == ("ok", "ok")
+        done = windlass.with_env(DATABASE_URL=shop)("enqueue", "q", "1", "--json")
+        assert done.code == 0
+    finally:
+        await connection.execute("drop owned by windlass_producer, windlass_worker")
+        await connection.execute("drop role shop, windlass_producer, windlass_worker")
+        await connection.close()
+
+
+def test_grants_and_missing_migrations_are_asked_for_one_at_a_time(windlass: CommandLine) -> None:
+    done = windlass("db", "sql", "--grants", "--missing")
+    assert (done.code, done.out) == (2, "")
+    assert "--missing is about migrations: leave it or --grants out." in done.err

@@ -206,3 +206,23 @@ def test_the_example_does_what_it_says(dsn: str, name: str) -> None:
         )
         process.terminate()
     assert (done.stdout, done.stderr) == ("Hello, Ada!\n", "")
+
+
+async def test_the_limit_on_payloads_holds_for_many_as_for_one(dsn: str, tmp_path: Path) -> None:
+    (tmp_path / "windlass.toml").write_text("max_payload_bytes = 10")
+    fits, too_large = new_task("numbers", "x" * 8), new_task("numbers", "\u00fc" * 8)
+
+    async def stream() -> AsyncIterator[NewTask]:
+        for task in (fits, too_large):
+            yield task
+
+    async with Client(dsn) as client:
+        assert await client.enqueue_many([fits]) == 1
+        for many in ([fits, too_large], stream()):
+            with pytest.raises(BadInput, match="the payload has 18 bytes and at most 10 are accepted"):
+                await client.enqueue_many(many)
+        with pytest.raises(BadInput, match="the payload has 18 bytes"):
+            await client.enqueue("numbers", "\u00fc" * 8)
+    connection = await asyncpg.connect(dsn)
+    assert await connection.fetchval("select count(*) from windlass.tasks") == 1
+    await connection.close()

@@ -10,9 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from crew import Crew, Hand, is_alive, until
+from crew import PATIENCE_S, Crew, Hand, is_alive, until
+from windlass.cli.worker import END_TIMEOUT_S
 from windlass.model.task import Task, TaskStatus
 from windlass.model.worker import WorkerStatus
+from windlass.worker.runtime import CANCEL_TIMEOUT_S
 
 # Beats come every 0.2 s here.
 LONGEST_SILENCE_S = 1.5
@@ -326,6 +328,22 @@ async def test_an_inline_handler_that_blocks_the_loop_does_not_stop_the_heartbea
     begun = await crew.store.now()
     assert await crew.complete(await crew.enqueue({"how": "block"})) == "block"
     assert await crew.longest_silence_s(hand, begun) < LONGEST_SILENCE_S
+
+
+@pytest.mark.parametrize("how", ["refuse to be cancelled", "sleep in a thread"])
+async def test_an_inline_handler_that_cannot_be_ended_does_not_keep_the_process(crew: Crew, how: str) -> None:
+    """With more of them than Python has threads of its own, so that nothing else gets one either."""
+    hand = await crew.hire("--inline", "--concurrency", "40", handler="inline")
+    task_ids = [await crew.enqueue({"how": how}) for _ in range(40)]
+    for task_id in task_ids:
+        await crew.running(task_id)
+    hand.send(signal.SIGTERM)
+    await until(lambda: "draining" in hand.log(), "it has heard the first signal")
+    hand.send(signal.SIGTERM)
+    assert await hand.exit_code(CANCEL_TIMEOUT_S + END_TIMEOUT_S + PATIENCE_S) == 0
+    tasks = [await crew.task(task_id) for task_id in task_ids]
+    assert {(task.status, task.attempts) for task in tasks} == {(TaskStatus.QUEUED, 0)}
+    assert '"worker ended"' in hand.log().splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------------------------------ sturdiness

@@ -121,7 +121,7 @@ async def _waits_after(crew: Crew, task_id: int, attempts: int) -> bool:
 
 async def test_a_worker_held_up_while_it_looks_after_others_goes_on_beating(crew: Crew) -> None:
     await crew.note_beats()
-    # A lost worker with a task whose row somebody has locked: recovering it has to wait.
+    # A lost worker, and somebody who has locked what is read to recover its task.
     dead = await crew.hire(handler="block_the_first_time", **SHORT_LEASE)
     file = crew.folder / "pids"
     task_id = await crew.enqueue({"file": str(file)})
@@ -130,7 +130,7 @@ async def test_a_worker_held_up_while_it_looks_after_others_goes_on_beating(crew
     locker = await asyncpg.connect(crew.dsn)
     try:
         await locker.execute("begin")
-        await locker.execute("select from windlass.tasks where id = $1 for update", task_id)
+        await locker.execute("lock table windlass.leases")
         hand = await crew.hire(handler="block_the_first_time", **SHORT_LEASE)
         begun = await crew.store.now()
         waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = $1"
@@ -144,6 +144,48 @@ async def test_a_worker_held_up_while_it_looks_after_others_goes_on_beating(crew
     finally:
         await locker.close()
     assert await crew.complete(task_id) == "the second attempt"
+
+
+async def test_a_worker_whose_database_was_migrated_beyond_it_finishes_and_says_why(crew: Crew) -> None:
+    hand = await crew.hire(handler="wait_for_file", **SHORT_LEASE)
+    task_id = await crew.enqueue(gate(crew.folder, 1))
+    await until((crew.folder / "running-1").exists, "the handler runs")
+    await crew.sql("insert into windlass.migrations (version, name, checksum) values (9999, 'from_the_future', '')")
+    # The connection of a beat breaks while the beat is under way.
+    locker = await asyncpg.connect(crew.dsn)
+    try:
+        await locker.execute("begin")
+        await locker.execute("select from windlass.workers for update")
+        beats = "application_name = 'windlass' and datname = current_database() and query like '%heartbeat%'"
+        waiting = f"select count(*) from pg_stat_activity where {beats} and wait_event_type = $1"  # noqa: S608
+        await until(lambda: crew.sql(waiting, "Lock"), "a beat waits")
+        await locker.execute(f"select pg_terminate_backend(pid) from pg_stat_activity where {beats}")  # noqa: S608
+    finally:
+        await locker.close()
+    await until(lambda: "draining" in hand.log(), "it has heard of it")
+    (crew.folder / "go-1").touch()
+    assert await hand.exit_code() == 2
+    said = hand.log().splitlines()[-1]
+    assert said.startswith("windlass: the database's schema is at version 9999 and this program knows only")
+    assert (await crew.sql("select status from windlass.tasks where id = $1", task_id)) == "complete"
+    await crew.sql("delete from windlass.migrations where version = 9999")
+
+
+async def test_a_claim_that_is_not_answered_within_half_a_lease_is_given_up(crew: Crew) -> None:
+    """After a whole one the heartbeat would give back what the worker is about to receive."""
+    locker = await asyncpg.connect(crew.dsn)
+    try:
+        await locker.execute("begin")
+        await locker.execute("lock table windlass.tasks in exclusive mode")
+        hand = crew.start(handler="echo", **SHORT_LEASE)
+        await until(
+            lambda: "finishing tasks: the database at" in hand.log() and "did not answer in time" in hand.log(),
+            "the claim is given up",
+            timeout_s=10 * LEASE_S / 2,
+        )
+    finally:
+        await locker.close()
+    assert await crew.complete(await crew.enqueue(5)) == 5
 
 
 async def _reaches(crew: Crew, query: str, since: object, least: int) -> bool:

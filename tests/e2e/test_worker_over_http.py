@@ -84,7 +84,9 @@ class Plane:
         token = new_token(JOIN_PREFIX, random.SystemRandom())
         observed = await self.store.observe(ANN, "far", self.fleet)
         assert isinstance(observed, tuple)
-        intent = Intent(worker_id, slot, "wanted", self.fleet.heartbeat_timeout_s, hash_of(token), 600.0)
+        intent = Intent(
+            worker_id, slot, "wanted", self.fleet.heartbeat_timeout_s, join_token_hash=hash_of(token), join_ttl_s=600.0
+        )
         committed = await self.store.commit_plan(ANN, observed[0], observed[1], Plan((), Memory(), "x"), [intent])
         assert committed.granted
         file = self.crew.folder / f"{worker_id}.json"

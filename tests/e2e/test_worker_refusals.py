@@ -127,6 +127,11 @@ REFUSALS = [
         "at least three beats must fit into a lease, or one lost packet costs a worker its tasks.",
     ),
     (
+        "more at once than a heartbeat can name",
+        ["--exec", "cat", "--concurrency", "10001"],
+        "invalid value for '--concurrency'",
+    ),
+    (
         "there is no such folder",
         ["--exec", "cat", "--chdir", "/nowhere"],
         "cannot work in /nowhere (No such file or directory): check --chdir.",

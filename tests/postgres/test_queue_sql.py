@@ -5,14 +5,10 @@ Everything here runs over the PostgreSQL that Windlass brings along and over the
 
 import asyncio
 import json
-import shutil
-import signal
-import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,12 +18,14 @@ from uuid import UUID
 import asyncpg
 import pytest
 
-from windlass.model.errors import BadInput, DatabaseUnavailable
+from servers import transaction_pooler
+from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch
 from windlass.model.task import Claim, Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.policy.backoff import retry_delay_s
-from windlass.store import listener
+from windlass.store import listener, postgres
 from windlass.store.postgres import PostgresStore, enqueue_on
+from windlass.store.script import GRANTS
 
 # Far beyond what anything here takes, even on a busy machine.
 LIMIT_S = 30.0
@@ -195,6 +193,28 @@ async def test_a_claim_that_commits_after_its_worker_left_is_taken_back(connecti
     assert {task.status for task in await store.tasks()} == {TaskStatus.QUEUED, TaskStatus.FAILED}
 
 
+async def test_a_task_that_somebody_has_locked_holds_up_no_recovery(connection: Any, store: PostgresStore) -> None:
+    await register(store, "lost", "gone", "judge")
+    await store.enqueue_many([NewTask("q")] * 4)
+    locked, *_ = await store.claim("lost", ("q",), 3)
+    await store.claim("gone", ("q",))
+    await connection.execute(
+        "update windlass.workers set last_heartbeat = now() - interval '1 hour' where id in ('lost', 'gone')"
+    )
+    await connection.execute(
+        "update windlass.workers set last_heartbeat = now(), heartbeat_gapless_since = now() - interval '1 hour'"
+        " where id = 'judge'"
+    )
+    async with connection.transaction():
+        await connection.execute("select from windlass.tasks where id = $1 for update", locked.task_id)
+        recovered = await asyncio.wait_for(store.recover_lost_workers("judge"), LIMIT_S)
+        assert [(r.worker_id, r.tasks_requeued) for r in recovered] == [("gone", 1), ("lost", 2)]
+        assert await store.recover_lost_workers("judge") == []
+    recovered = await store.recover_lost_workers("judge")
+    assert [(r.worker_id, r.tasks_requeued) for r in recovered] == [("lost", 1)]
+    assert {task.status for task in await store.tasks()} == {TaskStatus.QUEUED}
+
+
 async def test_a_deadlock_is_answered_like_a_broken_connection_and_asking_again_is_safe(
     connection: Any, other: Any, store: PostgresStore
 ) -> None:
@@ -225,6 +245,57 @@ async def test_a_slot_holds_one_live_worker(connection: Any) -> None:
         await connection.execute(hire, "h2")
     await connection.execute("update windlass.workers set status = 'terminated' where id = 'h1'")
     await connection.execute(hire, "h2")
+
+
+async def test_a_heartbeat_with_thousands_of_claims_takes_no_time_to_speak_of(
+    connection: Any, store: PostgresStore
+) -> None:
+    """Looking each up in a list of all would take 16 million comparisons, which is half a minute."""
+    count = 4_000
+    await register(store, "w1")
+    await store.enqueue_many([NewTask("q")] * count)
+    claims = await store.claim("w1", ("q",), count)
+    await connection.execute("update windlass.tasks set started_at = now() - interval '1 hour'")
+    held = [HeldClaim(claim.task_id, claim.token, 0.5, "half") for claim in claims[:-1]]
+    began = time.monotonic()
+    pulse = await store.heartbeat("w1", held)
+    assert time.monotonic() - began < 5
+    assert pulse.lost == frozenset()
+    statuses = await connection.fetch("select status, progress, count(*) from windlass.tasks group by 1, 2 order by 1")
+    assert [tuple(row) for row in statuses] == [("queued", None, 1), ("running", 0.5, count - 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------- retention
+
+FINISHED_LONG_AGO = """
+insert into windlass.tasks (queue, status, finished_at)
+select case n % 2 when 0 then 'q' else 'r' end, case n % 3 when 0 then 'failed' else 'complete' end,
+  now() - make_interval(secs => 7200 + n)
+from generate_series(1, $1) as n
+"""
+SWEEP = "select windlass.sweep(3600, 3600, 3600, 3600, 3600, 10)"
+
+
+async def test_a_round_of_sweeping_is_bounded_and_there_is_one_at_a_time(connection: Any, other: Any) -> None:
+    await connection.execute(FINISHED_LONG_AGO, 45)
+    async with connection.transaction():
+        assert await connection.fetchval(SWEEP) == 20
+        assert await other.fetchval(SWEEP) == 0
+    assert await other.fetchval(SWEEP) == 15
+    assert await other.fetchval(SWEEP) == 10
+    assert await connection.fetchval(SWEEP) == 0
+
+
+async def test_purging_in_many_rounds_deletes_exactly_what_it_should(
+    connection: Any, store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "PURGE_BATCH", 7)
+    await connection.execute(FINISHED_LONG_AGO, 300)
+    assert await store.purge("q", [TaskStatus.COMPLETE], 7200 + 150) == 50
+    assert await store.purge("q", [TaskStatus.COMPLETE, TaskStatus.FAILED], 0) == 100
+    assert await store.purge(None, [TaskStatus.FAILED], 0) == 50
+    left = await connection.fetch("select distinct queue, status from windlass.tasks")
+    assert [tuple(row) for row in left] == [("r", "complete")]
 
 
 # ------------------------------------------------------------------------------------------------------ transactions
@@ -351,7 +422,8 @@ async def test_the_back_off_in_sql_is_that_of_the_policy(connection: Any) -> Non
 FINISHED, RUNNING, SCHEDULED, READY = 20_000, 2_000, 2_000, 200
 FILL = f"""
 insert into windlass.tasks (queue, status, finished_at, started_at, worker_id, claim_token)
-select 'q', case n % 9 when 0 then 'failed' else 'complete' end, now(), now(), 'w', gen_random_uuid()
+select 'q', case n % 9 when 0 then 'failed' else 'complete' end,
+  now() - case n % 9 when 0 then interval '2 hours' else '0' end, now(), 'w', gen_random_uuid()
 from generate_series(1, {FINISHED}) as n;
 insert into windlass.tasks (queue, status, started_at, worker_id, claim_token)
 select 'q', 'running', now(), 'busy', gen_random_uuid() from generate_series(1, {RUNNING}) as n;
@@ -384,6 +456,12 @@ async def one_of_each_call(connection: Any) -> None:
     await connection.fetch("select windlass.next_run_after('{q,r}')")
 
 
+async def upkeep(connection: Any) -> None:
+    """Completed tasks are kept for an hour and dead letters for a month: none of those there are is too old."""
+    await connection.fetch("select * from windlass.recover_lost_workers('w')")
+    await connection.fetch("select windlass.sweep(3600, 2592000, 3600, 3600, 3600)")
+
+
 @pytest.mark.parametrize("plans", ["auto", "force_generic_plan"])
 async def test_the_cost_of_a_workers_calls_does_not_grow_with_finished_tasks(
     connection: Any, other: Any, plans: str
@@ -393,12 +471,12 @@ async def test_the_cost_of_a_workers_calls_does_not_grow_with_finished_tasks(
     await connection.execute("select windlass.register_worker('w'), windlass.register_worker('busy')")
     for _ in range(8):
         await one_of_each_call(connection)
-        await connection.fetch("select * from windlass.recover_lost_workers('w')")
+        await upkeep(connection)
     await other.execute(FILL)
     async with connection.transaction():
         await one_of_each_call(connection)
         read = await read_so_far(connection)
-        await connection.fetch("select * from windlass.recover_lost_workers('w')")
+        await upkeep(connection)
         read_for_upkeep = await read_so_far(connection)
     assert read["seq_scan"] == 0
     assert 0 < read["idx_tup_fetch"] < 100
@@ -427,21 +505,34 @@ async def test_the_plans_of_a_workers_calls_scan_no_table(connection: Any, other
     await connection.execute("select windlass.register_worker('w'), windlass.register_worker('busy')")
     for _ in range(8):
         await one_of_each_call(connection)
-        await connection.fetch("select * from windlass.recover_lost_workers('w')")
+        await upkeep(connection)
     await other.execute(FILL)
     await other.execute("analyze windlass.tasks")
     for setting in ("log_min_duration = 0", "log_nested_statements = on", "log_level = notice"):
         await connection.execute(f"set auto_explain.{setting}")
     await one_of_each_call(connection)
-    await connection.fetch("select * from windlass.recover_lost_workers('w')")
+    await upkeep(connection)
 
     async def is_explained() -> bool:
-        return any("recover_lost_workers" in text for text in explained)
+        return any("windlass.sweep(" in text for text in explained)
 
     await eventually(is_explained, "the last plan is reported")
     claims = [text for text in explained if "Index Scan using tasks_ready" in text]
     assert claims
     assert not [text for text in explained if "Seq Scan on tasks" in text]
+
+
+async def test_the_cost_of_naming_the_queues_does_not_grow_with_the_tasks(connection: Any, other: Any) -> None:
+    await other.execute(FILL)
+    await other.execute("insert into windlass.tasks (queue) select 'q' from generate_series(1, 20000)")
+    await other.execute("insert into windlass.tasks (queue, run_after) values ('later', now())")
+    await other.execute("vacuum analyze windlass.tasks")
+    async with connection.transaction():
+        rows = await connection.fetch(postgres.QUERIES["known_queues"])
+        read = await read_so_far(connection)
+    assert [row["queue"] for row in rows] == ["later", "q", "r"]
+    assert read["seq_scan"] == 0
+    assert read["idx_tup_fetch"] < RUNNING + 1_000 + 100
 
 
 # -------------------------------------------------------------------------------------------------------------- views
@@ -589,55 +680,9 @@ async def test_the_health_view_knows_every_status_of_seed_004(connection: Any, c
 
 @pytest.fixture
 def pgbouncer(each_server: Any, each_dsn: str, reachable_path: Path) -> Iterator[str]:
-    """The database behind a pgbouncer in transaction mode, with fewer connections to the server than clients."""
-    program = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin")
-    if program is None:
-        pytest.skip("there is no pgbouncer here: install the package pgbouncer to run this")
-    owner = each_server.socket_dir.stat()
-    target = urlsplit(each_dsn)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = reachable_path / "pgbouncer.ini"
-    config.write_text(
-        f"""
-        [databases]
-        * = host={each_server.socket_dir} port=5432 user={target.username}
-        [pgbouncer]
-        listen_addr = 127.0.0.1
-        listen_port = {port}
-        unix_socket_dir =
-        auth_type = any
-        pool_mode = transaction
-        default_pool_size = 2
-        """.replace("    ", "")
-    )
-    with running(
-        [program, str(config)], reachable_path / "log", user=owner.st_uid, group=owner.st_gid, extra_groups=[]
-    ):
-        wait_for_port(port)
-        yield f"postgresql://{target.username}@127.0.0.1:{port}{target.path}"
-
-
-@contextmanager
-def running(command: list[str], log_path: Path, **account: Any) -> Iterator[None]:
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **account)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(LIMIT_S)
-
-
-def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(POLL_S)
-    raise TimeoutError(f"nothing listens on port {port}")
+    """With fewer connections to the server than clients."""
+    with transaction_pooler(each_server, each_dsn, reachable_path, pool_size=2) as dsn:
+        yield dsn
 
 
 async def work_until_empty(dsn: str, worker_id: str) -> list[int]:
@@ -677,6 +722,15 @@ async def test_behind_a_transaction_pooler_waiting_is_polling(pgbouncer: str, mo
             await asyncio.wait_for(store.wait_for_work(("q",), 3600), LIMIT_S)
         assert store._listener is not None
         assert store._listener._connection is None
+
+
+async def test_behind_a_transaction_pooler_no_call_holds_its_locks_for_long(pgbouncer: str, each_dsn: str) -> None:
+    limits = "select current_setting('lock_timeout'), current_setting('idle_in_transaction_session_timeout')"
+    async with PostgresStore(pgbouncer) as pooled, PostgresStore(each_dsn) as direct:
+        async with pooled._connection("looking") as connection:
+            assert tuple(await connection.fetchrow(limits)) == ("20s", "20s")
+        async with direct._connection("looking") as connection:
+            assert tuple(await connection.fetchrow(limits)) == ("0", "0")
 
 
 async def test_behind_a_transaction_pooler_an_error_does_not_poison_the_next_call(pgbouncer: str) -> None:
@@ -762,6 +816,42 @@ async def test_a_connection_that_breaks_is_replaced(each_dsn: str) -> None:
         await eventually(works, "the store has a new connection")
 
 
+async def test_connections_say_who_they_are_unless_the_address_does(each_dsn: str) -> None:
+    for dsn, name in ((each_dsn, "windlass"), (f"{each_dsn}&application_name=shop", "shop")):
+        async with PostgresStore(dsn) as store, store._connection("looking") as connection:
+            assert await connection.fetchval("select current_setting('application_name')") == name
+
+
+async def test_a_server_that_became_a_standby_is_away_for_now(each_dsn: str) -> None:
+    async with PostgresStore(f"{each_dsn}&default_transaction_read_only=on") as store:
+        with pytest.raises(
+            DatabaseUnavailable, match=r"could not do it now \(cannot execute INSERT .*\): try again\.$"
+        ):
+            await store.enqueue(NewTask("q"))
+
+
+async def test_a_schema_that_changed_under_the_program_is_told_in_a_sentence(connection: Any, each_dsn: str) -> None:
+    async with PostgresStore(each_dsn) as store:
+        await connection.execute("drop function windlass.retry_task(bigint)")
+        with pytest.raises(SchemaMismatch, match=r"is not as this program knows it \(function .*\): see `windlass db"):
+            await store.retry_task(1)
+        await connection.execute(
+            "create function windlass.retry_task(bigint) returns boolean language plpgsql as"
+            " 'begin raise exception ''out of order''; end'"
+        )
+        with pytest.raises(DatabaseUnavailable, match=r"refused \(out of order\): `windlass doctor` looks"):
+            await store.retry_task(1)
+
+
+async def test_a_call_that_is_not_answered_in_time_is_given_up(connection: Any, each_dsn: str) -> None:
+    async with PostgresStore(each_dsn, command_timeout_s=0.2) as store:
+        await register(store, "w1")
+        async with connection.transaction():
+            await connection.execute("lock table windlass.tasks")
+            with pytest.raises(DatabaseUnavailable, match="did not answer in time"):
+                await store.claim("w1", ("q",))
+
+
 async def test_a_database_that_is_not_there_is_named(each_server: Any) -> None:
     with pytest.raises(DatabaseUnavailable, match='connecting: database "nowhere" does not exist'):
         await PostgresStore(each_server.dsn_of("nowhere")).__aenter__()
@@ -780,3 +870,119 @@ def stranger(each_server: Any, each_dsn: str) -> Iterator[str]:
 async def test_a_user_without_rights_is_told_so(stranger: str) -> None:
     with pytest.raises(DatabaseUnavailable, match=r"does not allow it \(permission denied .*\): grant it to this user"):
         await PostgresStore(stranger).__aenter__()
+
+
+# --------------------------------------------------------------------------------------------------------------- rights
+
+
+@pytest.fixture
+async def restricted(each_server: Any, each_dsn: str, connection: Any) -> AsyncIterator[Callable[[str], str]]:
+    """The address for a user with one of the roles of `windlass db sql --grants`, applied twice as it may be."""
+    await connection.execute(GRANTS)
+    await connection.execute(GRANTS)
+    await connection.execute("create role shop login in role windlass_producer")
+    await connection.execute("create role hand login in role windlass_worker")
+    try:
+        yield lambda user: each_dsn.replace(f"{urlsplit(each_dsn).username}@", f"{user}@")
+    finally:
+        await connection.execute("drop owned by windlass_producer, windlass_worker")
+        await connection.execute("drop role shop, hand, windlass_producer, windlass_worker")
+
+
+Restricted = Callable[[str], str]
+
+
+async def test_a_producer_needs_no_more_than_its_role(
+    restricted: Restricted, connection: Any, store: PostgresStore
+) -> None:
+    await register(store, "w1")
+    async with PostgresStore(restricted("shop")) as shop, connected(restricted("shop")) as sql:
+        failed = await shop.enqueue(NewTask("q", '{"n": 1}', max_attempts=1, unique_key="k"))
+        assert await shop.enqueue(NewTask("q", unique_key="k")) == failed
+        (claim,) = await store.claim("w1", ("q",))
+        await store.fail("w1", claim.task_id, claim.token, "it broke")
+        assert await shop.retry_task(failed)
+        assert await shop.cancel_task(failed, "not wanted")
+        assert await shop.retry_failed("q", await shop.now()) == [failed]
+        assert await shop.enqueue_many([NewTask("q")]) == 1
+        assert await shop.enqueue_many([NewTask("q", unique_key=key) for key in ("k", "l")]) == 1
+        await sql.execute("insert into windlass.tasks (queue, payload) values ('q', '5')")
+        tasks = await shop.tasks()
+        assert [task.payload for task in tasks] == ["5", "null", "null", '{"n": 1}']
+        for refused in (
+            "update windlass.tasks set payload = '6'",
+            "delete from windlass.tasks",
+            "select windlass.register_worker('mine')",
+            "select windlass.pause_fleet('default', true)",
+            "select windlass.end_worker('w1', 'x')",
+        ):
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                await sql.execute(refused)
+
+
+async def test_a_worker_needs_no_more_than_its_role_from_the_first_call_to_the_last(
+    restricted: Restricted, connection: Any, store: PostgresStore
+) -> None:
+    await store.enqueue_many([NewTask("q")] * 6)
+    await connection.execute("insert into windlass.fleets (name) values ('gpus')")
+    await connection.execute("insert into windlass.slots (fleet, slot) values ('gpus', 0)")
+    await connection.execute(
+        "insert into windlass.workers (id, fleet, slot, status) values ('h1', 'gpus', 0, 'spawning')"
+    )
+    async with PostgresStore(restricted("hand")) as hand, connected(restricted("hand")) as sql:
+        await register(hand, "w1", "lost", "h1")
+        await sql.execute("select windlass.activate_worker('h1')")
+        for worker_id in ("lost", "h1"):
+            await hand.claim(worker_id, ("q",))
+        failed, released, done = await hand.claim("w1", ("q",), 3)
+        held = [HeldClaim(claim.task_id, claim.token, 0.5, "half") for claim in (failed, released, done)]
+        assert (await hand.heartbeat("w1", held, {"pid": 7})).lost == frozenset()
+        assert await hand.fail("w1", failed.task_id, failed.token, "it broke") is TaskStatus.ERROR
+        assert await hand.release("w1", released.task_id, released.token, "not now")
+        turn = await hand.finish_and_claim("w1", [Finished(done.task_id, done.token, "1")], ("q",), 1)
+        assert (len(turn.claims), turn.lost) == (1, [])
+        assert await hand.next_run_after(("q",)) is not None
+        await asyncio.wait_for(hand.wait_for_work(("q",), 3600), LIMIT_S)
+        await connection.execute(
+            "update windlass.workers set last_heartbeat = now() - interval '1 hour' where id in ('lost', 'h1')"
+        )
+        await connection.execute("update windlass.workers set heartbeat_gapless_since = now() - interval '1 hour'")
+        await connection.execute(FINISHED_LONG_AGO, 3)
+        recovered = await hand.upkeep("w1")
+        assert [(r.worker_id, r.tasks_requeued) for r in recovered] == [("h1", 1), ("lost", 1)]
+        await connection.execute(
+            "update windlass.tasks set finished_at = now() - interval '1 year' where worker_id is null"
+        )
+        assert await hand.sweep() == 3
+        await hand.leave("w1", "done")
+        for refused in (
+            "select windlass.enqueue('q')",
+            "select windlass.pause_fleet('default', true)",
+            "delete from windlass.fleets",
+            "select windlass.take_lease('orchestrator', 'me', 60)",
+        ):
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                await sql.execute(refused)
+
+
+async def test_a_role_taken_on_for_one_call_is_enough_as_for_supabase_rpc(
+    restricted: Restricted, connection: Any
+) -> None:
+    """PostgREST logs in as a user with no rights of its own and takes on the role of each request."""
+    await connection.execute("create role api nologin in role windlass_producer, windlass_worker")
+    await connection.execute("create role authenticator login noinherit in role api")
+    try:
+        async with connected(restricted("authenticator")) as rpc:
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                await rpc.execute("select windlass.enqueue('q')")
+            async with rpc.transaction():
+                await rpc.execute("set local role api")
+                call = "select windlass.enqueue(p_queue => 'q', p_payload => '1'::json::jsonb)"
+                task_id = await rpc.fetchval(call)
+                await rpc.execute("select windlass.register_worker(p_worker_id => 'w', p_queues => '{q}')")
+                claim = await rpc.fetchrow("select * from windlass.claim_task(p_worker_id => 'w', p_queues => '{q}')")
+                assert claim["task_id"] == task_id
+                finish = "select windlass.complete_task(p_worker_id => 'w', p_task_id => $1, p_token => $2)"
+                assert await rpc.fetchval(finish, task_id, claim["token"])
+    finally:
+        await connection.execute("drop role authenticator, api")

@@ -62,7 +62,9 @@ async def isolated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IsolatedExe
 
 
 def living_children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    """But for the servers that other tests of this session have started."""
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and p.name() not in ("postgres", "pgbouncer")]
 
 
 def child_pid(executor: IsolatedExecutor) -> int:

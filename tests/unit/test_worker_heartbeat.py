@@ -4,13 +4,14 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 
-from windlass.model.errors import BadInput, DatabaseUnavailable
+from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch
 from windlass.model.worker import HeldClaim, Pulse, Recovery, WorkerStatus
 from windlass.ports.transport import WorkerTransport
 from windlass.worker import heartbeat
@@ -31,6 +32,7 @@ class Line:
     on_open: list[Exception | None] = field(default_factory=list)
     on_beat: list[Exception | None] = field(default_factory=list)
     on_upkeep: list[Exception | None] = field(default_factory=list)
+    mismatches: list[SchemaMismatch] = field(default_factory=list)
     beat_hangs: int = 0
     upkeep_hangs: bool = False
 
@@ -66,7 +68,14 @@ async def beating(
     line: Line, interval_s: float = 0.01, lease_s: float = 30.0, vitals: Callable[[], dict[str, Any]] = dict
 ) -> AsyncIterator[Heartbeat]:
     beat = Heartbeat(
-        line.open, "w", interval_s=interval_s, lease_s=lease_s, held=list, vitals=vitals, on_pulse=lambda _: None
+        line.open,
+        "w",
+        interval_s=interval_s,
+        lease_s=lease_s,
+        held=list,
+        vitals=vitals,
+        on_pulse=lambda _: None,
+        on_mismatch=line.mismatches.append,
     )
     beat.start()
     try:
@@ -100,6 +109,27 @@ async def test_whatever_goes_wrong_the_next_beat_comes(error: Exception) -> None
     line = Line(on_open=[error, None], on_beat=[None, error, None, None])
     async with beating(line):
         await until(lambda: len(line.beats_at) >= 4, "four beats")
+
+
+async def test_another_schema_is_reported_and_tried_again() -> None:
+    error = SchemaMismatch("upgrade windlass on this machine.")
+    line = Line(on_open=[DatabaseUnavailable("gone"), error, None])
+    async with beating(line):
+        await until(lambda: line.beats_at, "a beat after all")
+    assert line.mismatches == [error]
+
+
+async def test_stopping_needs_no_thread_that_handlers_could_have_taken() -> None:
+    loop, gate = asyncio.get_running_loop(), threading.Event()
+    pool = ThreadPoolExecutor(1)
+    loop.set_default_executor(pool)
+    taken = loop.run_in_executor(None, gate.wait)
+    try:
+        async with asyncio.timeout(PATIENCE_S), beating(Line()):
+            pass
+    finally:
+        gate.set()
+        await taken
 
 
 async def test_a_vital_sign_that_cannot_be_read_does_not_end_the_heartbeat() -> None:

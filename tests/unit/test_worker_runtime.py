@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import pytest
 
-from windlass.model.errors import BadInput, DatabaseUnavailable, HandlerNotFound
+from windlass.model.errors import BadInput, DatabaseUnavailable, HandlerNotFound, SchemaMismatch
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports.transport import WorkerTransport
@@ -241,6 +241,41 @@ async def test_a_worker_with_nothing_to_deliver_waits_for_its_database_for_ever(
         await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
 
 
+async def test_work_announced_while_the_worker_delivers_is_not_forgotten() -> None:
+    """The answer to its delivery was made before the announcement and knows nothing of it."""
+    may_finish, is_announced = asyncio.Event(), asyncio.Event()
+    looks, second = [], []
+
+    async def first_waits(task: RunningTask) -> Any:
+        if task.payload == "first":
+            await may_finish.wait()
+        return task.payload
+
+    async def wait_for_work(_queues: Sequence[str], _timeout_s: float) -> None:
+        looks.append(1)
+        # One announcement comes, to the first look; no other look ever ends.
+        await (is_announced.wait() if len(looks) == 1 else asyncio.Event().wait())
+
+    def prepare(scene: Scene) -> None:
+        scene.line.wait_for_work = wait_for_work  # type: ignore[method-assign]
+        scene.enqueue("first")
+
+    async with working(first_waits, concurrency=2, prepare=prepare) as scene:
+
+        async def announce() -> None:
+            scene.line.after.clear()
+            second.append(scene.enqueue("second"))
+            is_announced.set()
+            await asyncio.sleep(0)  # the look-out hears of it
+            await asyncio.sleep(0)
+
+        await scene.until(lambda: looks, "it looks out for a second task")
+        scene.line.after["finish_and_claim"] = announce
+        may_finish.set()
+        await scene.until(lambda: second, "the first is being delivered")
+        await scene.until_status(second[0], TaskStatus.COMPLETE)
+
+
 # ---------------------------------------------------------------------------------------------- results refused
 
 
@@ -297,9 +332,9 @@ async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_onc
 
         async def tell_twice() -> None:
             if await _has_claimed(scene):
-                for _ in range(2):
+                for number in (1, 2):
                     os.kill(os.getpid(), signal.SIGTERM)
-                    await asyncio.sleep(0.05)  # the signal becomes a call in the loop
+                    await scene.until(lambda: scene.runtime._signals_seen == number, "the signal is a call in the loop")  # noqa: B023
 
         scene.line.after["finish_and_claim"] = tell_twice
         task_id = scene.enqueue()
@@ -471,6 +506,38 @@ async def test_a_worker_ended_by_others_while_it_delivers_gets_a_new_name_and_th
         rows = finished(scene.store.workers(include_terminated=True))
         assert [row.late_results for row in rows] == [1, 0]
         assert task.worker_id == rows[1].id
+
+
+async def test_a_worker_ended_by_others_learns_it_although_no_heartbeat_gets_through() -> None:
+    async with working() as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+        scene.line.faults["heartbeat"] = [Fault(GONE)] * 100_000
+        (old,) = finished(scene.store.workers())
+        finished(scene.store.leave(old.id, "ended by somebody else"))
+        task = await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
+        assert task.worker_id != old.id
+
+
+@pytest.mark.parametrize("call", ["heartbeat", "finish_and_claim"])
+async def test_a_worker_whose_database_got_another_schema_finishes_leaves_and_says_why(call: str) -> None:
+    may_finish = asyncio.Event()
+
+    async def waits(task: RunningTask) -> Any:
+        await may_finish.wait()
+        return task.payload
+
+    async with working(waits, concurrency=2) as scene:
+        task_id = scene.enqueue(5)
+        await scene.until_status(task_id, TaskStatus.RUNNING)
+        scene.line.faults[call] = [Fault(SchemaMismatch("upgrade windlass on this machine."))] * 2
+        await scene.until(lambda: scene.runtime._orders.is_draining, "it has heard of it")
+        later = scene.enqueue(6)
+        may_finish.set()
+        with pytest.raises(SchemaMismatch, match="upgrade windlass on this machine"):
+            await scene.end()
+        assert scene.task(task_id).status is TaskStatus.COMPLETE
+        assert scene.task(later).status is TaskStatus.QUEUED
+        assert finished(scene.store.workers()) == []
 
 
 # --------------------------------------------------------------------------------------------------- executors

@@ -29,7 +29,7 @@ from windlass.cli import (
     worker,
     workers,
 )
-from windlass.cli.common import EXIT_BAD_INPUT
+from windlass.cli.common import EXIT_BAD_INPUT, say
 from windlass.model.address import masked
 from windlass.model.errors import WindlassError
 
@@ -101,24 +101,19 @@ def _explain(error: Exception) -> int:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
     if isinstance(error, _UsageError):
-        _say(f"{_sentence(error.format_message())} See `{error.ctx.command_path if error.ctx else 'windlass'} --help`.")
+        say(f"{_sentence(error.format_message())} See `{error.ctx.command_path if error.ctx else 'windlass'} --help`.")
         return EXIT_BAD_INPUT
     if isinstance(error, WindlassError):
-        _say(str(error))
+        say(str(error))
         return EXIT_BAD_INPUT
     if type(error).__module__.startswith("asyncpg"):
-        _say(f"the database refused ({masked(str(error))}): `windlass doctor` looks for the cause.")
+        say(f"the database refused ({masked(str(error))}): `windlass doctor` looks for the cause.")
         return EXIT_BAD_INPUT
-    _say(
+    say(
         f"unexpected {type(error).__name__} ({masked(str(error))}): this is a defect of windlass. "
         "WINDLASS_DEBUG=1 shows where it happened."
     )
     return EXIT_DEFECT
-
-
-def _say(message: str) -> None:
-    """On one line, whatever the message holds."""
-    print(f"windlass: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _sentence(text: str) -> str:

@@ -56,6 +56,11 @@ def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> 
     return run
 
 
+def say(message: str) -> None:
+    """To people, on one line, whatever the message holds."""
+    print(f"windlass: {' '.join(message.split())}", file=sys.stderr)
+
+
 def _be_quiet() -> int:
     """Whoever read our output has enough; what is still buffered goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

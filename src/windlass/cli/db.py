@@ -7,6 +7,7 @@ import typer
 from windlass import __version__
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
+from windlass.model.errors import BadInput
 
 if TYPE_CHECKING:
     from windlass.model.config import Config
@@ -71,6 +72,9 @@ async def sql(
     missing: Annotated[
         bool, typer.Option("--missing", help="Only what the database does not have yet; asks it.")
     ] = False,
+    grants: Annotated[
+        bool, typer.Option("--grants", help="Only the rights of the roles windlass_producer and windlass_worker.")
+    ] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -79,8 +83,13 @@ async def sql(
     To apply by hand, in Supabase's SQL editor or after a review. The result is that of `windlass db migrate`.
     """
     from windlass.store.migrate import LATEST_VERSION, MIGRATIONS
-    from windlass.store.script import script
+    from windlass.store.script import GRANTS, script
 
+    if grants:
+        if missing:
+            raise BadInput("--missing is about migrations: leave it or --grants out.")
+        print(GRANTS, end="")
+        return
     applied = await _applied(load(config, data_dir).config) if missing else {}
     wanted = [m for m in MIGRATIONS if m.version > max(applied, default=0)]
     if not wanted:

@@ -17,11 +17,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
-
-import asyncpg
 
 from windlass import wire
 from windlass.cli.demo_guard import MARK
@@ -32,6 +29,8 @@ from windlass.control.explain import in_short
 from windlass.model.config import Config
 from windlass.model.errors import WindlassError
 from windlass.model.task import new_task
+from windlass.store.connect import connect, explained
+from windlass.store.queries import read_queries
 
 QUEUE = FLEET = "demo"
 # All intervals are short, so that everything happens while one watches.
@@ -66,13 +65,7 @@ NOTE_WIDTH = 160
 STEADY = "steady"
 
 
-def _read_queries() -> dict[str, str]:
-    text = resources.files("windlass.cli").joinpath("demo.sql").read_text()
-    named = (block.split("\n", 1) for block in text.split("-- name: ")[1:])
-    return {name.strip(): sql.strip().rstrip(";") for name, sql in named}
-
-
-QUERIES = _read_queries()
+QUERIES = read_queries("windlass.cli", "demo.sql")
 # The events worth telling, in plain words. The rest of the story is in the decisions.
 TOLD = {
     "DECISION": "decided: {reason}",
@@ -245,7 +238,8 @@ async def _start_up(folder: Path, mark: str, max_workers: int) -> Process:
 
 @asynccontextmanager
 async def _connection(dsn: str) -> AsyncIterator[Any]:
-    connection = await asyncpg.connect(dsn, timeout=10, command_timeout=30)
+    with explained("looking at the demo", dsn):
+        connection = await connect(dsn)
     try:
         yield connection
     finally:

@@ -53,7 +53,7 @@ async def terminate(
     async with wire.control_store(load(config, data_dir).config) as store:
         ids = await _chosen(store, worker, fleet)
         if force:
-            changed = [worker_id for worker_id in ids if await store.fail_worker(worker_id, reason)]
+            changed = [worker_id for worker_id in ids if await store.end_worker(worker_id, reason)]
             count = len(changed)
         else:
             count = await store.set_terminating(ids, reason)

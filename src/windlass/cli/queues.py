@@ -7,24 +7,18 @@ from windlass.model.errors import BadInput
 if TYPE_CHECKING:
     from windlass.store.postgres import PostgresStore
 
-# Named in the message beside all that hold something or are served: enough to recognise one's own.
-RECENT_TASKS = 200
+# A queue whose tasks have all ended is found if one of them is among so many of the newest. What is most likely a typo
+# is not looked for in all of a large table.
+RECENT_TASKS = 100_000
 MAX_NAMED = 20
 
 
 async def check_queue_is_known(store: "PostgresStore", queue: str | None) -> None:
     """Raise BadInput with the known ones unless a task or a worker names this queue."""
-    if queue is None or await store.tasks(queue=queue, limit=1):
+    if queue is None:
         return
-    known = await _known_queues(store)
-    if queue in known:
+    known = await store.known_queues()
+    if queue in known or await store.has_recent_task(queue, RECENT_TASKS):
         return
-    names = ", ".join(sorted(known)[:MAX_NAMED]) + (", …" if len(known) > MAX_NAMED else "")
+    names = ", ".join(known[:MAX_NAMED]) + (", …" if len(known) > MAX_NAMED else "")
     raise BadInput(f"there is no queue {queue!r}: " + (f"known are {names}." if known else "there are no queues yet."))
-
-
-async def _known_queues(store: "PostgresStore") -> set[str]:
-    held = {depth.queue for depth in await store.queue_depths()}
-    served = {queue for worker in await store.workers() for queue in worker.queues}
-    recent = {task.queue for task in await store.tasks(limit=RECENT_TASKS)}
-    return held | served | recent

@@ -1,7 +1,7 @@
 """`windlass tasks`: look at tasks, try them again, end them, delete them."""
 
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,7 @@ from windlass.cli.output import duration, print_json, print_table, printable, pr
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.times import parse_span
 from windlass.model.errors import BadInput
-from windlass.model.task import Task, TaskStatus
+from windlass.model.task import Task, TaskStatus, TaskSummary
 
 if TYPE_CHECKING:
     from windlass.configure import Loaded
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at tasks, retry, cancel and delete them.", no_args_is_help=True)
 
-PAGE = 500
+PAGE = 1_000
 # As many calls at once as the store has connections.
 AT_ONCE = 4
 
@@ -51,13 +51,15 @@ async def list_(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """List tasks, newest first."""
+    """List tasks, newest first.
+
+    Without payloads and results: `windlass tasks show` has those.
+    """
     from windlass import wire
 
     async with wire.store(load(config, data_dir).config) as store:
-        found = await store.tasks(queue=queue, status=status, limit=limit, before_id=before)
-        if not found:
-            await check_queue_is_known(store, queue)
+        await check_queue_is_known(store, queue)
+        found = await store.task_summaries(queue=queue, status=status, limit=limit, before_id=before)
         now = await store.now()
     if as_json:
         print_json(found)
@@ -68,7 +70,7 @@ async def list_(
         print(f"more: --before {found[-1].id}")
 
 
-def _row(task: Task, now: datetime) -> tuple[object, ...]:
+def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
     took_s = None
     if task.started_at is not None and task.status is not TaskStatus.QUEUED:
         took_s = ((task.finished_at or now) - task.started_at).total_seconds()
@@ -135,12 +137,13 @@ async def retry(
     from windlass import wire
 
     async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE) as store:
-        if all_failed:
-            await check_queue_is_known(store, queue)
-            tasks = _all_failed(store, queue)
+        refused: list[Task] = []
+        if queue is not None:
+            done = await _retry_all_failed(store, queue)
+            if not done:
+                await check_queue_is_known(store, queue)
         else:
-            tasks = _each(await _existing(store, task_ids or []))
-        done, refused = await _change(tasks, store.retry_task, "retrying")
+            done, refused = await _change(await _existing(store, task_ids or []), store.retry_task, "retrying")
     return _report(
         "retried", done, refused, as_json, "only failed tasks and those that wait for a retry can be retried"
     )
@@ -161,7 +164,7 @@ async def cancel(
     from windlass import wire
 
     async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE) as store:
-        tasks = _each(await _existing(store, task_ids))
+        tasks = await _existing(store, task_ids)
         done, refused = await _change(tasks, lambda task_id: store.cancel_task(task_id, reason), "cancelling")
     return _report("cancelled", done, refused, as_json, "only tasks that are not finished can be cancelled")
 
@@ -202,8 +205,9 @@ async def _purge(
     from windlass import wire
 
     async with wire.store(loaded.config) as store:
-        await check_queue_is_known(store, queue)
         deleted = await store.purge(queue, statuses, older_than_s)
+        if not deleted:
+            await check_queue_is_known(store, queue)
     if as_json:
         print_json({"deleted": deleted})
     else:
@@ -233,20 +237,19 @@ async def _existing(store: "PostgresStore", task_ids: list[int]) -> list[Task]:
     return [task for task in tasks.values() if task is not None]
 
 
-async def _each(tasks: Iterable[Task]) -> AsyncIterator[list[Task]]:
-    yield list(tasks)
-
-
-async def _all_failed(store: "PostgresStore", queue: str | None) -> AsyncIterator[list[Task]]:
-    """Page by page from the newest on; those that fail meanwhile are not met again."""
-    before_id = None
-    while page := await store.tasks(queue=queue, status=TaskStatus.FAILED, limit=PAGE, before_id=before_id):
-        yield page
-        before_id = page[-1].id
+async def _retry_all_failed(store: "PostgresStore", queue: str) -> list[int]:
+    """In bounded steps; those that fail meanwhile are left alone."""
+    began = await store.now()
+    done: list[int] = []
+    with progress("retrying", None) as advance:
+        while ids := await store.retry_failed(queue, began, PAGE):
+            done += ids
+            advance(len(ids))
+    return sorted(done)
 
 
 async def _change(
-    pages: AsyncIterator[list[Task]], change: Callable[[int], Awaitable[bool]], doing: str
+    tasks: list[Task], change: Callable[[int], Awaitable[bool]], doing: str
 ) -> tuple[list[int], list[Task]]:
     """Do it to each. Returns which were changed, and which were in no state for it."""
     import asyncio
@@ -265,10 +268,9 @@ async def _change(
         advance(1)
 
     with progress(doing, None) as advance:
-        async for page in pages:
-            async with asyncio.TaskGroup() as group:
-                for task in page:
-                    group.create_task(one(task))
+        async with asyncio.TaskGroup() as group:
+            for task in tasks:
+                group.create_task(one(task))
     return sorted(done), sorted(refused, key=lambda task: task.id)
 
 

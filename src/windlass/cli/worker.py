@@ -1,19 +1,27 @@
 """`windlass worker`: claim tasks and run a handler for each."""
 
+import contextlib
 import os
 import sys
+import threading
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from windlass import __version__
-from windlass.cli.common import ConfigFile, DataDir, command, load
+from windlass.cli.common import EXIT_BAD_INPUT, ConfigFile, DataDir, command, load, say
 from windlass.cli.logs import LogFormat, configure_logs
 from windlass.model.errors import BadInput
-from windlass.model.worker import DEFAULT_FLEET
+from windlass.model.worker import DEFAULT_FLEET, MAX_CONCURRENCY
+
+if TYPE_CHECKING:
+    from windlass.model.config import WorkerConfig
+    from windlass.worker.runtime import WorkerSettings
 
 EXIT_LOST = 3
+# From a worker's end to that of its process, for what its handlers left behind.
+END_TIMEOUT_S = 5.0
 
 
 @command
@@ -33,7 +41,10 @@ async def worker(
         bool, typer.Option("--inline", help="Run an async handler in the worker's own loop: fast, but unprotected.")
     ] = False,
     concurrency: Annotated[
-        int | None, typer.Option("--concurrency", "-c", min=1, help="Tasks at the same time (default 1).", metavar="N")
+        int | None,
+        typer.Option(
+            "--concurrency", "-c", min=1, max=MAX_CONCURRENCY, help="Tasks at the same time (default 1).", metavar="N"
+        ),
     ] = None,
     chdir: Annotated[
         Path | None, typer.Option(help="Work in this folder; handlers are imported from it.", metavar="FOLDER")
@@ -64,8 +75,7 @@ async def worker(
     """
     configure_logs(log_format)
     from windlass import wire
-    from windlass.model.task import check_queue_name
-    from windlass.worker.runtime import Ending, WorkerSettings
+    from windlass.worker.runtime import Ending
 
     if join is not None:
         given = (queue, handler, exec_, inline or None, concurrency, chdir, timeout, heartbeat_interval, lease)
@@ -74,10 +84,7 @@ async def worker(
         return await _joined(join)
     if not queue:
         raise BadInput("a worker needs a queue to serve: give --queue, or --join a control plane.")
-    if (handler is None) == (exec_ is None):
-        raise BadInput("a worker needs exactly one of --handler and --exec: say what to run.")
-    if inline and handler is None:
-        raise BadInput("--inline goes with --handler: a command cannot run inside the worker.")
+    _check_what_runs(handler, exec_, inline)
     # Set by the provider that started it. Taken out: what a handler starts is not this worker.
     worker_id = os.environ.pop("WINDLASS_WORKER_ID", None)
     fleet = os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET)
@@ -93,9 +100,30 @@ async def worker(
     )
     if chdir is not None:
         _change_directory(chdir)
-    chosen = loaded.config.worker
-    settings = WorkerSettings(
-        queues=tuple(check_queue_name(name) for name in dict.fromkeys(queue)),
+    settings = _settings(loaded.config.worker, queue, fleet, worker_id, concurrency)
+    try:
+        ending = await wire.run_worker(loaded.config, settings, handler=handler, command=exec_, is_inline=inline)
+    except Exception as error:
+        _end_for_sure(EXIT_BAD_INPUT, error)
+        raise
+    return _end_for_sure(EXIT_LOST if ending is Ending.LOST else 0)
+
+
+def _check_what_runs(handler: str | None, command: str | None, is_inline: bool) -> None:
+    if (handler is None) == (command is None):
+        raise BadInput("a worker needs exactly one of --handler and --exec: say what to run.")
+    if is_inline and handler is None:
+        raise BadInput("--inline goes with --handler: a command cannot run inside the worker.")
+
+
+def _settings(
+    chosen: "WorkerConfig", queues: list[str], fleet: str, worker_id: str | None, concurrency: int | None
+) -> "WorkerSettings":
+    from windlass.model.task import check_queue_name
+    from windlass.worker.runtime import WorkerSettings
+
+    return WorkerSettings(
+        queues=tuple(check_queue_name(name) for name in dict.fromkeys(queues)),
         fleet=fleet,
         worker_id=worker_id,
         concurrency=concurrency or 1,
@@ -105,8 +133,27 @@ async def worker(
         drain_timeout_s=chosen.drain_timeout_s,
         version=__version__,
     )
-    ending = await wire.run_worker(loaded.config, settings, handler=handler, command=exec_, is_inline=inline)
-    return EXIT_LOST if ending is Ending.LOST else 0
+
+
+def _end_for_sure(code: int, error: Exception | None = None) -> int:
+    """The worker has left and its tasks are given back. See to it that its process ends too.
+
+    An inline handler that ignores its cancellation, or left work in a thread, would keep Python waiting for ever.
+    """
+
+    def end() -> None:
+        if error is not None:
+            say(str(error) or type(error).__name__)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+    # A daemon: where nothing holds Python up, it ends before the time is over, and the timer with it.
+    timer = threading.Timer(END_TIMEOUT_S, end)
+    timer.daemon = True
+    timer.start()
+    return code
 
 
 async def _joined(file: Path) -> int:
@@ -117,9 +164,12 @@ async def _joined(file: Path) -> int:
     try:
         ending = await wire.run_joined_worker(file, __version__)
     except TokenRefused as error:
-        print(f"windlass: {error}", file=sys.stderr)
-        return EXIT_LOST
-    return EXIT_LOST if ending is Ending.LOST else 0
+        say(str(error))
+        return _end_for_sure(EXIT_LOST)
+    except Exception as error:
+        _end_for_sure(EXIT_BAD_INPUT, error)
+        raise
+    return _end_for_sure(EXIT_LOST if ending is Ending.LOST else 0)
 
 
 def _change_directory(folder: Path) -> None:

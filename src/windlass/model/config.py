@@ -34,7 +34,7 @@ class Retention(_Section):
     failed_s: float = Field(default=30 * _DAY_S, ge=0, description="Dead letters.")
     events_s: float = Field(default=30 * _DAY_S, ge=0, description="Events: the story of each task and worker.")
     cycles_s: float = Field(default=2 * _DAY_S, ge=0, description="Snapshots and plans of the control loop.")
-    logs_s: float = Field(default=3 * _DAY_S, ge=0, description="Log lines kept in the database.")
+    logs_s: float = Field(default=3 * _DAY_S, ge=0, description="Reserved for log lines; nothing writes any yet.")
 
 
 class WorkerConfig(_Section):
@@ -49,7 +49,7 @@ class WorkerConfig(_Section):
     memory_limit_mb: int | None = Field(
         default=None,
         gt=0,
-        description="Memory one handler's process may use. Without it: nine tenths of the machine's.",
+        description="Memory one handler's process may use. Without it: nine tenths of the machine's, by concurrency.",
     )
 
     @model_validator(mode="after")

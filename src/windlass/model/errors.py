@@ -30,7 +30,7 @@ class SchemaMismatch(WindlassError):
 
 
 class UnknownWorker(WindlassError):
-    """A worker acted without being registered."""
+    """A worker acted that was never registered, or that has ended."""
 
 
 class TokenRefused(UnknownWorker):

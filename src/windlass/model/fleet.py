@@ -13,6 +13,7 @@ from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.errors import BadInput
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.task import check_queue_name
+from windlass.model.worker import MAX_CONCURRENCY
 
 # What differs between providers; everything else has one default for all.
 PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -68,7 +69,7 @@ class FleetConfig(BaseModel):
     handler: str | None = _setting(None, "Python function that takes the task, as package.module:function.")
     exec: str | None = _setting(None, "Command to run per task instead: JSON on stdin, JSON on stdout.")
     is_inline: bool = _setting(False, "Run an async handler in the worker's own loop: fast, but unprotected.")
-    concurrency: int = _setting(1, "Tasks a worker runs at the same time. A GPU runs one.", ge=1)
+    concurrency: int = _setting(1, "Tasks a worker runs at the same time. A GPU runs one.", ge=1, le=MAX_CONCURRENCY)
     chdir: Path | None = _setting(None, "The folder its workers work in.")
     env: dict[str, str] = _setting({}, "Added to the environment of its workers.")
 

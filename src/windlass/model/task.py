@@ -18,6 +18,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}")
 # An even number of backslashes before it are backslashes of the text itself.
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 MAX_UNIQUE_KEY_LENGTH = 200
+# As much as the database keeps of either.
+MAX_NOTE_CHARACTERS = 500
+MAX_ERROR_CHARACTERS = 8_000
 # PostgreSQL's integer.
 _MIN_INTEGER, _MAX_INTEGER = -(2**31), 2**31 - 1
 
@@ -76,8 +79,8 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A task as the store knows it."""
+class TaskSummary:
+    """A task as lists show it: without what may be large."""
 
     id: int
     queue: str
@@ -96,6 +99,12 @@ class Task:
     progress_note: str | None
     error_code: str | None
     error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Task(TaskSummary):
+    """A task as the store knows it. Payload and result are JSON text."""
+
     payload: str
     result: str | None
 
@@ -175,8 +184,22 @@ def to_json(value: Any, what: str, max_bytes: int) -> str:
     except UnicodeEncodeError:
         raise BadInput(f"{what} contains half of a surrogate pair, which is not valid text: remove it.") from None
     if size_bytes > max_bytes:
-        raise BadInput(
-            f"{what} has {size_bytes:,} bytes and at most {max_bytes:,} are accepted: "
-            "keep large data elsewhere and put its address into the task."
-        )
+        raise _too_large(what, size_bytes, max_bytes)
     return text
+
+
+def check_payload_size(task: NewTask, max_bytes: int) -> NewTask:
+    """For tasks that were made with another limit, or none."""
+    # A character takes at most four bytes; most payloads need not be encoded to see that they are small.
+    if len(task.payload) * 4 > max_bytes:
+        size_bytes = len(task.payload.encode(errors="replace"))
+        if size_bytes > max_bytes:
+            raise _too_large("the payload", size_bytes, max_bytes)
+    return task
+
+
+def _too_large(what: str, size_bytes: int, max_bytes: int) -> BadInput:
+    return BadInput(
+        f"{what} has {size_bytes:,} bytes and at most {max_bytes:,} are accepted: "
+        "keep large data elsewhere and put its address into the task."
+    )

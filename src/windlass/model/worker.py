@@ -9,6 +9,8 @@ from uuid import UUID
 
 # The fleet of those who name none.
 DEFAULT_FLEET = "default"
+# Tasks of one worker at the same time. Each of its heartbeats names all of them, and they are given back one by one.
+MAX_CONCURRENCY = 10_000
 
 
 class WorkerStatus(StrEnum):

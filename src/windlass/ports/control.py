@@ -161,7 +161,7 @@ class Operations(Protocol):
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
         """Pause or resume its workers, those to come too. Returns how many changed. While paused, nobody is hired."""
 
-    async def fail_worker(self, worker_id: str, reason: str) -> bool:
+    async def end_worker(self, worker_id: str, reason: str) -> bool:
         """End a worker at once, code MANUAL; its tasks go to others. Nobody's failure. False if it was over already."""
 
     async def fleets(self) -> list[Fleet]:

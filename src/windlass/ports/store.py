@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Protocol
 
 from windlass.model.event import Event, QueueDepth
-from windlass.model.task import NewTask, Task, TaskStatus
+from windlass.model.task import NewTask, Task, TaskStatus, TaskSummary
 from windlass.model.worker import Recovery, Worker
 from windlass.ports.transport import WorkerTransport
 
@@ -22,6 +22,9 @@ class Store(WorkerTransport, Protocol):
 
     async def retry_task(self, task_id: int) -> bool:
         """Put a failed or waiting task back into the queue with fresh attempts. False if it was neither."""
+
+    async def retry_failed(self, queue: str, failed_before: datetime, limit: int = 1000) -> list[int]:
+        """The same for the oldest dead letters of a queue that failed by then. Returns their ids; [] at the end."""
 
     async def cancel_task(self, task_id: int, reason: str) -> bool:
         """End an unfinished task as failed, code CANCELLED; a running one loses its claim. False if finished."""
@@ -37,6 +40,19 @@ class Store(WorkerTransport, Protocol):
         before_id: int | None = None,
     ) -> list[Task]:
         """Newest first; `before_id` continues after the last one seen."""
+
+    async def task_summaries(
+        self,
+        *,
+        queue: str | None = None,
+        status: TaskStatus | None = None,
+        limit: int = 50,
+        before_id: int | None = None,
+    ) -> list[TaskSummary]:
+        """The same for lists: payloads and results, which may be a MiB each, stay where they are."""
+
+    async def known_queues(self) -> list[str]:
+        """Queues that hold something unfinished, are served by a worker, or had one of the newest tasks."""
 
     async def worker(self, worker_id: str) -> Worker | None: ...
 
@@ -62,13 +78,14 @@ class Store(WorkerTransport, Protocol):
         """Delete finished tasks of these statuses that ended longer ago than that. Returns how many."""
 
     async def recover_lost_workers(self, judge_id: str) -> list[Recovery]:
-        """Take the tasks of hand-started workers that were silent for longer than their lease.
+        """Take the tasks of workers that were silent for longer than their lease, and of those that have ended.
 
-        Does nothing unless `judge_id` was itself heard without a gap for that long.
+        The silent are judged only if `judge_id` was itself heard without a gap for that long; hired ones, besides, only
+        when nobody has led for twice their lease. They become `error`, those started by hand `terminated`.
         """
 
     async def sweep(self) -> int:
-        """One bounded round of retention. Returns how many rows went; 0 means nothing is left to do."""
+        """Apply retention until nothing is left to do, or a bounded time is over. Returns how many rows went."""
 
     async def now(self) -> datetime:
         """The database's time: the only time for leases, ages and bills."""

@@ -5,9 +5,15 @@ The contract, whoever implements it (a store now, HTTP to a control plane later)
   a claim that is no longer valid change nothing and are counted; repeating an accepted one is accepted again, so a
   caller that did not get its answer may simply ask again.
 - `claim`s go first in, first out within priority, per queue, and only to a worker that is registered, spawning or
-  active, and not paused. An unregistered one gets UnknownWorker.
+  active, and not paused. One that is paused or terminating gets none. One that is not registered, or has ended (error,
+  terminated), gets UnknownWorker from `claim` and from a `finish_and_claim` that wants tasks; with results to deliver,
+  an ended one first hears that they are lost. So a worker learns of its end without a heartbeat.
 - Attempts are counted when claimed. `release` gives one back uncounted.
-- Every method raises DatabaseUnavailable when the answer did not arrive; what was asked may then have happened.
+- Every method raises DatabaseUnavailable when the answer did not arrive; what was asked may then have happened. An
+  answer to `claim` or `finish_and_claim` arrives within half of the worker's lease or counts as not arrived: after a
+  whole one the heartbeat gives back what the worker does not know of.
+- Opening raises SchemaMismatch when the other side is of another version than this program: asking again is useless,
+  and a worker that hears it finishes what it holds and leaves. Any other method may raise it too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +37,7 @@ class WorkerTransport(Protocol):
         """Announce a worker. One that was hired keeps its row; one started by hand is active at once."""
 
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
-        """Up to `limit` tasks, best first. Empty for a worker that may not claim now."""
+        """Up to `limit` tasks, best first. Empty for a worker that may not claim now; UnknownWorker for none."""
 
     async def finish_and_claim(
         self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
@@ -63,7 +69,7 @@ class WorkerTransport(Protocol):
         """The worker ends. What it still holds goes back to the queue."""
 
     async def upkeep(self, worker_id: str) -> list[Recovery]:
-        """What workers do for the queue where nobody orchestrates: recover the tasks of lost ones, apply retention."""
+        """What workers do for the queue: recover the tasks of lost ones, and apply retention for a bounded time."""
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         """When the next waiting task of these queues is due."""

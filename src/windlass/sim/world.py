@@ -371,7 +371,7 @@ class World:
             case "end at once" if workers:
                 chosen = rng.choice(workers)
                 self.watch.ended_by_hand.add(chosen)
-                await self.store.fail_worker(chosen, "by hand")
+                await self.store.end_worker(chosen, "by hand")
             case _:
                 pass
 

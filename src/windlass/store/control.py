@@ -6,7 +6,6 @@ store/memory_control.py keeps the same contract; tests/conformance/test_control_
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib import resources
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -34,18 +33,13 @@ from windlass.ports.control import (
     StrayDeleted,
 )
 from windlass.store.postgres import PostgresStore
+from windlass.store.queries import read_queries
 
 if TYPE_CHECKING:
     from windlass.ports.control import ControlStore, Operations
 
 
-def _read_queries() -> dict[str, str]:
-    text = resources.files("windlass.store").joinpath("control_queries.sql").read_text()
-    named = (block.split("\n", 1) for block in text.split("-- name: ")[1:])
-    return {name.strip(): sql.strip().rstrip(";") for name, sql in named}
-
-
-QUERIES = _read_queries()
+QUERIES = read_queries("windlass.store", "control_queries.sql")
 SNAPSHOT = TypeAdapter(Snapshot)
 MEMORY = TypeAdapter(Memory)
 _HOLD = TypeAdapter(Hold | None)
@@ -175,7 +169,7 @@ class PostgresControlStore(PostgresStore):
         async with self._connection("pausing or resuming a fleet") as connection:
             return int(await connection.fetchval("select windlass.pause_fleet($1, $2)", fleet, is_paused))
 
-    async def fail_worker(self, worker_id: str, reason: str) -> bool:
+    async def end_worker(self, worker_id: str, reason: str) -> bool:
         async with self._connection("ending a worker") as connection:
             return bool(await connection.fetchval("select windlass.end_worker($1, $2)", worker_id, reason))
 

@@ -8,8 +8,9 @@ from uuid import uuid4
 
 import asyncpg
 
+from windlass.store.connect import connected
 from windlass.store.migrate import applied_migrations
-from windlass.store.postgres import COMMAND_TIMEOUT_S, CONNECT_TIMEOUT_S, QUERIES
+from windlass.store.postgres import QUERIES
 
 # A notification on a healthy connection takes milliseconds.
 LISTEN_TIMEOUT_S = 5.0
@@ -34,10 +35,7 @@ class Examination:
 
 
 async def examine(dsn: str) -> Examination:
-    connection = await asyncpg.connect(
-        dsn, timeout=CONNECT_TIMEOUT_S, command_timeout=COMMAND_TIMEOUT_S, statement_cache_size=0
-    )
-    try:
+    async with connected(dsn, "examining the database") as connection:
         # One transaction, so that a pooler gives us one server for all of it.
         async with connection.transaction(readonly=True):
             asked_at = time.time()
@@ -61,8 +59,6 @@ async def examine(dsn: str) -> Examination:
             # Behind a pooler it may succeed by chance, and would leave a LISTEN on a connection that others get.
             can_listen=not is_pooled and await _can_listen(connection),
         )
-    finally:
-        await connection.close(timeout=CONNECT_TIMEOUT_S)
 
 
 async def _can_listen(connection: Any) -> bool:

@@ -16,6 +16,8 @@ from uuid import uuid4
 
 import asyncpg
 
+from windlass.store.connect import connect
+
 CHANNEL = "windlass_tasks"
 # Without notifications an idle worker looks this often: one cheap index probe.
 POLL_WITHOUT_LISTEN_S = 1.0
@@ -104,9 +106,7 @@ class Listener:
 
     async def _open(self) -> bool:
         try:
-            self._connection = await asyncpg.connect(
-                self._dsn, timeout=PROOF_TIMEOUT_S, command_timeout=PROOF_TIMEOUT_S, statement_cache_size=0
-            )
+            self._connection = await connect(self._dsn, timeout_s=PROOF_TIMEOUT_S, command_timeout_s=PROOF_TIMEOUT_S)
             await self._connection.add_listener(CHANNEL, self._on_notification)
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
             await self.close()

@@ -15,7 +15,7 @@ import json
 import struct
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from itertools import islice
 from random import Random
@@ -26,12 +26,15 @@ from windlass.model.config import Retention
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event, QueueDepth
 from windlass.model.task import (
+    MAX_ERROR_CHARACTERS,
+    MAX_NOTE_CHARACTERS,
     MAX_UNIQUE_KEY_LENGTH,
     Claim,
     Finished,
     NewTask,
     Task,
     TaskStatus,
+    TaskSummary,
     Turn,
     check_queue_name,
     storable,
@@ -46,9 +49,11 @@ if TYPE_CHECKING:
 MAX_DUE_PER_CLAIM = 1000
 MAX_RECOVERED_PER_CALL = 100
 MAX_SWEPT_PER_KIND = 1000
-MAX_ERROR_CHARACTERS = 8000
 MAX_REASON_CHARACTERS = 300
-MAX_NOTE_CHARACTERS = 500
+# As windlass.unnoticed_gap_s: of a lease, the longest silence that says nothing.
+UNNOTICED_GAP = 0.4
+# Hired workers are judged by others once nobody has led for this many of their leases.
+LEADERLESS_LEASES = 2
 # PostgreSQL's integer.
 MAX_INTEGER = 2**31 - 1
 
@@ -83,6 +88,9 @@ class _TaskRow:
 
     def is_ready(self) -> bool:
         return self.status is TaskStatus.QUEUED and self.run_after is None
+
+    def as_summary(self) -> TaskSummary:
+        return TaskSummary(**{f.name: getattr(self, f.name) for f in fields(TaskSummary)})
 
     def as_task(self) -> Task:
         return Task(
@@ -151,6 +159,10 @@ class _WorkerRow:
     @property
     def lease(self) -> timedelta:
         return _interval(self.lease_s)
+
+    @property
+    def unnoticed_gap(self) -> timedelta:
+        return _interval(UNNOTICED_GAP * self.lease_s)
 
     def heard_at(self) -> datetime:
         return self.last_heartbeat or self.created_at
@@ -320,6 +332,14 @@ class MemoryStore:
         self._announce(row.queue)
         return True
 
+    async def retry_failed(self, queue: str, failed_before: datetime, limit: int = 1000) -> list[int]:
+        _check_limit("retrying tasks", limit)
+        failed = _oldest(self._finished[TaskStatus.FAILED], failed_before + timedelta.resolution)
+        ids = sorted(row.id for row in islice((row for row in failed if row.queue == queue), limit))
+        for task_id in ids:
+            await self.retry_task(task_id)
+        return ids
+
     async def cancel_task(self, task_id: int, reason: str) -> bool:
         row = self._tasks.get(task_id)
         if row is None or row.status in (TaskStatus.COMPLETE, TaskStatus.FAILED):
@@ -361,13 +381,19 @@ class MemoryStore:
         self._workers[row.id] = self._not_terminated[row.id] = row
 
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
-        return self._claim(self._known_worker(worker_id), queues, limit)
+        return self._claim(self._living_worker(worker_id), queues, limit)
 
     def _known_worker(self, worker_id: str) -> _WorkerRow:
         try:
             return self._workers[worker_id]
         except KeyError:
             raise UnknownWorker(f"claiming tasks: worker {worker_id} is not registered: register it first.") from None
+
+    def _living_worker(self, worker_id: str) -> _WorkerRow:
+        worker = self._known_worker(worker_id)
+        if worker.status not in LIVE:
+            raise UnknownWorker(f"claiming tasks: worker {worker_id} has ended ({worker.status}): register a new one.")
+        return worker
 
     def _claim(self, worker: _WorkerRow, queues: Sequence[str], limit: int) -> list[Claim]:
         if limit < 0:
@@ -419,7 +445,9 @@ class MemoryStore:
     async def finish_and_claim(
         self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
     ) -> Turn:
-        worker = self._known_worker(worker_id) if limit > 0 else None
+        worker = None
+        if limit > 0:
+            worker = self._known_worker(worker_id) if finished else self._living_worker(worker_id)
         for done in finished:
             _check_json("finishing tasks", done.result)
         accepted = {done.token for done in finished if self._complete(done)}
@@ -516,7 +544,7 @@ class MemoryStore:
         reported = [(claim, _real(claim.progress)) for claim in claims]
         _take_vitals(worker, dict(vitals or {}))
         now = self._clock()
-        if worker.last_heartbeat is None or now - worker.last_heartbeat > worker.lease:
+        if worker.last_heartbeat is None or now - worker.last_heartbeat > worker.unnoticed_gap:
             worker.heartbeat_gapless_since = now
         worker.last_heartbeat = now
         held = {row.token: row for row in self._running[worker_id].values()}
@@ -556,10 +584,8 @@ class MemoryStore:
     async def recover_lost_workers(self, judge_id: str) -> list[Recovery]:
         lost = self._lost_workers(judge_id)[:MAX_RECOVERED_PER_CALL]
         recovered = [self._recover(worker, judge_id) for worker in lost]
-        # Those a control loop ended without taking what they held.
-        ended = sorted(
-            worker_id for worker_id, tasks in self._running.items() if tasks and worker_id not in self._not_terminated
-        )
+        # Those that somebody ended without taking what they held.
+        ended = sorted(worker_id for worker_id, tasks in self._running.items() if tasks and not self._lives(worker_id))
         return recovered + [
             self._take_back_all(worker_id, f"worker {worker_id} has ended")
             for worker_id in ended[:MAX_RECOVERED_PER_CALL]
@@ -570,26 +596,47 @@ class MemoryStore:
         judge = self._workers.get(judge_id)
         if judge is None or not _is_up(judge) or judge.last_heartbeat is None:
             return []
-        if judge.last_heartbeat < now - judge.lease or judge.heartbeat_gapless_since is None:
+        if judge.last_heartbeat < now - judge.unnoticed_gap or judge.heartbeat_gapless_since is None:
             return []
         gapless_s = (now - judge.heartbeat_gapless_since).total_seconds()
-        lost = (
-            worker
-            for worker in self._not_terminated.values()
-            if _is_up(worker)
-            and worker.slot is None
-            and worker.lease_s <= gapless_s
-            and worker.heard_at() < now - worker.lease
-        )
-        return sorted(lost, key=lambda worker: worker.id)
+        leaderless_s = self._leaderless_s()
+
+        def is_lost(worker: _WorkerRow) -> bool:
+            allowed_s = worker.lease_s + UNNOTICED_GAP * max(judge.lease_s - worker.lease_s, 0.0)
+            return (
+                (_is_up(worker) or (worker.status is WorkerStatus.SPAWNING and worker.last_heartbeat is not None))
+                and (worker.slot is None or leaderless_s > LEADERLESS_LEASES * worker.lease_s)
+                and allowed_s <= gapless_s
+                and worker.heard_at() < now - _interval(allowed_s)
+            )
+
+        return sorted(filter(is_lost, self._not_terminated.values()), key=lambda worker: worker.id)
+
+    def _leaderless_s(self) -> float:
+        """For how long nobody has led. Here nobody ever does."""
+        return float("inf")
 
     def _recover(self, worker: _WorkerRow, judge_id: str) -> Recovery:
-        silent = self._clock() - worker.heard_at()
-        worker.code = "STALE_HEARTBEAT"
-        worker.reason = f"no heartbeat for {_whole_seconds(silent)} s"
-        self._note("WORKER_LOST", worker.reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
-        self._terminate(worker)
-        return self._take_back_all(worker.id, f"worker {worker.id} was lost")
+        reason = f"no heartbeat for {_whole_seconds(self._clock() - worker.heard_at())} s"
+        self._note("WORKER_LOST", reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
+        recovery = self._take_back_all(worker.id, f"worker {worker.id} was lost")
+        if worker.slot is None:
+            worker.code, worker.reason = "STALE_HEARTBEAT", reason
+            self._terminate(worker)
+        else:
+            self._fail_worker(worker.id, "STALE_HEARTBEAT", reason, counts=True)
+        return recovery
+
+    def _fail_worker(self, worker_id: str, code: str, reason: str, *, counts: bool) -> int:  # noqa: ARG002
+        """A hired one is broken. Its machine, and what is counted of it, are the control loop's."""
+        worker = self._workers[worker_id]
+        worker.status, worker.code, worker.reason = WorkerStatus.ERROR, code, reason
+        self._note("WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code})
+        return 0
+
+    def _lives(self, worker_id: str) -> bool:
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.status in LIVE
 
     def _take_back_all(self, worker_id: str, reason: str) -> Recovery:
         tasks = self._held_in_order(worker_id)
@@ -663,6 +710,22 @@ class MemoryStore:
         )
         return list(islice(matching, limit))
 
+    async def task_summaries(
+        self,
+        *,
+        queue: str | None = None,
+        status: TaskStatus | None = None,
+        limit: int = 50,
+        before_id: int | None = None,
+    ) -> list[TaskSummary]:
+        tasks = await self.tasks(queue=queue, status=status, limit=limit, before_id=before_id)
+        return [self._tasks[task.id].as_summary() for task in tasks]
+
+    async def known_queues(self) -> list[str]:
+        held = {row.queue for row in self._tasks.values()}
+        served = {queue for worker in self._not_terminated.values() for queue in worker.queues}
+        return sorted(held | served)
+
     async def worker(self, worker_id: str) -> Worker | None:
         row = self._workers.get(worker_id)
         return row.as_worker() if row is not None else None
@@ -723,10 +786,16 @@ class MemoryStore:
         return sum(self._delete(row) for row in old if queue in (None, row.queue))
 
     async def sweep(self) -> int:
+        deleted = 0
+        while (count := self._sweep_once()) >= MAX_SWEPT_PER_KIND:
+            deleted += count
+        return deleted + count
+
+    def _sweep_once(self) -> int:
         kept, now = self._retention, self._clock()
         complete = _oldest(self._finished[TaskStatus.COMPLETE], now - _interval(kept.complete_s))
         failed = _oldest(self._finished[TaskStatus.FAILED], now - _interval(kept.failed_s))
-        tasks = list(islice(heapq.merge(complete, failed, key=_finish_time), MAX_SWEPT_PER_KIND))
+        tasks = [row for rows in (complete, failed) for row in islice(rows, MAX_SWEPT_PER_KIND)]
         deleted = sum(self._delete(row) for row in tasks)
         deleted += self._forget_events(now - _interval(kept.events_s))
         return deleted + self._forget_workers(now - _interval(max(kept.complete_s, kept.failed_s, kept.events_s)))

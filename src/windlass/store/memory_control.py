@@ -9,7 +9,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from heapq import merge
 from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any, assert_never
@@ -50,7 +49,7 @@ from windlass.ports.control import (
     Standby,
     StrayDeleted,
 )
-from windlass.store.memory import MAX_SWEPT_PER_KIND, MemoryStore, _interval, _TaskRow, _WorkerRow
+from windlass.store.memory import MAX_SWEPT_PER_KIND, MemoryStore, _interval, _WorkerRow
 
 if TYPE_CHECKING:
     from windlass.ports.control import ControlStore, Operations
@@ -148,6 +147,10 @@ class MemoryControlStore(MemoryStore):
         lease.expires_at = now + _interval(candidate.ttl_s)
         return lease.term
 
+    def _leaderless_s(self) -> float:
+        expired = max((lease.expires_at for lease in self._leases.values()), default=None)
+        return (self._clock() - expired).total_seconds() if expired is not None else float("inf")
+
     async def resign(self, candidate: Candidate) -> None:
         lease = self._leases.get(candidate.lease)
         if lease is not None and lease.holder == candidate.holder:
@@ -198,9 +201,7 @@ class MemoryControlStore(MemoryStore):
         queues = [self._queues[name] for name in dict.fromkeys(names)]
         rows = [row for queue in queues for row in queue.unfinished.values()]
         heads = [head.created_at for queue in queues if (head := queue.head()) is not None]
-        recent = islice(
-            merge(*map(_newest_first, self._finished.values()), key=_finish_order, reverse=True), MAX_DURATIONS
-        )
+        recent = islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_DURATIONS)
         return QueueView(
             queued=sum(row.is_ready() or (row.run_after is not None and row.run_after <= now) for row in rows),
             running=sum(row.status is TaskStatus.RUNNING for row in rows),
@@ -208,7 +209,7 @@ class MemoryControlStore(MemoryStore):
             duration_p50_s=_median(
                 (row.finished_at - row.started_at).total_seconds()
                 for row in recent
-                if row.status is TaskStatus.COMPLETE and row.queue in names and row.finished_at and row.started_at
+                if row.queue in names and row.finished_at and row.started_at
             ),
         )
 
@@ -496,7 +497,7 @@ class MemoryControlStore(MemoryStore):
         self._note("FLEET_PAUSED" if is_paused else "FLEET_RESUMED", "by hand", fleet=fleet)
         return len(rows)
 
-    async def fail_worker(self, worker_id: str, reason: str) -> bool:
+    async def end_worker(self, worker_id: str, reason: str) -> bool:
         worker = self._in(worker_id, *LIVE)
         if worker is None:
             return False
@@ -638,15 +639,6 @@ def _observe_slots(fleet: _FleetRow, since: datetime) -> tuple[SlotView, ...]:
 
 def _age_order(worker: _WorkerRow) -> tuple[datetime, str]:
     return worker.created_at, worker.id
-
-
-def _newest_first(rows: OrderedDict[int, _TaskRow]) -> Iterable[_TaskRow]:
-    return reversed(rows.values())
-
-
-def _finish_order(row: _TaskRow) -> datetime:
-    assert row.finished_at is not None  # noqa: S101
-    return row.finished_at
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-import asyncpg
-
 from windlass.model.errors import SchemaMismatch
+from windlass.store.connect import connected
 
 # Any number will do as long as all migrating programs agree on it; this one spells "windlass" on a phone's keys.
 LOCK_KEY = 94635277
@@ -69,25 +68,21 @@ async def applied_migrations(connection: Any) -> dict[int, Any]:
 
 async def migrate(dsn: str) -> list[Migration]:
     """Bring the database to this program's version. Returns what was applied; all of it or nothing."""
-    connection = await asyncpg.connect(dsn, timeout=10, command_timeout=MIGRATE_TIMEOUT_S, statement_cache_size=0)
-    try:
-        async with connection.transaction():
-            await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT_S}s'")
-            await connection.execute(f"select pg_advisory_xact_lock({LOCK_KEY})")
-            applied = await applied_migrations(connection)
-            _refuse_strangers(applied)
-            missing = [m for m in MIGRATIONS if m.version not in applied]
-            for migration in missing:
-                await connection.execute(migration.sql)
-                await connection.execute(
-                    "insert into windlass.migrations (version, name, checksum) values ($1, $2, $3)",
-                    migration.version,
-                    migration.name,
-                    migration.checksum,
-                )
-            return missing
-    finally:
-        await connection.close(timeout=10)
+    async with connected(dsn, "migrating", command_timeout_s=MIGRATE_TIMEOUT_S) as connection, connection.transaction():
+        await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT_S}s'")
+        await connection.execute(f"select pg_advisory_xact_lock({LOCK_KEY})")
+        applied = await applied_migrations(connection)
+        _refuse_strangers(applied)
+        missing = [m for m in MIGRATIONS if m.version not in applied]
+        for migration in missing:
+            await connection.execute(migration.sql)
+            await connection.execute(
+                "insert into windlass.migrations (version, name, checksum) values ($1, $2, $3)",
+                migration.version,
+                migration.name,
+                migration.checksum,
+            )
+        return missing
 
 
 def _refuse_strangers(applied: dict[int, Any]) -> None:

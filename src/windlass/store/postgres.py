@@ -10,32 +10,47 @@ have happened: the functions in the database are made so that asking again is sa
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from datetime import datetime
-from importlib import resources
+from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import Any, Self
-from urllib.parse import urlsplit
 from uuid import UUID
 
 import asyncpg
 
 from windlass.model.config import Retention
-from windlass.model.errors import BadInput, DatabaseUnavailable, UnknownWorker
+from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event, QueueDepth
-from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, Turn, storable
+from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, TaskSummary, Turn, storable
 from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerStatus
+from windlass.store.connect import (
+    COMMAND_TIMEOUT_S,
+    CONNECT_TIMEOUT_S,
+    CONNECTION_ERRORS,
+    CUT_OFF,
+    connect,
+    connected,
+    refused,
+    unavailable,
+    words,
+)
 from windlass.store.connections import Connections
 from windlass.store.listener import Listener
 from windlass.store.migrate import applied_migrations, check_schema_version
+from windlass.store.queries import read_queries
 
-CONNECT_TIMEOUT_S = 10.0
-# Far above any of our statements; a connection that is silent for this long is broken.
-COMMAND_TIMEOUT_S = 30.0
 # Bulk work is paid by the row and may take longer.
 BULK_TIMEOUT_S = 600.0
 PURGE_BATCH = 5_000
+# As many as sweep() deletes of each kind at the most: fewer altogether mean that it found no more.
+SWEEP_BATCH = 1_000
+# Retention goes on for this long at a time: enough for hundreds of thousands of rows, and no call that never ends.
+SWEEP_TIMEOUT_S = 10.0
+# Behind a pooler every call is a transaction of several steps: whoever stops between two of them holds its locks no
+# longer than this.
+POOLED_LIMITS = "set local lock_timeout = '20s'; set local idle_in_transaction_session_timeout = '20s'"
 # asyncio reads into 256 KiB, which the allocator takes from the system and gives back for every answer. That takes
 # longer than reading it.
 READ_BYTES = 1 << 16
@@ -44,13 +59,7 @@ COPY_COLUMNS = ("queue", "payload", "priority", "run_after", "max_attempts", "ti
 _copy_row = attrgetter(*COPY_COLUMNS)
 
 
-def _read_queries() -> dict[str, str]:
-    text = resources.files("windlass.store").joinpath("queries.sql").read_text()
-    named = (block.split("\n", 1) for block in text.split("-- name: ")[1:])
-    return {name.strip(): sql.strip().rstrip(";") for name, sql in named}
-
-
-QUERIES = _read_queries()
+QUERIES = read_queries("windlass.store", "queries.sql")
 
 
 class PostgresStore:
@@ -60,22 +69,20 @@ class PostgresStore:
         *,
         retention: Retention | None = None,
         max_connections: int = 4,
+        command_timeout_s: float = COMMAND_TIMEOUT_S,
         virtual_now: Callable[[], datetime] | None = None,
     ) -> None:
         """`virtual_now`, if given, is the database's time for every call: tests drive real PostgreSQL with it."""
         self._dsn = dsn
         self._retention = retention or Retention()
+        self._command_timeout_s = command_timeout_s
         self._virtual_now = virtual_now
         self._connections = Connections(self._connect, limit=max_connections, timeout_s=CONNECT_TIMEOUT_S)
         self._is_pooled = False
         self._listener: Listener | None = None
 
     async def __aenter__(self) -> Self:
-        try:
-            version = await self._look_around()
-            check_schema_version(version)
-        except CONNECTION_ERRORS as error:
-            raise unavailable("connecting", self._dsn, error) from None
+        check_schema_version(await self._look_around())
         self._listener = Listener(self._dsn, is_possible=not self._is_pooled)
         return self
 
@@ -85,12 +92,7 @@ class PostgresStore:
         await self._connections.close()
 
     async def _connect(self) -> Any:
-        connection = await asyncpg.connect(
-            self._dsn,
-            timeout=CONNECT_TIMEOUT_S,
-            command_timeout=COMMAND_TIMEOUT_S,
-            statement_cache_size=0 if self._is_pooled else 100,
-        )
+        connection = await connect(self._dsn, command_timeout_s=self._command_timeout_s, is_caching=not self._is_pooled)
         transport: Any = getattr(connection, "_transport", None)
         if hasattr(transport, "max_size"):
             transport.max_size = READ_BYTES
@@ -98,18 +100,12 @@ class PostgresStore:
 
     async def _look_around(self) -> int | None:
         """The schema's version, and on the way whether a pooler stands between us and the server."""
-        connection = await asyncpg.connect(
-            self._dsn, timeout=CONNECT_TIMEOUT_S, command_timeout=COMMAND_TIMEOUT_S, statement_cache_size=0
-        )
-        try:
-            async with connection.transaction():
-                # A pooler hands out a process id of its own for cancelling; the server's backend has another.
-                backend_pid = await connection.fetchval("select pg_backend_pid()")
-                self._is_pooled = backend_pid != connection.get_server_pid()
-                applied = await applied_migrations(connection)
-                return max(applied, default=None)
-        finally:
-            await connection.close(timeout=CONNECT_TIMEOUT_S)
+        async with connected(self._dsn, "connecting") as connection, connection.transaction():
+            # A pooler hands out a process id of its own for cancelling; the server's backend has another.
+            backend_pid = await connection.fetchval("select pg_backend_pid()")
+            self._is_pooled = backend_pid != connection.get_server_pid()
+            applied = await applied_migrations(connection)
+            return max(applied, default=None)
 
     @asynccontextmanager
     async def _connection(self, doing: str) -> AsyncIterator[Any]:
@@ -123,6 +119,7 @@ class PostgresStore:
                     )
                 if self._is_pooled:
                     async with connection.transaction():
+                        await connection.execute(POOLED_LIMITS)
                         yield connection
                 else:
                     yield connection
@@ -136,13 +133,17 @@ class PostgresStore:
         except CONNECTION_ERRORS as error:
             raise unavailable(doing, self._dsn, error) from None
         except asyncpg.NoDataFoundError as error:
-            raise UnknownWorker(f"{doing}: {_words(error)}") from None
+            raise UnknownWorker(f"{doing}: {words(error)}") from None
         except (
             asyncpg.DataError,
             asyncpg.IntegrityConstraintViolationError,
             asyncpg.ProgramLimitExceededError,
         ) as error:
-            raise BadInput(f"{doing}: {_words(error)}") from None
+            raise BadInput(f"{doing}: {words(error)}") from None
+        except asyncpg.ObjectNotInPrerequisiteStateError:
+            raise  # a lease that is lost: the control store's to say
+        except asyncpg.PostgresError as error:
+            raise refused(doing, self._dsn, error) from None
         except (OverflowError, UnicodeEncodeError) as error:
             # COPY encodes its rows itself and says so in Python's words.
             raise BadInput(f"{doing}: a value cannot be stored ({error}).") from None
@@ -191,6 +192,13 @@ class PostgresStore:
     async def retry_task(self, task_id: int) -> bool:
         async with self._connection("retrying a task") as connection:
             return bool(await connection.fetchval("select windlass.retry_task($1)", task_id))
+
+    async def retry_failed(self, queue: str, failed_before: datetime, limit: int = 1000) -> list[int]:
+        async with self._connection("retrying tasks") as connection:
+            rows = await connection.fetch(
+                "select windlass.retry_failed($1, $2, $3)", queue, limit, failed_before, timeout=BULK_TIMEOUT_S
+            )
+        return [row[0] for row in rows]
 
     async def cancel_task(self, task_id: int, reason: str) -> bool:
         async with self._connection("cancelling a task") as connection:
@@ -321,6 +329,28 @@ class PostgresStore:
             rows = await connection.fetch(QUERIES["tasks"], queue, status, before_id, limit)
         return [_task(row) for row in rows]
 
+    async def task_summaries(
+        self,
+        *,
+        queue: str | None = None,
+        status: TaskStatus | None = None,
+        limit: int = 50,
+        before_id: int | None = None,
+    ) -> list[TaskSummary]:
+        async with self._connection("listing tasks") as connection:
+            rows = await connection.fetch(QUERIES["task_summaries"], queue, status, before_id, limit)
+        return [TaskSummary(**{**row, "status": TaskStatus(row["status"])}) for row in rows]
+
+    async def known_queues(self) -> list[str]:
+        async with self._connection("reading the queues") as connection:
+            rows = await connection.fetch(QUERIES["known_queues"])
+        return [row["queue"] for row in rows]
+
+    async def has_recent_task(self, queue: str, newest: int) -> bool:
+        """Whether one of the newest tasks, at the most so many, is in this queue."""
+        async with self._connection("reading the queues") as connection:
+            return bool(await connection.fetchval(QUERIES["has_recent_task"], queue, newest))
+
     async def worker(self, worker_id: str) -> Worker | None:
         async with self._connection("reading a worker") as connection:
             row = await connection.fetchrow(QUERIES["workers"], worker_id, True)
@@ -358,28 +388,44 @@ class PostgresStore:
         return [_event(row) for row in reversed(rows)]
 
     async def purge(self, queue: str | None, statuses: Sequence[TaskStatus], older_than_s: float) -> int:
-        deleted = 0
+        deleted, until = 0, await self.now() - timedelta(seconds=older_than_s)
+        # Where the last round came to, so that the tasks of other queues are passed over once and not in every round.
+        complete_from = failed_from = None
         # Bounded by the table: each round deletes a full batch or is the last.
         for _ in itertools.count():
             async with self._connection("deleting finished tasks") as connection:
-                status = await connection.execute(QUERIES["purge"], queue, list(statuses), older_than_s, PURGE_BATCH)
-            deleted += _row_count(status)
-            if _row_count(status) < PURGE_BATCH:
+                gone = await connection.fetchrow(
+                    QUERIES["purge"], queue, list(statuses), until, complete_from, failed_from, PURGE_BATCH,
+                    timeout=BULK_TIMEOUT_S,
+                )  # fmt: skip
+            deleted += gone["count"]
+            complete_from, failed_from = gone["complete_to"] or complete_from, gone["failed_to"] or failed_from
+            if gone["count"] < PURGE_BATCH:
                 break
         return deleted
 
     async def sweep(self) -> int:
+        deleted, give_up_at = 0, time.monotonic() + SWEEP_TIMEOUT_S
+        while time.monotonic() < give_up_at:
+            count = await self._sweep_once()
+            deleted += count
+            if count < SWEEP_BATCH:
+                break
+        return deleted
+
+    async def _sweep_once(self) -> int:
         kept = self._retention
         async with self._connection("applying retention") as connection:
-            deleted: int = await connection.fetchval(
-                "select windlass.sweep($1, $2, $3, $4, $5)",
+            count: int = await connection.fetchval(
+                "select windlass.sweep($1, $2, $3, $4, $5, $6)",
                 kept.complete_s,
                 kept.failed_s,
                 kept.events_s,
                 kept.cycles_s,
                 kept.logs_s,
+                SWEEP_BATCH,
             )
-        return deleted
+        return count
 
     async def now(self) -> datetime:
         async with self._connection("reading the time") as connection:
@@ -403,44 +449,6 @@ async def enqueue_on(connection: Any, task: NewTask) -> int:
         2**31 - 1,
     )
     return task_id
-
-
-def unavailable(doing: str, dsn: str, error: BaseException) -> DatabaseUnavailable:
-    """One sentence for a connection that failed, without the password."""
-    where = _where(dsn)
-    if isinstance(error, asyncpg.InvalidPasswordError | asyncpg.InvalidAuthorizationSpecificationError):
-        return DatabaseUnavailable(
-            f"{doing}: the database at {where} refused the user or password: check DATABASE_URL."
-        )
-    if isinstance(error, asyncpg.InvalidCatalogNameError):
-        return DatabaseUnavailable(f"{doing}: {_words(error)} at {where}: create it, or name another in DATABASE_URL.")
-    if isinstance(error, TimeoutError):
-        return DatabaseUnavailable(
-            f"{doing}: the database at {where} did not answer in time: is it reachable from here?"
-        )
-    what = _words(error)
-    if isinstance(error, asyncpg.InsufficientPrivilegeError):
-        return DatabaseUnavailable(
-            f"{doing}: the database at {where} does not allow it ({what}): "
-            "grant it to this user, or name another in DATABASE_URL."
-        )
-    if isinstance(error, _FOR_NOW):
-        return DatabaseUnavailable(f"{doing}: the database at {where} could not do it now ({what}): try again.")
-    return DatabaseUnavailable(f"{doing}: the database at {where} cannot be reached ({what}): is it running?")
-
-
-def _where(dsn: str) -> str:
-    try:
-        parts = urlsplit(dsn)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        return "the address in DATABASE_URL"
-    return f"{host}:{port or 5432}" if host else "its local socket"
-
-
-def _words(error: BaseException) -> str:
-    """The sentence of an error, without the details and hints that PostgreSQL adds on further lines."""
-    return str(getattr(error, "message", None) or error) or type(error).__name__
 
 
 async def _numbered(tasks: AsyncIterable[NewTask]) -> AsyncIterator[tuple[Any, ...]]:
@@ -485,23 +493,3 @@ def _worker(row: Any) -> Worker:
 def _event(row: Any) -> Event:
     detail = json.loads(row["detail"]) if row["detail"] is not None else None
     return Event(**{**row, "detail": detail})
-
-
-# No answer came: who knows what the connection is doing.
-CUT_OFF = (OSError, TimeoutError, asyncpg.InterfaceError, asyncpg.InternalClientError)
-# The database is there but full, or met a deadlock or a lock: nothing was done, and asking again is safe.
-_FOR_NOW = (
-    asyncpg.InsufficientResourcesError,
-    asyncpg.TransactionRollbackError,
-    asyncpg.LockNotAvailableError,
-)
-CONNECTION_ERRORS = (
-    *CUT_OFF,
-    asyncpg.PostgresConnectionError,
-    # The server is starting, stopping or full.
-    asyncpg.OperatorInterventionError,
-    *_FOR_NOW,
-    asyncpg.InvalidAuthorizationSpecificationError,
-    asyncpg.InvalidCatalogNameError,
-    asyncpg.InsufficientPrivilegeError,
-)

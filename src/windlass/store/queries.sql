@@ -17,7 +17,7 @@ from windlass.tasks
 where id = $1;
 
 -- name: tasks
--- `windlass tasks list`; walks the primary key backwards and stops at the limit.
+-- Tasks with all they hold; walks the primary key backwards and stops at the limit.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, payload, result
@@ -27,6 +27,82 @@ where ($1::text is null or queue = $1)
   and ($3::bigint is null or id < $3)
 order by id desc
 limit $4;
+
+-- name: task_summaries
+-- `windlass tasks list`; walks the primary key backwards and stops at the limit. Payloads and results are not read.
+select
+  id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
+  worker_id, unique_key, progress, progress_note, error_code, error
+from windlass.tasks
+where ($1::text is null or queue = $1)
+  and ($2::text is null or status = $2)
+  and ($3::bigint is null or id < $3)
+order by id desc
+limit $4;
+
+-- name: known_queues
+-- What a mistyped name is compared with. Jumps from queue to queue in tasks_ready and tasks_waiting, reads tasks_running
+-- and the newest tasks: its cost grows with the number of queues, not of tasks.
+with recursive ready (queue) as (
+  (
+    select t.queue::text
+    from windlass.tasks t
+    where t.status = 'queued' and t.run_after is null
+    order by t.queue
+    limit 1
+  )
+  union all
+  select (
+    select t.queue::text
+    from windlass.tasks t
+    where t.status = 'queued' and t.run_after is null and t.queue > r.queue
+    order by t.queue
+    limit 1
+  )
+  from ready r
+  where r.queue is not null
+),
+waiting (queue) as (
+  (
+    select t.queue::text
+    from windlass.tasks t
+    where t.run_after is not null
+    order by t.queue
+    limit 1
+  )
+  union all
+  select (
+    select t.queue::text
+    from windlass.tasks t
+    where t.run_after is not null and t.queue > w.queue
+    order by t.queue
+    limit 1
+  )
+  from waiting w
+  where w.queue is not null
+)
+select queue
+from (
+  select queue from ready
+  union
+  select queue from waiting
+  union
+  select queue::text from windlass.tasks where status = 'running'
+  union
+  select unnest(queues) from windlass.workers where status <> 'terminated'
+  union
+  (select n.queue from (select queue::text from windlass.tasks order by id desc limit 1000) as n)
+) as known
+where queue is not null
+order by queue collate "C";
+
+-- name: has_recent_task
+-- Whether a queue that nothing else knows had a task lately; walks the primary key backwards, so far and no further.
+select exists (
+  select
+  from (select queue from windlass.tasks order by id desc limit $2) as recent
+  where recent.queue = $1::text
+);
 
 -- name: workers
 -- `windlass status` and worker(); workers_live or primary key.
@@ -72,12 +148,16 @@ from windlass.queue_depth
 order by queue;
 
 -- name: finished_since
--- `windlass status`; tasks_finished.
-select status, count(*) as count
+-- `windlass status`; tasks_complete, tasks_failed.
+select 'complete' as status, count(*) as count
 from windlass.tasks
-where status in ('complete', 'failed')
+where status = 'complete'
   and finished_at > windlass.now() - make_interval(secs => $1::double precision)
-group by status;
+union all
+select 'failed', count(*)
+from windlass.tasks
+where status = 'failed'
+  and finished_at > windlass.now() - make_interval(secs => $1::double precision);
 
 -- name: events
 -- The story of a task or a worker; events_task, events_worker.
@@ -89,19 +169,37 @@ order by id desc
 limit $3;
 
 -- name: purge
--- `windlass tasks purge`, in bounded rounds; tasks_finished.
-delete from windlass.tasks
-where id = any (array(
-  select id
-  from windlass.tasks
-  where status in ('complete', 'failed')
-    and status = any ($2::text[])
-    and finished_at <= windlass.now() - make_interval(secs => $3::double precision)
-    and ($1::text is null or queue = $1)
-  order by finished_at
-  limit $4
-  for update skip locked
-));
+-- `windlass tasks purge`, in bounded rounds, each from where the last one came to; tasks_complete, tasks_failed.
+with gone as (
+  delete from windlass.tasks
+  where id = any (
+    array(
+      select id
+      from windlass.tasks
+      where status = 'complete'
+        and 'complete' = any ($2::text[])
+        and finished_at between coalesce($4::timestamptz, '-infinity') and $3::timestamptz
+        and ($1::text is null or queue = $1)
+      order by finished_at
+      limit $6
+      for update skip locked
+    ) || array(
+      select id
+      from windlass.tasks
+      where status = 'failed'
+        and 'failed' = any ($2::text[])
+        and finished_at between coalesce($5::timestamptz, '-infinity') and $3::timestamptz
+        and ($1::text is null or queue = $1)
+      order by finished_at
+      limit $6
+      for update skip locked
+    )
+  )
+  returning status, finished_at
+)
+select count(*) as count, max(finished_at) filter (where status = 'complete') as complete_to,
+  max(finished_at) filter (where status = 'failed') as failed_to
+from gone;
 
 -- name: examine
 -- `windlass doctor`; no table is read.
@@ -115,11 +213,19 @@ select
   clock_timestamp() as now;
 
 -- name: missing_privileges
--- `windlass doctor`: what this user lacks of what producers and workers need. Empty without a schema.
+-- `windlass doctor`: what this user lacks of what producers and workers need. Empty without a schema. One that has a role
+-- of grants.sql has what that role needs, and is not asked for more.
 with schema as (
   select oid
   from pg_namespace
   where nspname = 'windlass'
+),
+everything as (
+  select oid
+  from schema
+  where not exists (
+    select from pg_roles r where r.rolname in ('windlass_producer', 'windlass_worker') and pg_has_role(r.oid, 'usage')
+  )
 ),
 lacking as (
   -- What stands in the way of all others comes first.
@@ -128,16 +234,16 @@ lacking as (
   where not has_schema_privilege(oid, 'usage')
   union all
   select 2, needed || ' on ' || class.relname
-  from schema
-  join pg_class class on class.relnamespace = schema.oid and class.relkind = 'r'
+  from everything
+  join pg_class class on class.relnamespace = everything.oid and class.relkind = 'r'
   cross join unnest(array['select', 'insert', 'update', 'delete']) as needed
   where not has_table_privilege(class.oid, needed)
     -- Only who migrates writes there.
     and (class.relname <> 'migrations' or needed = 'select')
   union all
   select 3, 'execute on ' || function.proname
-  from schema
-  join pg_proc function on function.pronamespace = schema.oid
+  from everything
+  join pg_proc function on function.pronamespace = everything.oid
   where not has_function_privilege(function.oid, 'execute')
 )
 select missing

@@ -4,6 +4,8 @@ from importlib import resources
 
 from windlass.store.migrate import LOCK_KEY, LOCK_TIMEOUT_S, Migration
 
+# Rights for those who are not the schema's owner. Not a migration: not every database wants these roles.
+GRANTS = resources.files("windlass.store").joinpath("grants.sql").read_text()
 _SCRIPT = resources.files("windlass.store").joinpath("script.sql").read_text()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import to_json
 from windlass.worker import frames
-from windlass.worker.handler import DoNotRetry, Handler, ProgressReport, RunningTask, last_words, load_handler
+from windlass.worker.handler import DoNotRetry, Handler, ReportProgress, RunningTask, last_words, load_handler
 
 # More often than this nobody looks; a handler that reports every iteration costs itself nothing.
 PROGRESS_INTERVAL_S = 0.1
@@ -72,7 +72,7 @@ class Child:
         except BadInput as error:
             return _failed("BAD_RESULT", str(error))
 
-    def _progress_reporter(self, claim_token: str) -> ProgressReport:
+    def _progress_reporter(self, claim_token: str) -> ReportProgress:
         sent_at = 0.0
 
         def report(fraction: float, note: str | None) -> None:

@@ -13,7 +13,8 @@ import shutil
 
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
-from windlass.worker.executor import Failure, Outcome, ReportProgress, Success, time_limit_failure
+from windlass.worker.executor import Failure, Outcome, Success, time_limit_failure
+from windlass.worker.handler import ReportProgress
 from windlass.worker.process import Group, describe_exit, start_group
 
 

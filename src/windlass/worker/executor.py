@@ -4,11 +4,11 @@ Whatever a handler does, `run` returns an Outcome. Cancelling `run` ends the att
 started: there is nobody left to report to.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from windlass.model.task import Claim
+from windlass.worker.handler import ReportProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,6 @@ class Failure:
 
 
 Outcome = Success | Failure
-ReportProgress = Callable[[float, str | None], None]
 
 
 class Executor(Protocol):

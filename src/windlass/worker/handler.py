@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.model.errors import HandlerNotFound
+from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS
 
-# As much as the store keeps of either.
-MAX_NOTE_CHARACTERS = 500
-MAX_ERROR_CHARACTERS = 8_000
-
-ProgressReport = Callable[[float, str | None], None]
+# How far an attempt has come, from 0 to 1, and what it is at.
+ReportProgress = Callable[[float, str | None], None]
 
 
 class DoNotRetry(Exception):
@@ -32,7 +30,7 @@ class RunningTask:
     max_attempts: int
     # Names this attempt and no other: hand it to what must not happen twice.
     claim_token: str
-    _report: ProgressReport = field(repr=False, compare=False)
+    _report: ReportProgress = field(repr=False, compare=False)
 
     def progress(self, fraction: float, note: str | None = None) -> None:
         """Say how far the attempt has come, from 0 to 1, and what it is at. Cheap; call it as often as you like."""

@@ -3,7 +3,8 @@
 Each beat names the claims held and how far they have come, and brings back what the worker must know: its status,
 whether it is paused, which claims are gone. A database that cannot be reached is tried again, with growing pauses but
 at least once an interval; the worker goes on meanwhile. Nothing but stop() ends it: a worker that works without a
-heartbeat would lose its tasks while it runs them. Upkeep goes on beside it, and no beat waits for it.
+heartbeat would lose its tasks while it runs them. A database whose schema is not this program's is tried again too, but
+`on_mismatch` is told of it: no waiting mends that. Upkeep goes on beside it, and no beat waits for it.
 """
 
 import asyncio
@@ -12,11 +13,13 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import structlog
 
+from windlass.model.errors import SchemaMismatch
 from windlass.model.worker import HeldClaim, Pulse
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
@@ -32,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 
 class Heartbeat:
-    """`held` and `vitals` are called on the heartbeat's thread and must only copy; so is `on_pulse`."""
+    """All functions given are called on the heartbeat's thread; `held` and `vitals` must only copy."""
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Heartbeat:
         held: Callable[[], list[HeldClaim]],
         vitals: Callable[[], dict[str, Any]],
         on_pulse: Callable[[Pulse], None],
+        on_mismatch: Callable[[SchemaMismatch], None],
     ) -> None:
         self._open_transport = open_transport
         self._worker_id = worker_id
@@ -54,6 +58,7 @@ class Heartbeat:
         self._held = held
         self._vitals = vitals
         self._on_pulse = on_pulse
+        self._on_mismatch = on_mismatch
         self._loop: asyncio.AbstractEventLoop | None = None
         # Set for whatever shortens a pause; which of the two it was, the flags say.
         self._wake = asyncio.Event()
@@ -74,7 +79,11 @@ class Heartbeat:
     async def stop(self) -> None:
         self._is_stopped = True
         self._wake_up()
-        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+        # Not in the loop's own threads: handlers may have taken all of them, for ever.
+        waiter = ThreadPoolExecutor(1)
+        joined = asyncio.get_running_loop().run_in_executor(waiter, self._thread.join, STOP_TIMEOUT_S)
+        waiter.shutdown(wait=False)
+        await joined
 
     def _wake_up(self) -> None:
         try:
@@ -100,6 +109,8 @@ class Heartbeat:
                     error=str(error) or type(error).__name__,
                     failures=self._failures,
                 )
+                if isinstance(error, SchemaMismatch):
+                    self._on_mismatch(error)
             await self._pause(min(reconnect_delay_s(self._failures, random.random()), self._interval_s))  # noqa: S311
 
     async def _beat_until_trouble(self, transport: WorkerTransport) -> None:

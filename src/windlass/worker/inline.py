@@ -15,8 +15,8 @@ from typing import Any
 
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
-from windlass.worker.executor import Failure, Outcome, ReportProgress, Success, time_limit_failure
-from windlass.worker.handler import DoNotRetry, Handler, RunningTask, last_words, load_handler
+from windlass.worker.executor import Failure, Outcome, Success, time_limit_failure
+from windlass.worker.handler import DoNotRetry, Handler, ReportProgress, RunningTask, last_words, load_handler
 
 _NO_RESULT = Success("null")
 

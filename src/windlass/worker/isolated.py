@@ -14,7 +14,8 @@ import sys
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim
 from windlass.worker import frames
-from windlass.worker.executor import Failure, Outcome, ReportProgress, Success, time_limit_failure
+from windlass.worker.executor import Failure, Outcome, Success, time_limit_failure
+from windlass.worker.handler import ReportProgress
 from windlass.worker.process import LAST_WORDS_TIMEOUT_S, Group, describe_exit, start_group
 
 # Importing a large framework and its model takes minutes; hanging at import must still end.

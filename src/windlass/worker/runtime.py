@@ -4,7 +4,8 @@ One call both delivers what is finished and claims what is next. Results survive
 until it is answered, and the claim token makes the repetition harmless. A worker that is told to end (SIGTERM,
 `terminating`) finishes what it holds within the drain limit and gives the rest back; one that is paused finishes and
 claims nothing; one that was declared lost drops everything and, unless it was hired, joins again under a new name. One
-whose handler can no longer be started gives its tasks back and leaves: it would only use up their attempts.
+whose handler can no longer be started gives its tasks back and leaves: it would only use up their attempts. One whose
+database got another schema than this program knows finishes what it holds and leaves.
 """
 
 import asyncio
@@ -20,12 +21,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 import structlog
 
-from windlass.model.errors import BadInput, DatabaseUnavailable, HandlerNotFound, UnknownWorker, WindlassError
+from windlass.model.errors import (
+    BadInput,
+    DatabaseUnavailable,
+    HandlerNotFound,
+    SchemaMismatch,
+    UnknownWorker,
+    WindlassError,
+)
 from windlass.model.task import Claim, Finished, Turn
 from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerStatus
 from windlass.policy.backoff import reconnect_delay_s
@@ -42,6 +50,7 @@ POLL_MIN_INTERVAL_S = 0.05
 # A cancelled attempt has ended by then, or is an inline handler that will not; leaving does not wait for that one.
 CANCEL_TIMEOUT_S = 15.0
 FOREVER = float("inf")
+News = TypeVar("News", Pulse, SchemaMismatch)
 log = structlog.get_logger(__name__)
 
 
@@ -106,7 +115,7 @@ class WorkerRuntime:
         self._signals_seen = 0
 
     async def run(self) -> Ending:
-        """Work until told to end. Raises HandlerNotFound or DatabaseUnavailable if it cannot begin or go on."""
+        """Work until told to end. Raises HandlerNotFound, SchemaMismatch or DatabaseUnavailable if it cannot go on."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
@@ -237,7 +246,9 @@ class _Life:
         self._hands: set[asyncio.Task[None]] = set()
         self._is_relief_called = False
         self._outbox = _Outbox()
-        self._handler_lost: HandlerNotFound | None = None
+        # Hands that did not end when they were cancelled; nobody waits for them again.
+        self._stubborn: set[asyncio.Task[None]] = set()
+        self._cannot_go_on: WindlassError | None = None
         self._look_out: asyncio.Task[None] | None = None
         self._looks_in_vain = 0
         self._unanswered = 0
@@ -255,6 +266,7 @@ class _Life:
             held=self._held_claims,
             vitals=self._vitals,
             on_pulse=lambda pulse: _call_from_thread(loop, self._on_pulse, pulse),
+            on_mismatch=lambda error: _call_from_thread(loop, self._give_up, error),
         )
 
     async def live(self) -> Ending:
@@ -270,8 +282,8 @@ class _Life:
             with contextlib.suppress(DatabaseUnavailable):  # then the lease runs out instead
                 await self._transport.leave(self._id, "drained")
         log.info("worker ended", worker_id=self._id, ending=ending.value)
-        if self._handler_lost is not None:
-            raise self._handler_lost
+        if self._cannot_go_on is not None:
+            raise self._cannot_go_on
         return ending
 
     async def register(self) -> None:
@@ -359,10 +371,15 @@ class _Life:
             turn = await self._deliver(min(self._free_places(), self._claim_limit))
             self._begin(turn.claims)
             self._unanswered = 0
-        except UnknownWorker:
+        except UnknownWorker as error:
+            # Ended by others, or forgotten: we hear of it here too, in case no heartbeat gets through.
+            log.warning("no longer a worker", error=str(error))
             self._status = None
         except BadInput:
             raise
+        except SchemaMismatch as error:
+            self._give_up(error)
+            await self._bear_with(error)
         except Exception as error:  # also what no driver should say: the work at hand is worth another try
             await self._bear_with(error)
 
@@ -388,15 +405,21 @@ class _Life:
         finished = tuple(self._outbox.finished)
         if not finished and not places:
             return Turn([], [])
+        turn: Turn | None = None
+        if places:
+            # Before asking: what is announced while we wait is not in the answer, and must not be forgotten after it.
+            self._may_find_work = False
         try:
             turn = await self._transport.finish_and_claim(self._id, finished, self._settings.queues, places)
         except BadInput:
             if not finished:
                 raise
             return await self._finish_singly(finished)
+        finally:
+            # No answer says nothing, and a full one means that there may be more; a short one: now there is none.
+            if turn is None or 0 < places == len(turn.claims):
+                self._may_find_work = True
         self._settle(finished, turn)
-        # A full answer means that there may be more; a short one means that now there is none.
-        self._may_find_work = places > 0 and len(turn.claims) == places
         return turn
 
     async def _deliver_all(self) -> None:
@@ -489,14 +512,18 @@ class _Life:
             self._outbox.given_back.append(claim)
         except HandlerNotFound as error:
             self._outbox.given_back.append(claim)
-            self._handler_lost = error
-            self._orders.drain(str(error), self._settings.drain_timeout_s)
+            self._give_up(error)
         except Exception:
             # Ours, not the handler's. It must end all the same: a claim that is held is beaten for, for ever.
             self._file(claim, Failure("WORKER_ERROR", last_words(traceback.format_exc())))
         del self._running[claim.token]
         self._idle_since = time.monotonic()
         self._orders.changed.set()
+
+    def _give_up(self, error: WindlassError) -> None:
+        """We cannot go on: what runs may finish, then we leave and say why."""
+        self._cannot_go_on = self._cannot_go_on or error
+        self._orders.drain(str(error), self._settings.drain_timeout_s)
 
     def _cancel(self, token: UUID) -> None:
         hand = self._running[token]
@@ -519,8 +546,8 @@ class _Life:
         """Whatever still runs is cancelled and then waits in the outbox to be given back."""
         for token in list(self._running):
             self._cancel(token)
-        if hands := {hand for hand in self._running.values() if hand is not None}:
-            await asyncio.wait(hands, timeout=CANCEL_TIMEOUT_S)
+        if hands := {hand for hand in self._running.values() if hand is not None} - self._stubborn:
+            _, self._stubborn = await asyncio.wait(hands, timeout=CANCEL_TIMEOUT_S)
 
     # --------------------------------------------------------------------------------- what the heartbeat brings
 
@@ -549,6 +576,6 @@ class _Life:
             self._orders.drain("terminating", self._settings.drain_timeout_s)
 
 
-def _call_from_thread(loop: asyncio.AbstractEventLoop, function: Callable[[Pulse], None], pulse: Pulse) -> None:
+def _call_from_thread(loop: asyncio.AbstractEventLoop, function: Callable[[News], None], news: News) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has just ended
-        loop.call_soon_threadsafe(function, pulse)
+        loop.call_soon_threadsafe(function, news)

@@ -48,11 +48,6 @@ create table windlass.fleets (
   min_workers integer not null default 0 check (min_workers >= 0),
   max_workers integer not null default 10 check (max_workers >= min_workers),
   paused boolean not null default false,
-  -- The brake: while set, nothing is spawned (or nothing is touched), and hold_reason says why in words.
-  held_since timestamptz,
-  hold_code text,
-  hold_reason text,
-  settings jsonb not null default '{}',
   created_at timestamptz not null default windlass.now()
 );
 
@@ -90,7 +85,7 @@ create table windlass.workers (
   activated_at timestamptz,
   -- Never has a default: only the worker's own heartbeat proves that it runs.
   last_heartbeat timestamptz,
-  -- Since when heartbeats came without a gap longer than the lease. Whoever judges others must have this itself.
+  -- Since when heartbeats came without a gap that could hide an outage. Whoever judges others must have this itself.
   heartbeat_gapless_since timestamptz,
   -- Set by the first claim and never again, so that "has it ever claimed" costs no count over tasks.
   first_claimed_at timestamptz,
@@ -167,9 +162,12 @@ create index tasks_waiting on windlass.tasks (queue, run_after)
 create index tasks_running on windlass.tasks (worker_id)
   where status = 'running';
 
--- Serves retention and the statistics of recent work. Always appended at its right end.
-create index tasks_finished on windlass.tasks (finished_at)
-  where status in ('complete', 'failed');
+-- Serve retention, retry_failed and the statistics of recent work. One for each status, because each is kept for its own
+-- time: whoever looks for the oldest must not walk over all that is still kept of the other. Appended at the right end.
+create index tasks_complete on windlass.tasks (finished_at)
+  where status = 'complete';
+create index tasks_failed on windlass.tasks (finished_at)
+  where status = 'failed';
 
 -- Makes enqueueing twice safe: one row per key for as long as the row is kept.
 create unique index tasks_unique_key on windlass.tasks (queue, unique_key)
@@ -233,6 +231,7 @@ create table windlass.charges (
 create index charges_worker on windlass.charges (worker_id);
 create index charges_until on windlass.charges (until_at);
 
+-- Reserved for log lines of orchestrators and workers: nothing writes here yet, retention is applied already.
 create table windlass.logs (
   id bigint generated always as identity primary key,
   at timestamptz not null default windlass.now(),
@@ -244,5 +243,5 @@ create table windlass.logs (
 );
 create index logs_at on windlass.logs (at);
 
--- Nothing here is for everybody: grant usage on the schema to the roles that produce or work.
+-- Nothing here is for everybody: grants.sql has the rights of those who produce or work.
 revoke all on schema windlass from public;

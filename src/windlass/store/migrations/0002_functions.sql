@@ -1,6 +1,6 @@
 -- The public contract. A worker or a producer in any language needs these functions and nothing else.
 --
---   producers   enqueue, retry_task, cancel_task
+--   producers   enqueue, retry_task, retry_failed, cancel_task
 --   workers     register_worker, activate_worker, claim_task(s), complete_task, fail_task, finish_and_claim,
 --               release_task, heartbeat, leave
 --   upkeep      requeue_tasks_of, recover_lost_workers, sweep
@@ -127,6 +127,44 @@ begin
   perform windlass.note('TASK_RETRIED', 'put back into the queue by hand', null, null, p_task_id);
   perform pg_notify('windlass_tasks', v_queue);
   return true;
+end
+$$;
+
+-- Does the same with the dead letters of a queue, at most p_limit of them, oldest first, and returns their ids: a caller
+-- goes on until none is left. One that failed after p_failed_before stays: with the time at which the caller began, a
+-- task that fails again at once is not retried for ever. Served by tasks_failed.
+create function windlass.retry_failed(
+  p_queue text, p_limit integer default 1000, p_failed_before timestamptz default windlass.now()
+) returns setof bigint
+language plpgsql
+set enable_seqscan = off
+as $$
+begin
+  return query
+    with retried as (
+      update windlass.tasks t
+      set status = 'queued', run_after = null, attempts = 0, claim_token = null, worker_id = null,
+          started_at = null, finished_at = null, progress = null, progress_note = null
+      where t.id = any (array(
+        select f.id
+        from windlass.tasks f
+        where f.status = 'failed'
+          and f.finished_at <= p_failed_before
+          and f.queue = p_queue
+        order by f.finished_at
+        limit p_limit
+        for update skip locked
+      ))
+      returning t.id
+    ),
+    noted as (
+      insert into windlass.events (code, reason, task_id)
+      select 'TASK_RETRIED', 'put back into the queue by hand', r.id from retried r
+    )
+    select r.id from retried r order by r.id;
+  if found then
+    perform pg_notify('windlass_tasks', p_queue);
+  end if;
 end
 $$;
 
@@ -330,7 +368,8 @@ $$;
 -- completes.
 --
 -- Up to p_limit tasks are claimed: first in, first out within priority, per queue; among several queues the one whose
--- head comes first. None for a worker that is paused, terminating, in error or terminated.
+-- head comes first. None for a worker that is paused or terminating. One that has ended (error, terminated) hears that
+-- its results come too late, and with nothing to deliver it gets an error: it must stop, whatever its heartbeat knows.
 create function windlass.finish_and_claim(
   p_worker_id text,
   p_task_ids bigint[],
@@ -347,8 +386,8 @@ set enable_mergejoin = off
 as $$
 declare
   v_now timestamptz := windlass.now();
-  -- A claim token is 16 digits of chance for this call and 16 for the task. A random number for each row instead would
-  -- be a fifth of the time of a batch: many servers open /dev/urandom for every one.
+  -- A claim token is 60 bits of chance for this call (16 digits, one of which is always 4) and 16 digits for the task. A
+  -- random number for each row instead would be a fifth of the time of a batch: many servers open /dev/urandom for each.
   v_chance text := left(replace(gen_random_uuid()::text, '-', ''), 16);
   v_worker record;
   v_queue text;
@@ -384,7 +423,7 @@ begin
     return;
   end if;
 
-  select w.paused or w.status not in ('spawning', 'active') as is_barred, w.first_claimed_at is null as is_first,
+  select w.status, w.paused or w.status not in ('spawning', 'active') as is_barred, w.first_claimed_at is null as is_first,
     exists (
       select from windlass.tasks t
       where t.queue = any (p_queues)
@@ -398,6 +437,10 @@ begin
       using errcode = 'no_data_found';
   end if;
   if v_worker.is_barred then
+    if v_worker.status in ('error', 'terminated') and coalesce(cardinality(p_task_ids), 0) = 0 then
+      raise exception 'worker % has ended (%): register a new one', p_worker_id, v_worker.status
+        using errcode = 'no_data_found';
+    end if;
     return;
   end if;
 
@@ -488,6 +531,12 @@ as $$
   ) as due
 $$;
 
+-- The longest silence of a worker with this lease that says nothing: three beats fit into a lease, and one may be late. An
+-- outage that hides in it is so short that every other worker of that lease is heard again before its own runs out.
+create function windlass.unnoticed_gap_s(p_lease_s double precision) returns double precision
+language sql immutable parallel safe
+as $$ select 0.4 * p_lease_s $$;
+
 -- A worker says that it lives and which claims it holds: [{"task_id", "token", "progress", "note"}]. It learns its
 -- status, whether it is paused, and which of those claims it has lost. Vitals: pid, vram_total_mb, vram_used_mb and
 -- whatever else is worth keeping in metadata. A worker that has ended, or is unknown, touches no row.
@@ -507,14 +556,23 @@ as $$
 declare
   v_now timestamptz := windlass.now();
   v_lease interval;
-  v_claim record;
-  v_progress real;
-  v_note text;
+  v_ids bigint[];
+  v_tokens uuid[];
+  v_progress real[];
+  v_notes text[];
 begin
+  -- Unpacked once: looking a claim up in the JSON again and again would take the square of their number.
+  select array_agg((c ->> 'task_id')::bigint), array_agg((c ->> 'token')::uuid), array_agg((c ->> 'progress')::real),
+    array_agg(left(c ->> 'note', 500))
+  into v_ids, v_tokens, v_progress, v_notes
+  from jsonb_array_elements(p_claims) as c;
+
   update windlass.workers w
   set last_heartbeat = v_now,
       heartbeat_gapless_since = case
-        when w.last_heartbeat is null or v_now - w.last_heartbeat > make_interval(secs => w.lease_s) then v_now
+        when w.last_heartbeat is null
+          or v_now - w.last_heartbeat > make_interval(secs => windlass.unnoticed_gap_s(w.lease_s))
+        then v_now
         else w.heartbeat_gapless_since
       end,
       pid = coalesce((p_vitals ->> 'pid')::integer, w.pid),
@@ -530,42 +588,34 @@ begin
   if not found then
     status := coalesce((select w.status from windlass.workers w where w.id = p_worker_id), 'unknown');
     paused := false;
-    lost := array(select (c ->> 'token')::uuid from jsonb_array_elements(p_claims) as c);
+    lost := coalesce(v_tokens, '{}');
     return;
   end if;
 
-  -- One by one: there are few of them, and a lookup by primary key is the one plan that is right for every table.
-  lost := '{}';
-  for v_claim in
-    select (c ->> 'task_id')::bigint as task_id, (c ->> 'token')::uuid as token,
-      (c ->> 'progress')::real as progress, left(c ->> 'note', 500) as note
-    from jsonb_array_elements(p_claims) as c
-  loop
-    select t.progress, t.progress_note
-    into v_progress, v_note
-    from windlass.tasks t
-    where t.id = v_claim.task_id
-      and t.claim_token = v_claim.token
-      and t.status = 'running';
-    if not found then
-      lost := lost || v_claim.token;
-    elsif v_claim.progress is not null
-      and (v_progress, v_note) is distinct from (v_claim.progress, v_claim.note)
-    then
-      -- A locked row is being finished or taken back right now. Waiting for it would hold up this heartbeat, and could
-      -- be a deadlock: whoever holds the task may want the worker's row, which is ours.
-      update windlass.tasks t
-      set progress = v_claim.progress, progress_note = v_claim.note
-      where t.id = (
-        select r.id
-        from windlass.tasks r
-        where r.id = v_claim.task_id
-          and r.claim_token = v_claim.token
-          and r.status = 'running'
-        for no key update skip locked
-      );
-    end if;
-  end loop;
+  lost := array(
+    select h.token
+    from unnest(v_ids, v_tokens) as h (task_id, token)
+    where not exists (
+      select from windlass.tasks t
+      where t.id = h.task_id
+        and t.claim_token = h.token
+        and t.finished_at is null
+    )
+  );
+
+  -- A locked row is being finished or taken back right now. Waiting for it would hold up this heartbeat, and could be a
+  -- deadlock: whoever holds the task may want the worker's row, which is ours.
+  update windlass.tasks t
+  set progress = news.progress, progress_note = news.note
+  from (
+    select r.id, h.progress, h.note
+    from unnest(v_ids, v_tokens, v_progress, v_notes) as h (task_id, token, progress, note)
+    join windlass.tasks r on r.id = h.task_id and r.claim_token = h.token and r.finished_at is null
+    where h.progress is not null
+      and (r.progress, r.progress_note) is distinct from (h.progress, h.note)
+    for no key update of r skip locked
+  ) as news
+  where t.id = news.id;
 
   -- Claims that this worker does not know of: the answer to its claim was lost on the way. After a lease nobody can
   -- still be waiting for that answer, and without this the task would run forever in name only.
@@ -573,13 +623,21 @@ begin
   from (
     select r.id, r.claim_token
     from windlass.tasks r
-    where r.worker_id = p_worker_id
-      and r.status = 'running'
-      and r.started_at < v_now - v_lease
-      and not exists (
-        select from jsonb_array_elements(p_claims) as c
-        where (c ->> 'token')::uuid = r.claim_token
-      )
+    where r.id = any (array(
+        select u.id
+        from (
+          select o.id, o.claim_token
+          from windlass.tasks o
+          where o.worker_id = p_worker_id
+            and o.status = 'running'
+            and o.started_at < v_now - v_lease
+          except
+          select h.task_id, h.token
+          from unnest(v_ids, v_tokens) as h (task_id, token)
+        ) as u
+      ))
+      and r.worker_id = p_worker_id
+      and r.finished_at is null
     for no key update of r skip locked
   ) as t;
 end
@@ -611,7 +669,8 @@ $$;
 -- ---------------------------------------------------------------------------------------------------- upkeep
 
 -- Takes all tasks from these workers: back to the queue, or failed when the attempts are used up. The claims end
--- here, so whatever those workers still deliver changes nothing.
+-- here, so whatever those workers still deliver changes nothing. A task that somebody else has locked is left to the next
+-- call (of recover_lost_workers, or the control loop's): one long transaction must not hold up what all others wait for.
 create function windlass.requeue_tasks_of(
   p_worker_ids text[], p_code text, p_reason text, out requeued integer, out failed integer
 )
@@ -627,7 +686,7 @@ begin
     where t.worker_id = any (p_worker_ids)
       and t.status = 'running'
     order by t.id
-    for update
+    for update skip locked
   ),
   moved as (
     update windlass.tasks t
@@ -657,10 +716,13 @@ begin
 end
 $$;
 
--- Where nobody orchestrates, workers look after each other: those started by hand that were silent for longer than
--- their lease are marked as error and their tasks go to others. The judge must itself have been heard without a gap
--- for as long as the lease it judges by: after an outage that silenced all, nobody is condemned for it. Hired
--- workers (with a slot) are the orchestrator's to judge.
+-- Workers look after each other: those that were silent for longer than their lease lose their tasks to others. Those
+-- started by hand are over with it. Hired ones are the orchestrator's to judge; only when none has led for twice the lost
+-- one's lease are they marked as error here, and their machines wait for the control loop to come back.
+--
+-- The judge must itself have been heard without a gap for as long as it judges by: after an outage that silenced all,
+-- nobody is condemned for it. What may hide in the judge's own gaps grows with its lease, so one with a longer lease than
+-- the silent one's waits longer.
 --
 -- Tasks of workers that have ended are taken back too, whoever asks. A claim does not lock its worker's row, so one
 -- that was under way while the worker left commits after what it held was released.
@@ -671,38 +733,51 @@ set enable_seqscan = off
 as $$
 declare
   v_now timestamptz := windlass.now();
+  v_judge_lease_s double precision;
   v_gapless_s double precision;
+  v_leaderless_s double precision;
   v_lost record;
+  v_reason text;
 begin
-  select extract(epoch from v_now - w.heartbeat_gapless_since)
-  into v_gapless_s
+  select w.lease_s, extract(epoch from v_now - w.heartbeat_gapless_since)
+  into v_judge_lease_s, v_gapless_s
   from windlass.workers w
   where w.id = p_judge_id
     and w.status in ('active', 'terminating')
-    and w.last_heartbeat >= v_now - make_interval(secs => w.lease_s);
+    and w.last_heartbeat >= v_now - make_interval(secs => windlass.unnoticed_gap_s(w.lease_s));
+
+  -- Null where nobody has ever led.
+  select extract(epoch from v_now - max(l.expires_at)) into v_leaderless_s from windlass.leases l;
 
   for v_lost in
-    select w.id, w.fleet, extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s
+    select w.id, w.fleet, w.slot, extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s
     from windlass.workers w
-    where w.status in ('active', 'terminating')
-      and w.slot is null
-      and w.lease_s <= v_gapless_s
-      and coalesce(w.last_heartbeat, w.created_at) < v_now - make_interval(secs => w.lease_s)
+    cross join lateral (
+      select w.lease_s + windlass.unnoticed_gap_s(greatest(v_judge_lease_s - w.lease_s, 0)) as allowed_s
+    ) as silence
+    -- One that is spawning and was never heard may still be booting, which takes as long as it takes.
+    where (w.status in ('active', 'terminating') or (w.status = 'spawning' and w.last_heartbeat is not null))
+      and (w.slot is null or coalesce(v_leaderless_s > 2 * w.lease_s, true))
+      and silence.allowed_s <= v_gapless_s
+      and coalesce(w.last_heartbeat, w.created_at) < v_now - make_interval(secs => silence.allowed_s)
     order by w.id
     limit p_limit
-    for update skip locked
+    for update of w skip locked
   loop
-    update windlass.workers
-    set status = 'error', code = 'STALE_HEARTBEAT', reason = format('no heartbeat for %s s', round(v_lost.silent_s))
-    where id = v_lost.id;
-    perform windlass.note('WORKER_LOST', format('no heartbeat for %s s', round(v_lost.silent_s)), v_lost.fleet, v_lost.id, null,
-      jsonb_build_object('judge', p_judge_id));
+    v_reason := format('no heartbeat for %s s', round(v_lost.silent_s));
+    perform windlass.note('WORKER_LOST', v_reason, v_lost.fleet, v_lost.id, null, jsonb_build_object('judge', p_judge_id));
     worker_id := v_lost.id;
     select r.requeued, r.failed
     into tasks_requeued, tasks_failed
     from windlass.requeue_tasks_of(array[v_lost.id], 'WORKER_LOST', format('worker %s was lost', v_lost.id)) r;
-    -- Nobody hired it, so there is no machine to clean up: it is over.
-    update windlass.workers set status = 'terminated', terminated_at = v_now where id = v_lost.id;
+    if v_lost.slot is null then
+      -- Nobody hired it, so there is no machine to clean up: it is over.
+      update windlass.workers
+      set status = 'terminated', terminated_at = v_now, code = 'STALE_HEARTBEAT', reason = v_reason
+      where id = v_lost.id;
+    else
+      perform windlass.fail_worker(v_lost.id, 'STALE_HEARTBEAT', v_reason);
+    end if;
     return next;
   end loop;
 
@@ -710,7 +785,9 @@ begin
     select distinct t.worker_id as id
     from windlass.tasks t
     where t.status = 'running'
-      and not exists (select from windlass.workers w where w.id = t.worker_id and w.status <> 'terminated')
+      and not exists (
+        select from windlass.workers w where w.id = t.worker_id and w.status in ('spawning', 'active', 'terminating')
+      )
     order by t.worker_id
     limit p_limit
   loop
@@ -718,13 +795,16 @@ begin
     select r.requeued, r.failed
     into tasks_requeued, tasks_failed
     from windlass.requeue_tasks_of(array[v_lost.id], 'WORKER_LOST', format('worker %s has ended', v_lost.id)) r;
-    return next;
+    -- Nothing taken: what it held is locked, or was finished meanwhile.
+    if tasks_requeued + tasks_failed > 0 then
+      return next;
+    end if;
   end loop;
 end
 $$;
 
 -- Retention: deletes what is older than its limit, at most p_limit rows of each kind, oldest first. Returns how many
--- rows went, so that a caller can go on until nothing is left.
+-- rows went: a caller goes on while that is p_limit or more. One at a time: who finds another at it has nothing to do.
 create function windlass.sweep(
   p_complete_s double precision,
   p_failed_s double precision,
@@ -734,18 +814,34 @@ create function windlass.sweep(
   p_limit integer default 1000
 ) returns integer
 language plpgsql
+set enable_seqscan = off
 as $$
 declare
   v_now timestamptz := windlass.now();
   v_deleted integer := 0;
   v_count integer;
 begin
+  if not pg_try_advisory_xact_lock(hashtext('windlass.sweep')) then
+    return 0;
+  end if;
+
   delete from windlass.tasks where id = any (array(
     select t.id
     from windlass.tasks t
-    where t.status in ('complete', 'failed')
-      and t.finished_at < v_now - make_interval(secs => least(p_complete_s, p_failed_s))
-      and t.finished_at < v_now - make_interval(secs => case t.status when 'complete' then p_complete_s else p_failed_s end)
+    where t.status = 'complete'
+      and t.finished_at < v_now - make_interval(secs => p_complete_s)
+    order by t.finished_at
+    limit p_limit
+    for update skip locked
+  ));
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  delete from windlass.tasks where id = any (array(
+    select t.id
+    from windlass.tasks t
+    where t.status = 'failed'
+      and t.finished_at < v_now - make_interval(secs => p_failed_s)
     order by t.finished_at
     limit p_limit
     for update skip locked

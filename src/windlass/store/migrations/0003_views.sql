@@ -43,11 +43,12 @@ from (
 ) as q
 cross join (
   select
-    count(*) filter (where t.status = 'complete') as completed_last_hour,
-    count(*) filter (where t.status = 'failed') as failed_last_hour
-  from windlass.tasks t
-  where t.status in ('complete', 'failed')
-    and t.finished_at > windlass.now() - interval '1 hour'
+    (
+      select count(*) from windlass.tasks t where t.status = 'complete' and t.finished_at > windlass.now() - interval '1 hour'
+    ) as completed_last_hour,
+    (
+      select count(*) from windlass.tasks t where t.status = 'failed' and t.finished_at > windlass.now() - interval '1 hour'
+    ) as failed_last_hour
 ) as f
 cross join (
   select

@@ -297,14 +297,13 @@ as $$
     'duration_p50_s', (
       select percentile_cont(0.5) within group (order by extract(epoch from d.finished_at - d.started_at))
       from (
-        select t.queue, t.status, t.started_at, t.finished_at
+        select t.queue, t.started_at, t.finished_at
         from windlass.tasks t
-        where t.status in ('complete', 'failed')
+        where t.status = 'complete'
         order by t.finished_at desc
         limit 500
       ) as d
-      where d.status = 'complete'
-        and d.queue = any (p_queues)
+      where d.queue = any (p_queues)
     )
   )
   from (
@@ -557,10 +556,7 @@ begin
   end loop;
 
   update windlass.fleets
-  set memory = p_memory,
-      held_since = (p_memory -> 'hold' ->> 'since')::timestamptz,
-      hold_code = p_memory -> 'hold' ->> 'code',
-      hold_reason = p_memory -> 'hold' ->> 'reason'
+  set memory = p_memory
   where name = p_fleet;
 
   return jsonb_build_object(
