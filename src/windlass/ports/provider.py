@@ -6,10 +6,12 @@ The contract:
   adapter raises Ambiguous: only a provider's clear refusal is a refusal.
 - `list_machines` returns every machine that carries this fleet's tags, or raises Unavailable. Never a part.
 - `delete` returns when the provider says that the machine does not exist (any more). Deleting one that is gone is no
-  error. Denied is not gone: it raises.
+  error. Denied is not gone: it raises. It returns since when it is not paid for any more, where the provider says so;
+  None is taken for now.
 - No call takes longer than the adapter's own time limit. A machine without our tags is never touched.
 """
 
+from datetime import datetime
 from typing import Protocol
 
 from windlass.model.machine import Machine, MachineRequest, ProviderTraits
@@ -23,6 +25,6 @@ class Provider(Protocol):
 
     async def list_machines(self) -> tuple[Machine, ...]: ...
 
-    async def delete(self, machine: Machine) -> None: ...
+    async def delete(self, machine: Machine) -> datetime | None: ...
 
     async def close(self) -> None: ...

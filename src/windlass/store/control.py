@@ -6,6 +6,7 @@ store/memory_control.py keeps the same contract; tests/conformance/test_control_
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import datetime
 from importlib import resources
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -13,7 +14,9 @@ import asyncpg
 from pydantic import TypeAdapter
 
 from windlass.model.action import Action, Plan
+from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, Settlement, Span, Tariff
 from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, Memory, RunningView, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
@@ -35,6 +38,7 @@ from windlass.store.postgres import PostgresStore
 
 if TYPE_CHECKING:
     from windlass.ports.control import ControlStore, Operations
+    from windlass.ports.costs import Costs
 
 
 def _read_queries() -> dict[str, str]:
@@ -47,6 +51,10 @@ QUERIES = _read_queries()
 SNAPSHOT = TypeAdapter(Snapshot)
 MEMORY = TypeAdapter(Memory)
 _HOLD = TypeAdapter(Hold | None)
+_MACHINE = TypeAdapter(Machine)
+_PLAIN: TypeAdapter[Any] = TypeAdapter(Any)
+# Accounts that are open at the same time: every worker there is, and those that ended a minute ago.
+MAX_OPEN_ACCOUNTS = 10_000
 _ACTIONS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
 
 
@@ -155,6 +163,36 @@ class PostgresControlStore(PostgresStore):
         async with self._connection("giving up the lead") as connection:
             await connection.execute("select windlass.resign($1, $2)", candidate.lease, candidate.holder)
 
+    # ----------------------------------------------------------------------------------------------- the ledger
+
+    async def accounts_to_settle(self, fleet: str, limit: int) -> list[Account]:
+        return await self._accounts(fleet, None, limit, is_due=True)
+
+    async def open_accounts(self, *, fleet: str | None = None, worker_id: str | None = None) -> list[Account]:
+        return await self._accounts(fleet, worker_id, MAX_OPEN_ACCOUNTS, is_due=False)
+
+    async def _accounts(self, fleet: str | None, worker_id: str | None, limit: int, *, is_due: bool) -> list[Account]:
+        async with self._connection("reading open accounts") as connection:
+            rows = await connection.fetch(
+                "select * from windlass.open_accounts($1, $2, $3, $4)", fleet, worker_id, is_due, limit
+            )
+        return [_account(row) for row in rows]
+
+    async def settle(self, settlements: Sequence[Settlement]) -> int:
+        plain = _PLAIN.dump_json([_settlement_to_plain(settlement) for settlement in settlements]).decode()
+        async with self._connection("closing accounts") as connection:
+            return int(await connection.fetchval("select windlass.settle($1)", plain))
+
+    async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
+        async with self._connection("reading costs") as connection:
+            rows = await connection.fetch(QUERIES[f"costs_by_{by}"], since, fleet, limit)
+        return [Cost(**dict(row)) for row in rows]
+
+    async def charges_of_task(self, task_id: int) -> list[Charge]:
+        async with self._connection("reading a task's cost") as connection:
+            rows = await connection.fetch(QUERIES["charges_of_task"], task_id)
+        return [Charge(**{**row, "kind": ChargeKind(row["kind"])}) for row in rows]
+
     # ------------------------------------------------------------------------------------------------ by hand
 
     async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
@@ -209,8 +247,7 @@ class PostgresControlStore(PostgresStore):
 
 def actions_to_plain(actions: Sequence[Action]) -> list[dict[str, Any]]:
     """Actions as they are stored with their cycle: each with its kind, times as text."""
-    adapter: TypeAdapter[Any] = TypeAdapter(Any)
-    return [{"kind": type(action).__name__, **adapter.dump_python(asdict(action), mode="json")} for action in actions]
+    return [{"kind": type(action).__name__, **_PLAIN.dump_python(asdict(action), mode="json")} for action in actions]
 
 
 def actions_from_plain(actions: list[dict[str, Any]]) -> tuple[Action, ...]:
@@ -224,9 +261,39 @@ def _worker_view(row: Any) -> WorkerView:
     fields = dict(row.items())
     ids, since, limits = fields.pop("running_ids"), fields.pop("running_since"), fields.pop("running_limits")
     del fields["header"]
+    price, per_month, currency = (
+        fields.pop(name) for name in ("price_micros_per_hour", "price_micros_per_month", "currency")
+    )
+    unit_s, since, settled_until = (fields.pop(name) for name in ("billing_unit_s", "billed_since", "settled_until"))
+    if since is not None:
+        fields["bill"] = Bill(Tariff(price, currency, unit_s, per_month), since, None, settled_until)
     fields["status"] = WorkerStatus(fields["status"])
     fields["running"] = tuple(map(RunningView, ids, since, limits)) if ids else ()
     return WorkerView(**fields)
+
+
+def _account(row: Any) -> Account:
+    tariff = Tariff(row["price_micros_per_hour"], row["currency"], row["unit_s"], row["price_micros_per_month"])
+    spans = zip(row["task_ids"] or (), row["queues"] or (), row["begun"] or (), row["ended"] or (), strict=True)
+    return Account(
+        row["worker_id"],
+        row["fleet"],
+        Bill(tariff, row["since"], row["until"], row["settled_until"]),
+        row["ready_at"],
+        tuple(Span(*span) for span in spans),
+    )
+
+
+def _settlement_to_plain(settlement: Settlement) -> dict[str, Any]:
+    bill = settlement.account.bill
+    return {
+        "worker_id": settlement.account.worker_id,
+        "was_settled_until": bill.settled_until,
+        "billed_until": bill.until,
+        "settled_until": settlement.settled_until,
+        "settle_at": settlement.settle_at,
+        "charges": [asdict(charge) for charge in settlement.charges],
+    }
 
 
 def _fleet(row: Any) -> Fleet:
@@ -261,15 +328,9 @@ def _cycle(row: Any) -> Cycle:
 
 def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
     match outcome:
-        case Created(worker_id, machine):
-            return {
-                "kind": "created",
-                "worker_id": worker_id,
-                "machine_id": machine.id,
-                "instance_type": machine.instance_type,
-                "price_micros_per_hour": machine.price_micros_per_hour,
-                "currency": machine.currency,
-            }
+        case Created(worker_id, machine, unit_s):
+            plain = _MACHINE.dump_python(machine, mode="json")
+            return {"kind": "created", "worker_id": worker_id, "machine": plain, "billing_unit_s": unit_s}
         case CreationUnclear():
             kind = "ambiguous"
         case CreationRefused():
@@ -280,10 +341,11 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
             kind = "not_deleted"
         case StrayDeleted():
             kind = "stray_deleted"
-    return {"kind": kind, **asdict(outcome)}
+    return {"kind": kind, **_PLAIN.dump_python(asdict(outcome), mode="json")}
 
 
 if TYPE_CHECKING:
     # mypy compares every signature with the contracts'.
     _: type[ControlStore] = PostgresControlStore
     __: type[Operations] = PostgresControlStore
+    ___: type[Costs] = PostgresControlStore

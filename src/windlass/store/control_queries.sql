@@ -55,3 +55,81 @@ where t.queue = mine.queue
   and t.status = 'queued'
   and t.run_after is null
   and (t.priority > mine.priority or (t.priority = mine.priority and t.id < mine.id));
+
+-- name: costs_by_day
+-- `windlass cost`; spending_hour.
+select
+  to_char(s.hour at time zone 'UTC', 'YYYY-MM-DD') as key, s.currency,
+  sum(s.task_micros)::bigint as task_micros, sum(s.boot_micros)::bigint as boot_micros,
+  sum(s.idle_micros)::bigint as idle_micros, sum(s.tail_micros)::bigint as tail_micros
+from windlass.spending s
+where s.hour >= $1
+  and ($2::text is null or s.fleet = $2)
+group by 1, 2
+order by key desc, s.currency collate "C"
+limit $3;
+
+-- name: costs_by_fleet
+-- `windlass cost --by fleet`; spending_hour.
+select
+  s.fleet as key, s.currency,
+  sum(s.task_micros)::bigint as task_micros, sum(s.boot_micros)::bigint as boot_micros,
+  sum(s.idle_micros)::bigint as idle_micros, sum(s.tail_micros)::bigint as tail_micros
+from windlass.spending s
+where s.hour >= $1
+  and ($2::text is null or s.fleet = $2)
+group by 1, 2
+order by sum(s.task_micros + s.boot_micros + s.idle_micros + s.tail_micros) desc, key collate "C", s.currency collate "C"
+limit $3;
+
+-- name: costs_by_queue
+-- `windlass cost --by queue`; charges_from. Boot, idle and tail are for no queue: they come without a key.
+select
+  c.queue as key, c.currency,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0)::bigint as task_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'boot'), 0)::bigint as boot_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'idle'), 0)::bigint as idle_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)::bigint as tail_micros
+from windlass.charges c
+where c.from_at >= $1
+  and ($2::text is null or c.fleet = $2)
+group by 1, 2
+order by sum(c.amount_micros) desc, key collate "C", c.currency collate "C"
+limit $3;
+
+-- name: costs_by_worker
+-- `windlass cost --by worker`; charges_from.
+select
+  c.worker_id as key, c.currency,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0)::bigint as task_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'boot'), 0)::bigint as boot_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'idle'), 0)::bigint as idle_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)::bigint as tail_micros
+from windlass.charges c
+where c.from_at >= $1
+  and ($2::text is null or c.fleet = $2)
+group by 1, 2
+order by sum(c.amount_micros) desc, key collate "C", c.currency collate "C"
+limit $3;
+
+-- name: costs_by_task
+-- `windlass cost --by task`; charges_from. What was for no task comes without a key.
+select
+  c.task_id::text as key, c.currency,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0)::bigint as task_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'boot'), 0)::bigint as boot_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'idle'), 0)::bigint as idle_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)::bigint as tail_micros
+from windlass.charges c
+where c.from_at >= $1
+  and ($2::text is null or c.fleet = $2)
+group by 1, 2
+order by sum(c.amount_micros) desc, key collate "C", c.currency collate "C"
+limit $3;
+
+-- name: charges_of_task
+-- `windlass tasks show`; charges_task.
+select worker_id, fleet, kind, from_at, until_at, amount_micros, currency, task_id, queue
+from windlass.charges
+where task_id = $1
+order by from_at, worker_id collate "C";

@@ -372,12 +372,13 @@ class PostgresStore:
         kept = self._retention
         async with self._connection("applying retention") as connection:
             deleted: int = await connection.fetchval(
-                "select windlass.sweep($1, $2, $3, $4, $5)",
+                "select windlass.sweep($1, $2, $3, $4, $5, $6)",
                 kept.complete_s,
                 kept.failed_s,
                 kept.events_s,
                 kept.cycles_s,
                 kept.logs_s,
+                kept.charges_s,
             )
         return deleted
 
