@@ -58,6 +58,16 @@ MAX_OPEN_ACCOUNTS = 10_000
 _ACTIONS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
 
 
+_BILL_COLUMNS = (
+    "price_micros_per_hour",
+    "currency",
+    "billing_unit_s",
+    "price_micros_per_month",
+    "billed_since",
+    "settled_until",
+)
+
+
 class PostgresControlStore(PostgresStore):
     def __init__(self, dsn: str, **options: Any) -> None:
         super().__init__(dsn, **options)
@@ -185,7 +195,8 @@ class PostgresControlStore(PostgresStore):
 
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
         async with self._connection("reading costs") as connection:
-            rows = await connection.fetch(QUERIES[f"costs_by_{by}"], since, fleet, limit)
+            query = QUERIES["costs_of_hours" if by in ("day", "fleet") else "costs_of_charges"]
+            rows = await connection.fetch(query, by, since, fleet, limit)
         return [Cost(**dict(row)) for row in rows]
 
     async def charges_of_task(self, task_id: int) -> list[Charge]:
@@ -261,12 +272,9 @@ def _worker_view(row: Any) -> WorkerView:
     fields = dict(row.items())
     ids, since, limits = fields.pop("running_ids"), fields.pop("running_since"), fields.pop("running_limits")
     del fields["header"]
-    price, per_month, currency = (
-        fields.pop(name) for name in ("price_micros_per_hour", "price_micros_per_month", "currency")
-    )
-    unit_s, since, settled_until = (fields.pop(name) for name in ("billing_unit_s", "billed_since", "settled_until"))
-    if since is not None:
-        fields["bill"] = Bill(Tariff(price, currency, unit_s, per_month), since, None, settled_until)
+    price, currency, unit_s, per_month, billed_since, settled_until = map(fields.pop, _BILL_COLUMNS)
+    if billed_since is not None:
+        fields["bill"] = Bill(Tariff(price, currency, unit_s, per_month), billed_since, None, settled_until)
     fields["status"] = WorkerStatus(fields["status"])
     fields["running"] = tuple(map(RunningView, ids, since, limits)) if ids else ()
     return WorkerView(**fields)

@@ -56,76 +56,43 @@ where t.queue = mine.queue
   and t.run_after is null
   and (t.priority > mine.priority or (t.priority = mine.priority and t.id < mine.id));
 
--- name: costs_by_day
--- `windlass cost`; spending_hour.
+-- name: costs_of_hours
+-- `windlass cost --by day|fleet`; spending_hour.
 select
-  to_char(s.hour at time zone 'UTC', 'YYYY-MM-DD') as key, s.currency,
+  k.key, s.currency,
   sum(s.task_micros)::bigint as task_micros, sum(s.boot_micros)::bigint as boot_micros,
   sum(s.idle_micros)::bigint as idle_micros, sum(s.tail_micros)::bigint as tail_micros
 from windlass.spending s
-where s.hour >= $1
-  and ($2::text is null or s.fleet = $2)
-group by 1, 2
-order by key desc, s.currency collate "C"
-limit $3;
+cross join lateral (
+  select case $1::text when 'day' then to_char(s.hour at time zone 'UTC', 'YYYY-MM-DD') else s.fleet end as key
+) as k
+where s.hour >= $2
+  and ($3::text is null or s.fleet = $3)
+group by k.key, s.currency
+order by
+  case $1::text when 'day' then k.key end desc,
+  sum(s.task_micros + s.boot_micros + s.idle_micros + s.tail_micros) desc,
+  k.key collate "C",
+  s.currency collate "C"
+limit $4;
 
--- name: costs_by_fleet
--- `windlass cost --by fleet`; spending_hour.
+-- name: costs_of_charges
+-- `windlass cost --by queue|worker|task`; charges_from. What was for no queue, or no task, comes without a key.
 select
-  s.fleet as key, s.currency,
-  sum(s.task_micros)::bigint as task_micros, sum(s.boot_micros)::bigint as boot_micros,
-  sum(s.idle_micros)::bigint as idle_micros, sum(s.tail_micros)::bigint as tail_micros
-from windlass.spending s
-where s.hour >= $1
-  and ($2::text is null or s.fleet = $2)
-group by 1, 2
-order by sum(s.task_micros + s.boot_micros + s.idle_micros + s.tail_micros) desc, key collate "C", s.currency collate "C"
-limit $3;
-
--- name: costs_by_queue
--- `windlass cost --by queue`; charges_from. Boot, idle and tail are for no queue: they come without a key.
-select
-  c.queue as key, c.currency,
+  k.key, c.currency,
   coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0)::bigint as task_micros,
   coalesce(sum(c.amount_micros) filter (where c.kind = 'boot'), 0)::bigint as boot_micros,
   coalesce(sum(c.amount_micros) filter (where c.kind = 'idle'), 0)::bigint as idle_micros,
   coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)::bigint as tail_micros
 from windlass.charges c
-where c.from_at >= $1
-  and ($2::text is null or c.fleet = $2)
-group by 1, 2
-order by sum(c.amount_micros) desc, key collate "C", c.currency collate "C"
-limit $3;
-
--- name: costs_by_worker
--- `windlass cost --by worker`; charges_from.
-select
-  c.worker_id as key, c.currency,
-  coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0)::bigint as task_micros,
-  coalesce(sum(c.amount_micros) filter (where c.kind = 'boot'), 0)::bigint as boot_micros,
-  coalesce(sum(c.amount_micros) filter (where c.kind = 'idle'), 0)::bigint as idle_micros,
-  coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)::bigint as tail_micros
-from windlass.charges c
-where c.from_at >= $1
-  and ($2::text is null or c.fleet = $2)
-group by 1, 2
-order by sum(c.amount_micros) desc, key collate "C", c.currency collate "C"
-limit $3;
-
--- name: costs_by_task
--- `windlass cost --by task`; charges_from. What was for no task comes without a key.
-select
-  c.task_id::text as key, c.currency,
-  coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0)::bigint as task_micros,
-  coalesce(sum(c.amount_micros) filter (where c.kind = 'boot'), 0)::bigint as boot_micros,
-  coalesce(sum(c.amount_micros) filter (where c.kind = 'idle'), 0)::bigint as idle_micros,
-  coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)::bigint as tail_micros
-from windlass.charges c
-where c.from_at >= $1
-  and ($2::text is null or c.fleet = $2)
-group by 1, 2
-order by sum(c.amount_micros) desc, key collate "C", c.currency collate "C"
-limit $3;
+cross join lateral (
+  select case $1::text when 'queue' then c.queue when 'worker' then c.worker_id else c.task_id::text end as key
+) as k
+where c.from_at >= $2
+  and ($3::text is null or c.fleet = $3)
+group by k.key, c.currency
+order by sum(c.amount_micros) desc, k.key collate "C", c.currency collate "C"
+limit $4;
 
 -- name: charges_of_task
 -- `windlass tasks show`; charges_task.

@@ -603,10 +603,9 @@ class MemoryControlStore(MemoryStore):
             before = sums.get((key, cost.currency), Cost(key, cost.currency))
             sums[key, cost.currency] = _sum(before, cost)
         ordered = sorted(sums.values(), key=lambda cost: (cost.key is None, cost.key or "", cost.currency))
+        ordered.sort(key=lambda cost: -cost.total_micros)
         if by == "day":
             ordered.sort(key=lambda cost: cost.key or "", reverse=True)
-        else:
-            ordered.sort(key=lambda cost: -cost.total_micros)
         return ordered[:limit]
 
     async def charges_of_task(self, task_id: int) -> list[Charge]:

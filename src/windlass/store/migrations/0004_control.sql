@@ -505,6 +505,7 @@ declare
   v_requeued integer := 0;
   v_count integer;
   v_action jsonb;
+  v_machine jsonb;
 begin
   perform windlass.require_lease(p_lease, p_holder, p_term);
 
@@ -557,20 +558,16 @@ begin
           perform windlass.note('WORKER_TERMINATING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
       when 'Adopt' then
+        -- What it is and costs stands in the list in which it was found.
+        v_machine := jsonb_path_query_first(
+          p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id'));
         update windlass.workers
         set machine_id = v_action ->> 'machine_id', machine_at = v_now, creation = 'created',
-            instance_type = m.machine ->> 'instance_type'
-        from (
-          -- What it is and costs stands in the list in which it was found.
-          select jsonb_path_query_first(
-            p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')
-          ) as machine
-        ) as m
+            instance_type = v_machine ->> 'instance_type'
         where id = v_action ->> 'worker_id' and machine_id is null;
         if found then
-          perform windlass.open_bill(v_action ->> 'worker_id', jsonb_path_query_first(
-            p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')
-          ), (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
+          perform windlass.open_bill(
+            v_action ->> 'worker_id', v_machine, (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
           perform windlass.note('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
       when 'FailSlot' then
