@@ -67,18 +67,26 @@ def budgets(snapshot: Snapshot, fleet: FleetConfig) -> list[Budget]:
     return sorted(found, key=lambda budget: -budget.spent_micros * 10**6 // budget.limit_micros)
 
 
-def affordable(snapshot: Snapshot, found: list[Budget]) -> int | None:
+def has_budget(fleet: FleetConfig) -> bool:
+    limits = (fleet.budget_per_hour, fleet.budget_per_day, fleet.budget_per_month)
+    return any(limit is not None for limit in limits)
+
+
+def affordable(snapshot: Snapshot, fleet: FleetConfig, found: list[Budget]) -> int | None:
     """How many more workers the budgets have room for: each costs a unit at the highest price known, and those hired
-    whose machine is not known yet have theirs still before them. None: no limit, or no price is known."""
+    whose machine is not known yet have theirs still before them. As long as no price is known, one, which will tell
+    it. None: no limit, or machines that have no price."""
+    if not has_budget(fleet):
+        return None
     prices: dict[str, int] = {}
     for bill in _bills(snapshot):
         price = cost(bill.tariff, bill.since, bill.since)
         prices[bill.tariff.currency] = max(price, prices.get(bill.tariff.currency, 0))
-    expected = sum(worker.slot is not None and worker.bill is None for worker in snapshot.workers)
-    rooms = [
-        budget.left_micros // prices[budget.currency] - expected for budget in found if prices.get(budget.currency)
-    ]
-    return max(0, min(rooms)) if rooms else None
+    unknown = [worker for worker in snapshot.workers if worker.slot is not None and worker.bill is None]
+    if any(worker.machine_id is not None for worker in unknown):
+        return None
+    rooms = [budget.left_micros // prices[budget.currency] for budget in found if prices.get(budget.currency)]
+    return max(0, min(rooms, default=1) - len(unknown)) if rooms or not prices else None
 
 
 def _bills(snapshot: Snapshot) -> list[Bill]:

@@ -22,10 +22,12 @@ def keep_budget(draft: Draft) -> list[Action]:
             alerts += draft.alert(CODE, f"{budget}: {CONSEQUENCES[action]}", about=budget.when)
         elif budget.is_nearly_spent:
             alerts += draft.alert("BUDGET_NEAR", str(budget), about=budget.when)
-    if action == "warn" or not found:
+    if action == "warn":
+        return alerts
+    draft.affordable = affordable(draft.snapshot, draft.fleet, found)
+    if not found:
         return alerts
     worst = found[0]
-    draft.affordable = affordable(draft.snapshot, found)
     if worst.is_spent:
         draft.hold(CODE, str(worst))
         draft.over_budget = str(worst) if action == "drain" else None
