@@ -230,6 +230,18 @@ def test_nobody_is_hired_whom_the_budget_cannot_pay() -> None:
     assert again.hold.reason == "EUR 2.00 of 5.00 spent today, which leaves too little for another worker"
 
 
+def test_as_long_as_no_price_is_known_one_worker_is_hired_to_learn_it() -> None:
+    config = fleet(budget_per_day="5")
+    assert kinds(plan(seen(queued=9), config)) == ["Spawn"]
+    on_its_way = worker("s0", 0, "spawning", created=1, heartbeat=None, machine_id=None)
+    traits = replace(HOURLY, creation_lateness_s=60)
+    assert plan(seen(on_its_way, queued=9, traits=traits), config).actions == ()
+    known = replace(on_its_way, machine_id="m-s0", bill=Bill(TARIFF, ago(1)))
+    assert kinds(plan(seen(known, queued=9), config)) == ["Spawn"] * 3
+    priceless = replace(on_its_way, machine_id="m-s0")
+    assert kinds(plan(seen(priceless, queued=9), config)) == ["Spawn"] * 3
+
+
 def test_a_drain_by_budget_lets_everybody_go_when_what_is_paid_is_used_up() -> None:
     config = fleet(budget_per_day="5", budget_action="drain", min_workers=4, stop_timeout_s=600)
     views = [

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from windlass import __version__
-from windlass.cli import config, db, demo, doctor, enqueue, explain, fleets, status, tasks, up, worker, workers
+from windlass.cli import config, cost, db, demo, doctor, enqueue, explain, fleets, status, tasks, up, worker, workers
 from windlass.cli.common import EXIT_BAD_INPUT
 from windlass.model.address import masked
 from windlass.model.errors import WindlassError
@@ -41,6 +41,7 @@ app.command()(explain.replay)
 for by_hand in (fleets.spawn, fleets.terminate, fleets.pause, fleets.resume, fleets.restart):
     app.command()(by_hand)
 app.command()(up.cycle)
+app.command()(cost.cost)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.add_typer(db.app, name="db")
