@@ -434,7 +434,9 @@ begin
     end if;
   end if;
   if p_task_ids is not null and p_limit <= 0 then
-    perform windlass.note_spans(p_worker_id, p_task_ids, v_now);
+    if v_count > 0 then
+      perform windlass.note_spans(p_worker_id, p_task_ids, v_now);
+    end if;
     return;
   end if;
 
