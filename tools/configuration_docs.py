@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -49,7 +50,15 @@ max_workers = 8
 
 
 HEAD = ("| key | type | default | also | what it is |", "| --- | --- | --- | --- | --- |")
-WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path", SecretStr: "secret"}
+WORDS = {
+    int: "whole number",
+    float: "number",
+    Decimal: "amount",
+    str: "text",
+    bool: "true or false",
+    Path: "path",
+    SecretStr: "secret",
+}
 
 
 def render() -> str:

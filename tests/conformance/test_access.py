@@ -62,7 +62,7 @@ async def hire(store: Stores, worker_id: str = "w0", slot: int = 0, join: bytes 
 async def end(store: Stores, worker_id: str = "w0") -> None:
     observed = await store.observe(ANN, "gpus", FLEET)
     assert isinstance(observed, tuple)
-    await store.commit_outcomes(ANN, observed[0], "gpus", 0, [Deleted(worker_id, "IDLE", "let go")], [], None)
+    await store.commit_outcomes(ANN, observed[0], "gpus", 0, [Deleted(worker_id, None, "IDLE", "let go")], [], None)
 
 
 def test_a_token_has_256_bits_of_chance_behind_its_prefix() -> None:

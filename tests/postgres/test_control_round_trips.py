@@ -52,11 +52,14 @@ class Shed:
 
     traits = ProviderTraits()
 
-    def __init__(self) -> None:
+    def __init__(self, price_micros_per_hour: int | None = None) -> None:
         self.machines: dict[str, Machine] = {}
+        self._price = price_micros_per_hour
 
     async def create(self, request: MachineRequest) -> Machine:
-        machine = Machine(f"m-{request.name}", request.name, MachineState.RUNNING)
+        machine = Machine(
+            f"m-{request.name}", request.name, MachineState.RUNNING, price_micros_per_hour=self._price, currency="EUR"
+        )
         self.machines[machine.id] = machine
         return machine
 
@@ -126,3 +129,26 @@ async def test_a_cycle_makes_as_many_round_trips_for_one_worker_as_for_a_thousan
     assert one == some == many
     # To lead, to observe, to write down the plan; what was done; and what was done about that.
     assert max(one) <= 5
+
+
+async def test_accounts_cost_two_round_trips_when_they_are_due_and_none_otherwise(embedded_server: Any) -> None:
+    workers, clock, shed = 20, Clock(), Shed(price_micros_per_hour=6_000)
+    config = FleetConfig(min_workers=workers, max_workers=workers, max_changes_per_cycle=workers)
+    counts = []
+    with embedded_server.migrated_database() as dsn:
+        async with CountingStore(dsn, virtual_now=clock) as store:
+            # One who keeps the lead, as a daemon does.
+            fleet = FleetCycle("f", config, store, shed, Candidate("ann", 10_000.0), Random(0))  # noqa: S311
+            for minutes in (0, 1, 1, 1, 57, 1, 1):
+                clock.now += timedelta(minutes=minutes)
+                for worker in await store.workers():
+                    await store.heartbeat(worker.id)
+                store.round_trips = 0
+                await fleet.run()
+                counts.append(store.round_trips)
+            (cost,) = await store.costs("fleet", clock.now - timedelta(days=1))
+            # Sixty minutes of twenty workers are closed; those that began since are not.
+            assert cost.total_micros == workers * 6_000
+    _hired, _promoted, _steady, quiet, _stored_again, due, after = counts
+    assert quiet == after
+    assert due == quiet + 2

@@ -9,11 +9,12 @@ from typing import Any
 import asyncpg
 import pytest
 
+from windlass.cost.ledger import settle
 from windlass.model.action import Adopt, Plan, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Memory, Snapshot
-from windlass.ports.control import Candidate, Created, Intent, LeaseLost, Standby
+from windlass.ports.control import Candidate, Created, Deleted, Intent, LeaseLost, Standby
 from windlass.store.control import PostgresControlStore
 
 FLEET = FleetConfig(max_workers=4)
@@ -116,3 +117,30 @@ async def test_an_unknown_machine_can_be_adopted(each_dsn: str, connection: Any)
         await store.commit_plan(ann, term, snapshot, Plan((), Memory(), "x"), [Intent("w0", 0, "wanted", 30.0)])
         await store.commit_plan(ann, term, snapshot, Plan((Adopt("w0", "m1", "found"),), Memory(), "x"), [])
     assert await connection.fetchval("select machine_id from windlass.workers") == "m1"
+
+
+async def test_of_many_who_settle_at_once_one_charges(each_dsn: str, connection: Any) -> None:
+    ann, now = Candidate("ann", 100_000.0), datetime(2030, 1, 1, tzinfo=UTC)
+    times = [now]
+    async with PostgresControlStore(each_dsn, virtual_now=lambda: times[0], max_connections=10) as store:
+        term, snapshot = await observed(store, ann)
+        intents = [Intent(f"w{slot}", slot, "wanted", 30.0) for slot in range(4)]
+        await store.commit_plan(ann, term, snapshot, Plan((), Memory(), "x"), intents)
+        made = [Created(f"w{n}", replace(MACHINE, id=f"m{n}", name=f"w{n}", created_at=now), 3600) for n in range(4)]
+        await store.commit_outcomes(ann, term, "f", 1, made, [], {})
+        times[0] += timedelta(hours=3)
+        await store.commit_outcomes(ann, term, "f", 1, [Deleted("w0", None, "X", "x")], [], {})
+        times[0] += timedelta(minutes=2)
+
+        async def close() -> int:
+            accounts = await store.accounts_to_settle("f", 10)
+            return await store.settle([settle(account, times[0]) for account in accounts])
+
+        assert sum(await asyncio.gather(*(close() for _ in range(10)))) == 4
+        assert await close() == 0
+    charged = await connection.fetch("select worker_id, sum(amount_micros) from windlass.charges group by 1 order by 1")
+    # Three hours of each are over, and closed.
+    assert [tuple(row) for row in charged] == [(f"w{n}", 3 * 1_500_000) for n in range(4)]
+    spent = await connection.fetchval("select sum(boot_micros + tail_micros) from windlass.spending")
+    assert spent == 12 * 1_500_000
+    assert await connection.fetchval("select sum(total_micros) from windlass.daily_costs") == spent

@@ -553,6 +553,8 @@ VIEWS = {
     ),
     "recent_errors": "id at code reason fleet worker_id task_id detail",
     "cost_estimates": "worker_id fleet instance_type currency price_micros_per_hour runtime_s cost_micros",
+    "daily_costs": "day fleet currency task_micros boot_micros idle_micros tail_micros total_micros",
+    "task_costs": "task_id queue currency cost_micros",
     # Seed 004's health table, column by column.
     "health": "component last_seen status pid current_job details_json restart_count last_restart created_at",
 }

@@ -193,7 +193,7 @@ def test_a_fleet_that_does_not_end_in_its_time_stops_nobody_else() -> None:
         await asyncio.sleep(STOP_MARGIN_S + SOON_S)
         asked = bed.clouds["blue"].deleted_calls
         for worker_id in await bed.active("red"):
-            await bed.store.fail_worker(worker_id, "killed")
+            await bed.store.end_worker(worker_id, "killed")
         await asyncio.sleep(SOON_S)
         assert not up.task.done()
         assert len(await bed.active("red")) == 1, "the dead are replaced"

@@ -111,7 +111,7 @@ class Plane:
     async def end(self, worker_id: str = "w0") -> None:
         term = await self.store.lead(ANN)
         assert isinstance(term, int)
-        await self.store.commit_outcomes(ANN, term, "gpus", 0, [Deleted(worker_id, "IDLE", "let go")], [], None)
+        await self.store.commit_outcomes(ANN, term, "gpus", 0, [Deleted(worker_id, None, "IDLE", "let go")], [], None)
 
     async def api_token(self, role: Role) -> str:
         token = new_token(API_PREFIX, CHANCE)

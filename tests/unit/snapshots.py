@@ -169,6 +169,7 @@ class _World:
         self.orphaned = list(seen.orphaned)
         self.requested = seen.requested
         self.refusal = seen.refusal
+        self.ended_bills = seen.ended_bills
 
     def carry_out(self, action: Action) -> None:
         now = self.seen.now
@@ -185,7 +186,9 @@ class _World:
                 self._change(worker_id, status=WorkerStatus.TERMINATING, terminating_at=now, code=code, reason=reason)
             case Delete(worker_id, machine_id):
                 self._requeue(worker_id)
-                del self.workers[worker_id]
+                bill = self.workers.pop(worker_id).bill
+                if bill is not None:
+                    self.ended_bills += (replace(bill, until=now),)
                 self._remove_machine(machine_id)
             case Adopt(worker_id, machine_id):
                 self._change(worker_id, machine_id=machine_id, creation="created", machine_at=now)
@@ -257,6 +260,7 @@ class _World:
             orphaned=tuple(self.orphaned),
             requested=self.requested,
             refusal=self.refusal,
+            ended_bills=self.ended_bills,
             memory=memory,
         )
 

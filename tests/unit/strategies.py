@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 from snapshots import NOW, ago, worker
 
+from windlass.model.cost import Bill, Spending, Tariff
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
 from windlass.model.snapshot import (
@@ -30,6 +31,7 @@ from windlass.model.worker import LIVE, WorkerStatus
 
 MAX_SLOTS = 7
 CAST_SIZE = 600
+BUDGETS = ("budget_per_hour", "budget_per_day", "budget_per_month")
 AGES = (0.5, 5.5, 20.5, 40.5, 90.5, 200.5, 400.5, 700.5, 2000.5)
 
 
@@ -168,7 +170,7 @@ def scenes(draw: st.DrawFn) -> Scene:
             if draw(st.integers(0, 4))
             else None,
             listed_at=draw(st.sampled_from((None, ago(1.0)))),
-            traits=draw(st.sampled_from((ProviderTraits(), ProviderTraits(60.25, 120.25, 60.25)))),
+            traits=draw(st.sampled_from(TRAITS)),
             hirings=_hirings(views, draw(st.lists(st.tuples(moments, st.booleans()), max_size=6)), fleet),
             refusal=draw(st.sampled_from(REFUSALS)),
             orphaned=_orphaned(views, draw(st.booleans())),
@@ -256,6 +258,12 @@ REFUSALS = (
     Refusal("LimitReached", "no more than ten", ago(90.5)),
     Refusal("Denied", "who are you", ago(400.5)),
 )
+# The last is paid in units of which a machine that is 400.5 s old has 40.5 s left: in the middle of the time to leave.
+TRAITS = (
+    ProviderTraits(),
+    ProviderTraits(60.25, 120.25, 60.25),
+    ProviderTraits(60.25, 120.25, 60.25, billing_unit_s=441),
+)
 GUARDS = (
     Guard(),
     Guard(broken_starts=1, broken_at=ago(20.5)),
@@ -263,6 +271,27 @@ GUARDS = (
     Guard(trips=1, until=ago(100.5), judged_until=ago(400.5)),
     Guard(trips=3, until=ago(100.5), judged_until=ago(700.5), broken_starts=1, broken_at=ago(20.5)),
 )
+
+
+@st.composite
+def paid_scenes(draw: st.DrawFn) -> Scene:
+    """The same with prices and budgets."""
+    scene = draw(scenes())
+    limits = draw(st.fixed_dictionaries({name: st.sampled_from((None, "0.5", "2", "40")) for name in BUDGETS}))
+    action = draw(st.sampled_from(("warn", "stop-spawning", "drain")))
+    fleet = FleetConfig.model_validate(scene.fleet.model_dump() | limits | {"budget_action": action})
+    tariff = Tariff(draw(st.sampled_from((1, 360_000, 3_600_000))), "EUR", scene.snapshot.traits.billing_unit_s)
+    views = tuple(
+        replace(view, bill=Bill(tariff, view.machine_at or view.created_at)) if view.machine_id is not None else view
+        for view in scene.snapshot.workers
+    )
+    snapshot = replace(
+        scene.snapshot,
+        workers=views,
+        spending=draw(st.sampled_from(((), (Spending("EUR", 0, 300_000, 1_900_000),), (Spending("USD", 5, 5, 5),)))),
+        ended_bills=draw(st.sampled_from(((), (Bill(tariff, ago(2000.5), ago(90.5)),)))),
+    )
+    return Scene(snapshot, fleet)
 
 
 def uncapped(scene: Scene) -> Scene:

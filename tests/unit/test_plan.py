@@ -47,6 +47,7 @@ def test_the_stages_stand_in_the_seeds_order() -> None:
         "requeue_orphans",
         "clean_up",
         "end_drained",
+        "keep_budget",
         "scale",
         "reconcile",
         "warn",

@@ -4,13 +4,17 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from snapshots import Clockwork, apply, beating, of_kind
-from strategies import Scene, scenes, uncapped
+from strategies import Scene, paid_scenes, scenes, uncapped
 
 from windlass.model.action import Alert, Delete, DeleteStray, Drain, Fail, FailSlot, Plan, Promote, Spawn
+from windlass.model.cost import Spending
 from windlass.model.machine import MachineState
 from windlass.model.snapshot import WorkerView
 from windlass.model.worker import WorkerStatus
+from windlass.policy.billing import cost, next_departure
+from windlass.policy.budget import budgets
 from windlass.policy.draft import begin
 from windlass.policy.plan import plan
 
@@ -23,7 +27,7 @@ often = settings(always, max_examples=500)
 
 
 @often
-@given(scenes())
+@given(st.one_of(scenes(), paid_scenes()))
 def test_planning_again_after_its_own_actions_gives_nothing(scene: Scene) -> None:
     first = plan(scene.snapshot, scene.fleet)
     second = plan(apply(first, scene.snapshot, scene.fleet), scene.fleet)
@@ -36,7 +40,7 @@ def test_planning_again_after_its_own_actions_gives_nothing(scene: Scene) -> Non
 
 
 @often
-@given(scenes())
+@given(st.one_of(scenes(), paid_scenes()))
 def test_a_moment_later_nothing_more_is_wanted(scene: Scene) -> None:
     scene = uncapped(scene)
     first = plan(scene.snapshot, scene.fleet)
@@ -151,7 +155,7 @@ def test_a_worker_started_by_hand_is_never_drained_and_ends_only_when_it_is_over
 
 
 @always
-@given(scenes())
+@given(st.one_of(scenes(), paid_scenes()))
 def test_a_plan_keeps_its_manners(scene: Scene) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     spawns, drains = of_kind(planned.actions, Spawn), of_kind(planned.actions, Drain)
@@ -170,7 +174,7 @@ def test_a_plan_keeps_its_manners(scene: Scene) -> None:
 
 
 @always
-@given(scenes())
+@given(st.one_of(scenes(), paid_scenes()))
 def test_under_a_total_hold_nobody_is_touched(scene: Scene) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     if planned.hold is not None and planned.hold.is_total:
@@ -198,3 +202,62 @@ def staying_after(scene: Scene, planned: Plan) -> int:
     return sum(
         view.slot is not None and view.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE) for view in after.workers
     )
+
+
+# ------------------------------------------------------------------------------------------------- paid time and money
+
+
+@always
+@given(scenes())
+def test_nobody_is_let_go_for_want_of_work_while_its_time_is_paid(scene: Scene) -> None:
+    unit_s, poll_s = scene.snapshot.traits.billing_unit_s, scene.fleet.poll_interval_s
+    views = {view.id: view for view in scene.snapshot.workers}
+    for drain in of_kind(plan(scene.snapshot, scene.fleet).actions, Drain):
+        assert drain.code in ("OVER_MAX", "IDLE" if unit_s == 1 else "BILLING_HOUR_END")
+        if drain.code != "BILLING_HOUR_END":
+            continue
+        view = views[drain.worker_id]
+        assert not view.running, "at work, it is never ended for billing"
+        departure = next_departure(unit_s, view.machine_at or view.created_at, scene.snapshot.now, poll_s)
+        assert departure.opens <= scene.snapshot.now <= departure.closes
+
+
+@often
+@given(paid_scenes())
+def test_a_spent_budget_is_a_stop_whatever_waits(scene: Scene) -> None:
+    planned = plan(scene.snapshot, scene.fleet)
+    is_spent = any(budget.is_spent for budget in budgets(scene.snapshot, scene.fleet))
+    drained = [drain for drain in of_kind(planned.actions, Drain) if drain.code == "BUDGET"]
+    if is_spent and scene.fleet.budget_action != "warn":
+        assert planned.hold is not None
+        assert not of_kind(planned.actions, Spawn), "not even the minimum"
+    if drained:
+        assert is_spent
+        assert scene.fleet.budget_action == "drain"
+    ended = {action.worker_id for action in planned.actions if isinstance(action, Fail | Delete)}
+    for id_, state in begin(scene.snapshot, scene.fleet).states.items():
+        if state.is_healthy and state.has_active_task and state.worker.status is not WorkerStatus.TERMINATING:
+            assert id_ not in ended, "at work, it has until its deadline"
+
+
+@always
+@given(paid_scenes())
+def test_hiring_stays_within_what_is_left(scene: Scene) -> None:
+    """At the highest price that is known; those on their way whose price is not known yet count."""
+    if scene.fleet.budget_action == "warn":
+        return
+    spawned = len(of_kind(plan(scene.snapshot, scene.fleet).actions, Spawn))
+    for budget in budgets(scene.snapshot, scene.fleet):
+        bills = [view.bill for view in scene.snapshot.workers if view.bill] + list(scene.snapshot.ended_bills)
+        prices = [
+            cost(bill.tariff, bill.since, bill.since) for bill in bills if bill.tariff.currency == budget.currency
+        ]
+        if spawned and prices:
+            assert budget.spent_micros + spawned * max(prices) <= budget.limit_micros
+
+
+@always
+@given(scenes())
+def test_without_a_budget_nothing_is_said_about_money(scene: Scene) -> None:
+    paid = replace(scene.snapshot, spending=(Spending("EUR", 10**12, 10**12, 10**12),))
+    assert plan(paid, scene.fleet) == plan(scene.snapshot, scene.fleet)

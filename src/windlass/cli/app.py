@@ -15,6 +15,7 @@ from windlass import __version__
 from windlass.cli import (
     bootstrap,
     config,
+    cost,
     db,
     demo,
     doctor,
@@ -57,6 +58,7 @@ app.command()(explain.replay)
 for by_hand in (fleets.spawn, fleets.terminate, fleets.pause, fleets.resume, fleets.restart):
     app.command()(by_hand)
 app.command()(up.cycle)
+app.command()(cost.cost)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.add_typer(tokens.app, name="tokens")

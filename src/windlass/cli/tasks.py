@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.common import EXIT_BAD_INPUT, AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.cost import plain_cost, task_cost
 from windlass.cli.output import duration, print_json, print_table, printable, progress, shortened, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.times import parse_span
 from windlass.model.errors import BadInput
+from windlass.model.money import with_currency
 from windlass.model.task import Task, TaskStatus, TaskSummary
 
 if TYPE_CHECKING:
@@ -98,12 +100,13 @@ async def show(
     """Everything about one task: its fields and what happened to it."""
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config) as store:
+    async with wire.control_store(load(config, data_dir).config) as store:
         (task,) = await _existing(store, [task_id])
         events = await store.events(task_id=task_id)
+        cost = await task_cost(store, task_id, await store.now())
     plain = to_plain(task)
     if as_json:
-        print_json({**plain, "events": events})
+        print_json({**plain, "cost": plain_cost(cost) if cost is not None else None, "events": events})
         return
     import json
 
@@ -111,6 +114,9 @@ async def show(
         if value is not None or name == "payload":
             text = json.dumps(value, ensure_ascii=False) if name in ("payload", "result") else str(value)
             print(f"{name:<14} {printable(text)}")
+    if cost is not None:
+        mark = "~" if cost.is_estimate else ""
+        print(f"{'cost':<14} {mark}{with_currency(cost.total_micros, cost.currency)}")
     for event in events:
         print(f"{event.at:%Y-%m-%d %H:%M:%S%z}  {event.code}  {printable(event.reason)}")
 

@@ -10,6 +10,8 @@ would be over: whoever leads then may count on it.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import structlog
@@ -39,8 +41,16 @@ LOST = "the lead was lost before it was ended"
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A machine is gone; since when, if the provider says so."""
+
+    at: datetime | None
+
+
 class Actor:
-    """`on_settled` is told when a call ends that no cycle waits for any more."""
+    """`on_settled` is told when a call ends that no cycle waits for any more. `now` is the database's time, as far as
+    it is known: what is written down later than it happened must not be paid for longer."""
 
     def __init__(
         self,
@@ -48,7 +58,9 @@ class Actor:
         trust: Trust,
         call_timeout_s: float = CALL_TIMEOUT_S,
         on_settled: Callable[[], None] = lambda: None,
+        now: Callable[[], datetime | None] = lambda: None,
     ) -> None:
+        self._now = now
         self._provider = provider
         self._trust = trust
         self._call_timeout_s = call_timeout_s
@@ -72,7 +84,8 @@ class Actor:
         machines = {machine.id: machine for machine in snapshot.machines or ()}
         for action in plan.actions:
             if isinstance(action, Delete):
-                self._begin(action.machine_id or action.worker_id, self._delete(action, machines))
+                gone_at = plan.memory.missing_since.get(action.worker_id)
+                self._begin(action.machine_id or action.worker_id, self._delete(action, machines, gone_at))
             elif isinstance(action, DeleteStray):
                 self._begin(action.machine_id, self._delete_stray(action, machines))
 
@@ -142,8 +155,14 @@ class Actor:
                     return CreationRefused(worker_id, "NOT_BEGUN", "too many others were being hired before it")
                 self._check_throttle()
                 provider = self._provider
+                traits = provider.traits
                 machine = await provider.create(request)
-                return Created(worker_id, machine, is_prepared=not provider.traits.has_prepare_step)
+                return Created(
+                    worker_id,
+                    machine,
+                    is_prepared=not traits.has_prepare_step,
+                    billing_unit_s=traits.billing_unit_s,
+                )
         except (Refused, NoCapacity, Throttled) as error:
             self._heed(error)
             log.warning("machine refused", worker_id=worker_id, error=str(error))
@@ -153,35 +172,36 @@ class Actor:
             log.warning("creation unclear", worker_id=worker_id, error=problem)
             return CreationUnclear(worker_id, problem)
 
-    async def _delete(self, action: Delete, machines: dict[str, Machine]) -> Outcome:
+    async def _delete(self, action: Delete, machines: dict[str, Machine], gone_at: datetime | None) -> Outcome:
+        """`gone_at`: since when its machine is missing from complete lists, if it is."""
         if action.machine_id is None:
             if not self._trust.is_valid:
                 return NotDeleted(action.worker_id, LOST)
             return Deleted(action.worker_id, None, action.code, action.reason)
         machine = machines.get(action.machine_id) or Machine(action.machine_id, action.worker_id, MachineState.RUNNING)
-        problem = await self._end(machine)
-        if problem is None:
-            return Deleted(action.worker_id, action.machine_id, action.code, action.reason)
-        return NotDeleted(action.worker_id, problem)
+        ended = await self._end(machine)
+        if isinstance(ended, str):
+            return NotDeleted(action.worker_id, ended)
+        ended_at = ended.at or gone_at or self._now()
+        return Deleted(action.worker_id, action.machine_id, action.code, action.reason, ended_at)
 
     async def _delete_stray(self, action: DeleteStray, machines: dict[str, Machine]) -> Outcome:
-        problem = await self._end(machines[action.machine_id])
-        return StrayDeleted(action.name, action.reason) if problem is None else NotDeleted(action.name, problem)
+        ended = await self._end(machines[action.machine_id])
+        return NotDeleted(action.name, ended) if isinstance(ended, str) else StrayDeleted(action.name, action.reason)
 
-    async def _end(self, machine: Machine) -> str | None:
-        """Why it is not gone, or None if it is."""
+    async def _end(self, machine: Machine) -> "_Ended | str":
+        """That it is gone, or why it is not."""
         try:
             async with self._places_to_end, asyncio.timeout(self._call_timeout_s):
                 if not self._trust.is_valid:
                     return LOST
                 self._check_throttle()
-                await self._provider.delete(machine)
+                return _Ended(await self._provider.delete(machine))
         except Exception as error:
             self._heed(error)
             problem = self._describe(error)
             log.warning("machine not deleted", machine_id=machine.id, error=problem)
             return problem
-        return None
 
     def _heed(self, error: Exception) -> None:
         if isinstance(error, Throttled):

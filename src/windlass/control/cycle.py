@@ -1,4 +1,4 @@
-"""One cycle of one fleet: list machines, observe, plan, commit, act, record.
+"""One cycle of one fleet: list machines, observe, plan, commit, act, record, and close the accounts that are due.
 
 A crash at any point is repaired by the next cycle: what was decided is committed before any provider is called, and
 what a provider did is found again by listing. The database is asked a constant number of times. Whoever does not lead
@@ -9,13 +9,14 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import structlog
 
 from windlass.control.act import CALL_TIMEOUT_S, Actor
 from windlass.control.leader import Trust
 from windlass.control.summary import Summary, count_actions, count_status
+from windlass.cost.ledger import settle
 from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
 from windlass.model.fleet import FleetConfig
@@ -32,6 +33,9 @@ LIST_SHARE = 0.4
 # A cycle of many waits this long for what it began; the rest is the next one's to write down. Well below a lease.
 PATIENCE_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
+# Accounts closed in one cycle. Each is due about once an hour, so this is far more than come at the same time; and what
+# is left is the next cycle's.
+MAX_SETTLED = 50
 log = structlog.get_logger(__name__)
 
 
@@ -62,13 +66,22 @@ class FleetCycle:
         self._trust = Trust(candidate)
         # Told when a call ends that no cycle waits for any more: the next one has something to write down.
         self.on_settled: Callable[[], None] = lambda: None
-        self._actor = Actor(provider, self._trust, call_timeout_s, self._settled)
+        self._actor = Actor(provider, self._trust, call_timeout_s, self._settled, self._now)
         # Providers that were exchanged while calls of theirs were under way.
         self._formerly: list[Provider] = []
         # Term and id of the cycle whose outcomes are still to be written down.
         self._last = (0, 0)
+        # The database's time, and when it was so by the loop's clock.
+        self._clock: tuple[datetime, float] | None = None
         # The fleet is to end: everybody is let go and nobody hired, whatever waits.
         self.is_winding_down = False
+
+    def _now(self) -> datetime | None:
+        """The database's time, reckoned from when it was last read."""
+        if self._clock is None:
+            return None
+        then, at = self._clock
+        return then + timedelta(seconds=asyncio.get_running_loop().time() - at)
 
     def _settled(self) -> None:
         self.on_settled()
@@ -121,6 +134,7 @@ class FleetCycle:
             return self._stand_by(observed)
         self._trust.renewed(observing)
         term, seen = observed
+        self._clock = (seen.now, loop.time())
         listed_at = seen.now - timedelta(seconds=loop.time() - listing)
         snapshot = replace(
             seen,
@@ -138,6 +152,8 @@ class FleetCycle:
             self._trust.lost()
             log.warning("lead lost in the middle of a cycle", fleet=self.name, error=str(error))
             return Summary(self.name, is_leader=False, timestamp=snapshot.now.isoformat(), decision=decided.decision)
+        if snapshot.is_settlement_due:
+            await self._settle_accounts(snapshot.now)
         return Summary(
             fleet=self.name,
             is_leader=True,
@@ -150,6 +166,11 @@ class FleetCycle:
             status=count_status(snapshot),
             hired=sum(worker.slot is not None for worker in snapshot.workers),
         )
+
+    async def _settle_accounts(self, now: datetime) -> None:
+        """Whoever else does the same at the same time does no harm: an account is closed once."""
+        accounts = await self._store.accounts_to_settle(self.name, MAX_SETTLED)
+        await self._store.settle([settle(account, now) for account in accounts])
 
     def _stand_by(self, standby: Standby) -> Summary:
         self._trust.lost()

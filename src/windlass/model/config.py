@@ -35,6 +35,7 @@ class Retention(_Section):
     events_s: float = Field(default=30 * _DAY_S, ge=0, description="Events: the story of each task and worker.")
     cycles_s: float = Field(default=2 * _DAY_S, ge=0, description="Snapshots and plans of the control loop.")
     logs_s: float = Field(default=3 * _DAY_S, ge=0, description="Reserved for log lines; nothing writes any yet.")
+    charges_s: float = Field(default=400 * _DAY_S, ge=0, description="What was paid, and what for.")
 
 
 class WorkerConfig(_Section):

@@ -4,6 +4,7 @@ Defaults depend on the provider, because a process starts in a second and a GPU 
 `json_schema_extra` are the environment variables that set the value for the fleet called `default`.
 """
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.errors import BadInput
 from windlass.model.hetzner import HetznerSettings
+from windlass.model.money import to_micros
 from windlass.model.task import check_queue_name
 from windlass.model.worker import MAX_CONCURRENCY
 
@@ -96,6 +98,14 @@ class FleetConfig(BaseModel):
         le=1,
     )
     clear_time_s: float = _setting(300.0, "clear-time: a queue that clears within this time needs nobody new.", gt=0)
+
+    # --- at what price, in the currency in which its machines are paid
+    budget_per_hour: Decimal | None = _setting(None, "At most this much for each hour of the clock (UTC).", gt=0)
+    budget_per_day: Decimal | None = _setting(None, "At most this much for each day (UTC).", gt=0)
+    budget_per_month: Decimal | None = _setting(None, "At most this much for each month (UTC).", gt=0)
+    budget_action: Literal["warn", "stop-spawning", "drain"] = _setting(
+        "stop-spawning", "When a budget is spent: say so; also hire nobody; also let everybody go."
+    )
 
     # --- when
     poll_interval_s: float = _setting(30.0, "From one cycle to the next.", env="ORCHESTRATOR_POLL_SEC", gt=0)
@@ -225,6 +235,13 @@ class FleetConfig(BaseModel):
             return tuple(check_queue_name(name) for name in queues)
         except BadInput as error:
             raise ValueError(str(error).rstrip(".")) from None
+
+    @field_validator("budget_per_hour", "budget_per_day", "budget_per_month")
+    @classmethod
+    def _amounts(cls, amount: Decimal | None) -> Decimal | None:
+        if amount is not None:
+            to_micros(amount)
+        return amount
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

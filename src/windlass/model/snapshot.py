@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from windlass.model.cost import Bill, Spending
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits
 from windlass.model.worker import WorkerStatus
@@ -54,6 +55,8 @@ class WorkerView:
     reason: str | None = None
     # For how long it may be silent by its own word. Only asked of workers started by hand; others keep the fleet's.
     lease_s: float | None = None
+    # What its machine is charged for, where that has a price.
+    bill: Bill | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,12 @@ class Snapshot:
     requested: int = 0
     # When a person last said, by `windlass restart`, that what was broken is mended.
     reset_at: datetime | None = None
+    # What the ledger has closed of the present hour, day and month, for each currency.
+    spending: tuple[Spending, ...] = ()
+    # Machines that are gone and not in the ledger yet. Those that are there stand with their workers.
+    ended_bills: tuple[Bill, ...] = ()
+    # The ledger has something to close; nothing is decided by it.
+    is_settlement_due: bool = False
     # What earlier plans wanted later ones to know.
     memory: Memory = field(default_factory=Memory)
     # The settings it was judged by, for whoever thinks again later.

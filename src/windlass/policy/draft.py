@@ -33,6 +33,10 @@ class Draft:
     is_cut_short: bool = False
     are_strays_doubted: bool = False
     alerts: dict[str, datetime] = field(default_factory=dict)
+    # How many more workers the budget has room for; None: as many as are wanted.
+    affordable: int | None = None
+    # Why everybody is to go, if the budget is spent and says so.
+    over_budget: str | None = None
 
     @property
     def now(self) -> datetime:

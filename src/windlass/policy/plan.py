@@ -25,6 +25,7 @@ STAGES: tuple[Stage, ...] = (
     stages.requeue_orphans,
     stages.clean_up,
     stages.end_drained,
+    stages.keep_budget,
     stages.scale,
     stages.reconcile,
     stages.warn,

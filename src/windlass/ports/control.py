@@ -8,13 +8,16 @@ The contract:
 - `commit_plan` grants an intent only for a slot that is free and within the maximum, so no two leaders, and no leader
   twice, can fill a slot.
 - A worker's status moves only along: spawning, active, terminating, error, terminated. Never back.
+- What a worker's time was spent on is in the ledger once, however often, and by however many, it is settled.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Protocol
 
 from windlass.model.action import Plan
+from windlass.model.cost import Account, Settlement
 from windlass.model.errors import WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine
@@ -71,6 +74,8 @@ class Created:
     machine: Machine
     # It starts the worker's program by itself: nothing is to be done between boot and heartbeat.
     is_prepared: bool = True
+    # How its provider counts time.
+    billing_unit_s: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,8 @@ class Deleted:
     machine_id: str | None
     code: str
     reason: str
+    # When its machine was gone: it is not paid for beyond. None: now.
+    ended_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +150,13 @@ class ControlStore(Protocol):
 
     async def resign(self, candidate: Candidate) -> None:
         """Give the lease up at once."""
+
+    async def accounts_to_settle(self, fleet: str, limit: int) -> list[Account]:
+        """Workers of which the ledger has something to close, longest due first."""
+
+    async def settle(self, settlements: Sequence[Settlement]) -> int:
+        """Write them into the ledger. One whose account has changed since it was read is left out. Returns how many
+        were written. Needs no lease."""
 
 
 class Operations(Protocol):

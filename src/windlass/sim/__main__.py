@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from windlass.sim.scenario import draw
+from windlass.sim.scenario import draw, draw_paid
 from windlass.sim.watch import Broken
 from windlass.sim.world import World
 
@@ -11,8 +11,9 @@ from windlass.sim.world import World
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m windlass.sim", description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--paid", action="store_true", help="where machines are paid by the started hour")
     arguments = parser.parse_args()
-    world = World(draw(arguments.seed))
+    world = World((draw_paid if arguments.paid else draw)(arguments.seed))
     try:
         report = world.run()
     except Broken as error:

@@ -6,12 +6,16 @@ part of the list as the whole, say that a machine is gone while it is there, tak
 
 Faults are scripted, `cloud.next_create(times_out_after_taking_effect=True)`, or drawn from `rates`. A call that was
 sent happens, whatever becomes of its caller. `books` has every machine there ever was: checkers read it, nobody else.
+Where machines have a price, `charged` is its own ledger: counted unit by unit, and by nobody else's arithmetic.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from datetime import datetime, timedelta
+from fractions import Fraction
+from math import floor
 from random import Random
 from typing import Any, Protocol
 
@@ -117,6 +121,10 @@ class Cloud:
     # How old a list may be, and how long after a failed create its machine may still come.
     max_list_age_s: float = 0.0
     max_late_s: float = 0.0
+    # None: its machines cost nothing.
+    price_micros_per_hour: int | None = None
+    price_micros_per_month: int | None = None
+    billing_unit_s: int = 1
     move_in: Callable[[Entry], Tenant] | None = None
     rates: Rates = field(default_factory=Rates)
     books: dict[str, Entry] = field(default_factory=dict)
@@ -134,12 +142,13 @@ class Cloud:
     @property
     def traits(self) -> ProviderTraits:
         if self.max_list_age_s == 0 and self.max_late_s == 0:
-            return ProviderTraits()
+            return ProviderTraits(billing_unit_s=self.billing_unit_s)
         # Missing for as long as a list may be old, seen from a list that was itself under way for a while.
         return ProviderTraits(
             absence_grace_s=2 * self.max_list_age_s,
             creation_lateness_s=self.max_late_s + self.max_list_age_s,
             stray_grace_s=self.max_list_age_s,
+            billing_unit_s=self.billing_unit_s,
         )
 
     # ---------------------------------------------------------------------------------------------------- scripts
@@ -181,7 +190,7 @@ class Cloud:
         if fate.times_out_after_taking_effect:
             _fail(answer, Ambiguous(f"creating {request.name}: no answer in time"))
         elif not answer.done():
-            answer.set_result(_machine(entry, asyncio.get_running_loop().time()))
+            answer.set_result(self._machine(entry, asyncio.get_running_loop().time()))
 
     async def list_machines(self) -> tuple[Machine, ...]:
         self.listed_calls += 1
@@ -193,19 +202,20 @@ class Cloud:
         await asyncio.sleep(FOREVER if fate.never_answers else fate.takes_s)
         if fate.raises is not None:
             raise fate.raises
-        return tuple(_machine(entry, as_of) for entry in self.books.values() if entry.is_billed(as_of))
+        return tuple(self._machine(entry, as_of) for entry in self.books.values() if entry.is_billed(as_of))
 
-    async def delete(self, machine: Machine) -> None:
+    async def delete(self, machine: Machine) -> datetime | None:
         self.deleted_calls += 1
         fate = self._deletes.popleft() if self._deletes else self._draw_delete()
         self.story.tell("cloud", f"delete {machine.id} of {machine.name}: {_said(fate, DeleteFate())}")
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[datetime | None] = asyncio.get_running_loop().create_future()
         start_outside(self._delete(machine.id, fate, answer))
-        await answer
+        return await answer
 
-    async def _delete(self, machine_id: str, fate: DeleteFate, answer: asyncio.Future[None]) -> None:
+    async def _delete(self, machine_id: str, fate: DeleteFate, answer: asyncio.Future[datetime | None]) -> None:
         entry = self.books.get(machine_id)
-        if entry is not None and entry.gone_at == FOREVER:
+        is_there = entry is not None and entry.gone_at == FOREVER
+        if entry is not None and is_there:
             self.on_ending(entry)
         await asyncio.sleep(fate.takes_s)
         if fate.takes_effect:
@@ -214,7 +224,8 @@ class Cloud:
         if fate.raises is not None:
             _fail(answer, fate.raises)
         elif not fate.never_answers and not answer.done():
-            answer.set_result(None)
+            # Of one that was gone before, nobody says since when.
+            answer.set_result(moment(entry.gone_at) if entry is not None and is_there else None)
 
     async def close(self) -> None:
         pass
@@ -258,6 +269,34 @@ class Cloud:
     def billed(self) -> list[Entry]:
         now = asyncio.get_running_loop().time()
         return [entry for entry in self.books.values() if entry.is_billed(now)]
+
+    # -------------------------------------------------------------------------------------------------------- money
+
+    def charged(self, entry: Entry, until: datetime) -> int:
+        """What a machine costs that is gone at that time: every unit that begins before, at least one."""
+        if self.price_micros_per_hour is None:
+            return 0
+        begins, unit = moment(entry.began_at), timedelta(seconds=self.billing_unit_s)
+        units: Counter[tuple[int, int]] = Counter()
+        while begins < until or not units:
+            units[begins.year, begins.month] += 1
+            begins += unit
+        price = Fraction(self.price_micros_per_hour * self.billing_unit_s, 3600)
+        months = [floor(price * count + Fraction(1, 2)) for count in units.values()]
+        cap = self.price_micros_per_month
+        return sum(months) if cap is None else sum(min(month, cap) for month in months)
+
+    def _machine(self, entry: Entry, as_of: float) -> Machine:
+        return Machine(
+            entry.id,
+            entry.name,
+            entry.state(as_of),
+            created_at=moment(entry.began_at),
+            instance_type="sim",
+            price_micros_per_hour=self.price_micros_per_hour,
+            price_micros_per_month=self.price_micros_per_month,
+            currency=None if self.price_micros_per_hour is None else "EUR",
+        )
 
     # ------------------------------------------------------------------------------------------------------- fates
 
@@ -313,10 +352,6 @@ class Cloud:
         if roll < rates.delete_slow:
             return rng.choice([DeleteFate(rng.uniform(2.0, 80.0)), DeleteFate(takes_s, rng.uniform(2.0, 80.0))])
         return DeleteFate(takes_s)
-
-
-def _machine(entry: Entry, as_of: float) -> Machine:
-    return Machine(entry.id, entry.name, entry.state(as_of), created_at=moment(entry.began_at), instance_type="sim")
 
 
 def _fail(answer: asyncio.Future[Any], error: Exception) -> None:

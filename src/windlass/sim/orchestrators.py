@@ -4,6 +4,7 @@ Each start is another holder, as in the world: a process that died cannot renew 
 """
 
 from collections.abc import Callable
+from datetime import datetime
 from random import Random
 from typing import Any
 
@@ -94,9 +95,9 @@ class GatedProvider:
         await self._process.gate()
         return await self._provider.list_machines()
 
-    async def delete(self, machine: Machine) -> None:
+    async def delete(self, machine: Machine) -> datetime | None:
         await self._process.gate()
-        await self._provider.delete(machine)
+        return await self._provider.delete(machine)
 
     async def close(self) -> None:
         await self._provider.close()

@@ -49,6 +49,10 @@ class Surroundings:
     rates: Rates = field(default_factory=Rates)
     lucks: Lucks = Lucks()
     habits: Habits = field(default_factory=Habits)
+    # What its machines cost. None: nothing.
+    price_micros_per_hour: int | None = None
+    price_micros_per_month: int | None = None
+    billing_unit_s: int = 1
     # When tasks arrive, and how many at once.
     arrivals: tuple[tuple[float, int], ...] = ()
 
@@ -71,6 +75,8 @@ class Scenario:
     outage_s: float = 60.0
     # On average, between two things a person does by hand. 0: nobody interferes.
     by_hand_every_s: float = 0.0
+    # Drawn by draw_paid.
+    is_paid: bool = False
 
 
 # What a run is mostly about. Each kind of trouble is there or not, and up to its worst where the theme is its own.
@@ -117,6 +123,32 @@ def draw(seed: int) -> Scenario:
         outage_every_s=rng.choice([0.0, 0.0, 300.0]),
         outage_s=rng.choice([20.0, 150.0]),
         by_hand_every_s=rng.choice([0.0, 0.0, 60.0]),
+    )
+
+
+def draw_paid(seed: int) -> Scenario:
+    """The same with machines that are paid by the started hour, or by units as long for a simulation's patience. It
+    lasts for several units, with work that comes in waves, so that there is time to be idle."""
+    scenario = draw(seed)
+    rng = Random(f"{seed} paid")  # noqa: S311
+    unit_s = rng.choice([300, 600, 600, 600, 3600])
+    until_s = unit_s * rng.uniform(1.2, 2.2 if unit_s == 3600 else 4.0)
+    waves = [rng.uniform(0.0, until_s) for _ in range(4)]
+    price = rng.choice([5_999, 1_000_000])
+    return replace(
+        scenario,
+        is_paid=True,
+        faults_end_s=until_s,
+        fleets={
+            name: replace(
+                around,
+                price_micros_per_hour=price,
+                price_micros_per_month=rng.choice([None, price * unit_s * 2 // 3600]),
+                billing_unit_s=unit_s,
+                arrivals=tuple(sorted((at, rng.choice([1, 3, 12])) for at in waves)),
+            )
+            for name, around in scenario.fleets.items()
+        },
     )
 
 

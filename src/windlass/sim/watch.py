@@ -9,25 +9,35 @@ The store's opinion is never asked whether something is right: it is what is bei
     whoever lost the lead decides nothing                      on every plan written down
     no plan hires, lets go, or clears up more than it may      on every plan written down
     no cycle fails in a way nobody foresaw                     on every line logged
+    nobody is let go in the first 80 % of paid time            on every plan written down
+    our ledger is the clouds' ledger, to the micro             when everything is at rest
 """
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from windlass.model.action import DeleteStray, Drain, Plan, Spawn
+from windlass.model.action import Adopt, DeleteStray, Drain, Plan, Spawn
+from windlass.model.cost import Bill
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Snapshot
 from windlass.model.task import Claim, Finished, Turn
 from windlass.model.worker import LIVE, Pulse, WorkerStatus
-from windlass.ports.control import Committed, Intent
+from windlass.ports.control import Committed, Created, Deleted, Intent, Outcome
 from windlass.sim.cloud import Cloud, Entry
+from windlass.sim.loop import EPOCH, moment
 from windlass.sim.workers import SimWorker
 
 # A decision is made a moment before it is carried out.
 MOMENT_S = 0.001
+# Nobody is let go for want of work before this share of what is paid is used up, where time is paid in units this long.
+USED_SHARE = 0.8
+LONG_UNIT_S = 60
+# Why a worker is let go that nobody needs; other reasons need not wait.
+SPARE = ("IDLE", "BILLING_HOUR_END")
 
 
 class Broken(AssertionError):
@@ -66,6 +76,11 @@ class Watch:
     longest_without_lead_s: float = 0.0
     takeovers: int = 0
     plans: int = 0
+    # Worker id to its machine, to when that was gone as far as anybody told us, and to when it was let go as spare.
+    machine_of: dict[str, str] = field(default_factory=dict)
+    ended_at: dict[str, datetime] = field(default_factory=dict)
+    spared_at: dict[str, float] = field(default_factory=dict)
+    claimed_at: dict[str, float] = field(default_factory=dict)
     last_term: int = 0
     late_results: int = 0
 
@@ -128,6 +143,7 @@ class Watch:
 
     def _claimed(self, worker_id: str, claims: list[Claim]) -> None:
         for claim in claims:
+            self.claimed_at[worker_id] = self._now()
             task = self.tasks[claim.task_id]
             if task.is_finished:
                 self._break(f"task {claim.task_id} is finished and was claimed again by {worker_id}")
@@ -191,8 +207,10 @@ class Watch:
             case "observe" if isinstance(result, tuple):
                 self._led(arguments[0].holder, arguments[0].ttl_s)
             case "commit_plan":
+                self._spared(arguments[2].fleet, arguments[3], arguments[2].now)
                 self._planned(arguments[1], arguments[2], arguments[3], arguments[4], result)
             case "commit_outcomes":
+                self._became(arguments[4])
                 self._hired(arguments[5], result)
             case _:
                 pass
@@ -214,6 +232,8 @@ class Watch:
         self.last_term = term
         self.plans += 1
         for action in plan.actions:
+            if isinstance(action, Adopt):
+                self.machine_of.setdefault(action.worker_id, action.machine_id)
             if isinstance(action, Drain):
                 self.told_to_end_at.setdefault(action.worker_id, self._now())
         self._hired(intents, committed.granted)
@@ -224,6 +244,75 @@ class Watch:
                 if intent.worker_id in self.hired_at:
                     self._break(f"{intent.worker_id} was hired twice")
                 self.hired_at[intent.worker_id] = self._now()
+
+    # -------------------------------------------------------------------------------------------------------- money
+
+    def _spared(self, fleet: str, plan: Plan, decided_at: datetime) -> None:
+        cloud = self.clouds[fleet]
+        for action in plan.actions:
+            if not isinstance(action, Drain) or action.code not in SPARE:
+                continue
+            entry = cloud.books.get(self.machine_of.get(action.worker_id, ""))
+            now = (decided_at - EPOCH).total_seconds()
+            self.spared_at.setdefault(action.worker_id, now)
+            if entry is None or cloud.billing_unit_s < LONG_UNIT_S:
+                continue
+            used_s = (now - entry.began_at) % cloud.billing_unit_s
+            if used_s < USED_SHARE * cloud.billing_unit_s:
+                self._break(
+                    f"{action.worker_id} is let go ({action.code}) {used_s:.0f} s into {cloud.billing_unit_s} s that "
+                    "are paid"
+                )
+
+    def _became(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            match outcome:
+                case Created(worker_id, machine):
+                    self.machine_of.setdefault(worker_id, machine.id)
+                case Deleted(worker_id, _, _, _, ended_at) if worker_id in self.machine_of:
+                    self.ended_at.setdefault(worker_id, ended_at or moment(self._now()))
+                case _:
+                    pass
+
+    def audit_living(self, bill: Bill, worker_id: str, fleet: str, ours: dict[str, int]) -> None:
+        """What is settled of a worker that is there is what the cloud has charged for that time."""
+        cloud = self.clouds[fleet]
+        entry = cloud.books[self.machine_of[worker_id]]
+        theirs = 0 if bill.settled_until in (None, bill.since) else cloud.charged(entry, bill.settled_until)
+        if ours.get(worker_id, 0) != theirs:
+            self._break(f"{worker_id} cost {theirs} micros so far, and our ledger has {ours.get(worker_id, 0)}")
+
+    def audit(self, fleet: str, ours: dict[str, int], since_calm: float) -> list[str]:
+        """Compare what we say that each worker cost with the cloud's ledger. Returns who was charged as if it had been
+        there longer than it was, because nobody ever told us when it ended: an answer that was lost on its way."""
+        cloud, guessed = self.clouds[fleet], []
+        for worker_id, ended_at in self.ended_at.items():
+            entry = cloud.books.get(self.machine_of[worker_id])
+            if entry is None:
+                continue
+            gone_at = moment(entry.gone_at)
+            if ended_at < gone_at:
+                self._break(f"{worker_id} was said to be gone at {ended_at}, which is before {gone_at}")
+            theirs, with_our_end = cloud.charged(entry, gone_at), cloud.charged(entry, ended_at)
+            if ours.get(worker_id, 0) != with_our_end:
+                self._break(f"{worker_id} cost {with_our_end} micros, and our ledger has {ours.get(worker_id, 0)}")
+            if theirs != with_our_end:
+                guessed.append(worker_id)
+                if entry.gone_at > since_calm:
+                    self._break(f"{worker_id} cost {theirs} micros, and our ledger has {with_our_end}")
+            self._check_in_time(cloud, entry, worker_id, since_calm)
+        return guessed
+
+    def _check_in_time(self, cloud: Cloud, entry: Entry, worker_id: str, since_calm: float) -> None:
+        """Where nothing goes wrong, who is let go as spare is gone before it is paid for again."""
+        spared_at = self.spared_at.get(worker_id)
+        if spared_at is None or spared_at < since_calm or cloud.billing_unit_s < LONG_UNIT_S:
+            return
+        if self.claimed_at.get(worker_id, 0.0) >= spared_at:
+            return  # it took a task in the very moment, and may finish it
+        units = [(at - entry.began_at) // cloud.billing_unit_s for at in (spared_at, entry.gone_at)]
+        if units[0] != units[1]:
+            self._break(f"{worker_id} was let go at {spared_at:.0f} s and paid for again before it was gone")
 
     # -------------------------------------------------------------------------------------------------------- other
 

@@ -19,7 +19,7 @@ from windlass.model.worker import WorkerStatus
 from windlass.ports.provider import Provider
 from windlass.sim.cloud import Cloud, Entry
 from windlass.sim.link import Remote, Weather
-from windlass.sim.loop import run, virtual_now
+from windlass.sim.loop import EPOCH, run, virtual_now
 from windlass.sim.orchestrators import SimOrchestrator, Wrap
 from windlass.sim.processes import Process, start_outside, track_processes
 from windlass.sim.scenario import Scenario, Surroundings
@@ -35,6 +35,9 @@ MAX_ATTEMPTS = 100
 REST_LIMIT_S = 4 * 3600.0
 LOOKS_EVERY_S = 5.0
 CYCLES_AT_REST = 10
+# From rest until the last account is closed: a minute of patience and a few cycles.
+BOOKS_LIMIT_S = 600.0
+MAX_WORKERS = 100_000
 # Of a worker's calls, those that take no time at all and cost little to simulate.
 STRAIGHT_SHARE = 0.8
 
@@ -58,6 +61,9 @@ class Report:
     most_billed: dict[str, int]
     settled_s: float
     rested_s: float
+    # Workers that were paid for, and those of them whose end nobody told us.
+    paid: int = 0
+    guessed: int = 0
 
 
 @dataclass(slots=True)
@@ -94,7 +100,7 @@ class World:
             raise Broken(self.tell(why)) from error
 
     def tell(self, why: str) -> str:
-        seed = self.scenario.seed
+        seed = f"{self.scenario.seed}{' --paid' if self.scenario.is_paid else ''}"
         return f"{why}\n\n{self.story.text()}\n\n{why}\nreplay: python -m windlass.sim --seed {seed}\n"
 
     def next_worker(self, **luck: Any) -> None:
@@ -139,6 +145,9 @@ class World:
             self.story,
             max_list_age_s=around.max_list_age_s,
             max_late_s=around.max_late_s,
+            price_micros_per_hour=around.price_micros_per_hour,
+            price_micros_per_month=around.price_micros_per_month,
+            billing_unit_s=around.billing_unit_s,
             rates=replace(around.rates),
         )
         cloud.on_begun, cloud.on_ending = self.watch.machine_begins, self.watch.machine_ends
@@ -193,6 +202,7 @@ class World:
         settled_s = await self._come_to("nothing leaked", self._leaked, calm_at, self.settle_limit_s)
         rested_s = await self._come_to("rest", self._restless, calm_at, REST_LIMIT_S)
         await self._stay_at_rest()
+        guessed = await self._close_the_books(calm_at)
         return Report(
             story=self.story,
             tasks=len(self.watch.tasks),
@@ -202,6 +212,8 @@ class World:
             most_billed=self.watch.most_billed,
             settled_s=settled_s,
             rested_s=rested_s,
+            paid=len(self.watch.ended_at),
+            guessed=guessed,
         )
 
     async def _until(self, at: float) -> None:
@@ -261,6 +273,27 @@ class World:
         if calls != [(cloud.created_calls, cloud.deleted_calls) for cloud in self.clouds.values()]:
             self._break("machines were created or deleted when everything was at rest")
         self._check()
+
+    async def _close_the_books(self, calm_at: float) -> int:
+        """Wait until everybody who has ended is settled, and compare. Returns how many ends had to be guessed."""
+
+        async def unsettled() -> str | None:
+            owing = [
+                account.worker_id for account in await self.store.open_accounts() if account.bill.until is not None
+            ]
+            return f"the accounts of {owing[:5]} are open" if owing else None
+
+        paid = [name for name, cloud in self.clouds.items() if cloud.price_micros_per_hour is not None]
+        if not paid:
+            return 0
+        await self._come_to("closed books", unsettled, self._now(), BOOKS_LIMIT_S)
+        ours = {cost.key: cost.total_micros for cost in await self.store.costs("worker", EPOCH, limit=MAX_WORKERS)}
+        # What was under way when it became calm has ended by then.
+        guessed = [self.watch.audit(name, ours, calm_at + self.settle_limit_s) for name in paid]
+        for account in await self.store.open_accounts():
+            self.watch.audit_living(account.bill, account.worker_id, account.fleet, ours)
+        self._check()
+        return sum(map(len, guessed))
 
     async def _leaked(self) -> str | None:
         workers = [worker for worker in await self.store.workers() if worker.slot is not None]

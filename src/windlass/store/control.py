@@ -6,6 +6,7 @@ store/memory_control.py keeps the same contract; tests/conformance/test_control_
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ import asyncpg
 from pydantic import TypeAdapter
 
 from windlass.model.action import Plan, actions_from_plain, actions_to_plain
+from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, Settlement, Span, Tariff
 from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, Memory, RunningView, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
@@ -37,13 +40,28 @@ from windlass.store.queries import read_queries
 
 if TYPE_CHECKING:
     from windlass.ports.control import ControlStore, Operations
+    from windlass.ports.costs import Costs
 
 
 QUERIES = read_queries("windlass.store", "control_queries.sql")
 SNAPSHOT = TypeAdapter(Snapshot)
 MEMORY = TypeAdapter(Memory)
 _HOLD = TypeAdapter(Hold | None)
+_MACHINE = TypeAdapter(Machine)
+_PLAIN: TypeAdapter[Any] = TypeAdapter(Any)
 _STATUSES = {str(status): status for status in WorkerStatus}
+# Accounts that are open at the same time: every worker there is, and those that ended a minute ago.
+MAX_OPEN_ACCOUNTS = 10_000
+
+
+_BILL_COLUMNS = (
+    "price_micros_per_hour",
+    "currency",
+    "billing_unit_s",
+    "price_micros_per_month",
+    "billed_since",
+    "settled_until",
+)
 
 
 class PostgresControlStore(PostgresStore):
@@ -155,6 +173,37 @@ class PostgresControlStore(PostgresStore):
         async with self._connection("giving up the lead") as connection:
             await connection.execute("select windlass.resign($1, $2)", candidate.lease, candidate.holder)
 
+    # ----------------------------------------------------------------------------------------------- the ledger
+
+    async def accounts_to_settle(self, fleet: str, limit: int) -> list[Account]:
+        return await self._accounts(fleet, None, limit, is_due=True)
+
+    async def open_accounts(self, *, fleet: str | None = None, worker_id: str | None = None) -> list[Account]:
+        return await self._accounts(fleet, worker_id, MAX_OPEN_ACCOUNTS, is_due=False)
+
+    async def _accounts(self, fleet: str | None, worker_id: str | None, limit: int, *, is_due: bool) -> list[Account]:
+        async with self._connection("reading open accounts") as connection:
+            rows = await connection.fetch(
+                "select * from windlass.open_accounts($1, $2, $3, $4)", fleet, worker_id, is_due, limit
+            )
+        return [_account(row) for row in rows]
+
+    async def settle(self, settlements: Sequence[Settlement]) -> int:
+        plain = _PLAIN.dump_json([_settlement_to_plain(settlement) for settlement in settlements]).decode()
+        async with self._connection("closing accounts") as connection:
+            return int(await connection.fetchval("select windlass.settle($1)", plain))
+
+    async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
+        async with self._connection("reading costs") as connection:
+            query = QUERIES["costs_of_hours" if by in ("day", "fleet") else "costs_of_charges"]
+            rows = await connection.fetch(query, by, since, fleet, limit)
+        return [Cost(**dict(row)) for row in rows]
+
+    async def charges_of_task(self, task_id: int) -> list[Charge]:
+        async with self._connection("reading a task's cost") as connection:
+            rows = await connection.fetch(QUERIES["charges_of_task"], task_id)
+        return [Charge(**{**row, "kind": ChargeKind(row["kind"])}) for row in rows]
+
     # ------------------------------------------------------------------------------------------------ by hand
 
     async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
@@ -213,8 +262,40 @@ def _worker_view(rows: Sequence[Any]) -> WorkerView:
     # By position, in the order of the fields: there may be thousands, in every cycle.
     row = rows[0]
     running = () if row["task_id"] is None else tuple(RunningView(*task[-3:]) for task in rows)
-    fields: list[Any] = [row["id"], row["slot"], _STATUSES[row["status"]], *row[4:19], running, *row[19:22]]
+    fields: list[Any] = [row["id"], row["slot"], _STATUSES[row["status"]], *row[4:19], running, *row[19:22], _bill(row)]
     return WorkerView(*fields)
+
+
+def _bill(row: Any) -> Bill | None:
+    """Of a machine that is there, if it costs anything."""
+    if row["billed_since"] is None:
+        return None
+    price, currency, unit_s, per_month, since, settled_until = (row[name] for name in _BILL_COLUMNS)
+    return Bill(Tariff(price, currency, unit_s, per_month), since, None, settled_until)
+
+
+def _account(row: Any) -> Account:
+    tariff = Tariff(row["price_micros_per_hour"], row["currency"], row["unit_s"], row["price_micros_per_month"])
+    spans = zip(row["task_ids"] or (), row["queues"] or (), row["begun"] or (), row["ended"] or (), strict=True)
+    return Account(
+        row["worker_id"],
+        row["fleet"],
+        Bill(tariff, row["since"], row["until"], row["settled_until"]),
+        row["ready_at"],
+        tuple(Span(*span) for span in spans),
+    )
+
+
+def _settlement_to_plain(settlement: Settlement) -> dict[str, Any]:
+    bill = settlement.account.bill
+    return {
+        "worker_id": settlement.account.worker_id,
+        "was_settled_until": bill.settled_until,
+        "billed_until": bill.until,
+        "settled_until": settlement.settled_until,
+        "settle_at": settlement.settle_at,
+        "charges": [asdict(charge) for charge in settlement.charges],
+    }
 
 
 def _fleet(row: Any) -> Fleet:
@@ -254,15 +335,13 @@ def _intent_to_plain(intent: Intent) -> dict[str, Any]:
 
 def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
     match outcome:
-        case Created(worker_id, machine, is_prepared):
+        case Created(worker_id, machine, is_prepared, unit_s):
             return {
                 "kind": "created",
                 "worker_id": worker_id,
+                "machine": _MACHINE.dump_python(machine, mode="json"),
                 "is_prepared": is_prepared,
-                "machine_id": machine.id,
-                "instance_type": machine.instance_type,
-                "price_micros_per_hour": machine.price_micros_per_hour,
-                "currency": machine.currency,
+                "billing_unit_s": unit_s,
             }
         case CreationUnclear():
             kind = "ambiguous"
@@ -274,10 +353,11 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
             kind = "not_deleted"
         case StrayDeleted():
             kind = "stray_deleted"
-    return {"kind": kind, **asdict(outcome)}
+    return {"kind": kind, **_PLAIN.dump_python(asdict(outcome), mode="json")}
 
 
 if TYPE_CHECKING:
     # mypy compares every signature with the contracts'.
     _: type[ControlStore] = PostgresControlStore
     __: type[Operations] = PostgresControlStore
+    ___: type[Costs] = PostgresControlStore

@@ -76,3 +76,48 @@ set revoked_at = windlass.now()
 where name = $1
   and revoked_at is null
 returning true;
+
+-- name: costs_of_hours
+-- `windlass cost --by day|fleet`; spending_hour.
+select
+  k.key, s.currency,
+  sum(s.task_micros)::bigint as task_micros, sum(s.boot_micros)::bigint as boot_micros,
+  sum(s.idle_micros)::bigint as idle_micros, sum(s.tail_micros)::bigint as tail_micros
+from windlass.spending s
+cross join lateral (
+  select case $1::text when 'day' then to_char(s.hour at time zone 'UTC', 'YYYY-MM-DD') else s.fleet end as key
+) as k
+where s.hour >= $2
+  and ($3::text is null or s.fleet = $3)
+group by k.key, s.currency
+order by
+  case $1::text when 'day' then k.key end desc,
+  sum(s.task_micros + s.boot_micros + s.idle_micros + s.tail_micros) desc,
+  k.key collate "C",
+  s.currency collate "C"
+limit $4;
+
+-- name: costs_of_charges
+-- `windlass cost --by queue|worker|task`; charges_from. What was for no queue, or no task, comes without a key.
+select
+  k.key, c.currency,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0)::bigint as task_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'boot'), 0)::bigint as boot_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'idle'), 0)::bigint as idle_micros,
+  coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)::bigint as tail_micros
+from windlass.charges c
+cross join lateral (
+  select case $1::text when 'queue' then c.queue when 'worker' then c.worker_id else c.task_id::text end as key
+) as k
+where c.from_at >= $2
+  and ($3::text is null or c.fleet = $3)
+group by k.key, c.currency
+order by sum(c.amount_micros) desc, k.key collate "C", c.currency collate "C"
+limit $4;
+
+-- name: charges_of_task
+-- `windlass tasks show`; charges_task.
+select worker_id, fleet, kind, from_at, until_at, amount_micros, currency, task_id, queue
+from windlass.charges
+where task_id = $1
+order by from_at, worker_id collate "C";

@@ -17,7 +17,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
-from itertools import islice
+from itertools import islice, takewhile
 from random import Random
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from uuid import UUID
@@ -810,15 +810,16 @@ class MemoryStore:
         return count
 
     def _forget_workers(self, before: datetime) -> int:
-        count = 0
-        while count < MAX_SWEPT_PER_KIND and self._terminated:
-            worker = next(iter(self._terminated.values()))
-            if worker.terminated_at is None or worker.terminated_at >= before:
-                break
+        ended = takewhile(lambda w: w.terminated_at is not None and w.terminated_at < before, self._terminated.values())
+        old = list(islice((worker for worker in ended if not self._is_owing(worker)), MAX_SWEPT_PER_KIND))
+        for worker in old:
             del self._terminated[worker.id], self._workers[worker.id]
             self._running.pop(worker.id, None)
-            count += 1
-        return count
+        return len(old)
+
+    def _is_owing(self, _: _WorkerRow) -> bool:
+        """Whether its bill is not closed: until then it is remembered."""
+        return False
 
     def _delete(self, row: _TaskRow) -> int:
         del self._tasks[row.id], self._finished[row.status][row.id]
@@ -834,8 +835,11 @@ class MemoryStore:
 
     def _stop(self, row: _TaskRow) -> None:
         """It no longer runs; what becomes of it is the caller's to say."""
-        if row.worker_id is not None:
-            self._running[row.worker_id].pop(row.id, None)
+        if row.worker_id is not None and self._running[row.worker_id].pop(row.id, None) is not None:
+            self._note_span(row)
+
+    def _note_span(self, row: _TaskRow) -> None:
+        """An attempt has ended. Only workers that the control loop hired have a price for their time."""
 
     def _end(self, row: _TaskRow, status: TaskStatus, *, code: str | None, error: str | None) -> None:
         self._stop(row)

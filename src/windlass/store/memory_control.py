@@ -29,8 +29,23 @@ from windlass.model.action import (
     Spawn,
 )
 from windlass.model.config import Retention
+from windlass.model.cost import (
+    Account,
+    Bill,
+    Charge,
+    ChargeKind,
+    Cost,
+    Settlement,
+    Span,
+    Spending,
+    Tariff,
+    day_of,
+    hour_of,
+    month_of,
+)
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hiring, Memory, QueueView, Refusal, RunningView, SlotView, Snapshot, WorkerView
 from windlass.model.task import TaskStatus
@@ -49,10 +64,11 @@ from windlass.ports.control import (
     Standby,
     StrayDeleted,
 )
-from windlass.store.memory import MAX_SWEPT_PER_KIND, MemoryStore, _interval, _WorkerRow
+from windlass.store.memory import MAX_SWEPT_PER_KIND, MemoryStore, _interval, _TaskRow, _WorkerRow
 
 if TYPE_CHECKING:
     from windlass.ports.control import ControlStore, Operations
+    from windlass.ports.costs import Costs
 
 # The bounds of the SQL functions.
 MAX_HIRINGS = 1000
@@ -63,6 +79,10 @@ MAX_CYCLES_SEARCHED = 200
 MAX_ANSWERS = 50
 # Refusals that are not about one machine.
 FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "NoCapacity"})
+MAX_ENDED_BILLS = 1000
+MAX_SPANS = 20_000
+FIRST_SETTLED_AFTER = timedelta(hours=1, minutes=1)
+SETTLED_AFTER_END = timedelta(minutes=1)
 # A cycle that repeats the last one is stored again after this time, so that there is a recent snapshot to explain from.
 REPEAT_LIMIT = timedelta(minutes=5)
 
@@ -73,6 +93,10 @@ LEGAL_MOVES = {
     WorkerStatus.ERROR: frozenset({WorkerStatus.TERMINATED}),
     WorkerStatus.TERMINATED: frozenset(),
 }
+
+
+# A fleet, an hour of the clock and a currency.
+_Hour = tuple[str, datetime, str]
 
 
 @dataclass(slots=True)
@@ -114,6 +138,9 @@ class _Hired:
     prepared_at: datetime | None = None
     failed_at: datetime | None = None
     vram_at: datetime | None = None
+    bill: Bill | None = None
+    settle_at: datetime | None = None
+    spans: dict[tuple[datetime, int], Span] = field(default_factory=dict)
 
 
 class MemoryControlStore(MemoryStore):
@@ -124,6 +151,9 @@ class MemoryControlStore(MemoryStore):
         self._leases: dict[str, _Lease] = {}
         self._fleets: dict[str, _FleetRow] = {}
         self._hired: defaultdict[str, _Hired] = defaultdict(_Hired)
+        self._charges: list[Charge] = []
+        # What each fleet spent in each hour of the clock.
+        self._spending: dict[_Hour, Cost] = {}
         self._cycles: OrderedDict[int, CycleInFull] = OrderedDict()
         self._last_cycle_id = 0
         self._last_cycle_of: dict[str, int] = {}
@@ -189,6 +219,9 @@ class MemoryControlStore(MemoryStore):
             ),
             requested=row.requested_workers,
             reset_at=row.reset_at,
+            spending=self._observe_spending(fleet, now),
+            ended_bills=self._observe_ended_bills(workers),
+            is_settlement_due=bool(self._to_settle(fleet)),
             memory=row.memory,
         )
 
@@ -243,7 +276,26 @@ class MemoryControlStore(MemoryStore):
             code=worker.code,
             reason=worker.reason,
             lease_s=worker.lease_s,
+            bill=hired.bill,
         )
+
+    def _observe_spending(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
+        own = {(h, c): cost for (f, h, c), cost in self._spending.items() if f == fleet and h >= month_of(now)}
+
+        def since(begins: datetime, currency: str) -> int:
+            return sum(cost.total_micros for (hour, c), cost in own.items() if c == currency and hour >= begins)
+
+        return tuple(
+            Spending(
+                currency, since(hour_of(now), currency), since(day_of(now), currency), since(month_of(now), currency)
+            )
+            for currency in sorted({currency for _, currency in own})
+        )
+
+    def _observe_ended_bills(self, workers: list[_WorkerRow]) -> tuple[Bill, ...]:
+        ended = [self._hired[worker.id] for worker in workers if worker.status is WorkerStatus.TERMINATED]
+        owing = (hired.bill for hired in ended if hired.settle_at is not None and hired.bill is not None)
+        return tuple(islice(owing, MAX_ENDED_BILLS))
 
     def _observe_hirings(self, hired: list[_WorkerRow], since: datetime) -> tuple[Hiring, ...]:
         recent = []
@@ -283,7 +335,7 @@ class MemoryControlStore(MemoryStore):
         self._require_lease(candidate, term)
         fleet = self._fleets[snapshot.fleet]
         cycle_id = self._repeat_cycle(plan, fleet.name) or self._store_cycle(term, snapshot, plan)
-        requeued = sum(self._carry_out(fleet.name, action) for action in plan.actions)
+        requeued = sum(self._carry_out(fleet.name, action, snapshot) for action in plan.actions)
         fleet.memory = plan.memory
         return Committed(cycle_id, self._intend(fleet, intents), requeued)
 
@@ -321,7 +373,7 @@ class MemoryControlStore(MemoryStore):
         if stored is not None:
             self._cycles[cycle_id] = replace(stored, cycle=replace(stored.cycle, **changes))
 
-    def _carry_out(self, fleet: str, action: Action) -> int:
+    def _carry_out(self, fleet: str, action: Action, snapshot: Snapshot) -> int:
         """What of an action needs no provider. Returns how many tasks it took from their workers."""
         match action:
             case Fail(worker_id, code, reason):
@@ -333,7 +385,7 @@ class MemoryControlStore(MemoryStore):
             case Drain():
                 self._drain(fleet, action)
             case Adopt():
-                self._adopt(fleet, action)
+                self._adopt(fleet, action, snapshot)
             case FailSlot(number, reason):
                 slot = self._fleets[fleet].slots.get(number)
                 if slot is not None:
@@ -362,13 +414,32 @@ class MemoryControlStore(MemoryStore):
             worker.code, worker.reason = action.code, action.reason
             self._note("WORKER_TERMINATING", action.reason, fleet=fleet, worker_id=worker.id)
 
-    def _adopt(self, fleet: str, action: Adopt) -> None:
+    def _adopt(self, fleet: str, action: Adopt, snapshot: Snapshot) -> None:
         worker, hired = self._workers.get(action.worker_id), self._hired[action.worker_id]
         if worker is not None and hired.machine_id is None:
             hired.machine_id, hired.machine_at, hired.creation = action.machine_id, self._clock(), "created"
             if action.is_prepared:
                 hired.prepared_at = hired.prepared_at or self._clock()
+            found = [machine for machine in snapshot.machines or () if machine.id == action.machine_id]
+            if found:
+                self._open_bill(worker.id, found[0], snapshot.traits.billing_unit_s)
             self._note("MACHINE_ADOPTED", action.reason, fleet=fleet, worker_id=worker.id)
+
+    def _open_bill(self, worker_id: str, machine: Machine, unit_s: int) -> None:
+        hired = self._hired[worker_id]
+        if machine.price_micros_per_hour is None or hired.bill is not None or worker_id not in self._not_terminated:
+            return
+        tariff = Tariff(
+            machine.price_micros_per_hour, machine.currency or "XXX", unit_s, machine.price_micros_per_month
+        )
+        hired.bill = Bill(tariff, machine.created_at or self._clock())
+        hired.settle_at = hired.bill.since + FIRST_SETTLED_AFTER
+
+    def _close_bill(self, worker_id: str, ended_at: datetime) -> None:
+        hired = self._hired[worker_id]
+        if hired.bill is not None:
+            hired.bill = replace(hired.bill, until=max(ended_at, hired.bill.since))
+            hired.settle_at = self._clock() + SETTLED_AFTER_END
 
     def _fail_worker(self, worker_id: str, code: str, reason: str, *, counts: bool) -> int:
         worker, now = self._in(worker_id, *LIVE), self._clock()
@@ -437,13 +508,14 @@ class MemoryControlStore(MemoryStore):
     def _write_down(self, fleet: str, outcome: Outcome) -> None:
         now = self._clock()
         match outcome:
-            case Created(worker_id, machine, is_prepared):
+            case Created(worker_id, machine, is_prepared, unit_s):
                 hired = self._hired[worker_id]
                 if worker_id in self._workers and hired.machine_id in (None, machine.id):
                     hired.machine_id, hired.creation = machine.id, "created"
                     hired.machine_at = hired.machine_at or now
                     if is_prepared:
                         hired.prepared_at = hired.prepared_at or now
+                    self._open_bill(worker_id, machine, unit_s)
             case CreationUnclear(worker_id, reason):
                 hired = self._hired[worker_id]
                 if worker_id in self._workers and hired.creation is None:
@@ -456,9 +528,10 @@ class MemoryControlStore(MemoryStore):
                     hired.creation, hired.failed_at = "refused", now if code == "Refused" else None
                     self._terminate(worker)
                     self._note("MACHINE_REFUSED", reason, fleet=fleet, worker_id=worker_id, detail={"code": code})
-            case Deleted(worker_id, machine_id, code, reason):
+            case Deleted(worker_id, machine_id, code, reason, ended_at):
                 worker = self._not_terminated.get(worker_id)
                 if worker is not None and self._hired[worker_id].machine_id in (None, machine_id):
+                    self._close_bill(worker_id, ended_at or now)
                     worker.code = worker.code if worker.code is not None else code
                     worker.reason = worker.reason if worker.reason is not None else reason
                     self._terminate(worker)
@@ -470,6 +543,104 @@ class MemoryControlStore(MemoryStore):
                 self._note("STRAY_DELETED", reason, fleet=fleet, worker_id=name)
             case _:
                 assert_never(outcome)
+
+    # ------------------------------------------------------------------------------------------------- the ledger
+
+    def _note_span(self, row: _TaskRow) -> None:
+        worker_id, now = row.worker_id or "", self._clock()
+        worker, hired = self._workers.get(worker_id), self._hired[worker_id]
+        if worker is None or row.started_at is None or row.started_at >= now:
+            return
+        if hired.bill is not None or (worker.slot is not None and hired.machine_id is None):
+            hired.spans.setdefault((row.started_at, row.id), Span(row.id, row.queue, row.started_at, now))
+
+    def _to_settle(self, fleet: str) -> list[str]:
+        now = self._clock()
+        due = [
+            (hired.settle_at, worker_id)
+            for worker_id, hired in self._hired.items()
+            if hired.settle_at is not None and hired.settle_at <= now and self._workers[worker_id].fleet == fleet
+        ]
+        return [worker_id for _, worker_id in sorted(due)]
+
+    async def accounts_to_settle(self, fleet: str, limit: int) -> list[Account]:
+        return [self._account(worker_id) for worker_id in self._to_settle(fleet)[:limit]]
+
+    async def open_accounts(self, *, fleet: str | None = None, worker_id: str | None = None) -> list[Account]:
+        workers = sorted(self._workers.values(), key=_age_order)
+        return [
+            self._account(worker.id)
+            for worker in workers
+            if self._hired[worker.id].settle_at is not None
+            and fleet in (None, worker.fleet)
+            and worker_id in (None, worker.id)
+        ]
+
+    def _account(self, worker_id: str) -> Account:
+        worker, hired = self._workers[worker_id], self._hired[worker_id]
+        assert hired.bill is not None  # noqa: S101
+        ended = sorted(hired.spans.values(), key=_span_length, reverse=True)[:MAX_SPANS]
+        running = [
+            Span(row.id, row.queue, row.started_at, None) for row in self._held_in_order(worker_id) if row.started_at
+        ]
+        ready = [moment for moment in (worker.activated_at, worker.first_claimed_at) if moment is not None]
+        return Account(
+            worker_id,
+            worker.fleet,
+            hired.bill,
+            min(ready, default=None),
+            tuple(sorted([*ended, *running], key=lambda span: (span.from_at, span.task_id))),
+        )
+
+    async def settle(self, settlements: Sequence[Settlement]) -> int:
+        return sum(self._settle(settlement) for settlement in settlements)
+
+    def _settle(self, settlement: Settlement) -> bool:
+        hired = self._hired.get(settlement.account.worker_id)
+        if hired is None or hired.bill is None or hired.settle_at is None or hired.bill != settlement.account.bill:
+            return False
+        hired.bill = replace(hired.bill, settled_until=settlement.settled_until)
+        hired.settle_at = settlement.settle_at
+        self._charges += settlement.charges
+        for charge in settlement.charges:
+            hour = charge.fleet, hour_of(charge.from_at), charge.currency
+            self._spending[hour] = _with(self._spending.get(hour, Cost(None, charge.currency)), charge)
+        hired.spans = {
+            key: span
+            for key, span in hired.spans.items()
+            if hired.settle_at is not None and span.until_at is not None and span.until_at > settlement.settled_until
+        }
+        return True
+
+    def _is_owing(self, worker: _WorkerRow) -> bool:
+        return self._hired[worker.id].settle_at is not None
+
+    async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
+        if by in ("day", "fleet"):
+            found: list[tuple[str | None, Cost]] = [
+                (f"{hour:%Y-%m-%d}" if by == "day" else name, cost)
+                for (name, hour, _), cost in self._spending.items()
+                if hour >= since and fleet in (None, name)
+            ]
+        else:
+            found = [
+                (_cost_key(charge, by), _with(Cost(None, charge.currency), charge))
+                for charge in self._charges
+                if charge.from_at >= since and fleet in (None, charge.fleet)
+            ]
+        sums: dict[tuple[str | None, str], Cost] = {}
+        for key, cost in found:
+            before = sums.get((key, cost.currency), Cost(key, cost.currency))
+            sums[key, cost.currency] = _sum(before, cost)
+        ordered = sorted(sums.values(), key=lambda cost: (cost.key is None, cost.key or "", cost.currency))
+        ordered.sort(key=lambda cost: -cost.total_micros)
+        if by == "day":
+            ordered.sort(key=lambda cost: cost.key or "", reverse=True)
+        return ordered[:limit]
+
+    async def charges_of_task(self, task_id: int) -> list[Charge]:
+        own = [charge for charge in self._charges if charge.task_id == task_id]
+        return sorted(own, key=lambda charge: (charge.from_at, charge.worker_id))
 
     # ---------------------------------------------------------------------------------------------------- by hand
 
@@ -596,7 +767,7 @@ class MemoryControlStore(MemoryStore):
         self._fleet_row(fleet).slots.setdefault(slot, _SlotRow())
 
     async def sweep(self) -> int:
-        deleted = await super().sweep()
+        deleted = self._forget_charges() + await super().sweep()
         before = self._clock() - _interval(self._retention.cycles_s)
         old = [id_ for id_, stored in self._cycles.items() if stored.cycle.started_at < before][:MAX_SWEPT_PER_KIND]
         for cycle_id in old:
@@ -604,6 +775,26 @@ class MemoryControlStore(MemoryStore):
         for worker_id in self._hired.keys() - self._workers.keys():
             del self._hired[worker_id]
         return deleted + len(old)
+
+    def _forget_charges(self) -> int:
+        """Charges and their sums; and spans that nobody will settle."""
+        kept, now = self._retention, self._clock()
+        before, spans_before = now - _interval(kept.charges_s), now - _interval(max(kept.complete_s, kept.failed_s))
+        old = sorted((c for c in self._charges if c.from_at < before), key=lambda c: c.from_at)[:MAX_SWEPT_PER_KIND]
+        gone = set(map(id, old))
+        self._charges = [charge for charge in self._charges if id(charge) not in gone]
+        hours = sorted((hour for hour in self._spending if hour[1] < before), key=lambda hour: hour[1])
+        for hour in hours[:MAX_SWEPT_PER_KIND]:
+            del self._spending[hour]
+        spans = [
+            (span.until_at, key, hired.spans)
+            for hired in self._hired.values()
+            for key, span in hired.spans.items()
+            if hired.settle_at is None and span.until_at is not None and span.until_at < spans_before
+        ]
+        for _, key, holder in sorted(spans, key=lambda found: found[0])[:MAX_SWEPT_PER_KIND]:
+            del holder[key]
+        return sum(min(len(kind), MAX_SWEPT_PER_KIND) for kind in (old, hours, spans))
 
     # ------------------------------------------------------------------------------------ the steps of a life
 
@@ -637,6 +828,25 @@ def _observe_slots(fleet: _FleetRow, since: datetime) -> tuple[SlotView, ...]:
     return tuple(view for view in views if view.is_failed or view.restarts)
 
 
+def _span_length(span: Span) -> timedelta:
+    return (span.until_at or span.from_at) - span.from_at
+
+
+def _with(cost: Cost, charge: Charge) -> Cost:
+    name = f"{charge.kind}_micros"
+    return replace(cost, **{name: getattr(cost, name) + charge.amount_micros})
+
+
+def _sum(one: Cost, other: Cost) -> Cost:
+    names = (f"{kind}_micros" for kind in ChargeKind)
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})
+
+
+def _cost_key(charge: Charge, by: str) -> str | None:
+    keys: dict[str, object] = {"queue": charge.queue, "worker": charge.worker_id, "task": charge.task_id}
+    return None if keys[by] is None else str(keys[by])
+
+
 def _age_order(worker: _WorkerRow) -> tuple[datetime, str]:
     return worker.created_at, worker.id
 
@@ -654,3 +864,4 @@ if TYPE_CHECKING:
     # mypy compares every signature with the contracts'.
     _: type[ControlStore] = MemoryControlStore
     __: type[Operations] = MemoryControlStore
+    ___: type[Costs] = MemoryControlStore

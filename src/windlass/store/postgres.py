@@ -417,12 +417,13 @@ class PostgresStore:
         kept = self._retention
         async with self._connection("applying retention") as connection:
             count: int = await connection.fetchval(
-                "select windlass.sweep($1, $2, $3, $4, $5, $6)",
+                "select windlass.sweep($1, $2, $3, $4, $5, $6, $7)",
                 kept.complete_s,
                 kept.failed_s,
                 kept.events_s,
                 kept.cycles_s,
                 kept.logs_s,
+                kept.charges_s,
                 SWEEP_BATCH,
             )
         return count

@@ -1,12 +1,15 @@
 """What a policy sees and what it answers."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from math import ceil
 
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import QueueView
 from windlass.policy.derive import WorkerState
+
+_NEVER = datetime.max.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,8 @@ class Demand:
     active: tuple[WorkerState, ...]
     booting: tuple[WorkerState, ...]
     fleet: FleetConfig
+    # Worker id to until when it is paid for, where time is paid in long units.
+    paid_until: Mapping[str, datetime] = field(default_factory=dict)
 
     @property
     def capacity(self) -> int:
@@ -40,9 +45,12 @@ class Demand:
 
     @property
     def idle(self) -> tuple[WorkerState, ...]:
-        """Workers with nothing to do, longest idle first."""
+        """Workers with nothing to do: first those that are soonest to be paid for again, then the longest idle."""
         resting = [state for state in self.active if not state.has_active_task]
-        return tuple(sorted(resting, key=lambda state: (-(state.idle_s or 0.0), state.worker.id)))
+        return tuple(sorted(resting, key=self._order_of_going))
+
+    def _order_of_going(self, state: WorkerState) -> tuple[datetime, float, str]:
+        return self.paid_until.get(state.worker.id, _NEVER), -(state.idle_s or 0.0), state.worker.id
 
     @property
     def unneeded(self) -> tuple[WorkerState, ...]:

@@ -1,5 +1,6 @@
 """The stages of a cycle, one file per part of a worker's life."""
 
+from windlass.policy.stages.budget import keep_budget
 from windlass.policy.stages.health import brake, fail_broken, fail_slots, promote, requeue_orphans, warn
 from windlass.policy.stages.reconcile import clean_up, doubt_strays, end_drained, reconcile
 from windlass.policy.stages.scaling import scale
@@ -11,6 +12,7 @@ __all__ = [
     "end_drained",
     "fail_broken",
     "fail_slots",
+    "keep_budget",
     "promote",
     "reconcile",
     "requeue_orphans",

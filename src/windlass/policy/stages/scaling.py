@@ -3,17 +3,24 @@
 The control loop counts what it hired. A worker that a person started takes tasks, and so makes the queue shorter, but
 it may leave at any moment and may serve other queues: no hiring is saved, and no limit used up, on its account. A
 paused worker is what a person made it: it does not count as capacity, and it is not let go.
+
+Where time is paid in long units (policy/billing.py), a spare worker stays and claims whatever comes until shortly
+before what is paid for it is used up. Then it goes, if it is spare and idle at that moment; at work, or needed, it is
+looked at again when the next unit ends.
 """
 
 from dataclasses import replace
+from datetime import datetime, timedelta
 
 from windlass.model.action import Action, Drain, FailSlot, Requeue, Spawn
 from windlass.model.machine import MachineState
 from windlass.model.worker import WorkerStatus
+from windlass.policy import billing
+from windlass.policy.billing import Departure
 from windlass.policy.derive import WorkerState
 from windlass.policy.draft import Draft
 from windlass.policy.scale import POLICIES, Demand, Wish
-from windlass.policy.stages import guard, refusal
+from windlass.policy.stages import budget, guard, refusal
 
 ASKED_FOR = "asked for by hand"
 TRIED_BY_HAND = frozenset({guard.CODE, *refusal.CODES})
@@ -23,7 +30,8 @@ def scale(draft: Draft) -> list[Action]:
     """Hire, or let go, never both."""
     alerts = [*guard.guard_hiring(draft), *refusal.heed_refusal(draft)]
     staying = _staying(draft)
-    demand = _demand(draft, staying)
+    departures = _departures(draft, staying)
+    demand = _demand(draft, staying, departures)
     wish = POLICIES[draft.fleet.policy](demand)
     is_over = wish.is_over_capacity or len(staying) > draft.fleet.max_workers
     draft.remember(over_capacity_since=(draft.memory.over_capacity_since or draft.now) if is_over else None)
@@ -31,14 +39,14 @@ def scale(draft: Draft) -> list[Action]:
         return [*alerts, *_wind_down(draft, staying)]
     changes = _hire(draft, demand, staying, wish)
     # Whoever would hire as soon as it can has nobody to spare.
-    if not changes and not draft.is_cut_short:
-        changes = _let_go(draft, demand, staying, wish)
+    if not changes and (not draft.is_cut_short or draft.over_budget is not None):
+        changes = _let_go(draft, demand, staying, wish, departures)
     if not draft.decision:
-        draft.decision = _standing_still(draft, staying, wish)
+        draft.decision = _standing_still(draft, staying, wish, departures)
     return [*alerts, *changes]
 
 
-def _standing_still(draft: Draft, staying: list[WorkerState], wish: Wish) -> str:
+def _standing_still(draft: Draft, staying: list[WorkerState], wish: Wish, departures: dict[str, Departure]) -> str:
     if draft.memory.hold is not None:
         return f"holding: {draft.memory.hold.reason}"
     if draft.snapshot.is_paused:
@@ -46,6 +54,11 @@ def _standing_still(draft: Draft, staying: list[WorkerState], wish: Wish) -> str
     if wish.hire > 0:
         is_full = len(staying) >= draft.fleet.max_workers
         return f"{'full' if is_full else 'waiting until the next hiring may be'}: {wish.reason}"
+    kept = [departures[state.worker.id] for state in wish.spare if state.worker.id in departures]
+    if kept:
+        # By the clock, not from now: a cycle that decides what the last one decided is not stored again.
+        paid_until = min(departure.boundary for departure in kept)
+        return f"steady: {wish.reason}; {len(kept)} kept, as the first is paid until {paid_until:%H:%M:%S} UTC"
     return f"steady: {wish.reason}"
 
 
@@ -61,7 +74,22 @@ def _staying(draft: Draft) -> list[WorkerState]:
     ]
 
 
-def _demand(draft: Draft, staying: list[WorkerState]) -> Demand:
+def _departures(draft: Draft, staying: list[WorkerState]) -> dict[str, Departure]:
+    """When each could leave without being paid for again. Empty where time is paid as it passes."""
+    unit_s, poll_s = draft.snapshot.traits.billing_unit_s, draft.fleet.poll_interval_s
+    if not billing.is_worth_waiting(unit_s, poll_s):
+        return {}
+    return {
+        state.worker.id: billing.next_departure(unit_s, _billed_since(state), draft.now, poll_s) for state in staying
+    }
+
+
+def _billed_since(state: WorkerState) -> datetime:
+    worker = state.worker
+    return worker.bill.since if worker.bill is not None else worker.machine_at or worker.created_at
+
+
+def _demand(draft: Draft, staying: list[WorkerState], departures: dict[str, Departure]) -> Demand:
     counted = [state for state in staying if not state.worker.is_paused]
     # Tasks that this plan takes from workers wait again: who replaces those is hired in the same cycle.
     returned = sum(
@@ -73,6 +101,7 @@ def _demand(draft: Draft, staying: list[WorkerState]) -> Demand:
         active=tuple(state for state in counted if not state.is_booting),
         booting=tuple(state for state in counted if state.is_booting),
         fleet=draft.fleet,
+        paid_until={worker_id: departure.boundary for worker_id, departure in departures.items()},
     )
 
 
@@ -131,7 +160,8 @@ def _cap(draft: Draft, staying: list[WorkerState]) -> int:
         return 0 if any(guard.is_probe(state, memory.guard) for state in staying) else 1
     if memory.refused is not None:
         return 0 if refusal.is_tried(draft) else 1
-    return draft.fleet.max_changes_per_cycle
+    most = draft.fleet.max_changes_per_cycle
+    return most if draft.affordable is None else min(most, draft.affordable)
 
 
 def _what_limits(draft: Draft, cap: int, hired: int, free: int) -> str:
@@ -139,8 +169,10 @@ def _what_limits(draft: Draft, cap: int, hired: int, free: int) -> str:
         return "no free slot"
     if hired < cap:
         return "machines that are on their way out take up the room"
-    is_probing = draft.memory.guard.trips or draft.memory.refused
-    return "one probe at a time" if is_probing else f"at most {draft.fleet.max_changes_per_cycle} at once"
+    if draft.memory.guard.trips or draft.memory.refused:
+        return "one probe at a time"
+    most = draft.fleet.max_changes_per_cycle
+    return "the budget has room for no more" if cap < most else f"at most {most} at once"
 
 
 def _free_slots(draft: Draft) -> list[int]:
@@ -187,22 +219,52 @@ def _wind_down(draft: Draft, staying: list[WorkerState]) -> list[Action]:
     return [Drain(state.worker.id, "WOUND_DOWN", "its fleet is being wound down") for state in staying]
 
 
-def _let_go(draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish) -> list[Action]:
+def _let_go(
+    draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish, departures: dict[str, Departure]
+) -> list[Action]:
     if draft.is_stopped:
         return []
     too_many = f"more workers than the maximum of {draft.fleet.max_workers}"
-    over = [Drain(s.worker.id, "OVER_MAX", too_many) for s in _over_max(draft, demand, staying)]
+    forced = [Drain(s.worker.id, "OVER_MAX", too_many) for s in _over_max(draft, demand, staying)]
+    if draft.over_budget is not None:
+        reason = draft.over_budget
+        forced += [Drain(s.worker.id, budget.CODE, reason) for s in _unpaid(draft, staying, departures)]
     idle = [
-        Drain(s.worker.id, "IDLE", f"idle {s.idle_s or 0.0:.0f} s; {wish.reason}")
-        for s in _rested(draft, staying, wish)
+        Drain(s.worker.id, *_why_spare(draft, s, wish, departures.get(s.worker.id)))
+        for s in _rested(draft, staying, wish, departures)
     ]
-    chosen = list({drain.worker_id: drain for drain in (*idle, *over)}.values())
-    chosen.sort(key=lambda drain: drain.code == "IDLE")
+    # Whoever must go for several reasons goes for the first.
+    first: dict[str, Drain] = {}
+    for drain in (*forced, *idle):
+        first.setdefault(drain.worker_id, drain)
+    chosen = list(first.values())
     going = chosen[: draft.fleet.max_changes_per_cycle]
     if going:
         draft.is_cut_short = len(going) < len(chosen)
-        draft.decision = f"letting {len(going)} go: {too_many if over else wish.reason}"
+        draft.decision = f"letting {len(going)} go: {forced[0].reason if forced else wish.reason}"
     return [*going]
+
+
+def _why_spare(draft: Draft, state: WorkerState, wish: Wish, departure: Departure | None) -> tuple[str, str]:
+    """The code and the reason."""
+    idle = f"idle {state.idle_s or 0.0:.0f} s"
+    if departure is None:
+        return "IDLE", f"{idle}; {wish.reason}"
+    left_s = (departure.boundary - draft.now).total_seconds()
+    what = "hour" if draft.snapshot.traits.billing_unit_s == billing.HOUR.total_seconds() else "paid time"
+    why = "nothing waits" if draft.snapshot.queue.queued == 0 else wish.reason
+    return "BILLING_HOUR_END", f"{idle}, its {what} ends in {left_s:.0f} s, {why}"
+
+
+def _unpaid(draft: Draft, staying: list[WorkerState], departures: dict[str, Departure]) -> list[WorkerState]:
+    """Who is about to be paid for again. At work, a worker is told early enough to finish within what is paid."""
+    grace = timedelta(seconds=draft.fleet.stop_timeout_s)
+
+    def is_due(state: WorkerState) -> bool:
+        departure = departures.get(state.worker.id)
+        return departure is None or draft.now >= departure.opens - (grace if state.has_active_task else timedelta())
+
+    return [state for state in staying if is_due(state)]
 
 
 def _over_max(draft: Draft, demand: Demand, staying: list[WorkerState]) -> list[WorkerState]:
@@ -215,7 +277,9 @@ def _over_max(draft: Draft, demand: Demand, staying: list[WorkerState]) -> list[
     return [*demand.idle, *rest][:excess]
 
 
-def _rested(draft: Draft, staying: list[WorkerState], wish: Wish) -> list[WorkerState]:
+def _rested(
+    draft: Draft, staying: list[WorkerState], wish: Wish, departures: dict[str, Departure]
+) -> list[WorkerState]:
     """Spare workers that may go: long enough too many, nobody just starting, each idle for long enough."""
     fleet, since = draft.fleet, draft.memory.over_capacity_since
     if since is None or draft.age_s(since) < fleet.scale_down_grace_s or draft.snapshot.is_paused:
@@ -223,5 +287,13 @@ def _rested(draft: Draft, staying: list[WorkerState], wish: Wish) -> list[Worker
     # Whoever is starting was needed a moment ago. What has changed since may change back before it is there.
     if any(state.is_booting or draft.age_s(state.worker.created_at) < fleet.spawn_grace_s for state in staying):
         return []
-    rested = [state for state in wish.spare if (state.idle_s or 0.0) >= fleet.idle_timeout_s]
+    rested = [state for state in wish.spare if _may_leave(draft, state, departures.get(state.worker.id))]
     return rested[: max(0, len(staying) - fleet.min_workers)]
+
+
+def _may_leave(draft: Draft, state: WorkerState, departure: Departure | None) -> bool:
+    idle_s, fleet = state.idle_s or 0.0, draft.fleet
+    if departure is None:
+        return idle_s >= fleet.idle_timeout_s
+    # It has waited for all that is paid, which is patience enough; but a pause between two tasks is not idleness.
+    return draft.now >= departure.opens and idle_s >= min(fleet.idle_timeout_s, fleet.poll_interval_s)

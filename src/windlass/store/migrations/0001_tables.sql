@@ -103,7 +103,16 @@ create table windlass.workers (
   vram_at timestamptz,
   late_results integer not null default 0,
   price_micros_per_hour bigint,
+  -- At most this much for a calendar month.
+  price_micros_per_month bigint,
   currency text,
+  -- Its machine is paid in whole units of this length, from then on, and until it was gone.
+  billing_unit_s integer,
+  billed_since timestamptz,
+  billed_until timestamptz,
+  -- What began before this is in the ledger; and when there is more to put into it. Null: never, or never again.
+  settled_until timestamptz,
+  settle_at timestamptz,
   metadata jsonb not null default '{}',
   foreign key (fleet, slot) references windlass.slots (fleet, slot)
 )
@@ -117,6 +126,7 @@ create unique index workers_one_live_per_slot
 
 create index workers_live on windlass.workers (fleet) where status <> 'terminated';
 create index workers_ended on windlass.workers (terminated_at) where status = 'terminated';
+create index workers_to_settle on windlass.workers (fleet, settle_at) where settle_at is not null;
 
 
 -- ----------------------------------------------------------------------------------------------------- tasks
@@ -215,21 +225,51 @@ create table windlass.leases (
   expires_at timestamptz not null
 );
 
--- What a worker's time was spent on, in integer micros of a currency. The parts of a worker add up to its bill.
+-- Attempts that have ended on workers whose time has a price, until the ledger has closed that time. A task's row only
+-- remembers its last attempt.
+create table windlass.spans (
+  worker_id text not null,
+  task_id bigint not null,
+  queue text not null,
+  from_at timestamptz not null,
+  until_at timestamptz not null check (until_at > from_at),
+  primary key (worker_id, from_at, task_id)
+);
+create index spans_until on windlass.spans (until_at);
+
+-- The ledger: what a worker's time was spent on, in integer micros of a currency. The parts of a worker add up to its
+-- bill. from_at and until_at are the paid time that this is a part of.
 create table windlass.charges (
   id bigint generated always as identity primary key,
-  -- No foreign key: what was paid is remembered for longer than who was paid.
+  -- No foreign keys: what was paid is remembered for longer than who was paid, and what for.
   worker_id text not null,
   fleet text not null,
   task_id bigint,
+  queue text,
   kind text not null check (kind in ('task', 'boot', 'idle', 'tail')),
   from_at timestamptz not null,
   until_at timestamptz not null check (until_at >= from_at),
   amount_micros bigint not null,
   currency text not null
 );
-create index charges_worker on windlass.charges (worker_id);
-create index charges_until on windlass.charges (until_at);
+-- Nothing can be charged twice.
+create unique index charges_once on windlass.charges (worker_id, from_at, kind, coalesce(task_id, 0));
+create index charges_task on windlass.charges (task_id) where task_id is not null;
+-- Serves reports and retention.
+create index charges_from on windlass.charges (from_at);
+
+-- The ledger's sums for each fleet and hour of the clock: what a budget is compared with in every cycle.
+create table windlass.spending (
+  fleet text not null,
+  hour timestamptz not null,
+  currency text not null,
+  task_micros bigint not null default 0,
+  boot_micros bigint not null default 0,
+  idle_micros bigint not null default 0,
+  tail_micros bigint not null default 0,
+  primary key (fleet, hour, currency)
+);
+create index spending_hour on windlass.spending (hour);
 
 -- Reserved for log lines of orchestrators and workers: nothing writes here yet, retention is applied already.
 create table windlass.logs (

@@ -44,6 +44,23 @@ as $$
 $$;
 
 
+-- Write down that an attempt ended on a worker whose time has a price, or whose price is not known yet; for all others
+-- nothing is written. The ledger needs it, since a task's row only remembers its last attempt.
+create function windlass.note_span(
+  p_worker_id text, p_task_id bigint, p_queue text, p_from_at timestamptz, p_until_at timestamptz
+) returns void
+language sql
+as $$
+  insert into windlass.spans (worker_id, task_id, queue, from_at, until_at)
+  select p_worker_id, p_task_id, p_queue, p_from_at, p_until_at
+  from windlass.workers w
+  where w.id = p_worker_id
+    and (w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null))
+    and p_from_at < p_until_at
+  on conflict do nothing
+$$;
+
+
 -- ------------------------------------------------------------------------------------------------- producers
 
 -- Wakes idle workers, whoever inserts and however: enqueue(), plain INSERT or COPY. One notification a queue and
@@ -174,18 +191,24 @@ create function windlass.cancel_task(p_task_id bigint, p_reason text default 'ca
 language plpgsql
 as $$
 declare
-  v_worker_id text;
+  v_before windlass.tasks;
 begin
-  update windlass.tasks
-  set status = 'failed', run_after = null, error_code = 'CANCELLED', error = p_reason,
-      claim_token = null, finished_at = windlass.now()
-  where id = p_task_id
-    and status in ('queued', 'running', 'error')
-  returning worker_id into v_worker_id;
+  select t.* into v_before
+  from windlass.tasks t
+  where t.id = p_task_id
+    and t.status in ('queued', 'running', 'error')
+  for no key update;
   if not found then
     return false;
   end if;
-  perform windlass.note('TASK_CANCELLED', p_reason, null, v_worker_id, p_task_id);
+  update windlass.tasks
+  set status = 'failed', run_after = null, error_code = 'CANCELLED', error = p_reason,
+      claim_token = null, finished_at = windlass.now()
+  where id = p_task_id;
+  if v_before.status = 'running' then
+    perform windlass.note_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at, windlass.now());
+  end if;
+  perform windlass.note('TASK_CANCELLED', p_reason, null, v_before.worker_id, p_task_id);
   return true;
 end
 $$;
@@ -284,13 +307,20 @@ returns boolean
 language plpgsql
 set enable_seqscan = off
 as $$
+declare
+  v_task windlass.tasks;
 begin
-  update windlass.tasks
+  update windlass.tasks t
   set status = 'complete', result = p_result, finished_at = windlass.now(), error = null, error_code = null
-  where id = p_task_id
-    and claim_token = p_token
-    and finished_at is null;
-  return found or windlass.is_repeat(p_worker_id, p_task_id, p_token, array['complete']);
+  where t.id = p_task_id
+    and t.claim_token = p_token
+    and t.finished_at is null
+  returning t.* into v_task;
+  if not found then
+    return windlass.is_repeat(p_worker_id, p_task_id, p_token, array['complete']);
+  end if;
+  perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_task.finished_at);
+  return true;
 end
 $$;
 
@@ -329,6 +359,7 @@ begin
     end if;
     return null;
   end if;
+  perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_now);
   perform windlass.note(
     case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
     format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, left(v_error, 300)),
@@ -345,22 +376,44 @@ returns boolean
 language plpgsql
 as $$
 declare
-  v_queue text;
+  v_before windlass.tasks;
 begin
-  update windlass.tasks
-  set status = 'queued', attempts = attempts - 1, claim_token = null, worker_id = null, started_at = null,
-      progress = null, progress_note = null
-  where id = p_task_id
-    and claim_token = p_token
-    and finished_at is null
-  returning queue into v_queue;
+  select t.* into v_before
+  from windlass.tasks t
+  where t.id = p_task_id
+    and t.claim_token = p_token
+    and t.finished_at is null
+  for no key update;
   if not found then
     return false;
   end if;
+  update windlass.tasks
+  set status = 'queued', attempts = attempts - 1, claim_token = null, worker_id = null, started_at = null,
+      progress = null, progress_note = null
+  where id = p_task_id;
+  -- It does not count as an attempt, but it took the worker's time.
+  perform windlass.note_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at, windlass.now());
   perform windlass.note('TASK_RELEASED', p_reason, null, p_worker_id, p_task_id);
-  perform pg_notify('windlass_tasks', v_queue);
+  perform pg_notify('windlass_tasks', v_before.queue);
   return true;
 end
+$$;
+
+-- The attempts that a worker completes now, as spans, if its time has a price.
+create function windlass.note_spans(p_worker_id text, p_task_ids bigint[], p_until_at timestamptz) returns void
+language sql
+as $$
+  insert into windlass.spans (worker_id, task_id, queue, from_at, until_at)
+  select t.worker_id, t.id, t.queue, t.started_at, p_until_at
+  from windlass.workers w
+  join windlass.tasks t on t.worker_id = w.id
+  where w.id = p_worker_id
+    and (w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null))
+    and t.id = any (p_task_ids)
+    and t.status = 'complete'
+    and t.finished_at = p_until_at
+    and t.started_at < p_until_at
+  on conflict do nothing
 $$;
 
 -- Completes what is done and claims what is next in one round trip. The three arrays go together. Returns the new
@@ -420,10 +473,15 @@ begin
     end if;
   end if;
   if p_task_ids is not null and p_limit <= 0 then
+    if v_count > 0 then
+      perform windlass.note_spans(p_worker_id, p_task_ids, v_now);
+    end if;
     return;
   end if;
 
   select w.status, w.paused or w.status not in ('spawning', 'active') as is_barred, w.first_claimed_at is null as is_first,
+    -- The ledger is no concern of a worker without a price, nor does it cost one anything.
+    w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null) as has_price,
     exists (
       select from windlass.tasks t
       where t.queue = any (p_queues)
@@ -435,6 +493,9 @@ begin
   if not found then
     raise exception 'worker % is not registered: call windlass.register_worker first', p_worker_id
       using errcode = 'no_data_found';
+  end if;
+  if v_worker.has_price and v_count > 0 then
+    perform windlass.note_spans(p_worker_id, p_task_ids, v_now);
   end if;
   if v_worker.is_barred then
     if v_worker.status in ('error', 'terminated') and coalesce(cardinality(p_task_ids), 0) = 0 then
@@ -681,7 +742,7 @@ declare
   v_now timestamptz := windlass.now();
 begin
   with taken as (
-    select t.id, t.worker_id as from_worker_id
+    select t.id, t.worker_id as from_worker_id, t.queue, t.started_at
     from windlass.tasks t
     where t.worker_id = any (p_worker_ids)
       and t.status = 'running'
@@ -705,6 +766,15 @@ begin
       m.from_worker_id, m.id,
       jsonb_build_object('attempt', m.attempts, 'error_code', p_code, 'error', p_reason)
     from moved m
+  ),
+  spent as (
+    insert into windlass.spans (worker_id, task_id, queue, from_at, until_at)
+    select k.from_worker_id, k.id, k.queue, k.started_at, v_now
+    from taken k
+    join windlass.workers w on w.id = k.from_worker_id
+    where (w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null))
+      and k.started_at < v_now
+    on conflict do nothing
   )
   select count(*) filter (where m.status = 'queued'), count(*) filter (where m.status = 'failed')
   into requeued, failed
@@ -811,6 +881,7 @@ create function windlass.sweep(
   p_events_s double precision,
   p_cycles_s double precision,
   p_logs_s double precision,
+  p_charges_s double precision,
   p_limit integer default 1000
 ) returns integer
 language plpgsql
@@ -867,12 +938,42 @@ begin
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
+  delete from windlass.charges where id = any (array(
+    select c.id from windlass.charges c where c.from_at < v_now - make_interval(secs => p_charges_s) order by c.from_at limit p_limit
+  ));
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  delete from windlass.spending where (fleet, hour, currency) in (
+    select s.fleet, s.hour, s.currency
+    from windlass.spending s
+    where s.hour < v_now - make_interval(secs => p_charges_s)
+    order by s.hour
+    limit p_limit
+  );
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  -- Spans go when they are settled. What is left is of workers that turned out to have no price.
+  delete from windlass.spans where (worker_id, from_at, task_id) in (
+    select s.worker_id, s.from_at, s.task_id
+    from windlass.spans s
+    where s.until_at < v_now - make_interval(secs => greatest(p_complete_s, p_failed_s))
+      and not exists (select from windlass.workers w where w.id = s.worker_id and w.settle_at is not null)
+    order by s.until_at
+    limit p_limit
+  );
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
   -- Ended workers outlive the tasks that name them by nothing: events tell the rest of their story.
   delete from windlass.workers where id = any (array(
     select w.id
     from windlass.workers w
     where w.status = 'terminated'
       and w.terminated_at < v_now - make_interval(secs => greatest(p_complete_s, p_failed_s, p_events_s))
+      -- Whose bill is not closed is remembered until it is.
+      and w.settle_at is null
     order by w.terminated_at
     limit p_limit
   ));

@@ -143,10 +143,14 @@ select
   w.instance_type,
   w.currency,
   w.price_micros_per_hour,
-  extract(epoch from coalesce(w.terminated_at, windlass.now()) - w.created_at) as runtime_s,
-  (w.price_micros_per_hour * extract(epoch from coalesce(w.terminated_at, windlass.now()) - w.created_at) / 3600)::bigint
-    as cost_micros
+  extract(epoch from r.until_at - r.from_at) as runtime_s,
+  (w.price_micros_per_hour * extract(epoch from r.until_at - r.from_at) / 3600)::bigint as cost_micros
 from windlass.workers w
+cross join lateral (
+  select
+    coalesce(w.billed_since, w.created_at) as from_at,
+    coalesce(w.billed_until, w.terminated_at, windlass.now()) as until_at
+) as r
 where w.price_micros_per_hour is not null;
 
 -- Per slot, in the words of a process supervisor: starting, healthy, stopping, crashed, failed. Times are Unix

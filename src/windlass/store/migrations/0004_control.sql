@@ -172,6 +172,12 @@ create function windlass.observe(
   code text,
   reason text,
   lease_s double precision,
+  price_micros_per_hour bigint,
+  price_micros_per_month bigint,
+  currency text,
+  billing_unit_s integer,
+  billed_since timestamptz,
+  settled_until timestamptz,
   task_id bigint,
   task_started_at timestamptz,
   task_timeout_s double precision
@@ -253,6 +259,33 @@ begin
           ) as b
           where b.activated_at is not null
         ),
+        'spending', windlass.observe_spending(p_fleet, v_now),
+        'ended_bills', coalesce((
+          -- Bounded: what ended is settled within minutes.
+          select json_agg(json_build_object(
+            'tariff', json_build_object(
+              'price_micros_per_hour', e.price_micros_per_hour,
+              'currency', e.currency,
+              'unit_s', e.billing_unit_s,
+              'price_micros_per_month', e.price_micros_per_month
+            ),
+            'since', e.billed_since,
+            'until', e.billed_until,
+            'settled_until', e.settled_until
+          ) order by e.created_at, e.id collate "C")
+          from (
+            select w.*
+            from windlass.workers w
+            where w.fleet = p_fleet
+              and w.settle_at is not null
+              and w.status = 'terminated'
+            order by w.settle_at
+            limit 1000
+          ) as e
+        ), '[]'),
+        'is_settlement_due', exists (
+          select from windlass.workers w where w.fleet = p_fleet and w.settle_at <= v_now
+        ),
         'orphaned', array(
           select t.worker_id
           from windlass.tasks t
@@ -275,6 +308,7 @@ begin
       null::json, w.id, w.slot, w.status, w.paused, w.concurrency, w.created_at, w.activated_at, w.last_heartbeat,
       w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.code, w.reason, w.lease_s::double precision,
+      w.price_micros_per_hour, w.price_micros_per_month, w.currency, w.billing_unit_s, w.billed_since, w.settled_until,
       t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
@@ -282,6 +316,27 @@ begin
       and w.status <> 'terminated'
     order by w.created_at, w.id collate "C", t.id;
 end
+$$;
+
+-- What the ledger has of the present hour, day and month of a fleet, for each currency.
+create function windlass.observe_spending(p_fleet text, p_now timestamptz) returns json
+language sql stable
+as $$
+  select coalesce(json_agg(json_build_object(
+    'currency', m.currency, 'hour_micros', m.hour_micros, 'day_micros', m.day_micros, 'month_micros', m.month_micros
+  ) order by m.currency collate "C"), '[]')
+  from (
+    select
+      s.currency,
+      coalesce(sum(t.micros) filter (where s.hour >= date_trunc('hour', p_now, 'UTC')), 0) as hour_micros,
+      coalesce(sum(t.micros) filter (where s.hour >= date_trunc('day', p_now, 'UTC')), 0) as day_micros,
+      sum(t.micros) as month_micros
+    from windlass.spending s
+    cross join lateral (select s.task_micros + s.boot_micros + s.idle_micros + s.tail_micros as micros) as t
+    where s.fleet = p_fleet
+      and s.hour >= date_trunc('month', p_now, 'UTC')
+    group by s.currency
+  ) as m
 $$;
 
 -- What waits and runs in a fleet's queues. Tasks whose time has come count as waiting.
@@ -452,6 +507,27 @@ begin
 end
 $$;
 
+-- From now on the ledger counts what a worker's machine costs. One without a price, or that has ended, has no bill; one
+-- that has a bill keeps it.
+create function windlass.open_bill(p_worker_id text, p_machine jsonb, p_unit_s integer) returns void
+language sql
+as $$
+  update windlass.workers w
+  set price_micros_per_hour = (p_machine ->> 'price_micros_per_hour')::bigint,
+      price_micros_per_month = (p_machine ->> 'price_micros_per_month')::bigint,
+      -- ISO 4217 for no currency.
+      currency = coalesce(p_machine ->> 'currency', 'XXX'),
+      billing_unit_s = coalesce(p_unit_s, 1),
+      billed_since = b.since,
+      -- The first hour that can be closed: cost/ledger.py says so more exactly when it looks.
+      settle_at = b.since + interval '1 hour 1 minute'
+  from (select coalesce((p_machine ->> 'created_at')::timestamptz, windlass.now()) as since) as b
+  where w.id = p_worker_id
+    and w.status <> 'terminated'
+    and w.billed_since is null
+    and p_machine ->> 'price_micros_per_hour' is not null
+$$;
+
 -- Write down what a cycle saw and decided, and do at once what needs no provider. Raises if the lease is lost: then
 -- nothing has changed. Returns {"cycle_id", "granted": [worker ids], "requeued": n}.
 create function windlass.commit_plan(
@@ -473,6 +549,7 @@ declare
   v_requeued integer := 0;
   v_count integer;
   v_action jsonb;
+  v_machine jsonb;
 begin
   perform windlass.require_lease(p_lease, p_holder, p_term);
 
@@ -525,20 +602,17 @@ begin
           perform windlass.note('WORKER_TERMINATING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
       when 'Adopt' then
+        -- What it is and costs stands in the list in which it was found.
+        v_machine := jsonb_path_query_first(
+          p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id'));
         update windlass.workers
         set machine_id = v_action ->> 'machine_id', machine_at = v_now, creation = 'created',
             prepared_at = case when (v_action ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now) else prepared_at end,
-            instance_type = m.machine ->> 'instance_type',
-            price_micros_per_hour = (m.machine ->> 'price_micros_per_hour')::bigint,
-            currency = m.machine ->> 'currency'
-        from (
-          -- What it is and costs stands in the list in which it was found.
-          select jsonb_path_query_first(
-            p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')
-          ) as machine
-        ) as m
+            instance_type = v_machine ->> 'instance_type'
         where id = v_action ->> 'worker_id' and machine_id is null;
         if found then
+          perform windlass.open_bill(
+            v_action ->> 'worker_id', v_machine, (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
           perform windlass.note('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
       when 'FailSlot' then
@@ -570,9 +644,9 @@ $$;
 -- Write down what providers did: facts, whoever reports them. Then hire into the slots that became free by it, which
 -- is a decision and needs the lease. Returns the ids that got a slot; null if the lease is lost and hirings were asked
 -- for: an error would undo the facts.
---   {"kind": "created", "worker_id", "machine_id", "is_prepared", "instance_type", "price_micros_per_hour", "currency"}
+--   {"kind": "created", "worker_id", "machine": {...} in the shape of model/machine.py, "is_prepared", "billing_unit_s"}
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
---   {"kind": "deleted", "worker_id", "machine_id", "code", "reason"}    {"kind": "stray_deleted", "name", "reason"}
+--   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}    {"kind": "stray_deleted", "name", "reason"}
 --   {"kind": "not_deleted", "worker_id", "reason"}
 create function windlass.commit_outcomes(
   p_lease text,
@@ -594,12 +668,15 @@ begin
     case v_outcome ->> 'kind'
       when 'created' then
         update windlass.workers
-        set machine_id = v_outcome ->> 'machine_id', machine_at = coalesce(machine_at, v_now), creation = 'created',
+        set machine_id = v_outcome -> 'machine' ->> 'id', machine_at = coalesce(machine_at, v_now), creation = 'created',
             prepared_at = case when (v_outcome ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now) else prepared_at end,
-            instance_type = v_outcome ->> 'instance_type',
-            price_micros_per_hour = (v_outcome ->> 'price_micros_per_hour')::bigint,
-            currency = v_outcome ->> 'currency'
-        where id = v_outcome ->> 'worker_id' and (machine_id is null or machine_id = v_outcome ->> 'machine_id');
+            instance_type = v_outcome -> 'machine' ->> 'instance_type'
+        where id = v_outcome ->> 'worker_id'
+          and (machine_id is null or machine_id = v_outcome -> 'machine' ->> 'id');
+        if found then
+          perform windlass.open_bill(
+            v_outcome ->> 'worker_id', v_outcome -> 'machine', (v_outcome ->> 'billing_unit_s')::integer);
+        end if;
       when 'ambiguous' then
         update windlass.workers set creation = 'ambiguous'
         where id = v_outcome ->> 'worker_id' and creation is null;
@@ -618,6 +695,11 @@ begin
       when 'deleted' then
         update windlass.workers
         set status = 'terminated', terminated_at = v_now,
+            -- Its beginning and its end are the provider's word, by the provider's clock.
+            billed_until = case when billed_since is not null
+              then greatest(coalesce((v_outcome ->> 'ended_at')::timestamptz, v_now), billed_since) end,
+            -- What it did last is in the database by then.
+            settle_at = case when settle_at is not null then v_now + interval '60 seconds' end,
             code = coalesce(code, v_outcome ->> 'code'), reason = coalesce(reason, v_outcome ->> 'reason')
         where id = v_outcome ->> 'worker_id' and status <> 'terminated'
           -- Whoever reports may have lost the lead: the worker may have got a machine, or another one, since.

@@ -1,0 +1,203 @@
+"""What a machine's life costs, when what is paid is used up, and when an idle worker should leave."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.model.cost import Bill, Tariff, hour_of, month_of, next_month
+from windlass.model.money import amount, to_micros, with_currency
+from windlass.policy import billing
+
+T0 = datetime(2026, 3, 1, 10, 20, tzinfo=UTC)
+HOURLY = Tariff(6_000, "EUR", 3600, 3_790_000)
+BY_MINUTE = Tariff(6_001, "EUR", 60)
+BY_SECOND = Tariff(1_234_567, "USD", 1)
+
+always = settings(max_examples=300, derandomize=True, deadline=None, database=None)
+tariffs = st.builds(
+    Tariff,
+    price_micros_per_hour=st.integers(1, 10**8),
+    currency=st.just("EUR"),
+    unit_s=st.sampled_from((1, 60, 600, 3600, 7200)),
+    price_micros_per_month=st.one_of(st.none(), st.integers(1, 10**9)),
+)
+moments = st.datetimes(datetime(2026, 1, 30), datetime(2026, 4, 2)).map(lambda naive: naive.replace(tzinfo=UTC))
+spans = st.one_of(st.timedeltas(timedelta(0), timedelta(hours=5)), st.timedeltas(timedelta(0), timedelta(days=75)))
+
+
+def after(**span: float) -> datetime:
+    return T0 + timedelta(**span)
+
+
+@pytest.mark.parametrize(
+    ("tariff", "lived", "micros"),
+    [
+        pytest.param(HOURLY, timedelta(0), 6_000, id="a machine that was there for no time has begun an hour"),
+        pytest.param(HOURLY, timedelta(seconds=1), 6_000, id="a started hour is an hour"),
+        pytest.param(HOURLY, timedelta(hours=1), 6_000, id="an hour is an hour"),
+        pytest.param(HOURLY, timedelta(hours=1, microseconds=1), 12_000, id="a moment more is another"),
+        pytest.param(HOURLY, timedelta(days=20), 2_880_000, id="twenty days are below the cap of March"),
+        pytest.param(HOURLY, timedelta(days=29), 3_790_000, id="twenty-nine days are not"),
+        pytest.param(HOURLY, timedelta(days=31), 3_790_000 + 10 * 6_000, id="April has a month of its own"),
+        pytest.param(BY_MINUTE, timedelta(seconds=61), 200, id="two minutes, rounded once"),
+        pytest.param(BY_MINUTE, timedelta(hours=1), 6_001, id="sixty minutes are an hour's price"),
+        pytest.param(BY_SECOND, timedelta(seconds=2.5), 1_029, id="three seconds"),
+        pytest.param(BY_SECOND, timedelta(hours=1), 1_234_567, id="3600 seconds are an hour's price"),
+    ],
+)
+def test_what_a_life_costs(tariff: Tariff, lived: timedelta, micros: int) -> None:
+    assert billing.cost(tariff, T0, T0 + lived) == micros
+
+
+@always
+@given(tariffs, moments, spans)
+def test_a_life_costs_what_a_clerk_would_count_unit_by_unit(tariff: Tariff, since: datetime, lived: timedelta) -> None:
+    """Month by month: count the units that begin in it, price them, and stop at the cap."""
+    if lived / timedelta(seconds=tariff.unit_s) > 20_000:
+        return
+    counts: dict[datetime, int] = {}
+    begins = since
+    while begins < since + lived or begins == since:
+        counts[month_of(begins)] = counts.get(month_of(begins), 0) + 1
+        begins += timedelta(seconds=tariff.unit_s)
+    total = 0
+    for units in counts.values():
+        micros, rest = divmod(tariff.price_micros_per_hour * units * tariff.unit_s, 3600)
+        micros += rest >= 1800
+        total += micros if tariff.price_micros_per_month is None else min(micros, tariff.price_micros_per_month)
+    assert billing.cost(tariff, since, since + lived) == total
+
+
+@always
+@given(tariffs, moments, spans, spans)
+def test_living_longer_never_costs_less(tariff: Tariff, since: datetime, one: timedelta, more: timedelta) -> None:
+    shorter, longer = (billing.cost(tariff, since, since + lived) for lived in (one, one + more))
+    assert shorter <= longer
+
+
+@always
+@given(tariffs, moments, spans)
+def test_periods_follow_one_another_and_add_up_to_the_bill(tariff: Tariff, since: datetime, lived: timedelta) -> None:
+    bill = Bill(tariff, since, since + min(lived, timedelta(days=40)))
+    assert bill.until is not None
+    found = list(billing.periods(bill))
+    assert sum(period.amount_micros for period in found) == billing.cost(tariff, since, bill.until)
+    assert found[0].from_at == since
+    assert [period.from_at for period in found[1:]] == [period.until_at for period in found[:-1]]
+    assert found[-1].from_at < max(bill.until, since + timedelta.resolution) <= found[-1].until_at
+    hours = [hour_of(period.from_at) for period in found]
+    assert len(set(hours)) == len(hours), "each hour of the clock is closed once"
+
+
+@always
+@given(tariffs, moments, st.integers(0, 30), spans)
+def test_what_is_settled_is_not_charged_again(tariff: Tariff, since: datetime, closed: int, lived: timedelta) -> None:
+    bill = Bill(tariff, since, since + min(lived, timedelta(days=3)))
+    found = list(billing.periods(bill))[:closed]
+    rest = Bill(tariff, since, bill.until, found[-1].until_at if found else None)
+    assert bill.until is not None
+    paid = sum(period.amount_micros for period in found)
+    now = bill.until + timedelta(days=9)
+    assert paid + billing.charged_between(rest, since, now) == billing.cost(tariff, since, bill.until)
+    assert paid + sum(period.amount_micros for period in billing.periods(rest)) == billing.cost(
+        tariff, since, bill.until
+    )
+
+
+@always
+@given(tariffs, moments, spans)
+def test_months_days_and_hours_are_parts_of_the_whole(tariff: Tariff, since: datetime, lived: timedelta) -> None:
+    bill, now = Bill(tariff, since), since + lived
+    month = month_of(since)
+    total = 0
+    while month <= now:
+        total += billing.charged(tariff, since, min(next_month(month), now)) - billing.charged(tariff, since, month)
+        month = next_month(month)
+    assert total == billing.charged(tariff, since, now)
+    this_hour = billing.charged_between(bill, hour_of(now), now)
+    this_month = billing.charged_between(bill, month_of(now), now)
+    assert 0 <= this_hour <= this_month <= billing.cost(tariff, since, now)
+
+
+# ------------------------------------------------------------------------------------------------------------ leaving
+
+
+@pytest.mark.parametrize(
+    ("unit_s", "poll_s", "is_kept"),
+    [
+        pytest.param(1, 10.0, False, id="seconds are paid as they pass"),
+        pytest.param(59, 1.0, False, id="so is nearly a minute"),
+        pytest.param(60, 10.0, True, id="a minute, with cycles that are short enough"),
+        pytest.param(60, 30.0, False, id="a minute, and the way out takes longer"),
+        pytest.param(3600, 10.0, True, id="an hour"),
+        pytest.param(3600, 1200.0, False, id="an hour, and three cycles are as long"),
+    ],
+)
+def test_where_idle_workers_are_kept(unit_s: int, poll_s: float, is_kept: bool) -> None:
+    assert billing.is_worth_waiting(unit_s, poll_s) is is_kept
+
+
+@pytest.mark.parametrize(
+    ("lived_s", "opens_s", "boundary_s"),
+    [
+        pytest.param(0, 3540, 3600, id="at the beginning of an hour"),
+        pytest.param(3530, 3540, 3600, id="shortly before the window"),
+        pytest.param(3540, 3540, 3600, id="as the window opens"),
+        pytest.param(3560, 3540, 3600, id="at the last safe moment"),
+        pytest.param(3561, 7140, 7200, id="too late: it would be paid for again, so it stays"),
+        pytest.param(3600, 7140, 7200, id="in the next hour"),
+    ],
+)
+def test_when_a_worker_can_leave_an_hour(lived_s: float, opens_s: float, boundary_s: float) -> None:
+    """Cycles of 10 s: 3 cycles and 30 s for the deletion before the boundary, 1 cycle and 30 s at the latest."""
+    departure = billing.next_departure(3600, T0, after(seconds=lived_s), 10.0)
+    assert departure.opens == after(seconds=opens_s)
+    assert departure.boundary == after(seconds=boundary_s)
+    assert departure.closes == after(seconds=boundary_s - 40)
+
+
+@always
+@given(st.sampled_from((60, 600, 3600)), moments, spans, st.floats(0.1, 100.0))
+def test_a_departure_is_always_in_time_and_late_in_its_unit(
+    unit_s: int, since: datetime, lived: timedelta, poll_s: float
+) -> None:
+    if not billing.is_worth_waiting(unit_s, poll_s):
+        return
+    now = since + lived
+    departure = billing.next_departure(unit_s, since, now, poll_s)
+    assert departure.opens < departure.closes < departure.boundary
+    assert now <= departure.closes, "what is left of it is enough for a cycle and the deletion"
+    assert (departure.boundary - since) % timedelta(seconds=unit_s) == timedelta(0)
+    assert departure.closes - departure.opens >= timedelta(seconds=2 * poll_s) - timedelta.resolution
+    lead = departure.boundary - departure.opens
+    assert lead < timedelta(seconds=unit_s)
+    if poll_s <= 10 and unit_s == 3600:
+        assert lead <= timedelta(seconds=0.2 * unit_s), "nobody is let go in the first four fifths of a paid hour"
+
+
+# -------------------------------------------------------------------------------------------------------------- money
+
+
+@pytest.mark.parametrize(
+    ("micros", "text"),
+    [
+        (0, "0.00"), (9_200_000, "9.20"), (1_204_000_000, "1204.00"), (12_345, "0.0123"), (10_000, "0.01"),
+        (1_234, "0.00123"), (12, "0.000012"), (1, "0.000001"), (-5_500_000, "-5.50"), (999_999, "1.0000"),
+    ],
+)  # fmt: skip
+def test_money_is_written_for_people(micros: int, text: str) -> None:
+    assert amount(micros) == text
+    assert with_currency(micros, "EUR") == f"EUR {text}"
+
+
+@pytest.mark.parametrize(("text", "micros"), [("10.00", 10_000_000), ("0.000001", 1), ("7", 7_000_000)])
+def test_money_is_read_exactly(text: str, micros: int) -> None:
+    assert to_micros(text) == micros
+
+
+@pytest.mark.parametrize("text", ["0.0000001", "ten", "", "nan", "inf"])
+def test_what_is_no_amount_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="amount|decimals"):
+        to_micros(text)
