@@ -137,7 +137,7 @@ async def test_a_join_token_is_bound_to_its_worker(store: Stores) -> None:
 async def test_a_token_ends_with_its_worker_and_nobody_has_to_revoke_it(store: Stores) -> None:
     await hire(store)
     await store.activate("w0", JOIN, TOKEN)
-    await store.fail_worker("w0", "by hand")
+    await store.end_worker("w0", "by hand")
     caller = await store.caller(TOKEN)
     assert isinstance(caller, WorkerCaller)
     # In error: it may still hear so, from the store.

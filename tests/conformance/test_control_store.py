@@ -33,7 +33,7 @@ from windlass.model.action import (
 )
 from windlass.model.config import Retention
 from windlass.model.cost import Bill, Span, Spending, Tariff
-from windlass.model.errors import BadInput
+from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
 from windlass.model.snapshot import Hold, Memory, Refusal, Snapshot
@@ -942,7 +942,7 @@ async def hire_priced(ann: Leader, clock: VirtualClock, slot: int = 0, unit_s: i
     await ann.observe()
     await ann.hire(slot)
     made = replace(PRICED, id=f"m{slot}", name=f"w{slot}", created_at=clock() - timedelta(seconds=born_s))
-    await ann.report(Created(f"w{slot}", made, unit_s))
+    await ann.report(Created(f"w{slot}", made, billing_unit_s=unit_s))
 
 
 async def settle_all(store: ControlStores, fleet: str = "f") -> int:
@@ -1001,7 +1001,7 @@ async def test_what_a_worker_did_in_its_hour_is_charged_when_it_is_gone(
     second = await do(store, clock, "w0", 200, "b")
     clock.advance(40)
     await ann.observe()
-    await ann.report(Deleted("w0", None, "IDLE", "x", clock() - timedelta(seconds=10)))
+    await ann.report(Deleted("w0", "m0", "IDLE", "x", clock() - timedelta(seconds=10)))
     assert len((await ann.observe()).ended_bills) == 1
     assert await settle_all(store) == 0, "what it did last may still be on its way"
     clock.advance(60)
@@ -1054,7 +1054,7 @@ async def test_the_monthly_cap_makes_the_rest_of_the_month_free(
     await hire_priced(ann, clock)
     clock.advance(5 * 3600)
     await ann.observe()
-    await ann.report(Deleted("w0", None, "X", "x"))
+    await ann.report(Deleted("w0", "m0", "X", "x"))
     clock.advance(60)
     await settle_all(store)
     assert await told(store, "fleet") == {"f": (0, 9_000_000, 0, 0)}
@@ -1124,7 +1124,7 @@ async def test_what_was_done_before_the_machine_was_known_is_remembered_too(
     await ann.hire(0)
     begun = clock()
     task_id = await do(store, clock, "w0", 20)
-    await ann.report(Created("w0", replace(PRICED, created_at=begun), 3600))
+    await ann.report(Created("w0", replace(PRICED, created_at=begun), billing_unit_s=3600))
     (account,) = await store.open_accounts()
     assert account.spans == (Span(task_id, "a", begun, clock()),)
 
@@ -1137,7 +1137,7 @@ async def test_an_account_that_changed_since_it_was_read_is_left_as_it_is(
     (account,) = await store.accounts_to_settle("f", 10)
     closed = settle(account, clock())
     await ann.observe()
-    await ann.report(Deleted("w0", None, "X", "x"))
+    await ann.report(Deleted("w0", "m0", "X", "x"))
     assert await store.settle([closed]) == 0
     clock.advance(60)
     assert await settle_all(store) == 1
@@ -1161,7 +1161,7 @@ async def test_who_still_owes_is_not_forgotten_and_what_was_paid_is_for_its_time
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await hire_priced(ann, clock)
-    await ann.report(Deleted("w0", None, "X", "x"))
+    await ann.report(Deleted("w0", "m0", "X", "x"))
     clock.advance(RETENTION.events_s + 1)
     await store.sweep()
     assert await store.worker("w0") is not None
@@ -1355,7 +1355,12 @@ class Twins:
         return theirs
 
     async def claim(self, worker_id: str, limit: int) -> None:
-        ours = await self.memory.claim(worker_id, ("a", "b"), limit)
+        try:
+            ours = await self.memory.claim(worker_id, ("a", "b"), limit)
+        except UnknownWorker:
+            with pytest.raises(UnknownWorker):
+                await self.postgres.claim(worker_id, ("a", "b"), limit)
+            return
         theirs = await self.postgres.claim(worker_id, ("a", "b"), limit)
         assert [claim.task_id for claim in ours] == [claim.task_id for claim in theirs]
         self.claims += [(worker_id, a.task_id, a.token, b.token) for a, b in zip(ours, theirs, strict=True)]

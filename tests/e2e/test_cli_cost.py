@@ -42,7 +42,7 @@ async def hire(store: PostgresControlStore, clock: Clock, worker_id: str, slot: 
     intent = Intent(worker_id, slot, "wanted", 30.0)
     await store.commit_plan(ANN, term, seen, Plan((), Memory(), "hiring"), [intent])
     machine = replace(PRICED, id=f"m{slot}", name=worker_id, created_at=clock())
-    await store.commit_outcomes(ANN, term, "red", 1, [Created(worker_id, machine, 3600)], [], None)
+    await store.commit_outcomes(ANN, term, "red", 1, [Created(worker_id, machine, billing_unit_s=3600)], [], None)
     clock.advance(minutes=1)
     await store.commit_plan(ANN, term, seen, Plan((Promote(worker_id, "heard"),), Memory(), "up"), [])
 

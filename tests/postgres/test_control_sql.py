@@ -126,10 +126,11 @@ async def test_of_many_who_settle_at_once_one_charges(each_dsn: str, connection:
         term, snapshot = await observed(store, ann)
         intents = [Intent(f"w{slot}", slot, "wanted", 30.0) for slot in range(4)]
         await store.commit_plan(ann, term, snapshot, Plan((), Memory(), "x"), intents)
-        made = [Created(f"w{n}", replace(MACHINE, id=f"m{n}", name=f"w{n}", created_at=now), 3600) for n in range(4)]
+        machines = [replace(MACHINE, id=f"m{n}", name=f"w{n}", created_at=now) for n in range(4)]
+        made = [Created(machine.name, machine, billing_unit_s=3600) for machine in machines]
         await store.commit_outcomes(ann, term, "f", 1, made, [], {})
         times[0] += timedelta(hours=3)
-        await store.commit_outcomes(ann, term, "f", 1, [Deleted("w0", None, "X", "x")], [], {})
+        await store.commit_outcomes(ann, term, "f", 1, [Deleted("w0", "m0", "X", "x")], [], {})
         times[0] += timedelta(minutes=2)
 
         async def close() -> int:

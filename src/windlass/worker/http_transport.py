@@ -130,9 +130,9 @@ class ControlPlane:
         said = f"{doing}: {message}"
         match code:
             case http.BAD_INPUT | http.TOO_LARGE | http.FORBIDDEN | http.NOT_FOUND:
-                return BadInput(said)
+                return BadInput(message)
             case http.UNKNOWN_WORKER:
-                return UnknownWorker(said)
+                return UnknownWorker(message)
             case http.UNAUTHORIZED | http.GONE:
                 return TokenRefused(said)
         retry_after = response.headers.get("retry-after", "")
