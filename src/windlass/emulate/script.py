@@ -91,7 +91,7 @@ def call_by_name(faults: object, methods: Sequence[str], body: bytes) -> str | N
     except ValueError:
         return "the body is not JSON"
     name = arguments.pop("fault", None) if isinstance(arguments, dict) else None
-    if name not in methods:
+    if not isinstance(name, str) or name not in methods:
         return f"say which fault: one of {', '.join(methods)}"
     method = getattr(faults, name)
     try:
