@@ -14,6 +14,7 @@ from windlass.emulate.runpod.render import MICROS
 
 DEFAULT_WINDOW = timedelta(days=30)
 SIZES = ("hour", "day", "week", "month", "year")
+_LENGTHS = {"hour": timedelta(hours=1), "day": timedelta(days=1), "week": timedelta(weeks=1)}
 # More than two years of hours. Nobody reads more, and a typing error should not keep the emulator busy.
 MAX_BUCKETS = 20_000
 
@@ -41,7 +42,7 @@ def _next(start: datetime, size: str) -> datetime:
         return _start_of(start + timedelta(days=31), "month")
     if size == "year":
         return start.replace(year=start.year + 1)
-    return start + {"hour": timedelta(hours=1), "day": timedelta(days=1), "week": timedelta(weeks=1)}[size]
+    return start + _LENGTHS[size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,11 @@ def _window(account: Account, call: Call) -> _Window:
             raise Problem(400, "lastN is mutually exclusive with startTime and endTime")
         buckets = call.number("lastN", 1, least=1, most=MAX_BUCKETS)
         start = _start_of(account.now, size)
-        for _ in range(buckets - 1):
-            start = _start_of(start - timedelta(microseconds=1), size)
+        try:
+            for _ in range(buckets - 1):
+                start = _start_of(start - timedelta(microseconds=1), size)
+        except OverflowError:
+            raise Problem(400, "lastN begins before all time") from None
         return _Window(start, _next(_start_of(account.now, size), size), size)
     end = end or account.now
     start = _start_of(start or end - DEFAULT_WINDOW, size)
@@ -81,7 +85,7 @@ def _window(account: Account, call: Call) -> _Window:
         raise Problem(400, "startTime must be before endTime")
     last = _start_of(end, size)
     window = _Window(start, end if end == last else _next(last, size), size)
-    if (window.end - window.start) / timedelta(hours=1) > MAX_BUCKETS and size == "hour":
+    if (window.end - window.start) / _LENGTHS.get(size, timedelta(days=28)) > MAX_BUCKETS:
         raise Problem(400, f"the window has more than {MAX_BUCKETS} buckets")
     return window
 
