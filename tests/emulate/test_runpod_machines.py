@@ -15,12 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import httpx
 import psutil
 import pytest
 
 from runpod_contract import Contract, Judged
-from servers import wait_until
+from servers import run_aside, wait_until
 from windlass.emulate.exchange import Emulator
 from windlass.emulate.runpod import RunpodEmulator, Settings
 from windlass.emulate.runpod.containers import Container, Mount
@@ -482,3 +483,30 @@ def test_pods_end_with_the_emulator_however_it_ends(command: Command, tmp_path: 
     wait_until(lambda: not any(_is_alive(pid) for pid in pids), TIMEOUT_S, "ending")
     _, errors = command.process.communicate(timeout=TIMEOUT_S)
     assert errors == ""
+
+
+# ---------------------------------------------------------------------------------------------------- a real worker
+
+
+def test_a_worker_in_a_pod_works_and_tells_the_memory_of_its_emulated_gpu(host: RealPodHost, dsn: str) -> None:
+    args = shlex.join(["windlass", "worker", "--queue", "renders", "--exec", "cat", "--heartbeat-interval", "0.2"])
+    container = replace(PLAIN, args=args, env={"DATABASE_URL": dsn})
+    host.start(container)
+    task_id = _query(dsn, "select windlass.enqueue('renders', '{}')")
+    heard = "select vram_total_mb from windlass.workers"
+    wait_until(lambda: _query(dsn, heard) == 46_068, TIMEOUT_S, "telling its memory")
+    finished = "select status from windlass.tasks where id = $1"
+    wait_until(lambda: _query(dsn, finished, task_id) == "complete", TIMEOUT_S, "working")
+    host.refit(replace(container, gpu_count=0))
+    wait_until(lambda: _query(dsn, heard) == 0, TIMEOUT_S, "missing its GPU")
+
+
+def _query(dsn: str, sql: str, *arguments: Any) -> Any:
+    async def ask() -> Any:
+        connection = await asyncpg.connect(dsn, timeout=TIMEOUT_S)
+        try:
+            return await connection.fetchval(sql, *arguments)
+        finally:
+            await connection.close()
+
+    return run_aside(ask())
