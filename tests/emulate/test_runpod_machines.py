@@ -26,6 +26,7 @@ from windlass.emulate.exchange import Emulator
 from windlass.emulate.runpod import RunpodEmulator, Settings
 from windlass.emulate.runpod.containers import Container, Mount
 from windlass.emulate.runpod.faults import Luck
+from windlass.emulate.runpod.hardware import session
 from windlass.emulate.runpod.pod_host import RealPodHost, find_sshd, join_document, program_of
 from windlass.emulate.serve import serving
 
@@ -231,6 +232,23 @@ def test_hardware_changes_under_a_running_pod(host: RealPodHost) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- SSH
+
+
+@pytest.mark.parametrize(
+    ("command", "mapped"),
+    [
+        ("cd /workspace && ls", "cd ROOT/workspace && ls"),
+        ("cat '/workspace/a b' > /workspace/new/log", "cat 'ROOT/workspace/a b' > ROOT/workspace/new/log"),
+        ("A=/workspace B=x:/workspace sh", "A=ROOT/workspace B=x:ROOT/workspace sh"),
+        ("ls /workspaces /etc/os-release /etc/made", "ls /workspaces /etc/os-release ROOT/etc/made"),
+        ("curl http://host/workspace ./workspace $X/workspace", "curl http://host/workspace ./workspace $X/workspace"),
+        ("(test -d /workspace)", "(test -d ROOT/workspace)"),
+    ],
+)
+def test_paths_of_the_pod_are_mapped_in_a_command(tmp_path: Path, command: str, mapped: str) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "made").touch()
+    assert session.mapped(command, str(tmp_path), ["/workspace"]) == mapped.replace("ROOT", str(tmp_path))
 
 
 @dataclass(frozen=True)

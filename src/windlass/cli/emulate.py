@@ -88,6 +88,9 @@ async def runpod(
         starting_s=starting_s,
         runtime_s=runtime_s,
         requests_per_minute=requests_per_minute,
+        # In the same proportion as published.
+        requests_per_hour=requests_per_minute * 50,
+        requests_per_day=requests_per_minute * 50_000 // 60,
         key=key,
     )
     listener = _listen(port)

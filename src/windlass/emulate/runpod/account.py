@@ -193,6 +193,8 @@ class Account:
 
     def add_pod(self, pod: Pod) -> None:
         self.pods[pod.id] = pod
+        # A folder that was kept from an earlier emulator, whose ids were the same, holds somebody else's disk.
+        self.host.erase(pod.id)
         amount = (
             f"{pod.gpu_count}x {pod.gpu.id}" if pod.gpu else f"{pod.vcpu_count} vCPU {pod.cpu.id if pod.cpu else ''}"
         )
@@ -319,6 +321,7 @@ class Account:
 
     def add_volume(self, volume: Volume) -> None:
         self.volumes[volume.id] = volume
+        self.host.erase_volume(volume.id)
         what = f"{volume.type} in {volume.data_center}"
         line = Line(VOLUME, volume.id, volume.name, what, volume.created)
         line.is_high_performance = volume.type == "HIGH_PERFORMANCE"

@@ -90,13 +90,16 @@ class RealPodHost(Processes):
             if (old := self._machines.get(container.pod_id)) is not None:
                 self._end_now(old)
             machine = self._prepare(container.pod_id, container.name)
-            settings = self._furnish(machine, container)
             # Bound here, so that nobody else gets the port; it refuses, until the pod listens.
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
                 listener.bind((LOOPBACK, 0))
-                machine.program = lambda: _first_process(machine, settings, listener.fileno())
-                self._start(machine)
                 ssh_port: int = listener.getsockname()[1]
+                try:
+                    settings = self._furnish(machine, container)
+                    machine.program = lambda: _first_process(machine, settings, listener.fileno())
+                    self._start(machine)
+                except OSError as error:
+                    machine.note(f"{error}: nothing runs here")
             return {port: ssh_port if port == SSH_PORT else port for port in container.tcp_ports}
 
     def refit(self, container: Container) -> None:

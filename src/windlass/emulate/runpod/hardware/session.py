@@ -11,7 +11,8 @@ import os
 import re
 import sys
 
-_PATH = re.compile(r"(?<![\w.~$}/:=@-]{1})(/[\w.@%+-]+(?:/[\w.@%+-]+)*/?)|(?<=[=:])(/[\w.@%+-]+(?:/[\w.@%+-]+)*/?)")
+# Neither in the middle of a word or of an address, nor after a variable.
+_PATH = re.compile(r"(?<![\w.~$}/@-])(?:/[\w.@%+-]+)+/?")
 _KEPT = ("LANG", "LC_ALL", "TERM", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY")
 
 
