@@ -1,11 +1,13 @@
 #!/bin/sh
-# What some tests use from the system: PostgreSQL 15, pgbouncer, systemd-analyze, shellcheck, cloud-init, Hetzner's own
-# client. Root on Debian gets them; elsewhere the tests that need them are skipped and say so.
+# What some tests use from the system: PostgreSQL 15, pgbouncer, OpenSSH, systemd-analyze, shellcheck, cloud-init,
+# Hetzner's own client. Root on Debian gets them; elsewhere the tests that need them are skipped and say so.
 set -eu
 [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0
 missing=""
 command -v pgbouncer >/dev/null || missing="$missing pgbouncer"
 command -v hcloud >/dev/null || missing="$missing hcloud-cli"
+command -v sshd >/dev/null || [ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
+command -v ssh >/dev/null || missing="$missing openssh-client"
 ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || missing="$missing postgresql"
 command -v systemd-analyze >/dev/null || missing="$missing systemd"
 command -v shellcheck >/dev/null || missing="$missing shellcheck"

@@ -1,9 +1,16 @@
 import pytest
+from emulated_account import AccountUnderTest
 from emulated_project import ProjectUnderTest
 
-from hetzner_contract import Contract
+import hetzner_contract
+import runpod_contract
 
 
 @pytest.fixture
 def project() -> ProjectUnderTest:
-    return ProjectUnderTest(Contract.find_or_none())
+    return ProjectUnderTest(hetzner_contract.Contract.find_or_none())
+
+
+@pytest.fixture
+def account() -> AccountUnderTest:
+    return AccountUnderTest(runpod_contract.Contract.find_or_none())

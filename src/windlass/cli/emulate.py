@@ -1,7 +1,7 @@
 """`windlass emulate`: a cloud on loopback, to rehearse with."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from windlass.emulate.exchange import Emulator
+    from windlass.emulate.processes import Processes
 
+Host = TypeVar("Host", bound="Processes")
 app = typer.Typer(help="Run a cloud on this host, to rehearse with: its API, its bill, its faults, real workers.")
 
-DEFAULT_HETZNER_PORT = 8190
+DEFAULT_HETZNER_PORT, DEFAULT_RUNPOD_PORT = 8190, 8191
 
 
 @app.callback()
@@ -51,18 +53,65 @@ async def hetzner(
         requests_per_hour=requests_per_hour,
         token=token,
     )
+    what, listener = "Hetzner Cloud", _listen(port)
+    if is_virtual:
+        await _serve(
+            what, "/v1", HetznerEmulator(_now, settings, VirtualHost()), listener, "nothing runs in its servers"
+        )
+        return
+    with _housed(ProcessHost, folder) as host:
+        remark = f"its machines live in {host.folder}"
+        await _serve(what, "/v1", HetznerEmulator(_now, settings, host), listener, remark)
+
+
+@app.command()
+@command
+async def runpod(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = DEFAULT_RUNPOD_PORT,
+    provisioning_s: Annotated[float, typer.Option(min=0, help="From the request for a pod to `STARTING`.")] = 2.0,
+    starting_s: Annotated[float, typer.Option(min=0, help="From there to `RUNNING`.")] = 6.0,
+    runtime_s: Annotated[float, typer.Option(min=0, help="From there to its ports.")] = 1.0,
+    requests_per_minute: Annotated[int, typer.Option(min=1, help="Requests the account may make.")] = 60,
+    key: Annotated[str | None, typer.Option(help="Accept only this API key (default: any).")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Keep the pods' disks and logs here (default: a temporary folder).")
+    ] = None,
+    is_virtual: Annotated[bool, typer.Option("--no-workers", help="Pods start nothing.")] = False,
+) -> None:
+    """Serve Runpod's REST API v2 on 127.0.0.1. Pods that run start a real worker, or an SSH server to start one by."""
+    from windlass.emulate.runpod import RunpodEmulator, Settings
+    from windlass.emulate.runpod.containers import VirtualPodHost
+    from windlass.emulate.runpod.pod_host import RealPodHost, find_sshd
+
+    settings = Settings(
+        provisioning_s=provisioning_s,
+        starting_s=starting_s,
+        runtime_s=runtime_s,
+        requests_per_minute=requests_per_minute,
+        # In the same proportion as published.
+        requests_per_hour=requests_per_minute * 50,
+        requests_per_day=requests_per_minute * 50_000 // 60,
+        key=key,
+    )
     listener = _listen(port)
     if is_virtual:
-        await _serve(HetznerEmulator(_now, settings, VirtualHost()), listener, "nothing runs in its servers")
+        emulator = RunpodEmulator(_now, settings, VirtualPodHost())
+        await _serve("Runpod", "/v2", emulator, listener, "nothing runs in its pods")
         return
+    with _housed(RealPodHost, folder) as host:
+        remark = f"its pods live in {host.folder}"
+        if find_sshd() is None:
+            remark += "; without SSH, as this host has no sshd: install openssh-server"
+        await _serve("Runpod", "/v2", RunpodEmulator(_now, settings, host), listener, remark)
+
+
+def _housed(kind: "type[Host]", folder: Path | None) -> "Host":
     try:
-        host = ProcessHost(folder and folder.absolute())
+        return kind(folder and folder.absolute())
     except OSError as error:
         raise BadInput(
             f"cannot use {folder} for machines ({error.strerror}); name another folder with --dir."
         ) from error
-    with host:
-        await _serve(HetznerEmulator(_now, settings, host), listener, f"its machines live in {host.folder}")
 
 
 def _now() -> "datetime":
@@ -80,13 +129,13 @@ def _listen(port: int) -> "socket.socket":
         raise BadInput(f"cannot listen on port {port} ({error.strerror}); choose another with --port.") from error
 
 
-async def _serve(emulator: "Emulator", listener: "socket.socket", remark: str) -> None:
+async def _serve(what: str, base: str, emulator: "Emulator", listener: "socket.socket", remark: str) -> None:
     import asyncio
 
     from windlass.emulate.serve import serving
 
     with serving(emulator, listener) as address:
-        print(f"Hetzner Cloud, emulated: {address}/v1 ({remark}).")
+        print(f"{what}, emulated: {address}{base} ({remark}).")
         print(f"Faults, bill, machines: {address}/_emulator/ (see docs/emulators.md). Ctrl-C ends it all.", flush=True)
         # Until a signal ends the command, as it ends every command.
         await asyncio.Event().wait()

@@ -37,3 +37,35 @@ class Bucket:
             gained = (now - self._as_of).total_seconds() / self._refill_s * self.capacity
             self._left = min(float(self.capacity), self._left + gained)
         self._as_of = now if self._as_of is None else max(now, self._as_of)
+
+
+class Window:
+    """So many in every span of `length_s`, which begins anew by the clock: how others count."""
+
+    def __init__(self, name: str, quota: int, length_s: int) -> None:
+        self.name = name
+        self.quota = quota
+        self.length_s = length_s
+        self._used = 0
+        self._number = -1
+
+    def use(self, now: datetime) -> None:
+        self._turn(now)
+        self._used += 1
+
+    def drain(self, now: datetime) -> None:
+        self._turn(now)
+        self._used = self.quota
+
+    def remaining(self, now: datetime) -> int:
+        self._turn(now)
+        return max(0, self.quota - self._used)
+
+    def resets_in_s(self, now: datetime) -> int:
+        """Whole seconds, at least one: whoever waits so long is not early."""
+        return self.length_s - int(now.timestamp()) % self.length_s
+
+    def _turn(self, now: datetime) -> None:
+        number = int(now.timestamp()) // self.length_s
+        if number != self._number:
+            self._number, self._used = number, 0

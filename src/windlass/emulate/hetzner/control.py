@@ -8,13 +8,12 @@
 - `POST /_emulator/faults` with `{"fault": "next_create", "times_out_after_taking_effect": true}`: a method of Faults.
 """
 
-import inspect
-import json
 import re
 from typing import TYPE_CHECKING
 
 from windlass.emulate.exchange import Json, Response, json_response
 from windlass.emulate.hetzner.faults import METHODS
+from windlass.emulate.script import call_by_name
 
 if TYPE_CHECKING:
     from windlass.emulate.hetzner.emulator import HetznerEmulator
@@ -40,7 +39,7 @@ def control(emulator: "HetznerEmulator", method: str, path: str, body: bytes) ->
         emulator.faults.clear()
         request = "GET /faults"
     if request == "POST /faults":
-        if problem := _script(emulator, body):
+        if problem := call_by_name(emulator.faults, METHODS, body):
             return _refused(422, problem)
         request = "GET /faults"
     if request == "GET /faults":
@@ -58,24 +57,6 @@ def _machines(emulator: "HetznerEmulator") -> list[Json]:
         }
         for server in emulator.project.servers.values()
     ]
-
-
-def _script(emulator: "HetznerEmulator", body: bytes) -> str | None:
-    """Calls the method that is asked for; returns what is wrong with it, if anything is."""
-    try:
-        arguments = json.loads(body)
-    except ValueError:
-        return "the body is not JSON"
-    name = arguments.pop("fault", None) if isinstance(arguments, dict) else None
-    if name not in METHODS:
-        return f"say which fault: one of {', '.join(METHODS)}"
-    script = getattr(emulator.faults, name)
-    try:
-        inspect.signature(script).bind(**arguments)
-        script(**arguments)
-    except (TypeError, ValueError) as error:
-        return f"{name}: {error}"
-    return None
 
 
 def _refused(status: int, message: str) -> Response:

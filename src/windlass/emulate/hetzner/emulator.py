@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
-from windlass.emulate.exchange import Json, NoAnswer, Response, json_response
+from windlass.emulate.exchange import Json, Response, json_response
 from windlass.emulate.hetzner.calls import Answer, Call
 from windlass.emulate.hetzner.catalog import DEFAULT_CATALOG, Catalog
 from windlass.emulate.hetzner.control import CONTROL, control
 from windlass.emulate.hetzner.errors import ApiError
-from windlass.emulate.hetzner.faults import Faults, Scripted
+from windlass.emulate.hetzner.faults import Faults
 from windlass.emulate.hetzner.ledger import Ledger
 from windlass.emulate.hetzner.project import Project
 from windlass.emulate.hetzner.routes import route
@@ -100,12 +100,12 @@ class HetznerEmulator:
         self._authorize(headers)
         fault = self._faults.take(method, path)
         if fault is not None and not fault.takes_effect:
-            _fail(fault)
+            fault.fail()
         endpoint, ids = route(method, path)
         origin = f"http://{headers.get('host', 'localhost')}"
         answer = endpoint(self.project, Call(path, query, _read_body(method, body), ids, origin))
         if fault is not None:
-            _fail(fault)
+            fault.fail()
         return answer
 
     def _throttle(self) -> None:
@@ -128,12 +128,6 @@ class HetznerEmulator:
             "RateLimit-Remaining": str(self._bucket.remaining(now)),
             "RateLimit-Reset": str(int(self._bucket.full_at(now).timestamp())),
         }
-
-
-def _fail(fault: Scripted) -> None:
-    if fault.error is None:
-        raise NoAnswer(fault.held_s)
-    raise fault.error
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:

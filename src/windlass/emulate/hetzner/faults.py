@@ -5,48 +5,14 @@ up (or its one of `times`). Shortages, a lagging list and a server limit last un
 Every method can also be called over HTTP, by its name and arguments (see docs/emulators.md).
 """
 
-import re
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from windlass.emulate.exchange import Json
 from windlass.emulate.hetzner.errors import STATUS_OF_CODE, ApiError
+from windlass.emulate.script import DEFAULT_HELD_S, Script, Scripted, check_one
 
-# A client that waits this long without a time-out of its own deserves to be told.
-DEFAULT_HELD_S = 30.0
-# Scripts are written by people and tests; more than this is a loop that forgot to clear.
-MAX_SCRIPTED = 10_000
 _ONE_SERVER = r"/v1/servers/\d+"
-
-
-@dataclass(slots=True)
-class Scripted:
-    """What happens to the next requests that match."""
-
-    method: str | None
-    path: str
-    # None: nobody answers.
-    error: ApiError | None
-    takes_effect: bool
-    held_s: float = DEFAULT_HELD_S
-    times: int = 1
-    # Matching requests that are let through first.
-    skip: int = 0
-    until: datetime | None = None
-
-    def matches(self, method: str, path: str) -> bool:
-        return self.method in (None, method) and re.fullmatch(self.path, path) is not None
-
-    def to_json(self) -> Json:
-        return {
-            "method": self.method,
-            "path": self.path,
-            "answers": self.error.code if self.error else None,
-            "takes_effect": self.takes_effect,
-            "times": self.times,
-            "skip": self.skip,
-            "until": self.until.isoformat() if self.until else None,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +32,7 @@ class BootTrouble:
 @dataclass
 class Faults:
     now: datetime
-    scripted: list[Scripted] = field(default_factory=list)
+    script: Script = field(default_factory=Script)
     shortages: dict[tuple[str, str], Shortage] = field(default_factory=dict)
     boot_troubles: list[BootTrouble] = field(default_factory=list)
     lag_s: float = 0.0
@@ -91,13 +57,11 @@ class Faults:
     ) -> None:
         """The next `times` requests of this method to a path that matches wholly are answered with this error code,
         or by nobody if there is none; before they have an effect, or after. `for_s` lets it end by time."""
-        if len(self.scripted) >= MAX_SCRIPTED:
-            raise ValueError(f"there are {MAX_SCRIPTED} faults already; clear() them")
         if code is not None and code not in STATUS_OF_CODE and status is None:
             raise ValueError(f"{code} is no published error code; give its status too")
         error = None if code is None else ApiError(code, message or f"{code} (on script)", None, status)
         until = None if for_s is None else self.now + timedelta(seconds=for_s)
-        self.scripted.append(Scripted(method, path, error, takes_effect, held_s, times, skip, until))
+        self.script.add(Scripted(method, path, error, code, takes_effect, held_s, times, skip, until))
 
     def next_create(
         self,
@@ -111,7 +75,7 @@ class Faults:
         held_s: float = DEFAULT_HELD_S,
     ) -> None:
         """The next creation of a server is refused, or nobody answers it."""
-        _check_one(code, times_out_after_taking_effect, times_out_before_taking_effect)
+        check_one(code, times_out_after_taking_effect, times_out_before_taking_effect)
         is_effective = takes_effect or times_out_after_taking_effect
         self.next(
             code, method="POST", path="/v1/servers", takes_effect=is_effective, times=times, skip=skip, held_s=held_s
@@ -129,7 +93,7 @@ class Faults:
         held_s: float = DEFAULT_HELD_S,
     ) -> None:
         """The same for the deletion of a server: `next_delete("not_found")` denies one that is there."""
-        _check_one(code, times_out_after_taking_effect, times_out_before_taking_effect)
+        check_one(code, times_out_after_taking_effect, times_out_before_taking_effect)
         is_effective = takes_effect or times_out_after_taking_effect
         self.next(
             code, method="DELETE", path=_ONE_SERVER, takes_effect=is_effective, times=times, skip=skip, held_s=held_s
@@ -180,7 +144,7 @@ class Faults:
 
     def clear(self) -> None:
         """All is well from now on."""
-        self.scripted.clear()
+        self.script.entries.clear()
         self.shortages.clear()
         self.boot_troubles.clear()
         self.lag_s = 0.0
@@ -190,18 +154,7 @@ class Faults:
 
     def take(self, method: str, path: str) -> Scripted | None:
         """What is to happen to this request; counted."""
-        self.scripted = [each for each in self.scripted if each.until is None or each.until > self.now]
-        for each in self.scripted:
-            if not each.matches(method, path):
-                continue
-            if each.skip > 0:
-                each.skip -= 1
-                continue
-            each.times -= 1
-            if each.times <= 0:
-                self.scripted.remove(each)
-            return each
-        return None
+        return self.script.take(method, path, self.now)
 
     def take_boot_trouble(self) -> BootTrouble | None:
         return self.boot_troubles.pop(0) if self.boot_troubles else None
@@ -213,7 +166,7 @@ class Faults:
 
     def to_json(self) -> Json:
         return {
-            "scripted": [each.to_json() for each in self.scripted],
+            "scripted": self.script.to_json(),
             "no_capacity": [
                 {"server_type": kind, "location": place, "code": each.code}
                 for (kind, place), each in self.shortages.items()
@@ -222,11 +175,6 @@ class Faults:
             "server_limit": self.server_limit_override,
             "next_boots": [{"extra_s": each.extra_s, "is_dead": each.is_dead} for each in self.boot_troubles],
         }
-
-
-def _check_one(code: str | None, *time_outs: bool) -> None:
-    if sum((code is not None, *time_outs)) != 1:
-        raise ValueError("say what happens: an error code, or one way to time out")
 
 
 # What can be called over HTTP.

@@ -1,10 +1,8 @@
 """What a project holds, and what happens to it by itself as time passes.
 
-Everything that takes time is an entry of one timeline: `advance` carries out what is due, in order, each at its own
-moment, however late it is called. Nothing here waits and nothing reads a clock.
+Everything that takes time is an entry of one timeline, and happens at its own moment however late somebody looks.
 """
 
-import heapq
 import ipaddress
 import itertools
 from collections import OrderedDict
@@ -19,6 +17,7 @@ from windlass.emulate.hetzner.faults import Faults
 from windlass.emulate.hetzner.ledger import Ledger, Line
 from windlass.emulate.hetzner.settings import Settings
 from windlass.emulate.machines import MachineHost
+from windlass.emulate.timeline import Timeline
 
 # Old actions are forgotten, as Hetzner does after a while.
 MAX_ACTIONS = 20_000
@@ -151,28 +150,20 @@ class Project:
         self._departed: list[Server | PrimaryIp] = []
         self._ids = itertools.count(100_001)
         self._addresses = itertools.count()
-        self._timeline: list[tuple[datetime, int, Callable[[], None]]] = []
+        self._timeline = Timeline(now, self._set_now)
 
     # ------------------------------------------------------------------------------------------------------ time
 
     def advance(self, now: datetime) -> None:
         """Let everything happen that is due, each at its own moment."""
-        while self._timeline and self._timeline[0][0] <= now:
-            at, _, happen = heapq.heappop(self._timeline)
-            self._set_now(max(self.now, at))
-            happen()
-        self._set_now(max(self.now, now))
+        self._timeline.advance(now)
         self._departed = [each for each in self._departed if each.gone_at and now - each.gone_at < MAX_LAG]
 
     def next_due(self) -> datetime | None:
-        return self._timeline[0][0] if self._timeline else None
+        return self._timeline.next_due()
 
     def later(self, delay_s: float, happen: Callable[[], None]) -> None:
-        at = self.now + timedelta(seconds=delay_s)
-        if delay_s <= 0:
-            happen()
-        else:
-            heapq.heappush(self._timeline, (at, next(self._ids), happen))
+        self._timeline.later(delay_s, happen)
 
     def _set_now(self, now: datetime) -> None:
         self.now = self.faults.now = now

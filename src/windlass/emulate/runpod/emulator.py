@@ -1,0 +1,173 @@
+"""A Runpod account that answers as REST v2 is published, on anybody's clock.
+
+`handle` never waits: pods are provisioned, start, run and die as the clock it was given goes on. Requests are answered
+one at a time, whatever thread they come from. Trouble is scripted through `faults`; the bill is `ledger`, kept without
+any of Windlass's own arithmetic. State lives in memory and ends with the emulator.
+"""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+
+from windlass.emulate.exchange import Json, Response, json_response
+from windlass.emulate.runpod.account import Account
+from windlass.emulate.runpod.calls import Answer, Call
+from windlass.emulate.runpod.catalog import DEFAULT_CATALOG, Catalog
+from windlass.emulate.runpod.containers import PodHost, VirtualPodHost
+from windlass.emulate.runpod.control import CONTROL, control
+from windlass.emulate.runpod.errors import Problem
+from windlass.emulate.runpod.faults import Faults
+from windlass.emulate.runpod.ledger import Ledger
+from windlass.emulate.runpod.routes import route
+from windlass.emulate.runpod.settings import Settings
+from windlass.emulate.throttle import Window
+
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
+MAX_BODY_BYTES = 1024 * 1024
+# Remembered: two days' of them, at the rate that is allowed.
+MAX_REQUESTS = 100_000
+
+
+class RunpodEmulator:
+    def __init__(
+        self,
+        clock: Callable[[], datetime],
+        settings: Settings | None = None,
+        host: PodHost | None = None,
+        catalog: Catalog = DEFAULT_CATALOG,
+    ) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()
+        self.settings = settings or Settings()
+        self.host: PodHost = host or VirtualPodHost()
+        self._faults = Faults(clock())
+        self.account = Account(self.settings, self.host, self._faults, clock(), catalog)
+        # The latest requests, as (when, method, path): what a client's thrift is judged by.
+        self.requests: deque[tuple[datetime, str, str]] = deque(maxlen=MAX_REQUESTS)
+        self._windows = [
+            Window("minute", self.settings.requests_per_minute, MINUTE_S),
+            Window("hour", self.settings.requests_per_hour, HOUR_S),
+            Window("day", self.settings.requests_per_day, DAY_S),
+        ]
+
+    @property
+    def faults(self) -> Faults:
+        """Trouble from now on. What was due before it has happened without it."""
+        self.settle()
+        return self._faults
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.account.ledger
+
+    def settle(self) -> None:
+        with self._lock:
+            self.account.advance(self._clock())
+
+    def next_due(self) -> datetime | None:
+        with self._lock:
+            return self.account.next_due()
+
+    def bill(self) -> Json:
+        """What the account owes, by now."""
+        with self._lock:
+            self.settle()
+            return self.ledger.to_json(self.account.now)
+
+    def crash(self, pod_id: str) -> None:
+        """What runs inside it is gone at once; the API goes on calling it `RUNNING`, and billing it."""
+        with self._lock:
+            self.settle()
+            self.account.crash(self.account.pods[pod_id])
+
+    def lose_gpus(self, pod_id: str) -> None:
+        """Its GPUs fall off the bus: no memory is read from them any more."""
+        with self._lock:
+            self.settle()
+            self.account.lose_gpus(self.account.pods[pod_id])
+
+    def fill_volume(self, volume_id: str, used_gb: float) -> None:
+        """So much of it is used, as its pods measure it."""
+        with self._lock:
+            self.settle()
+            self.account.fill_volume(self.account.volumes[volume_id], used_gb)
+
+    def handle(
+        self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes
+    ) -> Response:
+        with self._lock:
+            self.settle()
+            if path.startswith(CONTROL):
+                return control(self, method, path, body)
+            self.requests.append((self.account.now, method, path))
+            lowered = {name.lower(): value for name, value in headers.items()}
+            try:
+                self._authorize(lowered)
+            except Problem as problem:
+                return problem.response({})
+            try:
+                answer = self._answer(method, path, query, lowered, body)
+            except Problem as problem:
+                return problem.response(self._rate_limit())
+            return _response(answer, self._rate_limit())
+
+    def _answer(
+        self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes
+    ) -> Answer:
+        self._throttle()
+        fault = self._faults.take(method, path)
+        if fault is not None and not fault.takes_effect:
+            fault.fail()
+        endpoint, id_ = route(method, path)
+        answer = endpoint(self.account, Call(query, headers, _read_body(method, body), id_))
+        if fault is not None:
+            fault.fail()
+        return answer
+
+    def _authorize(self, headers: Mapping[str, str]) -> None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise Problem(401)
+        if self.settings.key is not None and key != self.settings.key:
+            raise Problem(401, "invalid bearer token")
+
+    def _throttle(self) -> None:
+        now = self.account.now
+        for window in self._windows:
+            if window.name == self._faults.wants_drained_window:
+                self._faults.wants_drained_window = None
+                window.drain(now)
+        for window in self._windows:
+            if window.remaining(now) == 0:
+                retry = {"Retry-After": str(window.resets_in_s(now))}
+                raise Problem(429, f"rate limit exceeded for the {window.name} window", headers=retry)
+        for window in self._windows:
+            window.use(now)
+
+    def _rate_limit(self) -> dict[str, str]:
+        now = self.account.now
+        left = (f'"{each.name}";r={each.remaining(now)};t={each.resets_in_s(now)}' for each in self._windows)
+        policy = (f'"{each.name}";q={each.quota};w={each.length_s}' for each in self._windows)
+        return {"RateLimit": ", ".join(left), "RateLimit-Policy": ", ".join(policy)}
+
+
+def _response(answer: Answer, headers: Mapping[str, str]) -> Response:
+    if answer.text is not None:
+        return Response(answer.status, {**answer.headers, **headers}, answer.text.encode())
+    return json_response(answer.status, answer.body, {**answer.headers, **headers})
+
+
+def _read_body(method: str, body: bytes) -> Json:
+    if method in ("GET", "DELETE"):
+        return {}
+    if len(body) > MAX_BODY_BYTES:
+        raise Problem(413)
+    try:
+        document = json.loads(body or b"")
+    except ValueError as error:
+        raise Problem(400, "request body is not valid JSON") from error
+    if not isinstance(document, dict):
+        raise Problem(422, None, ["$: want object"])
+    return document

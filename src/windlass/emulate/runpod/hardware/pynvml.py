@@ -1,0 +1,98 @@
+"""NVML as far as a worker asks it. In place of NVIDIA's own module, inside an emulated pod only."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import readings
+
+NVML_ERROR_UNINITIALIZED = 1
+NVML_ERROR_INVALID_ARGUMENT = 2
+NVML_ERROR_NOT_SUPPORTED = 3
+NVML_ERROR_NOT_FOUND = 6
+NVML_ERROR_LIBRARY_NOT_FOUND = 12
+_MIB = 1024 * 1024
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int = NVML_ERROR_NOT_SUPPORTED) -> None:
+        super().__init__(f"NVML error {value} (emulated)")
+        self.value = value
+
+
+class NVMLError_LibraryNotFound(NVMLError):
+    def __init__(self) -> None:
+        super().__init__(NVML_ERROR_LIBRARY_NOT_FOUND)
+
+
+class NVMLError_NotFound(NVMLError):
+    def __init__(self) -> None:
+        super().__init__(NVML_ERROR_NOT_FOUND)
+
+
+class _Memory:
+    def __init__(self, total: int, used: int) -> None:
+        self.total, self.used, self.free = total, used, total - used
+
+
+class _Utilization:
+    gpu = memory = 0
+
+
+def nvmlInit() -> None:
+    if not readings.read()["has_driver"]:
+        raise NVMLError_LibraryNotFound
+
+
+def nvmlShutdown() -> None: ...
+
+
+def nvmlSystemGetDriverVersion() -> str:
+    return str(readings.read()["driver"])
+
+
+def nvmlDeviceGetCount() -> int:
+    return len(readings.read()["gpus"])
+
+
+def nvmlDeviceGetHandleByIndex(index: int) -> int:
+    if index >= nvmlDeviceGetCount():
+        raise NVMLError_NotFound
+    return index
+
+
+def nvmlDeviceGetName(handle: int) -> str:
+    return str(_gpu(handle)["name"])
+
+
+def nvmlDeviceGetUUID(handle: int) -> str:
+    return f"GPU-{handle:08x}"
+
+
+def nvmlDeviceGetMemoryInfo(handle: int, *_: object) -> _Memory:
+    gpu = _gpu(handle)
+    return _Memory(gpu["total_mb"] * _MIB, gpu["used_mb"] * _MIB)
+
+
+def nvmlDeviceGetUtilizationRates(handle: int) -> _Utilization:
+    _gpu(handle)
+    return _Utilization()
+
+
+def _gpu(handle: int) -> dict[str, Any]:
+    try:
+        gpu: dict[str, Any] = readings.read()["gpus"][handle]
+        return gpu
+    except IndexError:
+        # It has fallen off the bus since.
+        raise NVMLError_NotFound from None
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    """Whatever else there is, this GPU does not support."""
+    if not name.startswith("nvml"):
+        raise AttributeError(name)
+
+    def unsupported(*_: object, **__: object) -> NoReturn:
+        raise NVMLError
+
+    return unsupported
