@@ -32,6 +32,9 @@ grant update (
   status, run_after, attempts, claim_token, worker_id, started_at, finished_at, progress, progress_note, error_code, error
 ) on windlass.tasks to windlass_producer;
 grant insert (code, reason, fleet, worker_id, task_id, detail) on windlass.events to windlass_producer;
+-- cancel_task: what the worker's time was spent on, where that has a price.
+grant insert on windlass.spans to windlass_producer;
+grant select (id, slot, machine_id, price_micros_per_hour) on windlass.workers to windlass_producer;
 
 grant select, update, delete on windlass.tasks to windlass_worker;
 grant select, insert, update, delete on windlass.workers to windlass_worker;
@@ -43,3 +46,6 @@ grant select on windlass.leases to windlass_worker;
 grant select, update on windlass.slots to windlass_worker;
 -- sweep.
 grant select, delete on windlass.cycles, windlass.logs to windlass_worker;
+-- What its time was spent on, and sweep.
+grant select, insert, delete on windlass.spans to windlass_worker;
+grant select, delete on windlass.charges, windlass.spending to windlass_worker;

@@ -118,20 +118,21 @@ def _hire(draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish) 
     wanted, reason = _wanted(draft, demand, staying, wish)
     if wanted <= 0:
         return []
-    hold = draft.memory.hold
+    hold, allowed = draft.memory.hold, wanted
     if hold is not None and hold.code in TRIED_BY_HAND and draft.snapshot.requested > 0:
         # A person who asks may try what we would not: one at a time, as a probe.
-        wanted, reason = min(wanted, draft.snapshot.requested), ASKED_FOR
+        allowed, reason = min(wanted, draft.snapshot.requested), ASKED_FOR
     elif hold is not None:
         draft.is_cut_short = True
         draft.decision = f"holding ({hold.reason}), would hire {wanted}: {reason}"
         return []
     free, cap = _free_slots(draft), _cap(draft, staying)
-    slots = _with_room(draft, free)[: min(wanted, cap)]
+    slots = _with_room(draft, free)[: min(allowed, cap)]
     draft.is_cut_short = len(slots) < min(wanted, len(free)) or wish.is_first_step
     draft.decision = f"hiring {len(slots)}: {reason}" if slots else f"wanting {wanted} more: {reason}"
     if len(slots) < wanted:
-        why = _what_limits(draft, cap, len(slots), len(free))
+        why = "only what was asked for, while holding" if len(slots) == allowed else None
+        why = why or _what_limits(draft, cap, len(slots), len(free))
         draft.decision += f" ({wanted - len(slots)} fewer than wanted: {why})"
     if slots:
         draft.remember(scaled_up_at=draft.now)
