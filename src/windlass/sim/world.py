@@ -319,6 +319,9 @@ class World:
             config, billed = self.scenario.fleets[name].config, len(cloud.billed())
             if billed != _resting_size(config):
                 return f"{billed} machines of {name} are billed, {_resting_size(config)} would do"
+        for worker in await self.store.workers():
+            if worker.status is not WorkerStatus.ACTIVE:
+                return f"{worker.id} is {worker.status}"
         return await self._leaked()
 
     def _break(self, what: str) -> None:
