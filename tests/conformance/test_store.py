@@ -1247,13 +1247,14 @@ async def test_queues_are_known_by_what_waits_runs_or_is_served(store: Store, cl
     assert await store.known_queues() == []
     await register(store, "w1")
     assert await store.known_queues() == ["q"]
-    for queue in ("ready", "ready", "running", "ended"):
+    ready, running, ended, later = "a", "b", "c", "other"
+    for queue in (ready, ready, running, ended):
         await add(store, queue)
-    await add(store, "later", run_after=clock() + timedelta(hours=1))
-    await claim_one(store, queues=("running",))
-    await complete(store, await claim_one(store, queues=("ended",)))
+    await add(store, later, run_after=clock() + timedelta(hours=1))
+    await claim_one(store, queues=(running,))
+    await complete(store, await claim_one(store, queues=(ended,)))
     await store.leave("w1", "done")
-    assert await store.known_queues() == ["ended", "later", "ready", "running"]
+    assert await store.known_queues() == [ready, running, ended, later]
 
 
 async def test_workers_are_listed_oldest_first_without_the_ended(store: Store, clock: Any) -> None:
@@ -1395,8 +1396,8 @@ async def test_a_retried_task_no_longer_counts_as_finished(store: Store, clock: 
 async def test_sweeping_goes_on_until_nothing_is_left(store: Store, clock: Any, count: int) -> None:
     await register(store, "w1")
     await store.enqueue_many(NewTask("q") for _ in range(count))
-    claims = await store.claim("w1", ("q",), count)
-    await store.finish_and_claim("w1", [Finished(c.task_id, c.token, None) for c in claims], (), 0)
+    while claims := await store.claim("w1", ("q",), count):
+        await store.finish_and_claim("w1", [Finished(c.task_id, c.token, None) for c in claims], (), 0)
     clock.advance(3601)
     assert await store.sweep() == count
     assert await store.sweep() == 0

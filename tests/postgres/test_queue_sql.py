@@ -273,7 +273,7 @@ select case n % 2 when 0 then 'q' else 'r' end, case n % 3 when 0 then 'failed' 
   now() - make_interval(secs => 7200 + n)
 from generate_series(1, $1) as n
 """
-SWEEP = "select windlass.sweep(3600, 3600, 3600, 3600, 3600, 10)"
+SWEEP = "select windlass.sweep(3600, 3600, 3600, 3600, 3600, 3600, 10)"
 
 
 async def test_a_round_of_sweeping_is_bounded_and_there_is_one_at_a_time(connection: Any, other: Any) -> None:
@@ -459,7 +459,7 @@ async def one_of_each_call(connection: Any) -> None:
 async def upkeep(connection: Any) -> None:
     """Completed tasks are kept for an hour and dead letters for a month: none of those there are is too old."""
     await connection.fetch("select * from windlass.recover_lost_workers('w')")
-    await connection.fetch("select windlass.sweep(3600, 2592000, 3600, 3600, 3600)")
+    await connection.fetch("select windlass.sweep(3600, 2592000, 3600, 3600, 3600, 3600)")
 
 
 @pytest.mark.parametrize("plans", ["auto", "force_generic_plan"])

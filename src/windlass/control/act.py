@@ -82,9 +82,10 @@ class Actor:
     def end_machines(self, snapshot: Snapshot, plan: Plan) -> None:
         """Begin all deletions of a plan that are not under way."""
         machines = {machine.id: machine for machine in snapshot.machines or ()}
+        gone = _gone_since(snapshot, plan)
         for action in plan.actions:
             if isinstance(action, Delete):
-                gone_at = plan.memory.missing_since.get(action.worker_id)
+                gone_at = gone.get(action.worker_id)
                 self._begin(action.machine_id or action.worker_id, self._delete(action, machines, gone_at))
             elif isinstance(action, DeleteStray):
                 self._begin(action.machine_id, self._delete_stray(action, machines))
@@ -173,7 +174,7 @@ class Actor:
             return CreationUnclear(worker_id, problem)
 
     async def _delete(self, action: Delete, machines: dict[str, Machine], gone_at: datetime | None) -> Outcome:
-        """`gone_at`: since when its machine is missing from complete lists, if it is."""
+        """`gone_at`: since when its machine seems to be gone, for a provider that does not say."""
         if action.machine_id is None:
             if not self._trust.is_valid:
                 return NotDeleted(action.worker_id, LOST)
@@ -217,3 +218,12 @@ class Actor:
         if isinstance(error, TimeoutError):
             return str(error) or f"no answer within {self._call_timeout_s:g} s"
         return str(error) if isinstance(error, ProviderError) else f"{type(error).__name__}: {error}"
+
+
+def _gone_since(snapshot: Snapshot, plan: Plan) -> dict[str, datetime]:
+    """Worker id to since when its machine has been missing from complete lists. A list may lag, and so lack what is
+    there already: whoever was heard later was there later."""
+    heard = {worker.id: worker.last_heartbeat for worker in snapshot.workers}
+    return {
+        worker_id: max(since, heard.get(worker_id) or since) for worker_id, since in plan.memory.missing_since.items()
+    }

@@ -199,6 +199,9 @@ class Watch:
     # ------------------------------------------------------------------------------------------------ orchestrators
 
     def of_orchestrators(self, name: str, arguments: tuple[Any, ...], _: dict[str, Any], result: Any) -> None:
+        if name == "commit_outcomes":
+            # Facts are written down even if what comes with them is refused.
+            self._became(arguments[4])
         if isinstance(result, Exception):
             return
         match name:
@@ -210,7 +213,6 @@ class Watch:
                 self._spared(arguments[2].fleet, arguments[3], arguments[2].now)
                 self._planned(arguments[1], arguments[2], arguments[3], arguments[4], result)
             case "commit_outcomes":
-                self._became(arguments[4])
                 self._hired(arguments[5], result)
             case _:
                 pass
@@ -283,17 +285,14 @@ class Watch:
             self._break(f"{worker_id} cost {theirs} micros so far, and our ledger has {ours.get(worker_id, 0)}")
 
     def audit(self, fleet: str, ours: dict[str, int], since_calm: float) -> list[str]:
-        """Compare what we say that each worker cost with the cloud's ledger. Returns who was charged as if it had been
-        there longer than it was, because nobody ever told us when it ended: an answer that was lost on its way."""
+        """Compare what we say that each worker cost with the cloud's ledger. Returns who has another bill than the
+        cloud's because nobody ever told us when it ended: a machine that vanished, an answer that was lost."""
         cloud, guessed = self.clouds[fleet], []
         for worker_id, ended_at in self.ended_at.items():
             entry = cloud.books.get(self.machine_of[worker_id])
             if entry is None:
                 continue
-            gone_at = moment(entry.gone_at)
-            if ended_at < gone_at:
-                self._break(f"{worker_id} was said to be gone at {ended_at}, which is before {gone_at}")
-            theirs, with_our_end = cloud.charged(entry, gone_at), cloud.charged(entry, ended_at)
+            theirs, with_our_end = cloud.charged(entry, moment(entry.gone_at)), cloud.charged(entry, ended_at)
             if ours.get(worker_id, 0) != with_our_end:
                 self._break(f"{worker_id} cost {with_our_end} micros, and our ledger has {ours.get(worker_id, 0)}")
             if theirs != with_our_end:
