@@ -16,8 +16,11 @@ delete from windlass.events;
 delete from windlass.workers;
 delete from windlass.slots;
 delete from windlass.fleets;
-delete from windlass.leases;
+delete from windlass.spans;
+delete from windlass.charges;
+delete from windlass.spending;
 delete from windlass.tokens;
+delete from windlass.leases;
 """
 
 

@@ -107,6 +107,8 @@ class EmbeddedPostgres:
         self._log = self.data_dir / "postgres.log"
         self._socket_dir = _socket_dir(self.data_dir, self._mark)
         self._socket = self._socket_dir / f".s.PGSQL.{PORT}"
+        # There from before a server is told to stop until one is started: who is killed in between leaves it behind.
+        self._stop_begun = self.data_dir / "stopping"
         self._in_use: int | None = None
 
     @property
@@ -171,9 +173,10 @@ class EmbeddedPostgres:
         if not _wait_until(lambda: self._status() not in ("starting", "stopping"), START_TIMEOUT_S):
             raise self._not_up(f"it has been {self._status()} for {START_TIMEOUT_S} s")
         if self._status() != "down":
-            if self._answers():
+            if self._answers() and not self._stop_begun.exists():
                 return
-            self._stop()  # someone deleted its socket: nobody can connect any more
+            # It was told to stop and may not know it yet, or someone deleted its socket and nobody can connect.
+            self._stop()
         self._start()
 
     def _status(self) -> str:
@@ -235,6 +238,7 @@ class EmbeddedPostgres:
             is_recovering = self._status() == "starting"
             reason = "it is still recovering" if is_recovering else _reason(self._log, log_bytes_before, done.stderr)
             raise self._not_up(reason)
+        self._stop_begun.unlink(missing_ok=True)
 
     def _prepare_log(self, account: "_Account | None") -> int:
         """Its size in bytes, after putting one that is too long aside."""
@@ -298,6 +302,7 @@ class EmbeddedPostgres:
         process = self._postmaster()
         if process is None:
             return
+        self._stop_begun.touch()
         for how, timeout_s in ((signal.SIGINT, STOP_TIMEOUT_S), (signal.SIGQUIT, ABORT_TIMEOUT_S)):
             with suppress(psutil.Error):
                 process.send_signal(how)
