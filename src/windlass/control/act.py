@@ -142,7 +142,6 @@ class Actor:
                 return Created(intent.worker_id, machine, is_prepared=not provider.traits.has_prepare_step)
         except (Refused, NoCapacity, Throttled) as error:
             self._heed(error)
-            log.warning("machine refused", worker_id=intent.worker_id, error=str(error))
             return CreationRefused(intent.worker_id, type(error).__name__, str(error))
         except Exception as error:
             problem = self._describe(error)

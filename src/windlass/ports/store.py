@@ -17,6 +17,9 @@ class Store(WorkerTransport, Protocol):
     async def enqueue(self, task: NewTask) -> int:
         """Add a task and return its id. With a unique key that is already there: that task's id, unchanged."""
 
+    async def enqueue_or_find(self, task: NewTask) -> tuple[int, bool]:
+        """The same, and whether the task is new. Takes longer."""
+
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         """Add many at once, all or none. Returns how many were new; known unique keys are passed over."""
 

@@ -273,6 +273,11 @@ class MemoryStore:
         known = self._known(task)
         return known if known is not None else self._add(task)
 
+    async def enqueue_or_find(self, task: NewTask) -> tuple[int, bool]:
+        newest = self._last_task_id
+        task_id = await self.enqueue(task)
+        return task_id, task_id > newest
+
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         checked = [task async for task in tasks] if isinstance(tasks, AsyncIterable) else list(tasks)
         for task in checked:
@@ -911,8 +916,8 @@ def _check_new(doing: str, task: NewTask) -> None:
         raise BadInput(f"{doing}: max_attempts is {task.max_attempts}, but a task needs at least 1 attempt.")
     if task.timeout_s is not None and not task.timeout_s > 0:
         raise BadInput(f"{doing}: timeout_s is {task.timeout_s}, but a time limit must be above 0.")
-    if task.unique_key is not None and len(task.unique_key) > MAX_UNIQUE_KEY_LENGTH:
-        raise BadInput(f"{doing}: the unique key has more than {MAX_UNIQUE_KEY_LENGTH} characters.")
+    if task.unique_key is not None and not 1 <= len(task.unique_key) <= MAX_UNIQUE_KEY_LENGTH:
+        raise BadInput(f"{doing}: the unique key is empty or has more than {MAX_UNIQUE_KEY_LENGTH} characters.")
     _check_json(doing, task.payload)
 
 

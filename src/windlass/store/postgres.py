@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from datetime import datetime
 from importlib import resources
 from operator import attrgetter
@@ -152,6 +152,15 @@ class PostgresStore:
     async def enqueue(self, task: NewTask) -> int:
         async with self._connection("enqueueing a task") as connection:
             return await enqueue_on(connection, task)
+
+    async def enqueue_or_find(self, task: NewTask) -> tuple[int, bool]:
+        async with (
+            self._connection("enqueueing a task") as connection,
+            # Behind a pooler it is in a transaction already; one inside that would leave a mark of its own.
+            nullcontext() if self._is_pooled else connection.transaction(),
+        ):
+            task_id = await enqueue_on(connection, task)
+            return task_id, bool(await connection.fetchval(QUERIES["is_of_this_transaction"], task_id))
 
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         if isinstance(tasks, AsyncIterable):
