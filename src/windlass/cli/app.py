@@ -5,6 +5,7 @@ asks for it). Exit codes: 0 done; 1 the answer is "no" (doctor, db status, demo)
 cannot be used; 3 a worker was declared lost; 130, 141, 143 as shells have it.
 """
 
+import json
 import os
 import sys
 from typing import Annotated, Any
@@ -113,8 +114,9 @@ def _explain(error: Exception) -> int:
 
 
 def _say(message: str) -> None:
-    """On one line, whatever the message holds."""
-    print(f"windlass: {' '.join(message.split())}", file=sys.stderr)
+    """On one line, whatever the message holds; for a program that asked for JSON, as that."""
+    text = " ".join(message.split())
+    print(json.dumps({"error": text}) if "--json" in sys.argv else f"windlass: {text}", file=sys.stderr)
 
 
 def _sentence(text: str) -> str:

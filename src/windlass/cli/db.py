@@ -7,6 +7,8 @@ import typer
 from windlass import __version__
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
+from windlass.model.address import without_password
+from windlass.model.errors import BadInput
 
 if TYPE_CHECKING:
     from windlass.model.config import Config
@@ -87,6 +89,28 @@ async def sql(
         print(f"-- The schema is at version {max(applied)} and this program's is {LATEST_VERSION}: nothing to apply.")
     else:
         print(script(wanted, __version__), end="")
+
+
+@app.command()
+@command
+async def url(config: ConfigFile = None, data_dir: DataDir = None) -> None:
+    """Print the database's address, for psql and pg_dump; without a password.
+
+    The embedded database can be reached while it runs: while `windlass up`, a worker or any other command is open.
+    """
+    from windlass import wire
+
+    loaded = load(config, data_dir).config
+    if loaded.database_url is not None:
+        print(without_password(loaded.database_url.get_secret_value()))
+        return
+    address = wire.running_database_url(loaded) if wire.has_embedded_database(loaded) else None
+    if address is None:
+        raise BadInput(
+            f"the embedded database in {wire.data_dir(loaded)} does not run now: start `windlass up` or a worker, "
+            "and ask again while that runs."
+        )
+    print(address)
 
 
 async def _applied(config: "Config") -> dict[int, Any]:

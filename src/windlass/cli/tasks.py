@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.common import EXIT_BAD_INPUT, AsJson, ConfigFile, DataDir, command, load
-from windlass.cli.output import duration, print_json, print_table, printable, progress, shortened, to_plain
+from windlass.cli.output import counted, duration, print_json, print_table, printable, progress, shortened, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.times import parse_span
 from windlass.model.errors import BadInput
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Look at tasks, retry, cancel and delete them.", no_args_is_help=True)
 
 PAGE = 500
+CANCELLED = "CANCELLED"
 # As many calls at once as the store has connections.
 AT_ONCE = 4
 
@@ -42,7 +43,9 @@ class Finished(StrEnum):
 @command
 async def list_(
     queue: Queue = None,
-    status: Annotated[TaskStatus | None, typer.Option("--status", "-s", help="Only with this status.")] = None,
+    status: Annotated[
+        TaskStatus | None, typer.Option("--status", "-s", help="Only with this status.", metavar="STATUS")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.", metavar="N")] = 50,
     before: Annotated[
         int | None, typer.Option(help="Only older ones than this: the next page.", metavar="ID", min=1, max=MAX_ID)
@@ -54,7 +57,7 @@ async def list_(
     """List tasks, newest first."""
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config) as store:
+    async with wire.store(load(config, data_dir).config, may_create=False) as store:
         found = await store.tasks(queue=queue, status=status, limit=limit, before_id=before)
         if not found:
             await check_queue_is_known(store, queue)
@@ -62,8 +65,8 @@ async def list_(
     if as_json:
         print_json(found)
         return
-    headings = ("id", "queue", "status", "attempt", "age", "took", "worker", "note")
-    print_table([_row(task, now) for task in found], *headings, right=("id", "attempt", "age", "took"))
+    headings = ("id", "queue", "status", "attempt", "age", "due", "took", "worker", "note")
+    print_table([_row(task, now) for task in found], *headings, right=("id", "attempt", "age", "due", "took"))
     if len(found) == limit:
         print(f"more: --before {found[-1].id}")
 
@@ -72,17 +75,25 @@ def _row(task: Task, now: datetime) -> tuple[object, ...]:
     took_s = None
     if task.started_at is not None and task.status is not TaskStatus.QUEUED:
         took_s = ((task.finished_at or now) - task.started_at).total_seconds()
-    note = shortened(task.progress_note) if task.status is TaskStatus.RUNNING else shortened(task.error)
+    note = _progress(task) if task.status is TaskStatus.RUNNING else shortened(task.error)
+    due_s = (task.run_after - now).total_seconds() if task.run_after is not None else 0.0
     return (
         task.id,
         task.queue,
         task.status.value,
         f"{task.attempts}/{task.max_attempts}",
         duration((now - task.created_at).total_seconds()),
+        f"in {duration(due_s)}" if due_s > 0 else None,
         duration(took_s),
         task.worker_id,
         note,
     )
+
+
+def _progress(task: Task) -> str | None:
+    """20 % half way"""
+    percent = f"{task.progress * 100:.0f} %" if task.progress is not None else None
+    return " ".join(part for part in (percent, shortened(task.progress_note)) if part) or None
 
 
 @app.command()
@@ -96,7 +107,7 @@ async def show(
     """Everything about one task: its fields and what happened to it."""
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config) as store:
+    async with wire.store(load(config, data_dir).config, may_create=False) as store:
         (task,) = await _existing(store, [task_id])
         events = await store.events(task_id=task_id)
     plain = to_plain(task)
@@ -108,6 +119,8 @@ async def show(
     for name, value in plain.items():
         if value is not None or name == "payload":
             text = json.dumps(value, ensure_ascii=False) if name in ("payload", "result") else str(value)
+            if name == "progress":
+                text = f"{value * 100:.0f} %"
             print(f"{name:<14} {printable(text)}")
     for event in events:
         print(f"{event.at:%Y-%m-%d %H:%M:%S%z}  {event.code}  {printable(event.reason)}")
@@ -120,7 +133,12 @@ async def show(
 @command
 async def retry(
     task_ids: TaskIds = None,
-    all_failed: Annotated[bool, typer.Option("--all-failed", help="All dead letters of --queue.")] = False,
+    all_failed: Annotated[
+        bool, typer.Option("--all-failed", help="All dead letters of --queue, but those that were cancelled.")
+    ] = False,
+    include_cancelled: Annotated[
+        bool, typer.Option("--include-cancelled", help="With --all-failed: those that were cancelled, too.")
+    ] = False,
     queue: Queue = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -132,12 +150,14 @@ async def retry(
     """
     if all_failed == bool(task_ids) or (all_failed and queue is None) or (queue is not None and not all_failed):
         raise BadInput("say which tasks to retry: their ids, or --all-failed with --queue.")
+    if include_cancelled and not all_failed:
+        raise BadInput("--include-cancelled goes with --all-failed: a task that is named by its id is retried anyway.")
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE) as store:
+    async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
         if all_failed:
             await check_queue_is_known(store, queue)
-            tasks = _all_failed(store, queue)
+            tasks = _all_failed(store, queue, include_cancelled=include_cancelled)
         else:
             tasks = _each(await _existing(store, task_ids or []))
         done, refused = await _change(tasks, store.retry_task, "retrying")
@@ -160,7 +180,7 @@ async def cancel(
         raise BadInput("say which tasks to cancel: their ids.")
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE) as store:
+    async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
         tasks = _each(await _existing(store, task_ids))
         done, refused = await _change(tasks, lambda task_id: store.cancel_task(task_id, reason), "cancelling")
     return _report("cancelled", done, refused, as_json, "only tasks that are not finished can be cancelled")
@@ -201,13 +221,13 @@ async def _purge(
 ) -> None:
     from windlass import wire
 
-    async with wire.store(loaded.config) as store:
+    async with wire.store(loaded.config, may_create=False) as store:
         await check_queue_is_known(store, queue)
         deleted = await store.purge(queue, statuses, older_than_s)
     if as_json:
         print_json({"deleted": deleted})
     else:
-        print(f"deleted {deleted:,} tasks")
+        print(f"deleted {counted(deleted, 'task')}")
 
 
 def _ask(statuses: list[TaskStatus], older_than: str, queue: str | None) -> None:
@@ -237,11 +257,14 @@ async def _each(tasks: Iterable[Task]) -> AsyncIterator[list[Task]]:
     yield list(tasks)
 
 
-async def _all_failed(store: "PostgresStore", queue: str | None) -> AsyncIterator[list[Task]]:
-    """Page by page from the newest on; those that fail meanwhile are not met again."""
+async def _all_failed(
+    store: "PostgresStore", queue: str | None, *, include_cancelled: bool
+) -> AsyncIterator[list[Task]]:
+    """Page by page from the newest on; those that fail meanwhile are not met again. A cancelled one did not fail:
+    somebody did not want it."""
     before_id = None
     while page := await store.tasks(queue=queue, status=TaskStatus.FAILED, limit=PAGE, before_id=before_id):
-        yield page
+        yield [task for task in page if include_cancelled or task.error_code != CANCELLED]
         before_id = page[-1].id
 
 
@@ -278,7 +301,7 @@ def _report(did: str, done: list[int], refused: list[Task], as_json: bool, rule:
     elif len(done) == 1:
         print(f"{did} task {done[0]}")
     elif done or not refused:
-        print(f"{did} {len(done):,} tasks")
+        print(f"{did} {counted(len(done), 'task')}")
     for task in refused:
         print(f"windlass: task {task.id} is {task.status.value}: {rule}.", file=sys.stderr)
     return EXIT_BAD_INPUT if refused else 0

@@ -790,7 +790,7 @@ class MemoryStore:
     def _note_attempt(self, event: str, row: _TaskRow, worker_id: str | None, code: str, error: str) -> None:
         self._note(
             event,
-            f"attempt {row.attempts} of {row.max_attempts}: {error[:MAX_REASON_CHARACTERS]}",
+            f"attempt {row.attempts} of {row.max_attempts}: {error[-MAX_REASON_CHARACTERS:]}",
             worker_id=worker_id,
             task_id=row.id,
             detail={"attempt": row.attempts, "error_code": code, "error": error},

@@ -10,6 +10,8 @@ have happened: the functions in the database are made so that asking again is sa
 import asyncio
 import itertools
 import json
+import socket
+import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from datetime import datetime
@@ -417,6 +419,10 @@ async def enqueue_on(connection: Any, task: NewTask) -> int:
 def unavailable(doing: str, dsn: str, error: BaseException) -> DatabaseUnavailable:
     """One sentence for a connection that failed, without the password."""
     where = _where(dsn)
+    if isinstance(error, asyncpg.InvalidAuthorizationSpecificationError) and "no encryption" in str(error):
+        return DatabaseUnavailable(
+            f"{doing}: the database at {where} takes only encrypted connections: add sslmode=require to DATABASE_URL."
+        )
     if isinstance(error, asyncpg.InvalidPasswordError | asyncpg.InvalidAuthorizationSpecificationError):
         return DatabaseUnavailable(
             f"{doing}: the database at {where} refused the user or password: check DATABASE_URL."
@@ -427,7 +433,16 @@ def unavailable(doing: str, dsn: str, error: BaseException) -> DatabaseUnavailab
         return DatabaseUnavailable(
             f"{doing}: the database at {where} did not answer in time: is it reachable from here?"
         )
+    if isinstance(error, socket.gaierror):
+        return DatabaseUnavailable(
+            f"{doing}: the name of the database's host, {where}, is not known here: check DATABASE_URL."
+        )
     what = _words(error)
+    if isinstance(error, ssl.SSLError) or "SSL" in what:
+        return DatabaseUnavailable(
+            f"{doing}: the database at {where} and this program do not agree on TLS ({what}): "
+            "check sslmode (and sslrootcert) in DATABASE_URL."
+        )
     if isinstance(error, asyncpg.InsufficientPrivilegeError):
         return DatabaseUnavailable(
             f"{doing}: the database at {where} does not allow it ({what}): "

@@ -293,7 +293,7 @@ begin
   end if;
   perform windlass.note(
     case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
-    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, left(v_error, 300)),
+    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, right(v_error, 300)),
     null, p_worker_id, p_task_id,
     jsonb_build_object('attempt', v_task.attempts, 'error_code', p_code, 'error', v_error)
   );
