@@ -11,6 +11,8 @@ from windlass.model.snapshot import Hold, Snapshot
 # A cycle may be late by so much where nobody leads, and by so much where somebody does.
 LATE_CYCLE_S = 5.0
 SLOW_CYCLE_S = 60.0
+# While a fleet is wound down its cycles come thick and fast.
+WINDING_DOWN_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,11 @@ class Fleet:
         if self.planned_at is None:
             return None
         silent_s = (now - self.planned_at).total_seconds()
-        due_in_s = self.next_plan_in_s or 0.0
-        patience_s = SLOW_CYCLE_S if self.is_led else max(LATE_CYCLE_S, due_in_s / 2) if self.next_plan_in_s else 0.0
-        return silent_s if silent_s > due_in_s + patience_s else None
+        if self.next_plan_in_s is None:
+            late_s = WINDING_DOWN_S if self.is_led else 0.0
+        else:
+            late_s = self.next_plan_in_s + (SLOW_CYCLE_S if self.is_led else max(LATE_CYCLE_S, self.next_plan_in_s / 2))
+        return silent_s if silent_s > late_s else None
 
 
 @dataclass(frozen=True, slots=True)
