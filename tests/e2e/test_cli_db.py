@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -85,6 +86,13 @@ def test_the_address_is_told_while_the_database_runs_and_psql_can_use_it(windlas
     assert f"the embedded database in {data_dir} does not run now" in windlass("db", "url", *place).err
     with EmbeddedPostgres(data_dir) as postgres:
         assert windlass("db", "url", *place).out == f"{postgres.dsn}\n"
+    assert "does not run now" in windlass("db", "url", *place).err
+    with windlass.start("db", "url", "--keep", *place, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{postgres.dsn}\n"
+        assert windlass("db", "url", *place).out == f"{postgres.dsn}\n"
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
     assert "does not run now" in windlass("db", "url", *place).err
     named = windlass.with_env(DATABASE_URL="postgresql://u:secret@h:5432/d?password=secret&sslmode=require")
     assert named("db", "url").out == "postgresql://u@h:5432/d?sslmode=require\n"

@@ -43,9 +43,7 @@ class Finished(StrEnum):
 @command
 async def list_(
     queue: Queue = None,
-    status: Annotated[
-        TaskStatus | None, typer.Option("--status", "-s", help="Only with this status.", metavar="STATUS")
-    ] = None,
+    status: Annotated[TaskStatus | None, typer.Option("--status", "-s", help="Only with this status.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.", metavar="N")] = 50,
     before: Annotated[
         int | None, typer.Option(help="Only older ones than this: the next page.", metavar="ID", min=1, max=MAX_ID)
