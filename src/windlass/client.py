@@ -105,19 +105,27 @@ class Client:
         return await self._opened.task(task_id)
 
     async def result(self, task_id: int, timeout_s: float | None = None) -> Any:
-        """Wait until the task is complete and return its result. Raises TaskFailed, or TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            pause_s = RESULT_POLL_MIN_S
-            while True:
-                task = await self._opened.task(task_id)
-                if task is None:
-                    raise BadInput(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
-                if task.status is TaskStatus.COMPLETE:
-                    return json.loads(task.result) if task.result is not None else None
-                if task.status is TaskStatus.FAILED:
-                    raise TaskFailed(task)
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, RESULT_POLL_MAX_S)
+        """Wait until the task is complete and return its result. Raises TaskFailed, or TimeoutError (it goes on)."""
+        status = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                pause_s = RESULT_POLL_MIN_S
+                while True:
+                    task = await self._opened.task(task_id)
+                    if task is None:
+                        raise BadInput(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
+                    status = task.status
+                    if status is TaskStatus.COMPLETE:
+                        return json.loads(task.result) if task.result is not None else None
+                    if status is TaskStatus.FAILED:
+                        raise TaskFailed(task)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(pause_s * 2, RESULT_POLL_MAX_S)
+        except TimeoutError:
+            state = f"is still {status}" if status is not None else "could not be read"
+            raise TimeoutError(
+                f"task {task_id} {state} after {timeout_s:g} s: `windlass explain {task_id}` says why."
+            ) from None
 
     async def retry(self, task_id: int) -> bool:
         """Put a failed task, or one that waits for its retry, back into its queue. False if it is neither."""

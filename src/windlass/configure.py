@@ -87,6 +87,9 @@ class Loaded:
             for key, field in _fields_of(self.config)
         ]
 
+    def source(self, key: str) -> Source:
+        return _source(self.sources, tuple(key.split("."))) or "default"
+
 
 def load_config(
     file: Path | None = None, overrides: Mapping[str, Any] | None = None, overrides_from: Source = "command line"
@@ -256,9 +259,9 @@ def _is_secret(field: FieldInfo) -> bool:
 def _explain(error: ValidationError, sources: Mapping[Key, Source]) -> str:
     """One sentence for each thing that is wrong: the key, the value, its source, and what to do."""
     secrets = {key for key, field in _fields(Config) if _is_secret(field)}
-    known = [".".join(key) for key, _ in _fields(Config)]
+    known = [".".join(key) for key, _ in _fields(Config)] + list(Config.model_fields)
     of_fleets = [".".join(key) for key, _ in _fields(FleetConfig)]
-    known += [f"fleets.{k[1]}.{name}" for k in sources if k[0] == "fleets" for name in of_fleets]
+    known += [f"fleets.{k[1]}.{name}" for k in sources if k[0] == "fleets" and k[1:] for name in of_fleets]
     sentences = []
     for problem in error.errors(include_url=False):
         key = tuple(str(part) for part in problem["loc"])
@@ -268,13 +271,38 @@ def _explain(error: ValidationError, sources: Mapping[Key, Source]) -> str:
         if problem["type"] == "extra_forbidden":
             sentences.append(f"{name} in {source} is not a setting: {_did_you_mean(name, known)}.")
         else:
-            message = problem["msg"].removeprefix("Value error, ")
+            message = _in_our_words(problem)
             is_whole = isinstance(problem["input"], Mapping)
             is_shown = key not in secrets and not is_whole and key[2:3] != ("env",)
             given = f" is {masked(repr(problem['input']))}" if is_shown else ""
             origin = _origins(sources, key, message) if is_whole else f"from {source}"
             sentences.append(f"{name} ({origin}){given}: {message[0].lower()}{message[1:]}.")
     return " ".join(sentences)
+
+
+# What pydantic calls by the names of its own types.
+_WORDS = {
+    "int_parsing": "this is not a whole number",
+    "int_type": "this is not a whole number",
+    "int_from_float": "this is not a whole number",
+    "float_parsing": "this is not a number",
+    "float_type": "this is not a number",
+    "bool_parsing": "write true or false",
+    "bool_type": "write true or false",
+    "string_type": "write text, between quotes",
+    "path_type": "write a path, between quotes",
+    "tuple_type": 'write a list, as ["a", "b"]',
+    "list_type": 'write a list, as ["a", "b"]',
+    "too_short": "at least one is needed",
+}
+
+
+def _in_our_words(problem: Any) -> str:
+    kind, key = problem["type"], ".".join(map(str, problem["loc"]))
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"[{'fleets.NAME' if key == 'fleets' else key}] must be a table"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return _WORDS.get(kind) or message.replace("Input should be", "it must be")
 
 
 def _origins(sources: Mapping[Key, Source], section: Key, message: str) -> str:

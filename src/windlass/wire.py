@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.model.address import problem_of_control_plane_url
+from windlass.model.address import masked, problem_of_control_plane_url
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable
 from windlass.store.connect import COMMAND_TIMEOUT_S, connected
@@ -71,6 +71,21 @@ def has_embedded_database(config: Config) -> bool:
         return True  # somebody else's: opening it says so
 
 
+def described_database(config: Config) -> str:
+    """Where the database is, without secrets."""
+    if config.database_url is not None:
+        return masked(config.database_url.get_secret_value())
+    return f"embedded, in {data_dir(config)}"
+
+
+def running_database_url(config: Config) -> str | None:
+    """The address of the embedded database, if it runs now. Starts nothing."""
+    from windlass.store.embedded import EmbeddedPostgres
+
+    server = EmbeddedPostgres(data_dir(config))
+    return server.dsn if server.is_running() else None
+
+
 @contextmanager
 def temporary_data_dir() -> Iterator[Path]:
     """A data directory that is gone afterwards, with all that is in it."""
@@ -97,14 +112,20 @@ def _temporary_place() -> Path:
 
 
 @asynccontextmanager
-async def database(config: Config, *, is_migrating: bool = True) -> AsyncIterator[str]:
+async def database(config: Config, *, is_migrating: bool = True, may_create: bool = True) -> AsyncIterator[str]:
     """The address of the database, running for as long as this is open.
 
-    The embedded one is brought up to date, unless `is_migrating` is false; any other is left as it is.
+    The embedded one is brought up to date, unless `is_migrating` is false; any other is left as it is. For whoever only
+    looks, `may_create` is false: BadInput if there is none yet.
     """
     if config.database_url is not None:
         yield config.database_url.get_secret_value()
         return
+    if not may_create and not has_embedded_database(config):
+        raise BadInput(
+            f"there is no database in {data_dir(config)} yet: `windlass up`, `worker` or `enqueue` makes one; "
+            "--data-dir or DATABASE_URL names another."
+        )
     from windlass.store.embedded import EmbeddedPostgres
 
     server = EmbeddedPostgres(data_dir(config))
@@ -131,9 +152,9 @@ async def _in_thread(function: Callable[[], None]) -> None:
 
 
 @asynccontextmanager
-async def store(config: Config, *, max_connections: int = 4) -> AsyncIterator[PostgresStore]:
+async def store(config: Config, *, max_connections: int = 4, may_create: bool = True) -> AsyncIterator[PostgresStore]:
     async with (
-        database(config) as dsn,
+        database(config, may_create=may_create) as dsn,
         PostgresStore(dsn, retention=config.retention, max_connections=max_connections) as opened,
     ):
         yield opened
@@ -148,11 +169,13 @@ async def access_store(config: Config) -> "AsyncIterator[PostgresAccessStore]":
 
 
 @asynccontextmanager
-async def control_store(config: Config, *, max_connections: int = 4) -> "AsyncIterator[PostgresControlStore]":
+async def control_store(
+    config: Config, *, max_connections: int = 4, may_create: bool = True
+) -> "AsyncIterator[PostgresControlStore]":
     from windlass.store.control import PostgresControlStore
 
     async with (
-        database(config) as dsn,
+        database(config, may_create=may_create) as dsn,
         PostgresControlStore(dsn, retention=config.retention, max_connections=max_connections) as opened,
     ):
         yield opened
@@ -413,6 +436,8 @@ async def run_up(
     version: str,
 ) -> None:
     """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads."""
+    import structlog
+
     from windlass.control.up import Up
     from windlass.store.control import PostgresControlStore
 
@@ -434,10 +459,13 @@ async def run_up(
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
             loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload))
+            log = structlog.get_logger("windlass.up")
+            log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
             async with _face(config, dsn, up, listener, version):
                 await up.run(config.fleets)
             with contextlib.suppress(DatabaseUnavailable):
                 await opened.resign(ourselves)
+            log.info("ended")
 
 
 def check_machines_can_call(config: Config) -> None:

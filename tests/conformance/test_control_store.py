@@ -36,7 +36,7 @@ from windlass.model.cost import Bill, Span, Spending, Tariff
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
-from windlass.model.snapshot import Hold, Memory, Refusal, Snapshot
+from windlass.model.snapshot import Failure, Hold, Memory, Refusal, Snapshot
 from windlass.model.task import Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Recovery, Registration, WorkerStatus
 from windlass.ports.control import (
@@ -254,8 +254,8 @@ async def test_a_plan_of_a_lost_lease_changes_nothing(
 ) -> None:
     await ann.hire(0)
     await ann.observe()
-    before = await store.events(limit=1000), await store.workers(), await store.cycles("f"), await store.fleets()
     await lose(store, clock)
+    before = await store.events(limit=1000), await store.workers(), await store.cycles("f"), await store.fleets()
     with pytest.raises(LeaseLost):
         await ann.commit(
             Promote("w0", "heard"),
@@ -1192,10 +1192,65 @@ async def test_requested_workers_are_asked_for_until_they_are_hired(store: Contr
     assert (await ann.observe()).requested == 2
     await ann.commit(intents=(replace(intent("w0", 0), is_requested=True), intent("w1", 1)))
     assert (await ann.observe()).requested == 1
-    assert await store.request_workers("f", 99) == FLEET.max_workers
-    assert await store.request_workers("f", -3) == 1
+    assert await store.request_workers("f", 99) == FLEET.max_workers - 2
+    assert await store.request_workers("f", -1) == 1
     assert await store.request_workers("f", -3) == 0
     assert (await store.fleets())[0].requested_workers == 0
+
+
+async def test_nobody_can_ask_for_more_than_there_is_room_for(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0, 1, 2, 3)
+    await ann.report(Deleted("w3", None, "X", "x"))
+    assert await store.request_workers("f", 9) == 1
+    await ann.commit(FailSlot(3, "x"))
+    assert (await ann.observe()).requested == 0, "the last slot is failed: nobody can be hired for this wish"
+    await ann.commit(Drain("w0", "IDLE", "idle"))
+    assert await store.request_workers("f", 9) == 1, "whoever leaves makes room"
+
+
+async def test_a_wish_that_no_slot_can_take_any_more_is_forgotten(store: ControlStores, ann: Leader) -> None:
+    """Else it would hire again, one by one, whoever is let go for having nothing to do."""
+    assert await store.request_workers("f", 3) == 3
+    await ann.hire(0, 1)
+    await ann.hire(2, 3)
+    assert (await ann.observe()).requested == 0
+
+
+@pytest.mark.parametrize("slot", [-1, 4, 17])
+async def test_a_slot_that_a_fleet_cannot_have_is_no_slot_to_restart(
+    store: ControlStores, ann: Leader, slot: int
+) -> None:
+    with pytest.raises(BadInput, match=f"there is no slot {slot} in fleet f: its slots are 0 to 3"):
+        await store.restart_slots("f", slot)
+    assert (await ann.observe()).reset_at is None
+
+
+async def test_the_last_one_that_broke_is_seen_with_its_reason(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    assert ann.snapshot.last_failure is None
+    await ann.hire(0, 1, 2)
+    await ann.commit(Fail("w1", "MACHINE_GONE", "exit code 2"), Drain("w2", "IDLE", "idle"))
+    assert (await ann.observe()).last_failure == Failure("w1", "MACHINE_GONE", "exit code 2", clock())
+    clock.advance(5)
+    await ann.hire(3)
+    await ann.report(CreationRefused("w3", "Refused", "there is no folder /x"))
+    assert (await ann.observe()).last_failure == Failure("w3", "Refused", "there is no folder /x", clock())
+
+
+async def test_a_fleet_says_when_its_last_cycle_was_and_whether_somebody_leads(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    (before,) = await store.fleets()
+    assert (before.planned_at, before.next_plan_in_s, before.is_led) == (None, None, True)
+    await ann.commit(memory=Memory(planned_at=clock(), next_plan_in_s=10.0))
+    clock.advance(29)
+    (fleet,) = await store.fleets()
+    assert (fleet.planned_at, fleet.next_plan_in_s, fleet.is_led) == (clock() - timedelta(seconds=29), 10.0, True)
+    assert fleet.unattended_s(clock()) is None
+    clock.advance(1)
+    (fleet,) = await store.fleets()
+    assert (fleet.is_led, fleet.unattended_s(clock())) == (False, 30.0)
 
 
 async def test_what_was_hired_for_the_queue_fulfils_nobodys_wish(store: ControlStores, ann: Leader) -> None:

@@ -108,6 +108,25 @@ async def test_a_key_that_is_already_there_gives_the_task_that_has_it_unchanged(
     assert len(await store.tasks()) == 1
 
 
+async def test_a_task_that_was_there_already_can_be_told_from_a_new_one(store: Store) -> None:
+    first, is_new = await store.enqueue_or_find(new_task("q", unique_key="k"))
+    assert is_new
+    assert await store.enqueue_or_find(new_task("q", 2, unique_key="k")) == (first, False)
+    assert (await store.enqueue_or_find(new_task("q")))[1]
+    claim = await claimed(store)
+    assert claim.task_id == first
+    assert await store.enqueue_or_find(new_task("q", unique_key="k")) == (first, False)
+
+
+async def test_of_a_long_error_the_end_is_told_where_its_cause_stands(store: Store) -> None:
+    claim = await claimed(store)
+    error = "Traceback (most recent call last):\n" + "  File x\n" * 2_000 + "OSError: no disk"
+    await store.fail("w1", claim.task_id, claim.token, error)
+    assert ((await task_of(store, claim.task_id)).error or "").endswith("OSError: no disk")
+    (event,) = [event for event in await store.events(task_id=claim.task_id) if event.code == "TASK_ERROR"]
+    assert event.reason.endswith("OSError: no disk")
+
+
 async def test_a_key_is_unique_within_its_queue_only(store: Store) -> None:
     assert await add(store, "q", unique_key="k") != await add(store, "r", unique_key="k")
 
@@ -162,6 +181,7 @@ BAD_TASKS = {
     "no attempts": NewTask("q", max_attempts=0),
     "no time": NewTask("q", timeout_s=0),
     "a key that is too long": NewTask("q", unique_key="k" * 201),
+    "a key that is empty": NewTask("q", unique_key=""),
     "a priority out of range": NewTask("q", priority=2**31),
 }
 

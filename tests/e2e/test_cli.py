@@ -130,6 +130,23 @@ def test_a_worker_goes_on_when_nobody_reads_its_log(windlass: CommandLine, dsn: 
     assert windlass("status", "--json").json["workers"] == []
 
 
+@pytest.mark.parametrize("log_format", ["json", "human"])
+def test_the_log_of_a_failed_attempt_says_why_and_paints_nothing(
+    windlass: CommandLine, dsn: str, log_format: str
+) -> None:
+    windlass = windlass.with_env(DATABASE_URL=dsn)
+    (windlass.folder / "app.py").write_text("def handle(task): return 1 / task.payload\n")
+    windlass("enqueue", "q", "0", "--max-attempts", "1")
+    arguments = ("worker", "-q", "q", "--handler", "app:handle", "--log-format", log_format)
+    with windlass.start(*arguments, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "attempt failed" in line)
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+    assert "ZeroDivisionError: division by zero" in line
+    assert "\x1b" not in line
+
+
 def test_config_show_names_every_value_and_its_source_but_no_secret(windlass: CommandLine) -> None:
     (windlass.folder / "other.toml").write_text("[retention]\ncomplete_s = 60")
     windlass = windlass.with_env(DATABASE_URL="postgresql://u:hunter2@h:5432/d?sslpassword=hunter2")

@@ -67,6 +67,11 @@ def assert_refused(done: Done, sentence: str) -> None:
         pytest.param(("enqueue", "q", "1", "--run-after", "2030-01-01T08:00"), {}, "no time zone", id="a time, where?"),
         pytest.param(("enqueue", "q", "1", "--run-after", "99999999d"), {}, "not a span", id="a time beyond all"),
         pytest.param(("enqueue", "q", "1", "--unique-key", "k" * 201), {}, "201 characters", id="a key too long"),
+        pytest.param(("enqueue", "q", "1", "--unique-key", ""), {}, "the unique key is empty", id="an empty key"),
+        pytest.param(
+            ("enqueue", '{"a": 1}'), {}, "the queue is missing: write `windlass enqueue QUEUE '{", id="no queue"
+        ),
+        pytest.param(("tasks", "retry", "1", "--include-cancelled"), {}, "goes with --all-failed", id="one cancelled"),
         pytest.param(("enqueue", "q", "-", "--unique-key", "k"), {}, "names one task", id="one key for many tasks"),
         # Which tasks.
         pytest.param(("tasks", "retry"), {}, "say which tasks to retry", id="retry nothing"),
@@ -89,7 +94,9 @@ def assert_refused(done: Done, sentence: str) -> None:
         # Configuration.
         pytest.param(("status", "--config", "missing"), {}, "there is no configuration file missing", id="no config"),
         pytest.param(("status",), {"WINDLASS_LEASE_S": "3"}, "is not a setting", id="an unknown variable"),
-        pytest.param(("status",), {"WINDLASS_WORKER__LEASE_S": "x"}, "is 'x': input should", id="a bad variable"),
+        pytest.param(
+            ("status",), {"WINDLASS_WORKER__LEASE_S": "x"}, "is 'x': this is not a number", id="a bad variable"
+        ),
         pytest.param(("status",), {"DATABASE_URL": f"mysql://u:{PASSWORD}@h"}, "not the address of", id="another kind"),
         pytest.param(("status",), {"DATABASE_URL": f"postgresql://u:{PASSWORD}#@h"}, "%23", id="an unencoded password"),
         pytest.param(("status",), {"DATABASE_URL": PASSWORD}, "is not an address", id="no address"),
@@ -111,7 +118,10 @@ def assert_refused(done: Done, sentence: str) -> None:
             id="nobody to serve",
         ),
         pytest.param(
-            ("status",), {"DATABASE_URL": "postgresql://windlass.invalid/d"}, "cannot be reached", id="no such host"
+            ("status",),
+            {"DATABASE_URL": "postgresql://windlass.invalid/d"},
+            "the name of the database's host, windlass.invalid:5432, is not known here",
+            id="no such host",
         ),
         pytest.param(
             ("status",),
@@ -120,7 +130,10 @@ def assert_refused(done: Done, sentence: str) -> None:
             id="an unknown way of encryption",
         ),
         pytest.param(
-            ("status", "--data-dir", "/dev/null/data"), {}, "cannot use /dev/null/data as", id="no place for data"
+            ("enqueue", "q", "1", "--data-dir", "/dev/null/data"),
+            {},
+            "cannot use /dev/null/data as",
+            id="no place for data",
         ),
         pytest.param(("status",), {"WINDLASS_DATA_DIR": "~nobody-here/x"}, "home directory", id="nobody's home"),
     ],
@@ -130,6 +143,16 @@ def test_refused_in_one_sentence(
 ) -> None:
     # An address that would fail: nothing of this may come so far, unless it is the point.
     assert_refused(windlass.with_env(**{"DATABASE_URL": NOWHERE, **env})(*arguments), sentence)
+
+
+def test_whoever_asked_for_json_gets_errors_as_json(windlass: CommandLine) -> None:
+    for arguments in (("tasks", "show", "1"), ("tasks", "show", "first"), ("tasks", "retry")):
+        done = windlass.with_env(DATABASE_URL=NOWHERE)(*arguments, "--json")
+        assert (done.code, done.out) == (2, "")
+        (sentence,) = json.loads(done.err).values()
+        assert PASSWORD not in sentence
+        assert done.err.startswith('{"error": "')
+        assert done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,62 @@ def test_the_embedded_database_is_migrated_and_says_what_it_did(windlass: Comman
         after = windlass("db", "status", *place, "--json").json
     assert (after["version"], after["program_version"]) == (LATEST_VERSION, LATEST_VERSION)
     assert all(row["applied_at"] and row["is_known"] for row in after["migrations"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            ("status",),
+            ("tasks", "list"),
+            ("tasks", "retry", "1"),
+            ("workers", "list"),
+            ("explain", "1"),
+            ("replay", "1"),
+        ),
+        *(("spawn",), ("pause", "--all"), ("resume", "--all"), ("restart",), ("terminate", "w")),
+    ],
+    ids=" ".join,
+)
+def test_looking_makes_no_database(windlass: CommandLine, data_dir: Path, arguments: tuple[str, ...]) -> None:
+    done = windlass(*arguments, "--data-dir", data_dir)
+    assert (done.code, done.out) == (2, "")
+    assert f"there is no database in {data_dir} yet: `windlass up`, `worker` or `enqueue` makes one" in done.err
+    assert not data_dir.exists()
+
+
+def test_a_folder_of_somebody_elses_gets_no_database(windlass: CommandLine, data_dir: Path) -> None:
+    data_dir.mkdir()
+    (data_dir / "thesis.tex").write_text("all of it")
+    for arguments in (("enqueue", "q", "1"), ("db", "migrate")):
+        done = windlass(*arguments, "--data-dir", data_dir)
+        assert done.code == 2
+        assert f"{data_dir} holds other things (thesis.tex) and no database of Windlass: name an empty or" in done.err
+    assert [path.name for path in data_dir.iterdir()] == ["thesis.tex"]
+
+
+def test_the_address_is_told_while_the_database_runs_and_psql_can_use_it(windlass: CommandLine, data_dir: Path) -> None:
+    place = ("--data-dir", data_dir)
+    assert f"the embedded database in {data_dir} does not run now" in windlass("db", "url", *place).err
+    with EmbeddedPostgres(data_dir) as postgres:
+        assert windlass("db", "url", *place).out == f"{postgres.dsn}\n"
+    assert "does not run now" in windlass("db", "url", *place).err
+    with windlass.start("db", "url", "--keep", *place, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{postgres.dsn}\n"
+        assert windlass("db", "url", *place).out == f"{postgres.dsn}\n"
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    assert "does not run now" in windlass("db", "url", *place).err
+    named = windlass.with_env(DATABASE_URL="postgresql://u:secret@h:5432/d?password=secret&sslmode=require")
+    assert named("db", "url").out == "postgresql://u@h:5432/d?sslmode=require\n"
+
+
+def test_it_is_told_where_the_data_is(windlass: CommandLine) -> None:
+    where = windlass("config", "show", "--json").json["data_dir"]
+    assert where["source"] == "default"
+    assert Path(where["value"]).is_absolute()
+    assert where["value"] in windlass("doctor").out
 
 
 async def test_a_newer_database_is_shown_for_what_it_is(windlass: CommandLine, dsn: str) -> None:

@@ -55,7 +55,7 @@ def test_a_task_is_enqueued_with_all_it_was_given(windlass: CommandLine) -> None
         due.isoformat(),
     )
     added = windlass("enqueue", "renders", '{"prompt": "ein Türmchen"}', *options, "--json").json
-    assert added == {"id": 1, "queue": "renders"}
+    assert added == {"id": 1, "queue": "renders", "is_new": True}
     task = windlass("tasks", "show", 1, "--json").json
     expected = {
         "queue": "renders",
@@ -72,7 +72,11 @@ def test_a_task_is_enqueued_with_all_it_was_given(windlass: CommandLine) -> None
 
 def test_a_key_that_is_known_gives_the_task_that_has_it(windlass: CommandLine) -> None:
     first = windlass("enqueue", "q", "1", "--unique-key", "k")
-    assert windlass("enqueue", "q", "2", "--unique-key", "k").out == first.out
+    again = windlass("enqueue", "q", "2", "--unique-key", "k")
+    assert (again.code, again.out) == (0, first.out)
+    assert (first.err, again.err) == ("", "windlass: already there as 1; nothing was added.\n")
+    same = {"id": 1, "queue": "q", "is_new": False}
+    assert windlass("enqueue", "q", "2", "--unique-key", "k", "--json").json == same
     (task,) = windlass("tasks", "list", "--json").json
     assert not {"payload", "result"} & task.keys(), "a list is for looking over; payloads may be large"
     assert windlass("tasks", "show", task["id"], "--json").json["payload"] == 1
@@ -124,7 +128,7 @@ async def test_tasks_are_listed_newest_first_and_filtered(windlass: CommandLine,
     assert ids("--limit", 2, "--before", 4) == [3, 2]
     assert ids("--queue", "b", "--status", "failed") == []
     page = windlass("tasks", "list", "--limit", 2).out
-    assert page.splitlines()[0].split() == ["id", "queue", "status", "attempt", "age", "took", "worker", "note"]
+    assert page.splitlines()[0].split() == ["id", "queue", "status", "attempt", "age", "due", "took", "worker", "note"]
     assert page.splitlines()[-1] == "more: --before 3"
 
 
@@ -166,6 +170,28 @@ async def test_all_dead_letters_of_a_queue_are_retried(windlass: CommandLine, ds
     assert windlass("tasks", "retry", "--all-failed", "--queue", "q").out == "retried 0 tasks\n"
 
 
+async def test_cancelled_tasks_are_left_alone_unless_they_are_asked_for(windlass: CommandLine, dsn: str) -> None:
+    windlass("enqueue", "q", "-", stdin="1\n2\n3\n")
+    windlass("tasks", "cancel", 1, 2)
+    await set_status(dsn, "failed", 3)
+    assert windlass("tasks", "retry", "--all-failed", "--queue", "q").out == "retried task 3\n"
+    both = ("tasks", "retry", "--all-failed", "--include-cancelled", "--queue", "q", "--json")
+    assert windlass(*both).json == {"retried": [1, 2], "refused": []}
+
+
+async def test_a_list_says_when_a_task_is_due_and_how_far_it_has_come(windlass: CommandLine, dsn: str) -> None:
+    windlass("enqueue", "q", "1", "--run-after", "2h")
+    windlass("enqueue", "q", "2")
+    await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
+    await ask(dsn, "select windlass.claim_task('w1', '{q}')")
+    await ask(dsn, "update windlass.tasks set progress = 0.2, progress_note = 'half way' where id = 2")
+    running, scheduled = windlass("tasks", "list").out.splitlines()[1:]
+    assert "  in 120 min" in scheduled
+    assert running.endswith("20 % half way")
+    assert "progress       20 %" in windlass("tasks", "show", 2).out
+    assert ["queues", "q"] in [line.split() for line in windlass("workers", "show", "w1").out.splitlines()]
+
+
 async def test_finished_tasks_cannot_be_cancelled(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "-", stdin="1\n2\n")
     await set_status(dsn, "complete", 1)
@@ -183,7 +209,7 @@ async def test_finished_tasks_are_purged_by_status_age_and_queue(windlass: Comma
     await set_status(dsn, "failed", 7, finished_days_ago=8)
     purge = ("tasks", "purge", "--older-than", "7d", "--queue", "q", "--status")
     assert windlass(*purge, "failed", "--yes", "--json").json == {"deleted": 1}
-    assert windlass(*purge, "failed", "--status", "complete", stdin="y\n").out == "deleted 1 tasks\n"
+    assert windlass(*purge, "failed", "--status", "complete", stdin="y\n").out == "deleted 1 task\n"
     assert await ask(dsn, "select array_agg(id order by id) from windlass.tasks") == [2, 4, 5, 6, 7]
 
 
@@ -216,6 +242,15 @@ async def test_status_shows_queues_workers_and_the_last_hour(windlass: CommandLi
     out = windlass("status").out
     assert "active, silent" in out
     assert "last hour: 1 complete, 0 failed" in out
+
+
+async def test_a_fleet_that_was_never_configured_has_no_limits(windlass: CommandLine, dsn: str) -> None:
+    await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
+    (row,) = [line for line in windlass("status").out.splitlines() if line.startswith("default ")]
+    assert "to 10" not in row
+    await ask(dsn, "select windlass.leave('w1')")
+    assert "default" not in windlass("status").out
+    assert "default" in windlass("status", "--all").out
 
 
 def test_status_of_an_empty_database_says_so(windlass: CommandLine) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 from collections.abc import AsyncIterator
@@ -380,9 +381,87 @@ async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_han
     await until(hold, f"it is held\n{host.log()}")
     assert await hold() == "FAILURE_RATE"
     assert len(await host.store.workers(include_terminated=True)) <= 5 + SETTINGS["max_workers"]
+    why = "its log ends: windlass: cannot import missing:work (No module named 'missing')"
+    for told in (("status",), ("explain", "default"), ("explain", task)):
+        assert why in host.windlass(*told).out, "the cause is told wherever the hold is"
+    assert "once it is mended: `windlass restart default`" in host.windlass("explain", "default").out
+    logged = [json.loads(line) for line in host.log().splitlines()]
+    failures = [line for line in logged if line["event"] == "worker failed"]
+    assert {line["level"] for line in failures} == {"warning"}
+    assert why in failures[0]["reason"]
+    assert failures[0]["worker"].startswith("default-")
     (host.folder / "missing.py").write_text(APP)
     host.windlass("restart", "default")
     await host.until_status(TaskStatus.COMPLETE, task)
+    await host.end(up)
+
+
+async def test_a_fleet_that_nobody_runs_any_more_is_said_to_be_so_and_is_not_paused(host: Host) -> None:
+    host.configure(min_workers=1)
+    up = host.up()
+    await host.until_workers(1)
+    assert "nobody runs" not in host.windlass("status").out
+    assert host.windlass("status", "--json").json["fleets"][0]["unattended_s"] is None
+    await host.end(up)
+    first, *_, last = [json.loads(line) for line in host.log().splitlines()]
+    assert (first["event"], first["fleets"], last["event"]) == ("up", ["default"], "ended")
+    assert first["database"].startswith("postgresql://")
+    (task,) = await host.enqueue(None)
+    for told in (("status",), ("explain", "default"), ("explain", task)):
+        out = host.windlass(*told).out
+        assert "no orchestrator has run a cycle of it for " in out
+        assert "; start `windlass up`" in out
+        assert "paused" not in out
+
+
+async def test_a_fleet_that_was_removed_is_shown_on_request_only(host: Host) -> None:
+    host.configure(min_workers=1)
+    up = host.up()
+    await host.until_workers(1)
+    text = (host.folder / "windlass.toml").read_text()
+    (host.folder / "windlass.toml").write_text(text.replace("[fleets.default]", "[fleets.other]"))
+    up.send_signal(signal.SIGHUP)
+    await until(lambda: "configuration reloaded" in host.log(), "it is taken over")
+    (told,) = [json.loads(line) for line in host.log().splitlines() if "configuration reloaded" in line]
+    assert (told["new"], told["removed"]) == (["other"], ["default"])
+
+    def fleets(*options: str) -> list[str]:
+        return [fleet["name"] for fleet in host.windlass("status", "--json", *options).json["fleets"]]
+
+    await until(lambda: "default" not in fleets(), f"it is gone\n{host.log()}")
+    assert fleets("--all") == ["default", "other"]
+    (host.folder / "windlass.toml").write_text(text.replace("[fleets.default]", "[fleets.other]") + "\npriority=1")
+    up.send_signal(signal.SIGHUP)
+    await until(lambda: "fleets.other.priority in windlass.toml is not a setting" in host.log(), "a mistake is told")
+    changed = text.replace("[fleets.default]", "[fleets.other]").replace("max_workers = 3", "max_workers = 2")
+    (host.folder / "windlass.toml").write_text(changed)
+    up.send_signal(signal.SIGHUP)
+    await until(lambda: "other (max_workers)" in host.log(), f"what has changed is told\n{host.log()}")
+    await host.end(up)
+
+
+async def test_options_describe_one_more_fleet_beside_those_of_the_file(host: Host) -> None:
+    text = (host.folder / "windlass.toml").read_text()
+    (host.folder / "windlass.toml").write_text(text.replace("[fleets.default]", "[fleets.other]"))
+    up = host.up("--queue", "extra", "--handler", "app:work", "--max", "2", "--chdir", str(host.folder))
+
+    async def limits() -> list[tuple[str, int]]:
+        return [(fleet.name, fleet.max_workers) for fleet in await host.store.fleets() if fleet.planned_at]
+
+    async def both() -> bool:
+        return await limits() == [("default", 2), ("other", 3)]
+
+    await until(both, f"two fleets\n{host.log()}")
+    await host.end(up)
+
+
+async def test_a_cycle_while_another_leads_says_so_and_does_nothing(host: Host) -> None:
+    host.configure(poll_interval_s=60)
+    up = host.up()
+    await until(host.store.fleets, "the first cycle")
+    done = host.windlass("cycle").json
+    assert done["is_leader"] is False
+    assert re.fullmatch(r"another orchestrator leads for \d s more; nothing was done", done["decision"]), done
     await host.end(up)
 
 
@@ -411,6 +490,20 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
     await until(host.store.fleets, "the first cycle")
     assert host.windlass("spawn", "--count", 2, "--json").json["requested"] == 2
     await host.until_workers(2)
+    host.windlass("pause", "--all")
+    assert host.windlass("spawn", "--fleet", "default", "-n", 9).out == (
+        "asked for 1 more in fleet default, not 9: its maximum is 3, and that is all it has room for\n"
+    )
+    await host.store.request_workers("default", -1)
+    assert host.windlass("resume", "--all").out == "1 fleet and 2 workers resumed\n"
+    assert host.windlass("pause", "default").out == "1 fleet and 2 workers paused\n"
+    assert host.windlass("resume", "default", "--json").json == {
+        "changed": 2,
+        "fleets": ["default"],
+        "is_paused": False,
+    }
+    sentence = "there is no slot 17 in fleet default: its slots are 0 to 2"
+    assert sentence in host.windlass("restart", "default", "--slot", "17").err
     tasks = await host.enqueue(*[{"go": str(go)}] * 2)
     await host.until_status(TaskStatus.RUNNING, *tasks)
     leaving, killed = [(await host.task(task_id)).worker_id or "" for task_id in tasks]
@@ -498,6 +591,16 @@ async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:
     os.close(its_end)
 
 
+async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
+    await host.enqueue(None)
+    with host.windlass.start("status", "--watch", "--json", stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        lines = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+    assert [line["queues"][0]["queued"] for line in lines] == [1, 1]
+    assert lines[0]["at"] < lines[1]["at"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -523,7 +626,16 @@ async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:
         pytest.param(
             ("up", "-q", "q", "--min", "9", "--handler", "a:b"), "min must not exceed max", id="limits at odds"
         ),
-        pytest.param(("status", "--watch", "--json"), "choose one", id="a live view for programs"),
+        pytest.param(("spawn", "a", "--fleet", "b"), "name two fleets", id="two fleets"),
+        pytest.param(("cycle",), "write a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
+        pytest.param(
+            ("up", "-q", "q", "--handler", "app.work"), "fleets.default.handler (from command line)", id="no function"
+        ),
+        pytest.param(
+            ("up", "-q", "q", "--handler", "a:b", "--chdir", "/nowhere"),
+            "fleets.default.chdir (from command line) is /nowhere: there is no such folder.",
+            id="no folder to work in",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(tmp_path: Path, dsn: str, arguments: tuple[str, ...], sentence: str) -> None:

@@ -248,6 +248,13 @@ class _World:
         self.hirings.append(Hiring(now, False))
         self.requested = max(0, self.requested - 1)
 
+    def _room_for_requests(self) -> int:
+        """As the store has it: a wish that no slot can take is forgotten."""
+        staying = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
+        taken = {w.slot for w in self.workers.values() if w.slot is not None and w.status in staying}
+        taken |= {slot.slot for slot in self.slots.values() if slot.is_failed and slot.slot < self.config.max_workers}
+        return self.config.max_workers - len(taken)
+
     def snapshot(self, memory: Memory) -> Snapshot:
         workers = tuple(self.workers.values())
         return replace(
@@ -258,7 +265,7 @@ class _World:
             machines=None if self.machines is None else tuple(self.machines.values()),
             hirings=tuple(sorted(self.hirings, key=lambda hiring: hiring.at)),
             orphaned=tuple(self.orphaned),
-            requested=self.requested,
+            requested=max(0, min(self.requested, self._room_for_requests())),
             refusal=self.refusal,
             ended_bills=self.ended_bills,
             memory=memory,

@@ -105,12 +105,26 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
         pytest.param("[worker]\nlease = 3", "did you mean worker.lease_s?", id="a name with a typo"),
         pytest.param("[woker]\nlease_s = 3", "woker in windlass.toml is not a setting", id="an unknown section"),
         pytest.param("worker = 3", "worker (from windlass.toml)", id="a value where a section belongs"),
-        pytest.param("max_payload_bytes = -1", "is -1: input should be greater than 0", id="a number out of range"),
-        pytest.param("max_payload_bytes = 'much'", "is 'much': input should be a valid integer", id="a word"),
+        pytest.param("max_payload_bytes = -1", "is -1: it must be greater than 0", id="a number out of range"),
+        pytest.param("max_payload_bytes = 'much'", "is 'much': this is not a whole number", id="a word"),
+        pytest.param(
+            "[fleet.a]\nmax_workers = 1", "fleet in windlass.toml is not a setting: did you mean fleets?", id="fleet"
+        ),
+        pytest.param("fleets = 3", "is 3: [fleets.NAME] must be a table", id="a number instead of fleets"),
+        pytest.param("[fleets]\na = 1", "is 1: [fleets.a] must be a table", id="a number instead of a fleet"),
+        pytest.param("worker = 1", "is 1: [worker] must be a table", id="a number instead of a section"),
+        pytest.param(
+            "[fleets.a]\nmax_workers = 'x'", "fleets.a.max_workers (from windlass.toml) is 'x': this is not a", id="x"
+        ),
+        pytest.param(
+            "[fleets.a]\nhandler = 'app.generate'",
+            "fleets.a.handler (from windlass.toml) is 'app.generate': this does not name a function: write",
+            id="a handler without a function",
+        ),
         pytest.param("[worker]\nlease_s = 3", "at least three beats must fit into a lease", id="values at odds"),
         pytest.param("a = = 1", "is not valid TOML (Invalid value (at line 1", id="no TOML"),
         pytest.param(b"a = '\xff'", "is not valid TOML (byte 5 is not UTF-8)", id="no text"),
-        pytest.param(f"database_url = ['{PASSWORD}']", "database_url (from windlass.toml): input", id="a list"),
+        pytest.param(f"database_url = ['{PASSWORD}']", "database_url (from windlass.toml): write text", id="a list"),
         pytest.param(f"database_url = '{PASSWORD}'", "(from windlass.toml) is not an address", id="no address"),
     ],
 )

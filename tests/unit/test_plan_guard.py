@@ -24,7 +24,7 @@ from snapshots import (
 
 from windlass.model.action import Alert, Drain, Fail, Spawn
 from windlass.model.fleet import FleetConfig
-from windlass.model.snapshot import Guard, Hiring, Snapshot, WorkerView
+from windlass.model.snapshot import Failure, Guard, Hiring, Snapshot, WorkerView
 from windlass.policy.plan import plan
 
 
@@ -68,7 +68,19 @@ def test_what_breaks_in_this_very_plan_counts() -> None:
     planned = plan(snapshot(*views, queued=5, hirings=hirings(0, 5)), LOCAL)
     assert set(kinds(planned)) == {"Fail", "Delete", "Alert"}
     assert planned.hold is not None
-    assert "5 workers in a row broke before they had done anything" in planned.hold.reason
+    assert "5 workers in a row broke before they had done anything, the last one with " in planned.hold.reason
+
+
+def test_the_hold_says_why_the_last_one_broke() -> None:
+    failure = Failure(
+        "w1", "MACHINE_GONE", "Its process exited with code 2; its log ends: cannot find nope in app.", NOW
+    )
+    for memory, what in (({}, "5 of 5 workers hired lately have failed"), (tripped(until=10), "workers keep breaking")):
+        planned = plan(snapshot(queued=5, hirings=hirings(5, 5), last_failure=failure, memory=memory), LOCAL)
+        assert planned.hold is not None
+        why = "the last one with MACHINE_GONE (Its process exited with code 2; its log ends: cannot find nope in app); "
+        assert planned.hold.reason.startswith(f"{what}, {why}nobody is hired until "), planned.hold.reason
+        assert "cannot find nope in app" in of_kind(planned.actions, Alert)[0].reason
 
 
 def test_while_the_guard_holds_even_the_minimum_waits() -> None:

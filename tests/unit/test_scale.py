@@ -4,7 +4,7 @@ from math import ceil
 from typing import Any
 
 import pytest
-from snapshots import NOW, ago, apply, fleet, kinds, machine, of_kind, snapshot, task, worker
+from snapshots import NOW, Clockwork, ago, apply, beating, fleet, kinds, machine, of_kind, snapshot, task, worker
 
 from windlass.model.action import Drain, Plan, Spawn
 from windlass.model.fleet import FleetConfig
@@ -385,6 +385,19 @@ def test_a_request_that_no_slot_can_take_keeps_nobody_from_going() -> None:
     told_of = {"alerts": told(1)}
     seen = snapshot(worker(), idle=900, requested=1, slots=(SlotView(1, True),), memory=told_of)
     assert let_go(plan(seen, fleet(BUFFERED, max_workers=2))) == ["w0"]
+
+
+def test_nobody_is_let_go_while_a_request_waits_for_a_slot_of_one_who_leaves() -> None:
+    leaving = worker("w1", 1, "terminating", terminating=1, running=(task(),))
+    seen = snapshot(worker(), leaving, idle=900, requested=1)
+    assert plan(seen, fleet(BUFFERED, max_workers=2)).actions == ()
+
+
+def test_more_requests_than_the_fleet_has_room_for_do_not_hire_and_let_go_in_turns() -> None:
+    world = Clockwork(fleet(BUFFERED, max_workers=2), snapshot(requested=5), beating)
+    for _ in range(100):
+        world.cycle()
+    assert world.spawns() == 2
 
 
 def test_nobody_asks_for_more_than_the_maximum() -> None:

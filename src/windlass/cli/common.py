@@ -1,5 +1,6 @@
 """What every command shares: its options and how it runs. Light to import: everything here is loaded by --help too."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -57,8 +58,9 @@ def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> 
 
 
 def say(message: str) -> None:
-    """To people, on one line, whatever the message holds."""
-    print(f"windlass: {' '.join(message.split())}", file=sys.stderr)
+    """On one line, whatever the message holds; to a program that asked for JSON, as that."""
+    text = " ".join(message.split())
+    print(json.dumps({"error": text}) if "--json" in sys.argv else f"windlass: {text}", file=sys.stderr)
 
 
 def _be_quiet() -> int:

@@ -1,5 +1,7 @@
 """`windlass config`: what is set, and where it was set."""
 
+from dataclasses import replace
+
 import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
@@ -19,7 +21,14 @@ async def show(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJ
 
     Secrets are not shown, nor the password in a database's address.
     """
-    settings = load(config, data_dir).settings()
+    from windlass import wire
+
+    loaded = load(config, data_dir)
+    settings = [
+        # Not set is no answer to the question where the data is.
+        replace(s, value=wire.data_dir(loaded.config)) if s.key == "data_dir" and s.value is None else s
+        for s in loaded.settings()
+    ]
     if as_json:
         print_json({s.key: {"value": s.shown(), "source": s.source, "description": s.description} for s in settings})
         return

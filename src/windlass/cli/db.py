@@ -7,6 +7,7 @@ import typer
 from windlass import __version__
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
+from windlass.model.address import without_password
 from windlass.model.errors import BadInput
 
 if TYPE_CHECKING:
@@ -96,6 +97,40 @@ async def sql(
         print(f"-- The schema is at version {max(applied)} and this program's is {LATEST_VERSION}: nothing to apply.")
     else:
         print(script(wanted, __version__), end="")
+
+
+@app.command()
+@command
+async def url(
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Start the embedded database if need be, and keep it until Ctrl-C.")
+    ] = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Print the database's address, for psql and pg_dump; without a password.
+
+    The embedded database can be reached while it runs: while `windlass up`, a worker or any other command is open.
+    """
+    import asyncio
+
+    from windlass import wire
+
+    loaded = load(config, data_dir).config
+    if loaded.database_url is not None:
+        print(without_password(loaded.database_url.get_secret_value()))
+        return
+    if keep:
+        async with wire.database(loaded, is_migrating=False, may_create=False) as dsn:
+            print(dsn, flush=True)
+            await asyncio.Event().wait()
+    address = wire.running_database_url(loaded) if wire.has_embedded_database(loaded) else None
+    if address is None:
+        raise BadInput(
+            f"the embedded database in {wire.data_dir(loaded)} does not run now: add --keep to start it, or ask "
+            "while `windlass up` or a worker runs."
+        )
+    print(address)
 
 
 async def _applied(config: "Config") -> dict[int, Any]:

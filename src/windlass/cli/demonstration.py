@@ -25,7 +25,6 @@ from windlass.cli.demo_guard import MARK
 from windlass.cli.demo_report import ATTEMPTS, MIN_WORKERS, Report
 from windlass.cli.output import shortened
 from windlass.configure import ENVIRONMENT_ALIASES, PREFIX
-from windlass.control.explain import in_short
 from windlass.model.config import Config
 from windlass.model.errors import WindlassError
 from windlass.model.task import new_task
@@ -166,7 +165,7 @@ class Demonstration:
             else:
                 is_news = row["code"] in TOLD
             if is_news:
-                words = {"reason": in_short(row["reason"]), "worker": row["worker_id"], "task": row["task_id"]}
+                words = {"reason": row["reason"], "worker": row["worker_id"], "task": row["task_id"]}
                 self._tell(TOLD[row["code"]].format(**words, attempt=kind))
 
     async def _kill_one_at_work(self, database: Any) -> None:

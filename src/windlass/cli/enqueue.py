@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
-from windlass.cli.output import print_json, progress
+from windlass.cli.output import counted, print_json, progress
 from windlass.cli.times import parse_when
 from windlass.model.errors import BadInput
 
@@ -57,6 +57,8 @@ async def enqueue(
     """Add a task, or one for each line of a file. Prints the task's id, or how many were added."""
     from windlass.model.task import new_task
 
+    if payload is None and queue.lstrip().startswith(("{", "[")):
+        raise BadInput(f"the queue is missing: write `windlass enqueue QUEUE '{queue[:60]}'`.")
     source = _source(payload, file)
     loaded = load(config, data_dir)
     when = parse_when(run_after, "--run-after") if run_after is not None else None
@@ -72,11 +74,14 @@ async def enqueue(
     )
     if source is None:
         task = replace(template, payload=_checked(payload or "", "the payload", max_bytes))
-        task_id = await _add_one(loaded.config, task, when)
+        task_id, is_new = await _add_one(loaded.config, task, when)
         if as_json:
-            print_json({"id": task_id, "queue": queue})
-        else:
-            print(task_id)
+            print_json({"id": task_id, "queue": queue, "is_new": is_new})
+            return
+        print(task_id)
+        if not is_new:
+            # Beside the id, which programs read.
+            print(f"windlass: already there as {task_id}; nothing was added.", file=sys.stderr)
         return
     if unique_key is not None:
         raise BadInput("--unique-key names one task: it does not go with many lines.")
@@ -85,7 +90,7 @@ async def enqueue(
     if as_json:
         print_json({"enqueued": count, "queue": queue})
     else:
-        print(f"enqueued {count:,} tasks in {queue}")
+        print(f"enqueued {counted(count, 'task')} in {queue}")
 
 
 def _source(payload: str | None, file: Path | None) -> Path | str | None:
@@ -195,11 +200,15 @@ def _checked(text: str, what: str, max_payload_bytes: int) -> str:
 # ----------------------------------------------------------------------------------------------------------- adding
 
 
-async def _add_one(config: Any, task: "NewTask", when: datetime | timedelta | None) -> int:
+async def _add_one(config: Any, task: "NewTask", when: datetime | timedelta | None) -> tuple[int, bool]:
+    """Its id, and whether it is new."""
     from windlass import wire
 
     async with wire.store(config) as store:
-        return await store.enqueue(await _scheduled(task, when, store))
+        scheduled = await _scheduled(task, when, store)
+        if task.unique_key is None:
+            return await store.enqueue(scheduled), True
+        return await store.enqueue_or_find(scheduled)
 
 
 async def _add_many(config: Any, template: "NewTask", lines: Lines, when: datetime | timedelta | None) -> int:

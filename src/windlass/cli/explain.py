@@ -30,7 +30,7 @@ async def explain(
     from windlass import wire
 
     loaded = load(config, data_dir)
-    async with wire.control_store(loaded.config) as store:
+    async with wire.control_store(loaded.config, may_create=False) as store:
         story = await _story(store, what)
     if as_json:
         print_json({"answer": story.answer, "history": [{"at": at, "what": text} for at, text in story.history]})
@@ -90,7 +90,7 @@ async def replay(
     from windlass.model.action import actions_to_plain
     from windlass.policy.plan import plan
 
-    async with wire.control_store(load(config, data_dir).config) as store:
+    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
         stored = await store.cycle(cycle)
     if stored is None:
         raise BadInput(

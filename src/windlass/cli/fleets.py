@@ -1,6 +1,7 @@
 """`windlass spawn`, `terminate`, `pause`, `resume`, `restart`: what a person does to fleets and workers by hand.
 
-All of it is written into the database and carried out by the next cycle of whoever leads.
+A fleet is named as a word or with --fleet, whichever comes to mind. All of it is written into the database and carried
+out by the next cycle of whoever leads.
 """
 
 from typing import TYPE_CHECKING, Annotated
@@ -8,41 +9,55 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
-from windlass.cli.output import print_json
+from windlass.cli.output import counted, print_json
 from windlass.model.errors import BadInput
 from windlass.model.worker import DEFAULT_FLEET
 
 if TYPE_CHECKING:
     from windlass.configure import Loaded
+    from windlass.model.record import Fleet as FleetRecord
     from windlass.store.control import PostgresControlStore
 
+OneFleet = Annotated[str | None, typer.Argument(help="The fleet (default: the only one there is).", metavar="FLEET")]
 Fleet = Annotated[str | None, typer.Option("--fleet", "-f", help="All of this fleet.", metavar="NAME")]
-WorkerIds = Annotated[list[str] | None, typer.Argument(help="Ids of workers.", metavar="WORKER")]
+SameFleet = Annotated[str | None, typer.Option("--fleet", "-f", help="The same, as an option.", metavar="NAME")]
+Words = Annotated[list[str] | None, typer.Argument(help="Ids of workers, or names of fleets.", metavar="WORKER|FLEET")]
 Everything = Annotated[bool, typer.Option("--all", help="All fleets.")]
 
 
 @command
 async def spawn(
-    fleet: Annotated[str, typer.Argument(help="The fleet to hire for.", metavar="FLEET")] = DEFAULT_FLEET,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many more.")] = 1,
+    fleet: OneFleet = None,
+    fleet_option: SameFleet = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many more.", metavar="N")] = 1,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hire workers now, whatever the policy thinks. Idle ones leave again as any other."""
+    """Hire workers now, whatever the policy thinks. They leave again, like any other, when they have been idle.
+
+    Never more than the fleet has room for: what is beyond its maximum is not asked for.
+    """
     from windlass import wire
 
-    async with wire.control_store(load(config, data_dir).config) as store:
-        requested = await store.request_workers(fleet, count)
-    _say({"fleet": fleet, "requested": requested}, f"asked for {requested} more in fleet {fleet}", as_json=as_json)
+    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
+        chosen = await _one_fleet(store, fleet, fleet_option)
+        # What was asked for before is still to come, and is no part of this.
+        requested = await store.request_workers(chosen.name, count)
+    granted = max(0, requested - chosen.requested_workers)
+    sentence = f"asked for {granted} more in fleet {chosen.name}"
+    if granted < count:
+        sentence += f", not {count}: its maximum is {chosen.max_workers}, and that is all it has room for"
+    answer = {"fleet": chosen.name, "requested": requested, "granted": granted, "max_workers": chosen.max_workers}
+    _say(answer, sentence, as_json=as_json)
 
 
 @command
 async def terminate(
-    worker: WorkerIds = None,
+    worker: Words = None,
     fleet: Fleet = None,
     force: Annotated[bool, typer.Option("--force", help="At once; tasks at hand go to others.")] = False,
-    reason: Annotated[str, typer.Option(help="Why, for whoever asks later.")] = "ended by hand",
+    reason: Annotated[str, typer.Option(help="Why, for whoever asks later.", metavar="TEXT")] = "ended by hand",
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
@@ -50,20 +65,23 @@ async def terminate(
     """Let workers go: they finish what they have first. A fleet below its minimum hires others."""
     from windlass import wire
 
-    async with wire.control_store(load(config, data_dir).config) as store:
-        ids = await _chosen(store, worker, fleet)
+    if not worker and not fleet:
+        raise BadInput("say which workers: their ids, or the name of a fleet.")
+    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
+        ids, fleets = await _meant(store, worker, fleet)
+        ids += [w.id for w in await store.workers() if w.fleet in fleets and w.id not in ids]
         if force:
             changed = [worker_id for worker_id in ids if await store.end_worker(worker_id, reason)]
             count = len(changed)
         else:
             count = await store.set_terminating(ids, reason)
     how = "ended" if force else "asked to leave"
-    _say({"workers": ids, "changed": count}, f"{count} of {len(ids)} workers {how}", as_json=as_json)
+    _say({"workers": ids, "changed": count}, f"{count} of {counted(len(ids), 'worker')} {how}", as_json=as_json)
 
 
 @command
 async def pause(
-    worker: WorkerIds = None,
+    worker: Words = None,
     fleet: Fleet = None,
     all_: Everything = False,
     config: ConfigFile = None,
@@ -76,7 +94,7 @@ async def pause(
 
 @command
 async def resume(
-    worker: WorkerIds = None,
+    worker: Words = None,
     fleet: Fleet = None,
     all_: Everything = False,
     config: ConfigFile = None,
@@ -89,67 +107,98 @@ async def resume(
 
 @command
 async def restart(
-    fleet: Annotated[str, typer.Argument(help="The fleet.", metavar="FLEET")] = DEFAULT_FLEET,
-    slot: Annotated[int | None, typer.Option("--slot", min=0, help="Only this slot.")] = None,
+    fleet: OneFleet = None,
+    fleet_option: SameFleet = None,
+    slot: Annotated[int | None, typer.Option("--slot", min=0, help="Only this slot.", metavar="N")] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Forget a fleet's restarts, free its failed slots, and replace its workers by new ones, gracefully."""
+    """Say that what was broken is mended, and replace a fleet's workers by new ones, gracefully.
+
+    Its restarts are forgotten, its failed slots are free again, and a hold for failures ends.
+    """
     from windlass import wire
 
-    async with wire.control_store(load(config, data_dir).config) as store:
-        freed = await store.restart_slots(fleet, slot)
+    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
+        name = (await _one_fleet(store, fleet, fleet_option)).name
+        freed = await store.restart_slots(name, slot)
         workers = [
             worker.id
             for worker in await store.workers()
-            if worker.fleet == fleet and worker.slot is not None and slot in (None, worker.slot)
+            if worker.fleet == name and worker.slot is not None and slot in (None, worker.slot)
         ]
         count = await store.set_terminating(workers, "restarted by hand")
     _say(
-        {"fleet": fleet, "slots_freed": freed, "workers": workers, "changed": count},
-        f"{freed} failed slots freed, {count} workers asked to leave; the next cycle hires others",
+        {"fleet": name, "slots_freed": freed, "workers": workers, "changed": count},
+        f"{counted(freed, 'failed slot')} freed, {counted(count, 'worker')} asked to leave; the next cycle hires anew",
         as_json=as_json,
     )
 
 
 async def _set_paused(
-    ids: list[str] | None, fleet: str | None, is_all: bool, loaded: "Loaded", *, is_paused: bool, as_json: bool
+    words: list[str] | None, fleet: str | None, is_all: bool, loaded: "Loaded", *, is_paused: bool, as_json: bool
 ) -> None:
+    """A fleet with all its workers, those started by hand too, or single workers."""
     from windlass import wire
 
-    if sum(map(bool, (ids, fleet, is_all))) != 1:
-        raise BadInput("say what is meant: ids of workers, --fleet NAME, or --all.")
-    async with wire.control_store(loaded.config) as store:
-        if ids:
-            count = await store.set_paused(await _chosen(store, ids, None), is_paused)
-        else:
-            names = [fleet] if fleet else [known.name for known in await store.fleets()]
-            count = sum([await store.pause_fleet(name, is_paused) for name in names])
+    if sum(map(bool, (words, fleet, is_all))) != 1:
+        raise BadInput("say what is meant: ids of workers, names of fleets, or --all.")
+    async with wire.control_store(loaded.config, may_create=False) as store:
+        ids, fleets = await _meant(store, words, fleet) if not is_all else ([], await _all_fleets(store))
+        count = await store.set_paused(ids, is_paused) if ids else 0
+        for name in fleets:
+            count += await store.pause_fleet(name, is_paused)
     verb = "paused" if is_paused else "resumed"
-    _say({"changed": count, "is_paused": is_paused}, f"{count} workers {verb}", as_json=as_json)
+    what = [counted(len(fleets), "fleet")] if fleets else []
+    what.append(counted(count, "worker"))
+    answer = {"changed": count, "fleets": fleets, "is_paused": is_paused}
+    _say(answer, f"{' and '.join(what)} {verb}", as_json=as_json)
 
 
-async def _chosen(store: "PostgresControlStore", ids: list[str] | None, fleet: str | None) -> list[str]:
-    """Live workers, by id or by fleet. Raises BadInput for one that is not there."""
-    if bool(ids) == bool(fleet):
-        raise BadInput("say which workers: their ids, or --fleet NAME.")
-    workers = await store.workers()
-    if fleet:
+async def _all_fleets(store: "PostgresControlStore") -> list[str]:
+    return [fleet.name for fleet in await store.fleets()]
+
+
+async def _meant(
+    store: "PostgresControlStore", words: list[str] | None, fleet: str | None
+) -> tuple[list[str], list[str]]:
+    """Ids of live workers, and names of fleets. Raises BadInput for a word that is neither."""
+    live = {worker.id for worker in await store.workers()}
+    known = await _all_fleets(store)
+    if fleet is not None:
         await check_fleet_is_known(store, fleet)
-        return [worker.id for worker in workers if worker.fleet == fleet]
-    live = {worker.id for worker in workers}
-    unknown = [worker_id for worker_id in ids or () if worker_id not in live]
-    if unknown:
-        raise BadInput(f"no live worker is called {unknown[0]}: `windlass workers list` shows them.")
-    return list(ids or ())
+    ids = [word for word in words or () if word in live]
+    fleets = [word for word in words or () if word not in live]
+    if unknown := [word for word in fleets if word not in known]:
+        raise BadInput(
+            f"no live worker is called {unknown[0]}, and no fleet ({_names(known)}): "
+            "`windlass workers list` shows the workers."
+        )
+    return ids, list(dict.fromkeys([*fleets, *([fleet] if fleet else [])]))
+
+
+async def _one_fleet(store: "PostgresControlStore", word: str | None, option: str | None) -> "FleetRecord":
+    if word is not None and option is not None and word != option:
+        raise BadInput(f"{word} and --fleet {option} name two fleets: choose one.")
+    fleets = {fleet.name: fleet for fleet in await store.fleets()}
+    name = word or option or (next(iter(fleets)) if len(fleets) == 1 else DEFAULT_FLEET)
+    if name not in fleets:
+        asked = word or option
+        what = f"there is no fleet {asked}" if asked else "say which fleet"
+        raise BadInput(f"{what}: known are {_names(fleets)}.")
+    return fleets[name]
 
 
 async def check_fleet_is_known(store: "PostgresControlStore", fleet: str) -> None:
     """Raise BadInput with the known ones unless a cycle has seen this fleet, or a worker says it is of it."""
-    known = {known.name for known in await store.fleets()} | {worker.fleet for worker in await store.workers()}
+    known = await _all_fleets(store)
     if fleet not in known:
-        raise BadInput(f"there is no fleet {fleet}: known are {', '.join(sorted(known)) or 'none yet'}.")
+        raise BadInput(f"there is no fleet {fleet}: known are {_names(known)}.")
+
+
+def _names(fleets: "dict[str, FleetRecord] | list[str]") -> str:
+    return ", ".join(sorted(fleets)) or "none yet; `windlass up` makes them"
 
 
 def _say(plain: dict[str, object], sentence: str, *, as_json: bool) -> None:

@@ -1,5 +1,6 @@
 """Log lines: for people on a terminal, JSON elsewhere, always on standard error."""
 
+import os
 import sys
 from contextlib import suppress
 from typing import Annotated, Literal, TextIO, cast
@@ -25,7 +26,9 @@ def configure_logs(log_format: Literal["auto", "human", "json"] = "auto") -> Non
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer() if is_human else structlog.processors.JSONRenderer(),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"))
+            if is_human
+            else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unbreakable(sys.stderr))),

@@ -124,6 +124,11 @@ def duration(seconds: float | None) -> str | None:
     return f"{seconds / 86_400:.0f} d"
 
 
+def counted(count: int, what: str) -> str:
+    """1 task, 2 tasks."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
 @contextmanager
 def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Gives a function to call with how much more is done. Shows a bar on a terminal, nothing elsewhere."""

@@ -1,18 +1,18 @@
 """`windlass status`: what waits, who decides, who works, how the last hour went. Once, or live."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
-from windlass.cli.output import TextTable, duration, print_json, print_text_table, rich_table, shortened
+from windlass.cli.output import TextTable, duration, print_json, print_text_table, rich_table, shortened, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.tasks import Queue
-from windlass.model.errors import BadInput, DatabaseUnavailable
+from windlass.model.errors import DatabaseUnavailable
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -45,7 +45,10 @@ class Standing:
 @command
 async def status(
     queue: Queue = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on showing it, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Go on showing it, until Ctrl-C; with --json, a line each second.")
+    ] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Fleets too that nobody runs any more.")] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
@@ -53,26 +56,43 @@ async def status(
     """Show the queues, the fleets, the workers and the last hour."""
     from windlass import wire
 
-    if watch and as_json:
-        raise BadInput("--watch is for people and --json for programs: choose one.")
-    async with wire.control_store(load(config, data_dir).config) as store:
+    loaded = load(config, data_dir).config
+    async with wire.control_store(loaded, may_create=False) as store:
         await check_queue_is_known(store, queue)
+
+        async def look_now() -> Standing:
+            return await look(store, queue, configured=None if all_ else set(loaded.fleets))
+
+        if watch and as_json:
+            await _stream(look_now)
         if watch:
-            await _watch(store, queue)
-            return
-        standing = await look(store, queue)
+            await _watch(look_now)
+        standing = await look_now()
     if as_json:
         print_json(_plain(standing))
     else:
         _print(standing)
 
 
-async def look(store: "PostgresControlStore", queue: str | None = None) -> Standing:
-    fleets = [fleet for fleet in await store.fleets() if queue is None or queue in fleet.queues]
+async def look(
+    store: "PostgresControlStore", queue: str | None = None, *, configured: "set[str] | None" = None
+) -> Standing:
+    """With the names of those that are configured here, fleets that are over are left out."""
+    known = [fleet for fleet in await store.fleets() if queue is None or queue in fleet.queues]
+    workers, now = await store.workers(), await store.now()
+    staffed = {worker.fleet for worker in workers}
+    attended = {fleet.name for fleet in known if fleet.planned_at and fleet.unattended_s(now) is None}
+    fleets = [
+        fleet
+        for fleet in known
+        if configured is None
+        or fleet.name in configured | staffed | attended
+        or _is_waited_for(fleet, configured, attended)
+    ]
     return Standing(
         depths=[depth for depth in await store.queue_depths() if queue in (None, depth.queue)],
         fleets=[(fleet, next(iter(await store.cycles(fleet.name, 1)), None)) for fleet in fleets],
-        workers=[worker for worker in await store.workers() if queue is None or queue in worker.queues],
+        workers=[worker for worker in workers if queue is None or queue in worker.queues],
         at_hand=await store.tasks_at_hand(),
         finished=await store.finished_since(LAST_HOUR_S),
         at=await store.now(),
@@ -80,7 +100,26 @@ async def look(store: "PostgresControlStore", queue: str | None = None) -> Stand
     )
 
 
-async def _watch(store: "PostgresControlStore", queue: str | None) -> None:
+def _is_waited_for(fleet: "Fleet", configured: set[str], attended: set[str]) -> bool:
+    """Whether a fleet without workers that nobody runs may come back: nobody runs, or has configured, any other."""
+    return fleet.planned_at is not None and not configured and not attended
+
+
+async def _stream(look_now: "Callable[[], Awaitable[Standing]]") -> "NoReturn":
+    """For programs: how everything stands, a line of JSON each second; while the database is away, that it is."""
+    import asyncio
+    import json
+
+    while True:
+        try:
+            line = to_plain(_plain(await look_now()))
+        except DatabaseUnavailable as error:
+            line = {"error": str(error)}
+        print(json.dumps(line, ensure_ascii=False), flush=True)
+        await asyncio.sleep(WATCH_INTERVAL_S)
+
+
+async def _watch(look_now: "Callable[[], Awaitable[Standing]]") -> "NoReturn":
     """A new picture every second. While the database is away the old one stays, and says so."""
     import asyncio
 
@@ -93,7 +132,7 @@ async def _watch(store: "PostgresControlStore", queue: str | None) -> None:
     with Live(shown, auto_refresh=False, screen=sys.stdout.isatty()) as live:
         while True:
             try:
-                shown = picture(await look(store, queue))
+                shown = picture(await look_now())
                 live.update(shown, refresh=True)
             except DatabaseUnavailable as error:
                 live.update(Group(Text(str(error), style="red"), shown), refresh=True)
@@ -141,8 +180,9 @@ def _fleets(standing: Standing, *, is_short: bool) -> TextTable:
         (
             fleet.name,
             sum(worker.fleet == fleet.name and worker.slot is not None for worker in standing.workers),
-            f"{fleet.min_workers} to {fleet.max_workers}",
-            _brake(fleet),
+            # One that only workers started by hand belong to has none.
+            f"{fleet.min_workers} to {fleet.max_workers}" if fleet.planned_at else None,
+            _brake(fleet, standing.at),
             duration((standing.at - (cycle.repeated_at or cycle.started_at)).total_seconds()) if cycle else "never",
             (shortened(cycle.decision, 80) if is_short else cycle.decision) if cycle else None,
         )
@@ -153,9 +193,16 @@ def _fleets(standing: Standing, *, is_short: bool) -> TextTable:
     )
 
 
-def _brake(fleet: "Fleet") -> str | None:
+def _brake(fleet: "Fleet", now: datetime) -> str | None:
     """What keeps it from hiring."""
-    parts = ["paused"] if fleet.is_paused else []
+    parts = []
+    unattended_s = fleet.unattended_s(now)
+    if unattended_s is not None:
+        from windlass.control.explain import nobody_runs
+
+        parts.append(f"nobody runs this fleet: {nobody_runs(fleet, unattended_s)}")
+    if fleet.is_paused:
+        parts.append("paused")
     if fleet.hold is not None:
         parts.append(f"hold {fleet.hold.code}: {fleet.hold.reason}")
     if fleet.failed_slots:
@@ -186,14 +233,13 @@ def _last_hour(standing: Standing) -> str:
 
 
 def _plain(standing: Standing) -> dict[str, Any]:
-    from windlass.cli.output import to_plain
-
     return {
         "at": standing.at,
         "queues": standing.depths,
         "fleets": [
             {
                 **to_plain(fleet),
+                "unattended_s": fleet.unattended_s(standing.at),
                 "decision": cycle.decision if cycle else None,
                 "cycle_id": cycle.id if cycle else None,
                 "cycle_at": (cycle.repeated_at or cycle.started_at) if cycle else None,

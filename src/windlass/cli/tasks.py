@@ -10,7 +10,7 @@ import typer
 
 from windlass.cli.common import EXIT_BAD_INPUT, AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.cost import plain_cost, task_cost
-from windlass.cli.output import duration, print_json, print_table, printable, progress, shortened, to_plain
+from windlass.cli.output import counted, duration, print_json, print_table, printable, progress, shortened, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.times import parse_span
 from windlass.model.errors import BadInput
@@ -59,15 +59,16 @@ async def list_(
     """
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config) as store:
-        await check_queue_is_known(store, queue)
+    async with wire.store(load(config, data_dir).config, may_create=False) as store:
         found = await store.task_summaries(queue=queue, status=status, limit=limit, before_id=before)
+        if not found:
+            await check_queue_is_known(store, queue)
         now = await store.now()
     if as_json:
         print_json(found)
         return
-    headings = ("id", "queue", "status", "attempt", "age", "took", "worker", "note")
-    print_table([_row(task, now) for task in found], *headings, right=("id", "attempt", "age", "took"))
+    headings = ("id", "queue", "status", "attempt", "age", "due", "took", "worker", "note")
+    print_table([_row(task, now) for task in found], *headings, right=("id", "attempt", "age", "due", "took"))
     if len(found) == limit:
         print(f"more: --before {found[-1].id}")
 
@@ -76,17 +77,25 @@ def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
     took_s = None
     if task.started_at is not None and task.status is not TaskStatus.QUEUED:
         took_s = ((task.finished_at or now) - task.started_at).total_seconds()
-    note = shortened(task.progress_note) if task.status is TaskStatus.RUNNING else shortened(task.error)
+    note = _progress(task) if task.status is TaskStatus.RUNNING else shortened(task.error)
+    due_s = (task.run_after - now).total_seconds() if task.run_after is not None else 0.0
     return (
         task.id,
         task.queue,
         task.status.value,
         f"{task.attempts}/{task.max_attempts}",
         duration((now - task.created_at).total_seconds()),
+        f"in {duration(due_s)}" if due_s > 0 else None,
         duration(took_s),
         task.worker_id,
         note,
     )
+
+
+def _progress(task: TaskSummary) -> str | None:
+    """20 % half way"""
+    percent = f"{task.progress * 100:.0f} %" if task.progress is not None else None
+    return " ".join(part for part in (percent, shortened(task.progress_note)) if part) or None
 
 
 @app.command()
@@ -100,7 +109,7 @@ async def show(
     """Everything about one task: its fields and what happened to it."""
     from windlass import wire
 
-    async with wire.control_store(load(config, data_dir).config) as store:
+    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
         (task,) = await _existing(store, [task_id])
         events = await store.events(task_id=task_id)
         cost = await task_cost(store, task_id, await store.now())
@@ -113,6 +122,8 @@ async def show(
     for name, value in plain.items():
         if value is not None or name == "payload":
             text = json.dumps(value, ensure_ascii=False) if name in ("payload", "result") else str(value)
+            if name == "progress":
+                text = f"{value * 100:.0f} %"
             print(f"{name:<14} {printable(text)}")
     if cost is not None:
         mark = "~" if cost.is_estimate else ""
@@ -128,7 +139,12 @@ async def show(
 @command
 async def retry(
     task_ids: TaskIds = None,
-    all_failed: Annotated[bool, typer.Option("--all-failed", help="All dead letters of --queue.")] = False,
+    all_failed: Annotated[
+        bool, typer.Option("--all-failed", help="All dead letters of --queue, but those that were cancelled.")
+    ] = False,
+    include_cancelled: Annotated[
+        bool, typer.Option("--include-cancelled", help="With --all-failed: those that were cancelled, too.")
+    ] = False,
     queue: Queue = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -140,12 +156,14 @@ async def retry(
     """
     if all_failed == bool(task_ids) or (all_failed and queue is None) or (queue is not None and not all_failed):
         raise BadInput("say which tasks to retry: their ids, or --all-failed with --queue.")
+    if include_cancelled and not all_failed:
+        raise BadInput("--include-cancelled goes with --all-failed: a task that is named by its id is retried anyway.")
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE) as store:
+    async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
         refused: list[Task] = []
         if queue is not None:
-            done = await _retry_all_failed(store, queue)
+            done = await _retry_all_failed(store, queue, include_cancelled=include_cancelled)
             if not done:
                 await check_queue_is_known(store, queue)
         else:
@@ -169,7 +187,7 @@ async def cancel(
         raise BadInput("say which tasks to cancel: their ids.")
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE) as store:
+    async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
         tasks = await _existing(store, task_ids)
         done, refused = await _change(tasks, lambda task_id: store.cancel_task(task_id, reason), "cancelling")
     return _report("cancelled", done, refused, as_json, "only tasks that are not finished can be cancelled")
@@ -210,14 +228,14 @@ async def _purge(
 ) -> None:
     from windlass import wire
 
-    async with wire.store(loaded.config) as store:
+    async with wire.store(loaded.config, may_create=False) as store:
         deleted = await store.purge(queue, statuses, older_than_s)
         if not deleted:
             await check_queue_is_known(store, queue)
     if as_json:
         print_json({"deleted": deleted})
     else:
-        print(f"deleted {deleted:,} tasks")
+        print(f"deleted {counted(deleted, 'task')}")
 
 
 def _ask(statuses: list[TaskStatus], older_than: str, queue: str | None) -> None:
@@ -243,12 +261,12 @@ async def _existing(store: "PostgresStore", task_ids: list[int]) -> list[Task]:
     return [task for task in tasks.values() if task is not None]
 
 
-async def _retry_all_failed(store: "PostgresStore", queue: str) -> list[int]:
+async def _retry_all_failed(store: "PostgresStore", queue: str, *, include_cancelled: bool) -> list[int]:
     """In bounded steps; those that fail meanwhile are left alone."""
     began = await store.now()
     done: list[int] = []
     with progress("retrying", None) as advance:
-        while ids := await store.retry_failed(queue, began, PAGE):
+        while ids := await store.retry_failed(queue, began, PAGE, include_cancelled=include_cancelled):
             done += ids
             advance(len(ids))
     return sorted(done)
@@ -286,7 +304,7 @@ def _report(did: str, done: list[int], refused: list[Task], as_json: bool, rule:
     elif len(done) == 1:
         print(f"{did} task {done[0]}")
     elif done or not refused:
-        print(f"{did} {len(done):,} tasks")
+        print(f"{did} {counted(len(done), 'task')}")
     for task in refused:
         print(f"windlass: task {task.id} is {task.status.value}: {rule}.", file=sys.stderr)
     return EXIT_BAD_INPUT if refused else 0

@@ -9,26 +9,30 @@ from windlass import __version__
 from windlass.cli.common import ConfigFile, DataDir, command, load
 from windlass.cli.logs import LogFormat, configure_logs
 from windlass.cli.output import print_json
-from windlass.model.errors import BadInput
+from windlass.model.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
     from windlass.configure import Loaded
     from windlass.control.summary import Summary
 
 Queues = Annotated[
-    list[str] | None, typer.Option("--queue", "-q", help="Queue of the fleet `default`; several times for several.")
+    list[str] | None,
+    typer.Option("--queue", "-q", help="Queue of the fleet `default`; several times for several.", metavar="NAME"),
 ]
 Handler = Annotated[str | None, typer.Option(help="What its workers run.", metavar="PACKAGE.MODULE:FUNCTION")]
 Exec = Annotated[str | None, typer.Option("--exec", help="Or the command they run per task.", metavar="COMMAND")]
-Chdir = Annotated[Path | None, typer.Option(help="The folder its workers work in.")]
-Concurrency = Annotated[int | None, typer.Option("--concurrency", "-c", min=1, help="Tasks a worker runs at once.")]
+Chdir = Annotated[Path | None, typer.Option(help="The folder its workers work in.", metavar="FOLDER")]
+Concurrency = Annotated[
+    int | None, typer.Option("--concurrency", "-c", min=1, help="Tasks a worker runs at once.", metavar="N")
+]
 Inline = Annotated[bool, typer.Option("--inline", help="Run an async handler in the worker's own loop.")]
-Min = Annotated[int | None, typer.Option("--min", min=0, help="Never fewer workers than this.")]
+Min = Annotated[int | None, typer.Option("--min", min=0, help="Never fewer workers than this.", metavar="N")]
+Max = Annotated[int | None, typer.Option("--max", min=1, help="Never more workers than this.", metavar="N")]
 Host = Annotated[str | None, typer.Option(help="Where to listen for machines (default 127.0.0.1).", metavar="ADDRESS")]
 Port = Annotated[
     int | None, typer.Option(min=0, max=65_535, help="Listen for machines that work over HTTP.", metavar="PORT")
 ]
-Max = Annotated[int | None, typer.Option("--max", min=1, help="Never more workers than this.")]
+NO_FLEET = "there is no fleet: write a table [fleets.NAME] with queues and a handler into windlass.toml"
 
 
 @command
@@ -50,7 +54,11 @@ async def up(
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Run every fleet of windlass.toml on this host: hire, heal, let go. Or one fleet, from the options given here."""
+    """Run every fleet of windlass.toml on this host: hire, heal, let go.
+
+    The options from --queue to --max describe the fleet `default`: one more beside those of the file, or, if the file
+    has it too, the same with these settings changed.
+    """
     from windlass import wire
 
     configure_logs(log_format)
@@ -68,7 +76,7 @@ async def up(
         }
         of_fleet = {f"fleets.default.{name}": value for name, value in given.items()}
         loaded = load(config, data_dir, **of_fleet, **{"api.host": host, "api.port": port})
-        check_fleets(loaded)
+        check_fleets(loaded, f"{NO_FLEET}, or give --queue and --handler.")
         return loaded
 
     await wire.run_up(load_again(), load_again, Narrator().tell, is_leaving_workers=leave_workers, version=__version__)
@@ -76,30 +84,35 @@ async def up(
 
 @command
 async def cycle(config: ConfigFile = None, data_dir: DataDir = None) -> None:
-    """Run one cycle of every fleet, print what it did as JSON, and end: for cron and the like."""
+    """Run one cycle of every fleet, print what it did as JSON, and end: for cron and the like.
+
+    While another orchestrator leads nothing is done, and `is_leader` is false: no error, so the exit code is 0.
+    """
     from windlass import wire
 
     configure_logs("auto")
     loaded = load(config, data_dir)
-    check_fleets(loaded)
+    check_fleets(loaded, f"{NO_FLEET}.")
     summaries = [summary.to_plain() for summary in await wire.run_cycles(loaded.config)]
     print_json(summaries[0] if len(summaries) == 1 else summaries)
 
 
-def check_fleets(loaded: "Loaded") -> None:
-    """Raise BadInput unless there is a fleet, and every fleet knows what to run."""
+def check_fleets(loaded: "Loaded", otherwise: str) -> None:
+    """Raise an error unless there is a fleet, and every fleet has what its workers need to start, as far as that is
+    cheap to see: whoever cannot start costs a launch each time, and the reason stands in a log."""
     fleets = loaded.config.fleets
     if not fleets:
-        raise BadInput(
-            "there is no fleet: give --queue and --handler, or write a table [fleets.NAME] into windlass.toml."
-        )
+        raise BadInput(otherwise)
     for name, fleet in fleets.items():
         if fleet.handler is None and fleet.exec is None:
             raise BadInput(f"fleet {name} has nothing to run: set its handler or exec.")
+        if fleet.provider == "local" and fleet.chdir is not None and not fleet.chdir.is_dir():
+            source = loaded.source(f"fleets.{name}.chdir")
+            raise ConfigError(f"fleets.{name}.chdir (from {source}) is {fleet.chdir}: there is no such folder.")
 
 
 class Narrator:
-    """Logs a cycle when it did something, or decided otherwise than the one before."""
+    """Logs a cycle when it did something, or decided otherwise than the one before; and who failed, and why."""
 
     def __init__(self) -> None:
         import structlog
@@ -110,6 +123,10 @@ class Narrator:
     def tell(self, summary: "Summary") -> None:
         kind = summary.decision.partition(":")[0]
         now = (summary.is_leader, kind, summary.hold)
+        for worker_id, code, reason in summary.failures:
+            self._log.warning("worker failed", fleet=summary.fleet, worker=worker_id, code=code, reason=reason)
+        for code, reason in summary.alerts:
+            self._log.warning("alert", fleet=summary.fleet, code=code, reason=reason)
         did = {name: count for name, count in (summary.actions or {}).items() if count}
         if not did and self._last.get(summary.fleet) == now:
             return

@@ -1,5 +1,7 @@
 """`windlass workers`: who is there, what each is doing, what it printed."""
 
+from collections.abc import Mapping
+from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -26,7 +28,7 @@ async def list_(
     """List workers, oldest first."""
     from windlass import wire
 
-    async with wire.control_store(load(config, data_dir).config) as store:
+    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
         if fleet is not None:
             await check_fleet_is_known(store, fleet)
         found = [w for w in await store.workers(include_terminated=ended) if fleet in (None, w.fleet)]
@@ -58,23 +60,33 @@ async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = 
     """Everything known of one worker, and its story."""
     from windlass import wire
 
-    async with wire.store(load(config, data_dir).config) as store:
+    async with wire.store(load(config, data_dir).config, may_create=False) as store:
         found = await _worker(await store.worker(worker), worker)
         events = await store.events(worker_id=worker)
     if as_json:
         print_json({"worker": found, "events": events})
         return
     fields = ((name, getattr(found, name)) for name in Worker.__dataclass_fields__)
-    print_table([(name, value) for name, value in fields if value not in (None, {}, ())])
+    print_table([(name, _text(value)) for name, value in fields if value not in (None, {}, ())])
     for event in events:
         print(f"{event.at:%Y-%m-%d %H:%M:%S}  {event.code:<20} {printable(event.reason)}")
+
+
+def _text(value: object) -> object:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    return f"{value:%Y-%m-%d %H:%M:%S} UTC" if isinstance(value, datetime) else value
 
 
 @app.command()
 @command
 async def logs(
     worker: WorkerId,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=100_000, help="How many of the last lines.")] = 100,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=1, max=100_000, help="How many of the last lines.", metavar="N")
+    ] = 100,
     follow: Annotated[bool, typer.Option("--follow", help="And those to come, until the worker has ended.")] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -83,7 +95,7 @@ async def logs(
     from windlass import wire
 
     loaded = load(config, data_dir)
-    async with wire.store(loaded.config) as store:
+    async with wire.store(loaded.config, may_create=False) as store:
         found = await _worker(await store.worker(worker), worker)
     async for line in wire.worker_log(loaded.config, found.fleet, worker, lines, is_following=follow):
         print(printable(line), flush=follow)

@@ -3,8 +3,6 @@
 Every sentence is a fact that stands in a row, an event or a cycle's snapshot; nothing is guessed.
 """
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,9 +14,7 @@ from windlass.model.task import Task, TaskStatus
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.policy.derive import WorkerState
 from windlass.policy.draft import begin
-
-# What the local provider adds to the end of a process, when that is a line of a JSON log.
-_LOG_LINE = re.compile(r"; its log ends: (\{.*)", re.DOTALL)
+from windlass.policy.stages.guard import CODE as FAILURE_RATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ def _task_answer(task: Task, now: datetime, ahead: int) -> list[str]:
             ]
         case TaskStatus.RUNNING:
             since_s = _since_s(task.started_at, now)
-            done = f", {task.progress:.0%} done" if task.progress is not None else ""
+            done = f", {task.progress * 100:.0f} % done" if task.progress is not None else ""
             note = f" ({task.progress_note})" if task.progress_note else ""
             return [f"Task {task.id} has been running on {task.worker_id} for {since_s:.0f} s{done}{note}."]
         case TaskStatus.ERROR:
@@ -96,13 +92,16 @@ def _who_could_take_it(task: Task, workers: Sequence[Worker]) -> list[str]:
     serving = [worker for worker in workers if task.queue in worker.queues]
     if not serving:
         return []
-    paused = sum(worker.is_paused for worker in serving)
     counts = {status: sum(worker.status is status for worker in serving) for status in WorkerStatus}
     parts = [f"{count} {status}" for status, count in counts.items() if count]
-    return [
-        f"Its queue has {_times(len(serving), 'worker')}: {', '.join(parts)}"
-        + (f", {paused} paused." if paused else ".")
-    ]
+    return [f"Its queue has {_times(len(serving), 'worker')}: {', '.join(parts)}{_of_them_paused(serving)}."]
+
+
+def _of_them_paused(workers: Sequence[Worker]) -> str:
+    paused = sum(worker.is_paused for worker in workers)
+    if paused < len(workers):
+        return f" ({paused} of them paused)" if paused else ""
+    return {1: " (paused)", 2: " (both paused)"}.get(paused, " (all paused)")
 
 
 # -------------------------------------------------------------------------------------------------------------- worker
@@ -111,20 +110,20 @@ def _who_could_take_it(task: Task, workers: Sequence[Worker]) -> list[str]:
 def explain_worker(worker: Worker, events: Sequence[Event], *, cycle: CycleInFull | None) -> Story:
     """`cycle`: the newest that saw it. What it was judged to be is said by the settings of then, not of today."""
     if worker.status is WorkerStatus.TERMINATED:
-        reason = in_short(worker.reason or "no reason was given").rstrip(".")
-        answer = [f"Worker {worker.id} has ended ({worker.code or 'no code'}): {reason}."]
+        answer = [f"Worker {worker.id} has ended ({worker.code or 'no code'}): {_clause(worker.reason)}."]
     elif worker.reason is not None:
-        answer = [f"Worker {worker.id} is {worker.status} ({worker.code}): {in_short(worker.reason).rstrip('.')}."]
+        answer = [f"Worker {worker.id} is {worker.status} ({worker.code}): {_clause(worker.reason)}."]
     else:
         answer = [f"Worker {worker.id} is {worker.status}{' and paused' if worker.is_paused else ''}."]
     state = _judged(worker.id, cycle)
     if state is not None and cycle is not None:
-        answer.append(f"Cycle {cycle.cycle.id} saw it as {state.lifecycle}{_details(state)}.")
-        answer += [
-            f"It decided: {type(action).__name__.lower()}, {in_short(action.reason)}."
-            for action in cycle.cycle.actions
-            if getattr(action, "worker_id", None) == worker.id
-        ]
+        answer.append(f"Cycle {cycle.cycle.id} saw it as {state.lifecycle}{_details(state, worker.reason)}.")
+        decided = [action for action in cycle.cycle.actions if getattr(action, "worker_id", None) == worker.id]
+        # What the first sentence says already is not said again.
+        reasons = [_clause(a.reason) for a in decided if _clause(a.reason) != _clause(worker.reason)]
+        if decided:
+            what = ", ".join(type(action).__name__.lower() for action in decided)
+            answer.append(f"It decided: {'; '.join([what, *dict.fromkeys(reasons)])}.")
     history = [(worker.created_at, "hired" if worker.slot is not None else "started by hand")]
     history += [(event.at, _event_line(event)) for event in events]
     return Story(answer, sorted(history))
@@ -136,7 +135,7 @@ def _judged(worker_id: str, cycle: CycleInFull | None) -> WorkerState | None:
     return begin(cycle.snapshot, cycle.snapshot.settings).states.get(worker_id)
 
 
-def _details(state: WorkerState) -> str:
+def _details(state: WorkerState, known_reason: str | None) -> str:
     parts = []
     if state.heartbeat_age_s is not None:
         parts.append(f"heartbeat {state.heartbeat_age_s:.0f} s old")
@@ -144,8 +143,8 @@ def _details(state: WorkerState) -> str:
         parts.append("at work on " + ", ".join(str(task.task_id) for task in state.worker.running))
     elif state.idle_s is not None:
         parts.append(f"idle for {state.idle_s:.0f} s")
-    if state.reason is not None:
-        parts.append(in_short(state.reason))
+    if state.reason is not None and _clause(state.reason) != _clause(known_reason):
+        parts.append(_clause(state.reason))
     return f" ({'; '.join(parts)})" if parts else ""
 
 
@@ -162,13 +161,21 @@ def explain_fleet(fleet: Fleet, cycles: Sequence[Cycle], *, now: datetime) -> St
 def _fleet_sentences(fleet: Fleet, cycle: Cycle | None, now: datetime) -> list[str]:
     if cycle is None:
         return [f"Fleet {fleet.name} has had no cycle yet: is `windlass up` running?"]
+    unattended_s = fleet.unattended_s(now)
     seen_at = cycle.repeated_at or cycle.started_at
-    sentences = [f"Fleet {fleet.name}, {_since_s(seen_at, now):.0f} s ago: {cycle.decision}."]
+    if unattended_s is None:
+        sentences = [f"Fleet {fleet.name}, {_since_s(seen_at, now):.0f} s ago: {cycle.decision}."]
+    else:
+        sentences = [
+            f"Nobody runs fleet {fleet.name}: {nobody_runs(fleet, unattended_s)}.",
+            f"Its last decision was: {cycle.decision}.",
+        ]
     if fleet.is_paused:
         sentences.append(f"It is paused: `windlass resume --fleet {fleet.name}` lets it go on.")
     if fleet.hold is not None:
+        mended = f"; once it is mended: `windlass restart {fleet.name}`" if fleet.hold.code == FAILURE_RATE else ""
         sentences.append(
-            f"It is on hold since {fleet.hold.since:%H:%M:%S} UTC ({fleet.hold.code}): {fleet.hold.reason}."
+            f"It is on hold since {fleet.hold.since:%H:%M:%S} UTC ({fleet.hold.code}): {fleet.hold.reason}{mended}."
         )
     if fleet.failed_slots:
         which = ", ".join(map(str, fleet.failed_slots))
@@ -180,6 +187,16 @@ def _fleet_sentences(fleet: Fleet, cycle: Cycle | None, now: datetime) -> list[s
     return sentences
 
 
+def nobody_runs(fleet: Fleet, unattended_s: float) -> str:
+    """What is the matter with a fleet that has had no cycle for so long, and what to do."""
+    silent = f"no orchestrator has run a cycle of it for {unattended_s:.0f} s"
+    return (
+        f"{silent}, though one leads; see whether its windlass.toml has it"
+        if fleet.is_led
+        else f"{silent}; start `windlass up`"
+    )
+
+
 def _cycle_line(cycle: Cycle) -> str:
     hired = sum(isinstance(action, Spawn) for action in cycle.actions)
     let_go = sum(isinstance(action, Drain) for action in cycle.actions)
@@ -188,26 +205,12 @@ def _cycle_line(cycle: Cycle) -> str:
     return f"cycle {cycle.id}: {cycle.decision}{f' [{did}]' if did else ''}{again}"
 
 
-def in_short(reason: str) -> str:
-    """A reason without the log line at its end, unless that says what was wrong. The whole is in the worker's log."""
-    found = _LOG_LINE.search(reason)
-    if found is None:
-        return reason
-    return reason[: found.start()] + _complaint(found[1])
-
-
-def _complaint(line: str) -> str:
-    try:
-        said = json.loads(line)
-        if said["level"] in ("error", "critical"):
-            return f"; it last said: {said['event']}" + (f": {said['error']}" if said.get("error") else "")
-    except (ValueError, KeyError, TypeError):  # cut in the middle, or nobody's log line
-        pass
-    return ""
-
-
 def _event_line(event: Event) -> str:
-    return f"{event.code}: {in_short(event.reason)}"
+    return f"{event.code}: {event.reason}"
+
+
+def _clause(reason: str | None) -> str:
+    return (reason or "no reason was given").rstrip(".")
 
 
 def _times(count: int, what: str) -> str:
@@ -216,7 +219,7 @@ def _times(count: int, what: str) -> str:
 
 def _last_line(text: str | None) -> str:
     lines = (text or "").strip().splitlines()
-    return in_short(lines[-1].strip()).rstrip(".") if lines else "no error was given"
+    return lines[-1].strip().rstrip(".") if lines else "no error was given"
 
 
 def _since_s(moment: datetime | None, now: datetime) -> float:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.model.action import Fail, Plan, Promote
+from windlass.model.action import Alert, Fail, Plan, Promote
 from windlass.model.snapshot import Snapshot
 from windlass.model.worker import WorkerStatus
-from windlass.ports.control import Created, Deleted, Outcome
+from windlass.ports.control import Created, CreationRefused, Deleted, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,10 @@ class Summary:
     status: dict[str, int] | None = None
     # Of all workers it saw, those that were hired: one that a person started is not the fleet's to wait for.
     hired: int | None = None
+    # Who was found broken, or was refused, and why: worker id, code, reason.
+    failures: tuple[tuple[str, str, str], ...] = ()
+    # What a person should know: code, reason.
+    alerts: tuple[tuple[str, str], ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
         return {
@@ -35,10 +39,16 @@ class Summary:
             "cycle_id": self.cycle_id,
             "actions": self.actions or {},
             "status": self.status or {},
-            "decision": self.decision,
+            "decision": self.decision or self._why_nothing(),
             "hold": self.hold,
+            "failures": [{"worker_id": id_, "code": code, "reason": reason} for id_, code, reason in self.failures],
             "duration_s": round(self.duration_s, 3),
         }
+
+    def _why_nothing(self) -> str:
+        if self.standby_s is None:
+            return "another orchestrator leads; nothing was done"
+        return f"another orchestrator leads for {self.standby_s:.0f} s more; nothing was done"
 
 
 def count_actions(plan: Plan, outcomes: list[Outcome], requeued: int) -> dict[str, int]:
@@ -63,3 +73,13 @@ def count_status(snapshot: Snapshot) -> dict[str, int]:
         **{f"{status}_workers": count for status, count in by_status.items()},
         "total_workers": len(snapshot.workers),
     }
+
+
+def failures_of(plan: Plan, outcomes: list[Outcome]) -> tuple[tuple[str, str, str], ...]:
+    broken = [(a.worker_id, a.code, a.reason) for a in plan.actions if isinstance(a, Fail)]
+    refused = [(o.worker_id, o.code, o.reason) for o in outcomes if isinstance(o, CreationRefused)]
+    return (*broken, *refused)
+
+
+def alerts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
+    return tuple((action.code, action.reason) for action in plan.actions if isinstance(action, Alert))

@@ -91,16 +91,24 @@ class Up:
         if self._is_stopping:
             log.warning("configuration not taken over: we are about to end")
             return
+        changes: dict[str, list[str]] = {}
         for name, config in fleets.items():
             running = self._daemon.fleets.get(name)
             if running is None:
                 self._daemon.add(self._make_cycle(name, config))
+                changes.setdefault("new", []).append(name)
                 continue
             self._keep(running)
             if running.config != config:
+                changed = [
+                    key for key in FleetConfig.model_fields if getattr(running.config, key) != getattr(config, key)
+                ]
+                changes.setdefault("changed", []).append(f"{name} ({', '.join(changed)})")
                 running.reconfigure(config, self._make_provider(name, config))
-        for name in set(self._daemon.fleets) - set(fleets):
+        for name in sorted(set(self._daemon.fleets) - set(fleets)):
             self._wind_down(name)
+            changes.setdefault("removed", []).append(name)
+        log.info("configuration reloaded" if changes else "configuration reloaded: no fleet has changed", **changes)
         self._daemon.wake()
 
     def stop(self, *, is_leaving_workers: bool = False) -> None:

@@ -20,6 +20,13 @@ def masked(text: str) -> str:
     return _PASSWORD_IN_QUERY.sub(rf"\1={HIDDEN}", _PASSWORD_IN_URL.sub(rf"\1:{HIDDEN}@", text))
 
 
+def without_password(url: str) -> str:
+    """The address for a program that asks for the password itself, or finds it in PGPASSWORD or ~/.pgpass."""
+    url = _PASSWORD_IN_QUERY.sub("", _PASSWORD_IN_URL.sub(r"\1@", url))
+    # If that was the first of several parts of the query, the next one is the first now.
+    return re.sub(r"^([^?&]*)&", r"\1?", url)
+
+
 def is_database_url(url: str) -> bool:
     return url.partition("://")[0] in _SCHEMES
 

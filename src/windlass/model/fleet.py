@@ -4,6 +4,7 @@ Defaults depend on the provider, because a process starts in a second and a GPU 
 `json_schema_extra` are the environment variables that set the value for the fleet called `default`.
 """
 
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -17,6 +18,7 @@ from windlass.model.money import to_micros
 from windlass.model.task import check_queue_name
 from windlass.model.worker import MAX_CONCURRENCY
 
+_HANDLER = re.compile(r"[\w.]+:[\w.]+")
 # What differs between providers; everything else has one default for all.
 PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
     "local": {
@@ -227,6 +229,13 @@ class FleetConfig(BaseModel):
     def _from_one_line(cls, queues: Any) -> Any:
         """The environment has only text: names, separated by commas."""
         return [name.strip() for name in queues.split(",")] if isinstance(queues, str) else queues
+
+    @field_validator("handler")
+    @classmethod
+    def _names_a_function(cls, handler: str | None) -> str | None:
+        if handler is not None and not _HANDLER.fullmatch(handler):
+            raise ValueError("this does not name a function: write package.module:function")
+        return handler
 
     @field_validator("queues")
     @classmethod

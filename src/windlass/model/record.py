@@ -8,6 +8,12 @@ from typing import Any
 from windlass.model.action import Action
 from windlass.model.snapshot import Hold, Snapshot
 
+# A cycle may be late by so much where nobody leads, and by so much where somebody does.
+LATE_CYCLE_S = 5.0
+SLOW_CYCLE_S = 60.0
+# While a fleet is wound down its cycles come thick and fast.
+WINDING_DOWN_S = 15.0
+
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
@@ -25,6 +31,26 @@ class Fleet:
     # Slots whose restarts are used up; `windlass restart` frees them.
     failed_slots: tuple[int, ...]
     created_at: datetime
+    # When its last cycle was, and how long after it the next one was due. None: there was none, or it was the last.
+    planned_at: datetime | None = None
+    next_plan_in_s: float | None = None
+    # Whether some orchestrator leads this database now.
+    is_led: bool = False
+
+    def unattended_s(self, now: datetime) -> float | None:
+        """For how long there has been no cycle, if there should have been one. None if all is well, or never was any.
+
+        Where nobody leads, a cycle that is half an interval late is not going to come. Where somebody does, it may be
+        slow, or about to be replaced.
+        """
+        if self.planned_at is None:
+            return None
+        silent_s = (now - self.planned_at).total_seconds()
+        if self.next_plan_in_s is None:
+            late_s = WINDING_DOWN_S if self.is_led else 0.0
+        else:
+            late_s = self.next_plan_in_s + (SLOW_CYCLE_S if self.is_led else max(LATE_CYCLE_S, self.next_plan_in_s / 2))
+        return silent_s if silent_s > late_s else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,16 @@ class Hiring:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """The last worker of a fleet that broke, or could not be hired, and why."""
+
+    worker_id: str
+    code: str
+    reason: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Hold:
     """The brake: while it is on, the fleet spawns nothing, or (`is_total`) nothing is touched."""
 
@@ -138,6 +148,8 @@ class Memory:
     cycle: int = 0
     # When the last plan was made. A long gap since then means that we, or the database, were away.
     planned_at: datetime | None = None
+    # How long after it the next one is due. None: it was to be the last, because the fleet is wound down.
+    next_plan_in_s: float | None = None
     scaled_up_at: datetime | None = None
     # Since when there have been more workers than needed, without a break.
     over_capacity_since: datetime | None = None
@@ -179,6 +191,7 @@ class Snapshot:
     hirings: tuple[Hiring, ...] = ()
     # None as soon as a machine was had after it.
     refusal: Refusal | None = None
+    last_failure: Failure | None = None
     # Names in which tasks run although no live worker has them.
     orphaned: tuple[str, ...] = ()
     is_paused: bool = False

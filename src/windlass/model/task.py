@@ -141,6 +141,8 @@ def new_task(
         raise BadInput(f"max_attempts is {max_attempts}, but a task needs from 1 to {_MAX_INTEGER:,} attempts.")
     if timeout_s is not None and not (timeout_s > 0 and math.isfinite(timeout_s)):
         raise BadInput(f"timeout_s is {timeout_s}, but a time limit must be above 0 (leave it out for none).")
+    if unique_key == "":
+        raise BadInput("the unique key is empty: give a key that names this task, or leave it out.")
     if unique_key is not None and len(unique_key) > MAX_UNIQUE_KEY_LENGTH:
         raise BadInput(f"the unique key has {len(unique_key)} characters, at most {MAX_UNIQUE_KEY_LENGTH} fit.")
     if unique_key is not None and not _is_storable(unique_key):

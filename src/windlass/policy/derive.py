@@ -202,8 +202,8 @@ def _trouble(
     if lifecycle in (Lifecycle.ERROR, Lifecycle.TERMINATED, Lifecycle.TERMINATING):
         return None, None
     if lifecycle is Lifecycle.CRASHED:
-        how = f": {machine.note}" if machine is not None and machine.note else ""
-        return "MACHINE_GONE", f"Its machine is gone{how}"
+        how = machine.note if machine is not None and machine.note else "its machine is gone"
+        return "MACHINE_GONE", how[0].upper() + how[1:]
     if lifecycle is Lifecycle.ACTIVE_STALE:
         return _stale(worker, now, queued)
     if lifecycle in SPAWNING:

@@ -167,10 +167,15 @@ class Operations(Protocol):
 
     async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
         """A person has mended something: forget the restarts of a slot, or of all, so that they may be filled again,
-        and what the fleet's guards hold against it. Returns how many slots were failed."""
+        and what the fleet's guards hold against it. Returns how many slots were failed. BadInput for a slot that the
+        fleet cannot have."""
 
     async def request_workers(self, fleet: str, count: int) -> int:
-        """Ask for so many more; below 0 takes a wish back. Returns how many are now asked for and not yet hired."""
+        """Ask for so many more; below 0 takes a wish back. Returns how many are now asked for and not yet hired.
+
+        Never more than there is room for: slots that are not failed and have no worker that stays. What no slot can
+        take when the next plan is carried out is forgotten.
+        """
 
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
         """Pause or resume its workers, those to come too. Returns how many changed. While paused, nobody is hired."""

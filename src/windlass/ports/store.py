@@ -17,14 +17,22 @@ class Store(WorkerTransport, Protocol):
     async def enqueue(self, task: NewTask) -> int:
         """Add a task and return its id. With a unique key that is already there: that task's id, unchanged."""
 
+    async def enqueue_or_find(self, task: NewTask) -> tuple[int, bool]:
+        """The same, and whether the task is new. Takes longer."""
+
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         """Add many at once, all or none. Returns how many were new; known unique keys are passed over."""
 
     async def retry_task(self, task_id: int) -> bool:
         """Put a failed or waiting task back into the queue with fresh attempts. False if it was neither."""
 
-    async def retry_failed(self, queue: str, failed_before: datetime, limit: int = 1000) -> list[int]:
-        """The same for the oldest dead letters of a queue that failed by then. Returns their ids; [] at the end."""
+    async def retry_failed(
+        self, queue: str, failed_before: datetime, limit: int = 1000, *, include_cancelled: bool = False
+    ) -> list[int]:
+        """The same for the oldest dead letters of a queue that failed by then. Returns their ids; [] at the end.
+
+        Those that were cancelled did not fail: they are left alone unless they are asked for.
+        """
 
     async def cancel_task(self, task_id: int, reason: str) -> bool:
         """End an unfinished task as failed, code CANCELLED; a running one loses its claim. False if finished."""

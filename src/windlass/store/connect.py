@@ -4,6 +4,8 @@ Every connection has time limits and says who it is (`application_name`), unless
 holds the password.
 """
 
+import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -89,6 +91,10 @@ def explained(doing: str, dsn: str) -> Iterator[None]:
 def unavailable(doing: str, dsn: str, error: BaseException) -> DatabaseUnavailable:
     """One sentence for a connection that failed."""
     where = _where(dsn)
+    if isinstance(error, asyncpg.InvalidAuthorizationSpecificationError) and "no encryption" in str(error):
+        return DatabaseUnavailable(
+            f"{doing}: the database at {where} takes only encrypted connections: add sslmode=require to DATABASE_URL."
+        )
     if isinstance(error, asyncpg.InvalidPasswordError | asyncpg.InvalidAuthorizationSpecificationError):
         return DatabaseUnavailable(
             f"{doing}: the database at {where} refused the user or password: check DATABASE_URL."
@@ -99,7 +105,16 @@ def unavailable(doing: str, dsn: str, error: BaseException) -> DatabaseUnavailab
         return DatabaseUnavailable(
             f"{doing}: the database at {where} did not answer in time: is it reachable from here?"
         )
+    if isinstance(error, socket.gaierror):
+        return DatabaseUnavailable(
+            f"{doing}: the name of the database's host, {where}, is not known here: check DATABASE_URL."
+        )
     what = words(error)
+    if isinstance(error, ssl.SSLError) or "SSL" in what:
+        return DatabaseUnavailable(
+            f"{doing}: the database at {where} and this program do not agree on TLS ({what}): "
+            "check sslmode (and sslrootcert) in DATABASE_URL."
+        )
     if isinstance(error, asyncpg.InsufficientPrivilegeError):
         return DatabaseUnavailable(
             f"{doing}: the database at {where} does not allow it ({what}): "

@@ -310,6 +310,9 @@ def _fleet(row: Any) -> Fleet:
         hold=_HOLD.validate_json(row["hold"]) if row["hold"] is not None else None,
         failed_slots=tuple(row["failed_slots"]),
         created_at=row["created_at"],
+        planned_at=row["planned_at"],
+        next_plan_in_s=row["next_plan_in_s"],
+        is_led=row["is_led"],
     )
 
 

@@ -56,6 +56,9 @@ USERADD_ATTEMPTS = 3  # two programs may try at once: one finds the password fil
 LOG_LIMIT_BYTES = 8 * 1024 * 1024  # checked at each start; the log before is kept, so twice this at most
 SOCKET_PATH_LIMIT_BYTES = 103  # macOS; Linux has 107
 
+# In a data directory before it has a database: the logs of workers that used another one, and what a volume comes with.
+MAY_BE_THERE = {"logs", "lost+found"}
+
 INITDB_OPTIONS = (
     "--username=windlass",
     "--auth-local=trust",
@@ -131,6 +134,11 @@ class EmbeddedPostgres:
                     os.close(self._in_use)
                     self._in_use = None
                     raise
+
+    def is_running(self) -> bool:
+        """Whether a server runs here now, whoever opened it."""
+        with _explained(self.data_dir):
+            return self._status() == "ready"
 
     def close(self) -> None:
         """Leave, and stop the server if nobody else uses it. Does nothing when not open; does not raise."""
@@ -426,10 +434,24 @@ def _add_server_user() -> str:
 def _make_data_dir(data_dir: Path) -> None:
     if data_dir.exists() and not data_dir.is_dir():
         raise ConfigError(f"the data directory {data_dir} is a file: name a directory.")
+    if foreign := _foreign(data_dir):
+        raise ConfigError(
+            f"{data_dir} holds other things ({foreign}) and no database of Windlass: name an empty or new directory, "
+            f"such as {data_dir / 'windlass'}."
+        )
     with suppress(FileExistsError):
         data_dir.mkdir(parents=True)
         # Under root the server's user must pass through; what lies inside is closed to all others anyway.
         data_dir.chmod(0o711 if os.geteuid() == 0 else 0o700)
+
+
+def _foreign(data_dir: Path) -> str | None:
+    """Something that shows that this directory is used for something else; None if it is ours or empty."""
+    names = {path.name for path in data_dir.iterdir()} if data_dir.is_dir() else set()
+    # The lock is the first thing that is made in a directory of ours.
+    if names & {"start.lock", "postgres"}:
+        return None
+    return min(names - MAY_BE_THERE, default=None)
 
 
 def _socket_dir(data_dir: Path, mark: str) -> Path:

@@ -286,6 +286,11 @@ class MemoryStore:
         known = self._known(task)
         return known if known is not None else self._add(task)
 
+    async def enqueue_or_find(self, task: NewTask) -> tuple[int, bool]:
+        newest = self._last_task_id
+        task_id = await self.enqueue(task)
+        return task_id, task_id > newest
+
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         checked = [task async for task in tasks] if isinstance(tasks, AsyncIterable) else list(tasks)
         for task in checked:
@@ -332,10 +337,13 @@ class MemoryStore:
         self._announce(row.queue)
         return True
 
-    async def retry_failed(self, queue: str, failed_before: datetime, limit: int = 1000) -> list[int]:
+    async def retry_failed(
+        self, queue: str, failed_before: datetime, limit: int = 1000, *, include_cancelled: bool = False
+    ) -> list[int]:
         _check_limit("retrying tasks", limit)
         failed = _oldest(self._finished[TaskStatus.FAILED], failed_before + timedelta.resolution)
-        ids = sorted(row.id for row in islice((row for row in failed if row.queue == queue), limit))
+        own = (row for row in failed if row.queue == queue and (include_cancelled or row.error_code != "CANCELLED"))
+        ids = sorted(row.id for row in islice(own, limit))
         for task_id in ids:
             await self.retry_task(task_id)
         return ids
@@ -859,7 +867,7 @@ class MemoryStore:
     def _note_attempt(self, event: str, row: _TaskRow, worker_id: str | None, code: str, error: str) -> None:
         self._note(
             event,
-            f"attempt {row.attempts} of {row.max_attempts}: {error[:MAX_REASON_CHARACTERS]}",
+            f"attempt {row.attempts} of {row.max_attempts}: {error[-MAX_REASON_CHARACTERS:]}",
             worker_id=worker_id,
             task_id=row.id,
             detail={"attempt": row.attempts, "error_code": code, "error": error},
@@ -980,8 +988,8 @@ def _check_new(doing: str, task: NewTask) -> None:
         raise BadInput(f"{doing}: max_attempts is {task.max_attempts}, but a task needs at least 1 attempt.")
     if task.timeout_s is not None and not task.timeout_s > 0:
         raise BadInput(f"{doing}: timeout_s is {task.timeout_s}, but a time limit must be above 0.")
-    if task.unique_key is not None and len(task.unique_key) > MAX_UNIQUE_KEY_LENGTH:
-        raise BadInput(f"{doing}: the unique key has more than {MAX_UNIQUE_KEY_LENGTH} characters.")
+    if task.unique_key is not None and not 1 <= len(task.unique_key) <= MAX_UNIQUE_KEY_LENGTH:
+        raise BadInput(f"{doing}: the unique key is empty or has more than {MAX_UNIQUE_KEY_LENGTH} characters.")
     _check_json(doing, task.payload)
 
 

@@ -47,7 +47,17 @@ from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
-from windlass.model.snapshot import Hiring, Memory, QueueView, Refusal, RunningView, SlotView, Snapshot, WorkerView
+from windlass.model.snapshot import (
+    Failure,
+    Hiring,
+    Memory,
+    QueueView,
+    Refusal,
+    RunningView,
+    SlotView,
+    Snapshot,
+    WorkerView,
+)
 from windlass.model.task import TaskStatus
 from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerStatus
 from windlass.ports.control import (
@@ -212,6 +222,7 @@ class MemoryControlStore(MemoryStore):
             slots=_observe_slots(row, now - _interval(config.restart_window_s)),
             hirings=self._observe_hirings(hired, now - _interval(config.failure_window_s)),
             refusal=self._last_refusal(hired),
+            last_failure=self._observe_last_failure(hired),
             orphaned=self._observe_orphaned(fleet, config.queues),
             is_paused=row.is_paused,
             boot_p50_s=_median(
@@ -316,6 +327,13 @@ class MemoryControlStore(MemoryStore):
         ]
         last = max(refusals, key=lambda refusal: refusal.at, default=None)
         return last if last is not None and not any(at > last.at for at in had_at) else None
+
+    def _observe_last_failure(self, hired: list[_WorkerRow]) -> Failure | None:
+        broken = [(at, w) for w in hired if (at := self._hired[w.id].failed_at) is not None]
+        at, worker = max(broken, key=lambda pair: (pair[0], pair[1].id), default=(None, None))
+        if at is None or worker is None:
+            return None
+        return Failure(worker.id, worker.code or "", worker.reason or "", at)
 
     def _observe_orphaned(self, fleet: str, queues: Sequence[str]) -> tuple[str, ...]:
         orphaned = []
@@ -475,8 +493,15 @@ class MemoryControlStore(MemoryStore):
                 self._hire(fleet, intent)
                 granted.append(intent.worker_id)
         fulfilled = sum(intent.is_requested and intent.worker_id in granted for intent in intents)
-        fleet.requested_workers = max(0, fleet.requested_workers - fulfilled)
+        fleet.requested_workers = max(0, min(fleet.requested_workers - fulfilled, self._room_for_requests(fleet)))
         return frozenset(granted)
+
+    def _room_for_requests(self, fleet: _FleetRow) -> int:
+        staying = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
+        own = [w for w in self._not_terminated.values() if w.fleet == fleet.name and w.slot is not None]
+        taken = {worker.slot for worker in own if worker.status in staying}
+        taken |= {number for number, slot in fleet.slots.items() if slot.is_failed and number < fleet.max_workers}
+        return fleet.max_workers - len(taken)
 
     def _hire(self, fleet: _FleetRow, intent: Intent) -> None:
         row = _WorkerRow(
@@ -645,7 +670,11 @@ class MemoryControlStore(MemoryStore):
     # ---------------------------------------------------------------------------------------------------- by hand
 
     async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
-        slots = self._known_fleet("restarting slots", fleet).slots
+        row = self._known_fleet("restarting slots", fleet)
+        slots = row.slots
+        if slot is not None and slot not in slots and not 0 <= slot < row.max_workers:
+            last = row.max_workers - 1
+            raise BadInput(f"restarting slots: there is no slot {slot} in fleet {fleet}: its slots are 0 to {last}")
         chosen = [number for number in slots if slot in (None, number)]
         failed = sum(slots[number].is_failed for number in chosen)
         for number in chosen:
@@ -656,7 +685,7 @@ class MemoryControlStore(MemoryStore):
 
     async def request_workers(self, fleet: str, count: int) -> int:
         row = self._known_fleet("asking for workers", fleet)
-        row.requested_workers = max(0, min(row.requested_workers + count, row.max_workers))
+        row.requested_workers = max(0, min(row.requested_workers + count, self._room_for_requests(row)))
         self._note("WORKERS_REQUESTED", "by hand", fleet=fleet, detail={"count": count})
         return row.requested_workers
 
@@ -690,6 +719,9 @@ class MemoryControlStore(MemoryStore):
                 hold=row.memory.hold,
                 failed_slots=tuple(number for number, slot in sorted(row.slots.items()) if slot.is_failed),
                 created_at=row.created_at,
+                planned_at=row.memory.planned_at,
+                next_plan_in_s=row.memory.next_plan_in_s,
+                is_led=any(lease.expires_at > self._clock() for lease in self._leases.values()),
             )
             for name, row in sorted(self._fleets.items())
         ]

@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import Any, Self
@@ -154,6 +154,15 @@ class PostgresStore:
         async with self._connection("enqueueing a task") as connection:
             return await enqueue_on(connection, task)
 
+    async def enqueue_or_find(self, task: NewTask) -> tuple[int, bool]:
+        async with (
+            self._connection("enqueueing a task") as connection,
+            # Behind a pooler it is in a transaction already; one inside that would leave a mark of its own.
+            nullcontext() if self._is_pooled else connection.transaction(),
+        ):
+            task_id = await enqueue_on(connection, task)
+            return task_id, bool(await connection.fetchval(QUERIES["is_of_this_transaction"], task_id))
+
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         if isinstance(tasks, AsyncIterable):
             # It may be larger than memory, and whether a key comes is not known before its end.
@@ -193,10 +202,17 @@ class PostgresStore:
         async with self._connection("retrying a task") as connection:
             return bool(await connection.fetchval("select windlass.retry_task($1)", task_id))
 
-    async def retry_failed(self, queue: str, failed_before: datetime, limit: int = 1000) -> list[int]:
+    async def retry_failed(
+        self, queue: str, failed_before: datetime, limit: int = 1000, *, include_cancelled: bool = False
+    ) -> list[int]:
         async with self._connection("retrying tasks") as connection:
             rows = await connection.fetch(
-                "select windlass.retry_failed($1, $2, $3)", queue, limit, failed_before, timeout=BULK_TIMEOUT_S
+                "select windlass.retry_failed($1, $2, $3, $4)",
+                queue,
+                limit,
+                failed_before,
+                include_cancelled,
+                timeout=BULK_TIMEOUT_S,
             )
         return [row[0] for row in rows]
 

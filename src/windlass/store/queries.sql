@@ -1,5 +1,11 @@
 -- Named queries of store/postgres.py. Calls of the public functions stand in the Python that makes them.
 
+-- name: is_of_this_transaction
+-- `windlass enqueue --unique-key`; primary key. Only its own transaction can have left its mark on a row that it added.
+select xmin::text::bigint = txid_current() % (2 ^ 32)::bigint
+from windlass.tasks
+where id = $1;
+
 -- name: insert_from_staging
 -- enqueue_many with unique keys: COPY knows no conflicts, so the rows pass through a temporary table.
 insert into windlass.tasks (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key)

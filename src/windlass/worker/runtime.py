@@ -452,7 +452,12 @@ class _Life:
         )
         del self._held[claim.token]
         log.warning(
-            "attempt failed", task_id=claim.task_id, attempt=claim.attempt, code=failure.code, status=status or "lost"
+            "attempt failed",
+            task_id=claim.task_id,
+            attempt=claim.attempt,
+            code=failure.code,
+            status=status or "lost",
+            error=failure.error.strip().rpartition("\n")[2],
         )
 
     async def _give_back(self, claim: Claim) -> None:

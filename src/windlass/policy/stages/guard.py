@@ -22,6 +22,8 @@ GUARD_MAX_S = 3600.0
 # Every window doubled this often is beyond the maximum.
 _MAX_DOUBLINGS = 30
 CODE = "FAILURE_RATE"
+# Of a reason that is told with every alert and in every list.
+MAX_CAUSE_CHARACTERS = 300
 
 
 def guard_hiring(draft: Draft) -> list[Action]:
@@ -31,8 +33,9 @@ def guard_hiring(draft: Draft) -> list[Action]:
     draft.remember(guard=guard)
     if draft.is_stopped:
         return []
+    cause = _cause(draft, failing)
     if guard.until is not None and draft.now < guard.until:
-        reason = f"workers keep breaking; nobody is hired until {guard.until:%H:%M:%S} UTC"
+        reason = f"workers keep breaking{cause}; nobody is hired until {guard.until:%H:%M:%S} UTC"
         draft.hold(CODE, reason)
         return draft.alert(CODE, reason)
     what = _verdict(draft, guard, failing)
@@ -41,13 +44,24 @@ def guard_hiring(draft: Draft) -> list[Action]:
     pause_s = min(draft.fleet.failure_window_s * 2.0 ** min(guard.trips, _MAX_DOUBLINGS), GUARD_MAX_S)
     tripped = Guard(trips=guard.trips + 1, until=draft.in_s(pause_s), judged_until=draft.now)
     draft.remember(guard=tripped)
-    draft.hold(CODE, f"{what}; nobody is hired until {tripped.until:%H:%M:%S} UTC")
-    return draft.alert(CODE, f"{what}: is the image, the handler or the configuration broken?")
+    draft.hold(CODE, f"{what}{cause}; nobody is hired until {tripped.until:%H:%M:%S} UTC")
+    return draft.alert(CODE, f"{what}{cause}: is the image, the handler or the configuration broken?")
 
 
 def is_probe(state: WorkerState, guard: Guard) -> bool:
     """Hired after the guard tripped, and not proven yet."""
     return _is_judged(state, guard) and not state.is_proven
+
+
+def _cause(draft: Draft, failing: list[WorkerState]) -> str:
+    """Of the last one that broke, in this plan or before: its code and reason, for whoever is to mend it."""
+    last = draft.snapshot.last_failure
+    broken = [(last.code, last.reason)] if last is not None else []
+    broken += [(state.code or "", state.reason or "") for state in failing]
+    if not broken:
+        return ""
+    code, reason = broken[-1]
+    return f", the last one with {code} ({reason.rstrip('.')[:MAX_CAUSE_CHARACTERS]})"
 
 
 def _unless_reset(draft: Draft) -> Guard:

@@ -185,6 +185,13 @@ def _free_slots(draft: Draft) -> list[int]:
     return [slot for slot in range(draft.fleet.max_workers) if slot not in taken and slot not in failed]
 
 
+def _room_for_requests(draft: Draft, staying: list[WorkerState]) -> int:
+    """How many more could be hired once everybody who is leaving has left."""
+    failed = {slot.slot for slot in draft.snapshot.slots if slot.is_failed and slot.slot < draft.fleet.max_workers}
+    failed |= {action.slot for action in draft.actions if isinstance(action, FailSlot)}
+    return draft.fleet.max_workers - len(failed | {state.worker.slot for state in staying})
+
+
 def _with_room(draft: Draft, free: list[int]) -> list[int]:
     """Of these slots, those to fill now, so that no more machines than the maximum exist at any moment.
 
@@ -283,6 +290,9 @@ def _rested(
 ) -> list[WorkerState]:
     """Spare workers that may go: long enough too many, nobody just starting, each idle for long enough."""
     fleet, since = draft.fleet, draft.memory.over_capacity_since
+    # A person wants more than the policy does: whoever went for having nothing to do would be hired again at once.
+    if draft.snapshot.requested > 0 and _room_for_requests(draft, staying) > 0:
+        return []
     if since is None or draft.age_s(since) < fleet.scale_down_grace_s or draft.snapshot.is_paused:
         return []
     # Whoever is starting was needed a moment ago. What has changed since may change back before it is there.

@@ -13,6 +13,7 @@ MAX_KEPT_LOGS of them stay, for whoever asks why.
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import re
 import time
@@ -59,7 +60,7 @@ class LogFolder:
             path.unlink(missing_ok=True)
 
     def last_words(self, worker_id: str) -> str:
-        """The line that says most about an end; empty if there is none."""
+        """What its log says about its end, as the end of a sentence; empty if that is nothing."""
         try:
             with self.path_of(worker_id).open("rb") as log:
                 lines = _text(_end_of(log, _LAST_WORDS_BYTES)).splitlines()
@@ -67,7 +68,7 @@ class LogFolder:
             return ""
         spoken = [line.strip() for line in lines if line.strip()]
         fatal = [line for line in spoken if line.startswith(_FATAL)]
-        return (fatal or spoken or [""])[-1][:_MAX_LINE_CHARACTERS]
+        return _in_words((fatal or spoken or [""])[-1])
 
     def prune(self) -> None:
         """Delete the logs of workers long over."""
@@ -107,6 +108,19 @@ class LogFolder:
                 yield _text(line)
             if part:
                 yield _text(part)
+
+
+def _in_words(line: str) -> str:
+    """A worker's own log is JSON: what it complained of is said in its words, what else it noted explains no end."""
+    if not line.startswith("{"):
+        return f"its log ends: {line[:_MAX_LINE_CHARACTERS]}" if line else ""
+    try:
+        said = json.loads(line)
+        is_complaint = said["level"] in ("error", "critical")
+        text = f"it last said: {said['event']}" + (f": {said['error']}" if said.get("error") else "")
+    except (ValueError, KeyError, TypeError):  # cut in the middle, or nobody's log line
+        return ""
+    return text[:_MAX_LINE_CHARACTERS] if is_complaint else ""
 
 
 def log_folder(state_dir: Path, fleet: str) -> LogFolder:

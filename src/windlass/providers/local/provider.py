@@ -425,7 +425,7 @@ class LocalProvider:
             note = f"its process {_how_it_ended(code)}"
         words = self._logs.last_words(name)
         if words:
-            note += f"; its log ends: {words}"
+            note += f"; {words}"
         return replace(self._machine(name, process), state=MachineState.EXITED, note=note)
 
     # ------------------------------------------------------------------------------------------------------ delete

@@ -33,7 +33,7 @@ as $$ select length(p_name) <= 63 and p_name ~ '^[A-Za-z0-9][A-Za-z0-9_.:-]*$' $
 -- planned and run again by every statement that touches the row, and that is a tenth of the time of a claim.
 create domain windlass.name as text check (windlass.is_name(value));
 create domain windlass.task_status as text check (value in ('queued', 'running', 'complete', 'error', 'failed'));
-create domain windlass.task_key as text check (length(value) <= 200);
+create domain windlass.task_key as text check (length(value) between 1 and 200);
 create domain windlass.attempt_limit as integer check (value >= 1);
 create domain windlass.time_limit_s as double precision check (value > 0);
 

@@ -149,9 +149,13 @@ $$;
 
 -- Does the same with the dead letters of a queue, at most p_limit of them, oldest first, and returns their ids: a caller
 -- goes on until none is left. One that failed after p_failed_before stays: with the time at which the caller began, a
--- task that fails again at once is not retried for ever. Served by tasks_failed.
+-- task that fails again at once is not retried for ever. One that was cancelled did not fail: somebody did not want it.
+-- Served by tasks_failed.
 create function windlass.retry_failed(
-  p_queue text, p_limit integer default 1000, p_failed_before timestamptz default windlass.now()
+  p_queue text,
+  p_limit integer default 1000,
+  p_failed_before timestamptz default windlass.now(),
+  p_include_cancelled boolean default false
 ) returns setof bigint
 language plpgsql
 set enable_seqscan = off
@@ -168,6 +172,7 @@ begin
         where f.status = 'failed'
           and f.finished_at <= p_failed_before
           and f.queue = p_queue
+          and (p_include_cancelled or f.error_code is distinct from 'CANCELLED')
         order by f.finished_at
         limit p_limit
         for update skip locked
@@ -362,7 +367,7 @@ begin
   perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_now);
   perform windlass.note(
     case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
-    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, left(v_error, 300)),
+    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, right(v_error, 300)),
     null, p_worker_id, p_task_id,
     jsonb_build_object('attempt', v_task.attempts, 'error_code', p_code, 'error', v_error)
   );

@@ -247,6 +247,15 @@ begin
             limit 1000
           ) as h
         ), '[]'),
+        'last_failure', (
+          select json_build_object('worker_id', w.id, 'code', w.code, 'reason', w.reason, 'at', w.failed_at)
+          from windlass.workers w
+          where w.fleet = p_fleet
+            and w.slot is not null
+            and w.failed_at is not null
+          order by w.failed_at desc, w.id collate "C" desc
+          limit 1
+        ),
         'boot_p50_s', (
           select percentile_cont(0.5) within group (order by extract(epoch from b.activated_at - b.created_at))
           from (
@@ -442,6 +451,25 @@ begin
 end
 $$;
 
+-- How many more a person may ask for: slots that are not failed and have no worker that stays. One that is on its way out
+-- leaves its slot to another.
+create function windlass.room_for_requests(p_fleet text) returns integer
+language sql stable
+as $$
+  select f.max_workers - (
+    select count(*)::integer
+    from (
+      select w.slot from windlass.workers w
+      where w.fleet = p_fleet and w.slot is not null and w.status in ('spawning', 'active')
+      union
+      select s.slot from windlass.slots s
+      where s.fleet = p_fleet and s.status = 'failed' and s.slot < f.max_workers
+    ) as taken
+  )
+  from windlass.fleets f
+  where f.name = p_fleet
+$$;
+
 -- Hire into free slots: the intent, before any provider is called. Returns the ids that got a slot; one that is taken
 -- meanwhile, or beyond the fleet's maximum, gets none. Workers in slots that a smaller maximum has abolished still have
 -- machines, so they count too.
@@ -492,9 +520,10 @@ begin
   )
   select coalesce(array_agg(h.id order by h.id), '{}') into v_granted from hired h;
 
-  -- Only what was hired for a person's wish fulfils it: what they asked for since is still to come.
+  -- Only what was hired for a person's wish fulfils it: what they asked for since is still to come. What no slot can take
+  -- any more is forgotten: later, when somebody was let go for having nothing to do, it would hire another.
   update windlass.fleets
-  set requested_workers = greatest(0, requested_workers - asked.granted)
+  set requested_workers = greatest(0, least(requested_workers - asked.granted, windlass.room_for_requests(p_fleet)))
   from (
     select count(*)::integer as granted
     from jsonb_array_elements(p_intents) as i
@@ -502,7 +531,7 @@ begin
       and i ->> 'worker_id' = any (v_granted)
   ) as asked
   where name = p_fleet
-    and asked.granted > 0;
+    and requested_workers > 0;
   return v_granted;
 end
 $$;
@@ -752,6 +781,13 @@ declare
   v_count integer;
 begin
   perform windlass.require_fleet(p_fleet);
+  select f.max_workers into v_count from windlass.fleets f where f.name = p_fleet;
+  if p_slot not between 0 and v_count - 1
+    and not exists (select from windlass.slots s where s.fleet = p_fleet and s.slot = p_slot)
+  then
+    raise exception 'there is no slot % in fleet %: its slots are 0 to %', p_slot, p_fleet, v_count - 1
+      using errcode = 'invalid_parameter_value';
+  end if;
   with failed as (
     select s.slot
     from windlass.slots s
@@ -772,7 +808,7 @@ end
 $$;
 
 -- Ask for workers beyond what the policy wants; a negative count takes a wish back. Returns how many are now asked for
--- and not yet hired, never more than the fleet's maximum.
+-- and not yet hired, never more than the fleet has room for.
 create function windlass.request_workers(p_fleet text, p_count integer) returns integer
 language plpgsql
 as $$
@@ -781,7 +817,7 @@ declare
 begin
   perform windlass.require_fleet(p_fleet);
   update windlass.fleets
-  set requested_workers = greatest(0, least(requested_workers + p_count, max_workers))
+  set requested_workers = greatest(0, least(requested_workers + p_count, windlass.room_for_requests(p_fleet)))
   where name = p_fleet
   returning requested_workers into v_requested;
   perform windlass.note('WORKERS_REQUESTED', 'by hand', p_fleet, null, null, jsonb_build_object('count', p_count));

@@ -1,0 +1,56 @@
+"""docs/python.md: every snippet runs, and prints what its comments say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+TIMEOUT_S = 60.0
+PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+HANDLER, *PRODUCERS = SNIPPETS
+
+
+def test_the_first_snippet_is_the_handler_of_the_others() -> None:
+    assert HANDLER.startswith("# app.py\n")
+    assert len(PRODUCERS) == 5
+
+
+def test_every_snippet_does_what_it_says(tmp_path: Path, dsn: str) -> None:
+    (tmp_path / "app.py").write_text(HANDLER)
+    windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
+    worker = ("worker", "--queue", "numbers", "--handler", "app:double")
+    with windlass.start(*worker, stderr=subprocess.DEVNULL) as process:
+        try:
+            for snippet in PRODUCERS:
+                done = subprocess.run(
+                    [sys.executable, "-c", snippet],
+                    cwd=tmp_path,
+                    env=windlass.environment(),
+                    timeout=TIMEOUT_S,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                assert done.returncode == 0, f"{snippet}\n{done.stderr}"
+                assert_printed(snippet, done.stdout)
+        finally:
+            process.terminate()
+
+
+def assert_printed(snippet: str, output: str) -> None:
+    said = re.findall(r"# → (.*)$", snippet, re.MULTILINE)
+    # A name in braces stands for a number that differs.
+    patterns = [re.sub(r"\\\{waiting\\\}", r"\\d+", re.escape(line)) for line in said]
+    lines = output.splitlines()
+    assert len(lines) == len(said), output
+    for pattern, line in zip(patterns, lines, strict=True):
+        assert re.fullmatch(pattern, line), (pattern, line)
+
+
+@pytest.mark.parametrize("name", ["hello.py", "hello_async.py"])
+def test_the_examples_that_the_page_names_are_there(name: str) -> None:
+    assert (Path(__file__).parents[2] / "examples" / name).exists()
