@@ -63,7 +63,7 @@ async def live_through_a_morning(dsn: str) -> datetime:
         await work(store, clock, "w0", "renders", 20)
         await work(store, clock, "w0", "mail", 9)
         clock.advance(minutes=20)
-        await store.commit_outcomes(ANN, 1, "red", 1, [Deleted("w0", "IDLE", "idle")], [], None)
+        await store.commit_outcomes(ANN, 1, "red", 1, [Deleted("w0", "m0", "IDLE", "idle")], [], None)
         clock.advance(minutes=2)
         accounts = await store.accounts_to_settle("red", 10)
         assert await store.settle([settle(account, clock()) for account in accounts]) == 1
