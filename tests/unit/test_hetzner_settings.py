@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from windlass import wire
 from windlass.configure import load_config
-from windlass.model.config import Config
+from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice, HetznerSettings, problem_of_label
@@ -128,7 +128,7 @@ def test_without_a_token_one_sentence_says_what_to_do() -> None:
 
 def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
     fleet = FleetConfig(provider="hetzner", hetzner=HetznerSettings(is_ipv4_on=False))
-    config = Config(fleets={"f": fleet}, hetzner_api_token="secret")
+    config = Config(fleets={"f": fleet}, hetzner_api_token="secret", api=ApiConfig(url="https://control.example"))
     with pytest.raises(ConfigError, match="the servers of fleet f would have no network: set hetzner_network_id"):
         wire.provider("f", fleet, config, "instance")
     wire.provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}), "instance")
