@@ -112,7 +112,7 @@ class Plane:
     async def end(self, worker_id: str) -> None:
         term = await self.store.lead(ANN)
         assert isinstance(term, int)
-        await self.store.commit_outcomes(ANN, term, "far", 0, [Deleted(worker_id, "IDLE", "let go")], [], None)
+        await self.store.commit_outcomes(ANN, term, "far", 0, [Deleted(worker_id, None, "IDLE", "let go")], [], None)
 
 
 async def plane_over(crew: Crew) -> AsyncIterator[Plane]:

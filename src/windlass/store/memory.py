@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 MAX_DUE_PER_CLAIM = 1000
 MAX_RECOVERED_PER_CALL = 100
 MAX_SWEPT_PER_KIND = 1000
-MAX_REASON_CHARACTERS = 300
+MAX_REASON_CHARACTERS, REASON_BEGINS, REASON_ENDS = 300, 100, 200
 # As windlass.unnoticed_gap_s: of a lease, the longest silence that says nothing.
 UNNOTICED_GAP = 0.4
 # Hired workers are judged by others once nobody has led for this many of their leases.
@@ -867,7 +867,7 @@ class MemoryStore:
     def _note_attempt(self, event: str, row: _TaskRow, worker_id: str | None, code: str, error: str) -> None:
         self._note(
             event,
-            f"attempt {row.attempts} of {row.max_attempts}: {error[-MAX_REASON_CHARACTERS:]}",
+            f"attempt {row.attempts} of {row.max_attempts}: {_shortened(error)}",
             worker_id=worker_id,
             task_id=row.id,
             detail={"attempt": row.attempts, "error_code": code, "error": error},
@@ -1004,3 +1004,10 @@ def _check_registration(registration: Registration) -> None:
 if TYPE_CHECKING:
     # mypy compares every signature with the contract's.
     _: type[Store] = MemoryStore
+
+
+def _shortened(error: str) -> str:
+    """An error as an event tells it: its beginning says what happened, its end where."""
+    if len(error) <= MAX_REASON_CHARACTERS:
+        return error
+    return f"{error.split(chr(10), 1)[0][:REASON_BEGINS]} ... {error[-REASON_ENDS:]}"

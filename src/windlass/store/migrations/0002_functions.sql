@@ -26,6 +26,16 @@ create type windlass.claim as (
   is_lost boolean
 );
 
+-- An error as an event tells it: its beginning says what happened, its end where.
+create function windlass.shortened(p_error text) returns text
+language sql immutable parallel safe
+as $$
+  select case
+    when length(p_error) <= 300 then p_error
+    else left(split_part(p_error, e'\n', 1), 100) || ' ... ' || right(p_error, 200)
+  end
+$$;
+
 create function windlass.note(
   p_code text, p_reason text, p_fleet text, p_worker_id text, p_task_id bigint, p_detail jsonb default null
 ) returns void
@@ -367,7 +377,7 @@ begin
   perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_now);
   perform windlass.note(
     case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
-    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, right(v_error, 300)),
+    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass.shortened(v_error)),
     null, p_worker_id, p_task_id,
     jsonb_build_object('attempt', v_task.attempts, 'error_code', p_code, 'error', v_error)
   );
