@@ -57,6 +57,7 @@ def test_settings_come_from_a_table_and_from_the_environment(tmp_path: Path, mon
             r"fleets\.f\.hetzner\.choices \(from windlass\.toml\).*'cx23' is no server type and loc",
         ),
         ("choices = []", r"fleets\.f\.hetzner\.choices"),
+        ("billing_hour_s = 7", r"fleets\.f\.hetzner\.billing_hour_s .* is 7: 3600 s are no whole number of such hours"),
         ("network_id = 0", r"fleets\.f\.hetzner\.network_id \(from windlass\.toml\) is 0: .*greater than 0"),
         ('labels = { windlass-x = "y" }', r"the label windlass-x is windlass's own: choose another name"),
         ('labels = { "a b" = "y" }', r"'a b' cannot be a label"),
@@ -123,14 +124,14 @@ def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_a_token_one_sentence_says_what_to_do() -> None:
     fleet = FleetConfig(provider="hetzner", handler="a:b")
     with pytest.raises(ConfigError, match="no token for Hetzner: set HETZNER_API_TOKEN"):
-        wire.provider("f", fleet, Config(fleets={"f": fleet}))
+        wire.provider("f", fleet, Config(fleets={"f": fleet}), "this")
 
 
 def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
     fleet = FleetConfig(provider="hetzner", hetzner=HetznerSettings(is_ipv4_on=False))
     config = Config(fleets={"f": fleet}, hetzner_api_token="secret")
     with pytest.raises(ConfigError, match="the servers of fleet f would have no network: set hetzner_network_id"):
-        wire.provider("f", fleet, config)
+        wire.provider("f", fleet, config, "this")
     wire.provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}))
 
 
