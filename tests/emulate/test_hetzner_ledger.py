@@ -139,7 +139,7 @@ def test_what_is_published_is_what_is_billed(project: ProjectUnderTest) -> None:
 
 
 def test_an_end_is_billed_as_it_is_published_too(project: ProjectUnderTest) -> None:
-    """The second in which the deletion began, by its action: at 01:00:00.9 the hour is just over, and no other began."""
+    """The second in which the deletion began, by its action: at 01:00:00.9 the hour is over, and no other began."""
     server_id = project.running()
     project.clock.advance(3600 - 8 + 0.9)
     action = project.ask("DELETE", f"/servers/{server_id}").json["action"]

@@ -628,7 +628,13 @@ def test_a_hundred_servers_boot_run_and_leave_on_less_than_a_request_a_second() 
     )
     arrivals = ((0.0, 400),)
     around = Surroundings(
-        config, max_list_age_s=60.0, max_late_s=80.0, habits=Habits((120.0, 150.0)), arrivals=arrivals
+        config,
+        max_list_age_s=60.0,
+        max_late_s=80.0,
+        habits=Habits((120.0, 150.0)),
+        arrivals=arrivals,
+        billing_unit_s=3600,
+        price_micros_per_hour=1,
     )
     history = HetznerHistory(Scenario(7, {"red": around}, faults_end_s=1500.0))
     report = history.run()
@@ -646,3 +652,8 @@ def test_a_hundred_servers_boot_run_and_leave_on_less_than_a_request_a_second() 
     # A hundred are asked for as fast as that allows.
     assert len(creations) >= 100
     assert (creations[99] - creations[0]).total_seconds() < 200
+    # And they are gone before another hour of any of them begins, although their hours end nearly together and each
+    # deletion takes two requests.
+    bill = history.project.bill()
+    assert [line["hours"] for line in bill["servers"]] == [1] * 100
+    assert history.tally == {"for want of work, at the end of an hour": 100}

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from windlass import wire
 from windlass.configure import load_config
-from windlass.model.config import Config
+from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice, HetznerSettings, problem_of_label
@@ -132,7 +132,10 @@ def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
     config = Config(fleets={"f": fleet}, hetzner_api_token="secret")
     with pytest.raises(ConfigError, match="the servers of fleet f would have no network: set hetzner_network_id"):
         wire.provider("f", fleet, config, "this")
-    wire.provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}))
+    reachable = config.model_copy(
+        update={"hetzner_network_id": 7, "control_plane_ip": "10.0.0.2", "api": ApiConfig(port=1)}
+    )
+    wire.provider("f", fleet, reachable, "this")
 
 
 def test_fleets_with_the_same_token_share_one_allowance() -> None:
