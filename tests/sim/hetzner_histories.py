@@ -258,9 +258,9 @@ def nobody_is_deleted_early(history: "HetznerHistory", entry: Entry) -> None:
     spared_at = history.watch.spared_at.get(entry.name)
     is_early = age_s % hour_s < USED_SHARE * hour_s
     if spared_at is None:
-        history.tally["with a cause, " + ("early in an hour" if is_early else "late in an hour")] += 1
+        history.occasions[entry.id] = "with a cause, " + ("early in an hour" if is_early else "late in an hour")
         return
-    history.tally["for want of work, " + ("late, as trouble kept it" if is_early else "at the end of an hour")] += 1
+    history.occasions[entry.id] = "for want of work, " + ("kept by trouble" if is_early else "at the end of an hour")
     let_go_s = (moment(spared_at) - server.created).total_seconds()
     if is_early and let_go_s // hour_s == age_s // hour_s:
         history._break(f"{entry.name} is deleted {age_s % hour_s:.0f} s into a paid hour, and nobody said why")
@@ -271,15 +271,19 @@ class HetznerHistory(World):
 
     project: Project
     hour_s: int
-    # How many servers were deleted, and on what occasion.
-    tally: Counter[str]
+    # On what occasion each server was asked to go, for the last time.
+    occasions: dict[str, str]
     on_deletion: Callable[["HetznerHistory", Entry], None] = staticmethod(nobody_is_deleted_early)
+
+    @property
+    def tally(self) -> Counter[str]:
+        return Counter(self.occasions.values())
 
     def _build(self) -> None:
         self.wrap = self._replace_provider
         super()._build()
         clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, HetznerCloud)}
-        self.tally = Counter()
+        self.occasions = {}
         # One project has one kind of hour; all fleets of a scenario have the same.
         (self.hour_s,) = {cloud.billing_unit_s for cloud in clouds.values()}
         self.project = Project(clouds, self.hour_s, self._chance("hetzner"))

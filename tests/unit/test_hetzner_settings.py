@@ -132,9 +132,8 @@ def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
     config = Config(fleets={"f": fleet}, hetzner_api_token="secret")
     with pytest.raises(ConfigError, match="the servers of fleet f would have no network: set hetzner_network_id"):
         wire.provider("f", fleet, config, "this")
-    reachable = config.model_copy(
-        update={"hetzner_network_id": 7, "control_plane_ip": "10.0.0.2", "api": ApiConfig(port=1)}
-    )
+    api = {"control_plane_ip": "10.0.0.2", "api": ApiConfig(port=1)}
+    reachable = config.model_copy(update={"hetzner_network_id": 7, **api})
     wire.provider("f", fleet, reachable, "this")
 
 
