@@ -29,7 +29,7 @@ async def demo(
     on: Annotated[On, typer.Option("--on", help="Where workers live: here, or on servers of an emulated cloud.")] = (
         On.LOCAL
     ),
-    tasks: Annotated[int, typer.Option(min=20, max=5_000, help="How many tasks arrive.", metavar="N")] = 200,
+    tasks: Annotated[int, typer.Option(min=50, max=5_000, help="How many tasks arrive.", metavar="N")] = 200,
     workers: Annotated[int, typer.Option(min=2, max=16, help="How many workers at the most.", metavar="N")] = 4,
     hour_s: Annotated[
         int, typer.Option(min=30, max=3600, help="hetzner: how long a paid hour lasts.", metavar="SECONDS")
