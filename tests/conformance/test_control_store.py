@@ -27,6 +27,7 @@ from windlass.model.action import (
     Fail,
     FailSlot,
     Plan,
+    Price,
     Promote,
     Requeue,
     Spawn,
@@ -986,6 +987,25 @@ async def test_an_adopted_machine_has_the_bill_of_the_list_it_was_found_in(
     assert view.bill == Bill(Tariff(3_600_000, "EUR", 60, 9_000_000), clock() - timedelta(seconds=3))
 
 
+async def test_a_price_that_comes_to_light_later_is_paid_from_the_machines_creation_on(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await ann.report(Created("w0", replace(PRICED, price_micros_per_hour=None)))
+    born = clock()
+    clock.advance(60)
+    await ann.observe()
+    listed = replace(PRICED, created_at=born)
+    ann.snapshot = replace(ann.snapshot, machines=(listed,), traits=ProviderTraits(billing_unit_s=3600))
+    await ann.commit(Price("w0", "m0", "known now"))
+    (view,) = (await ann.observe()).workers
+    assert view.bill == Bill(Tariff(3_600_000, "EUR", 3600, 9_000_000), born)
+    ann.snapshot = replace(ann.snapshot, machines=(replace(listed, price_micros_per_hour=1),))
+    await ann.commit(Price("w0", "m0", "dearer"))
+    (again,) = (await ann.observe()).workers
+    assert again.bill == view.bill, "what was agreed stays"
+
+
 async def test_what_a_worker_did_in_its_hour_is_charged_when_it_is_gone(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
@@ -1477,6 +1497,7 @@ async def live(twins: Twins, rng: Random) -> None:
             lambda: Drain(name(), "IDLE", "idle"),
             lambda: Delete(name(), rng.choice([None, *machines]), "X", "x"),
             lambda: Adopt(name(), rng.choice(machines), "found", rng.random() < 0.5),
+            lambda: Price(name(), rng.choice(machines), "known"),
             lambda: FailSlot(rng.randrange(5), "too often"),
             lambda: Spawn(rng.randrange(5), "x"),
             lambda: Alert("A", "alert"),

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from command_line import CommandLine
 
-from windlass.cli.bootstrap import PLACEHOLDER_TOKEN
+from windlass.cli.bootstrap import PLACEHOLDER_TOKEN, PLACEHOLDER_URL
 from windlass.model.config import Config
 
 SECRET = "hunter2"
@@ -37,6 +37,26 @@ def test_without_any_configuration_it_shows_the_defaults(windlass: CommandLine) 
     done = windlass("bootstrap", "render")
     assert (done.code, done.err) == (0, "")
     assert PLACEHOLDER_TOKEN in done.out
+    assert url_in(done.out) == PLACEHOLDER_URL
+
+
+@pytest.mark.parametrize(
+    ("content", "url"),
+    [
+        ('[api]\nurl = "https://c.example.org:8443"', "https://c.example.org:8443"),
+        ('control_plane_ip = "10.0.0.2"\n[api]\nhost = "0.0.0.0"\nport = 8080', "http://10.0.0.2:8080"),
+    ],
+)
+def test_the_address_is_the_one_that_machines_will_call(windlass: CommandLine, content: str, url: str) -> None:
+    (windlass.folder / "windlass.toml").write_text(content)
+    assert url_in(windlass("bootstrap", "render").out) == url
+    assert (
+        url_in(windlass("bootstrap", "render", "--url", "https://other.example.org").out) == "https://other.example.org"
+    )
+
+
+def url_in(document: str) -> str:
+    return str(json.loads(yaml.safe_load(document)["write_files"][0]["content"])["url"])
 
 
 def test_no_secret_of_a_configuration_is_in_it(windlass: CommandLine) -> None:

@@ -178,6 +178,19 @@ def test_a_machine_that_crashes_is_not_asked(host: ProcessHost) -> None:
     assert "asked" not in said(host, 7)
 
 
+def test_in_a_machine_that_crashes_nobody_sees_another_die(host: ProcessHost) -> None:
+    """Or a worker could still report that its handler is gone, which no worker on a dead machine can."""
+    program = PROGRAM.replace("wait\n", "wait $!\necho bereaved >> $HOME/../said\n")
+    for server_id in range(1, 6):
+        host.start(server_id, "worker-1", user_data(program))
+    children = [host.folder / str(server_id) / "root" / "child" for server_id in range(1, 6)]
+    wait_until(lambda: all(child.exists() for child in children), TIMEOUT_S, "starting")
+    for server_id in range(1, 6):
+        host.stop(server_id, is_sudden=True)
+    wait_until(lambda: not any(map(host.is_running, range(1, 6))), TIMEOUT_S, "stopping")
+    assert all("bereaved" not in said(host, server_id) for server_id in range(1, 6))
+
+
 def test_a_machine_keeps_its_disk_until_it_is_erased(host: ProcessHost) -> None:
     host.start(7, "worker-7", user_data())
     said(host, 7)

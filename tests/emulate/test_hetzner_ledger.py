@@ -138,6 +138,18 @@ def test_what_is_published_is_what_is_billed(project: ProjectUnderTest) -> None:
     assert project.emulator.bill()["servers"][0]["hours"] == 2
 
 
+def test_an_end_is_billed_as_it_is_published_too(project: ProjectUnderTest) -> None:
+    """The second in which the deletion began, by its action: at 01:00:00.9 the hour is over, and no other began."""
+    server_id = project.running()
+    project.clock.advance(3600 - 8 + 0.9)
+    action = project.ask("DELETE", f"/servers/{server_id}").json["action"]
+    assert action["started"] == "2030-01-01T01:00:00Z"
+    project.settled()
+    (line,) = project.emulator.bill()["servers"]
+    assert (line["deleted"], line["hours"]) == ("2030-01-01T01:00:00+00:00", 1)
+    assert line["micros"] == CX23 + IPV4
+
+
 def test_every_price_is_a_whole_number_of_micros() -> None:
     rates = [rate for kind in DEFAULT_CATALOG.server_types for rate in kind.rates.values()]
     for rate in (*rates, DEFAULT_CATALOG.primary_ipv4):

@@ -4,13 +4,18 @@ The emulator's servers are the machines in the cloud's books, with the simulated
 (never too many, nobody ended without cause, nothing left over) is judged of servers. Faults of each request are drawn
 from the scenario's rates. Primary IPs must not be left over either. Each start of an orchestrator has an account and
 a provider of its own, as a process would.
+
+What servers cost is the emulator's own bill: ours must be the same to the micro at the end, and no server may be
+deleted in the first 80 % of an hour that is paid without a cause.
 """
 
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from random import Random
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -21,14 +26,15 @@ from hetzner_bed import ENDPOINT, TIMEOUT_S, Network
 from hetzner_contract import InProcess
 from windlass.emulate.hetzner import HetznerEmulator
 from windlass.emulate.hetzner.settings import Settings
-from windlass.model.hetzner import HetznerSettings
+from windlass.model.hetzner import HOUR_S, HetznerSettings
 from windlass.model.machine import MachineRequest
 from windlass.providers.hetzner.account import Account
 from windlass.providers.hetzner.provider import HetznerProvider
 from windlass.sim.cloud import Cloud, Entry
-from windlass.sim.loop import moment, virtual_now
+from windlass.sim.loop import EPOCH, moment, virtual_now
 from windlass.sim.orchestrators import GatedProvider, SimOrchestrator
-from windlass.sim.scenario import Scenario, Surroundings, draw
+from windlass.sim.scenario import Scenario, Surroundings, draw, draw_paid
+from windlass.sim.watch import USED_SHARE
 from windlass.sim.world import World
 
 # What the provider's traits allow for: how old a list may be, and how late a server may come.
@@ -45,8 +51,9 @@ NOT_DELETED = ("not_found", "locked", "conflict", "protected", "forbidden", "rat
 
 
 def hetzner_scenario(seed: int) -> Scenario:
-    """The troubles of any world, with fleets as patient as lists of this vendor ask for."""
-    scenario = draw(seed)
+    """The troubles of any world, with fleets as patient as lists of this vendor ask for. Every other one lasts for
+    several of its hours, which are shorter, with work that comes in waves."""
+    scenario = draw_paid(seed) if seed % 2 else draw(seed)
     return replace(scenario, fleets={name: _surroundings(around) for name, around in scenario.fleets.items()})
 
 
@@ -56,9 +63,16 @@ def _surroundings(around: Surroundings) -> Surroundings:
         "spawn_timeout_s": 90.0,
         "poll_interval_s": max(5.0, around.config.poll_interval_s),
     }
-    # The world waits for machines to be gone by what the cloud says of itself: as the provider says.
     return replace(
-        around, config=around.config.model_copy(update=settings), max_list_age_s=60.0, max_late_s=MAX_LATE_S + 60.0
+        around,
+        config=around.config.model_copy(update=settings),
+        # The world waits for machines to be gone by what the cloud says of itself: as the provider says.
+        max_list_age_s=60.0,
+        max_late_s=MAX_LATE_S + 60.0,
+        billing_unit_s=around.billing_unit_s if around.billing_unit_s > 1 else HOUR_S,
+        # Whatever it is: the emulator says what things cost.
+        price_micros_per_hour=1,
+        price_micros_per_month=None,
     )
 
 
@@ -75,12 +89,20 @@ class HetznerCloud(Cloud):
         self.project.turn_off(machine_id)
         super().exited(machine_id)
 
+    def charged(self, entry: Entry, until: datetime) -> int:
+        """By the emulator's own arithmetic, as if it had ended then. An address that somebody made outlive its server
+        costs more, which nobody can know."""
+        ledger = self.project.emulator.ledger
+        lines = [line for line in ledger._lines.values() if entry.id in (f"{line.id}", f"{line.made_with}")]
+        return sum(ledger._micros(line, until, is_gross=False) for line in lines)
+
 
 class Project(InProcess):
     """The emulated project, what goes wrong with it, and whose machine each server is."""
 
-    def __init__(self, clouds: dict[str, HetznerCloud], rng: Random) -> None:
-        self.emulator = HetznerEmulator(virtual_now, Settings(boot_s=rng.choice([0.0, 4.0, 8.0])))
+    def __init__(self, clouds: dict[str, HetznerCloud], hour_s: int, rng: Random) -> None:
+        settings = Settings(boot_s=rng.choice([0.0, 4.0, 8.0]), billing_hour_s=hour_s)
+        self.emulator = HetznerEmulator(virtual_now, settings)
         super().__init__(self.emulator)
         self.clouds = clouds
         self.rng = rng
@@ -175,7 +197,7 @@ class Project(InProcess):
                 request = MachineRequest(
                     labels["windlass-worker"], labels["windlass-fleet"], int(labels["windlass-slot"])
                 )
-                self.entries[id_] = self.clouds[request.fleet].begin(request)
+                self.entries[id_] = self.clouds[request.fleet].begin(request, machine_id=str(id_))
         for id_, entry in self.entries.items():
             if id_ not in servers:
                 Cloud.end(self.clouds[entry.fleet], entry.id)
@@ -194,6 +216,8 @@ class Project(InProcess):
             server = self.emulator.project.servers.get(id_)
             if entry.id == machine_id and server is not None:
                 self.emulator.settle()
+                if self.rng.random() < 0.5:  # in the console, so there is an action
+                    self.emulator.project.act("delete_server", [("server", id_)], 0.0)
                 self.emulator.project.begin_deletion(server)
                 self.emulator.project._remove_server(server)
                 server.power_changes += 1  # what was on its way is void
@@ -212,19 +236,57 @@ class Project(InProcess):
             self.rng.choice(labelled).is_auto_deleted = False
             self.told.add("forgotten address")
 
+    def bill(self) -> Any:
+        """The emulator's, as of its last moment: also when all is over."""
+        return self.emulator.ledger.to_json(self.emulator.project.now)
+
+    def take_over_times(self) -> None:
+        """Into the books, when all is over: since when and until when the emulator has billed each server."""
+        for id_, entry in self.entries.items():
+            line = self.emulator.ledger._lines["server", id_]
+            entry.began_at = (line.started - EPOCH).total_seconds()
+            if line.ended is not None:
+                entry.gone_at = (line.ended - EPOCH).total_seconds()
+
+
+def nobody_is_deleted_early(history: "HetznerHistory", entry: Entry) -> None:
+    """Whoever is deleted in the first 80 % of a paid hour was not let go for want of work; or it was, late in the hour
+    before, and trouble kept it from being deleted in time. That whoever was not let go at all is to blame is judged for
+    all worlds alike."""
+    server = history.project.emulator.project.servers[int(entry.id)]
+    hour_s, age_s = history.hour_s, (virtual_now() - server.created).total_seconds()
+    spared_at = history.watch.spared_at.get(entry.name)
+    is_early = age_s % hour_s < USED_SHARE * hour_s
+    if spared_at is None:
+        history.occasions[entry.id] = "with a cause, " + ("early in an hour" if is_early else "late in an hour")
+        return
+    history.occasions[entry.id] = "for want of work, " + ("kept by trouble" if is_early else "at the end of an hour")
+    let_go_s = (moment(spared_at) - server.created).total_seconds()
+    if is_early and let_go_s // hour_s == age_s // hour_s:
+        history._break(f"{entry.name} is deleted {age_s % hour_s:.0f} s into a paid hour, and nobody said why")
+
 
 class HetznerHistory(World):
-    """`on_deletion` is told of every server that somebody asks to delete, before it goes: for what later policies
-    promise about when."""
+    """`on_deletion` is told of every server that somebody asks to delete, before it goes."""
 
     project: Project
-    on_deletion: Callable[["HetznerHistory", Entry], None] = staticmethod(lambda _, __: None)
+    hour_s: int
+    # On what occasion each server was asked to go, for the last time.
+    occasions: dict[str, str]
+    on_deletion: Callable[["HetznerHistory", Entry], None] = staticmethod(nobody_is_deleted_early)
+
+    @property
+    def tally(self) -> Counter[str]:
+        return Counter(self.occasions.values())
 
     def _build(self) -> None:
         self.wrap = self._replace_provider
         super()._build()
         clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, HetznerCloud)}
-        self.project = Project(clouds, self._chance("hetzner"))
+        self.occasions = {}
+        # One project has one kind of hour; all fleets of a scenario have the same.
+        (self.hour_s,) = {cloud.billing_unit_s for cloud in clouds.values()}
+        self.project = Project(clouds, self.hour_s, self._chance("hetzner"))
         for cloud in clouds.values():
             cloud.project = self.project
             cloud.on_ending = self._ends
@@ -232,7 +294,16 @@ class HetznerHistory(World):
 
     def _cloud(self, name: str, around: Surroundings) -> Cloud:
         usual = super()._cloud(name, around)
-        cloud = HetznerCloud(name, usual.rng, self.story, usual.max_list_age_s, usual.max_late_s, rates=usual.rates)
+        cloud = HetznerCloud(
+            name,
+            usual.rng,
+            self.story,
+            usual.max_list_age_s,
+            usual.max_late_s,
+            usual.price_micros_per_hour,
+            billing_unit_s=usual.billing_unit_s,
+            rates=usual.rates,
+        )
         cloud.on_begun, cloud.on_ending = usual.on_begun, usual.on_ending
         cloud.move_in = lambda entry: self._move_in(cloud, around, entry)
         return cloud
@@ -258,7 +329,7 @@ class HetznerHistory(World):
         account.api._client._session.trust_env = False
         provider = HetznerProvider(
             fleet,
-            HetznerSettings(capacity_memory_s=60.0),
+            HetznerSettings(capacity_memory_s=60.0, billing_hour_s=self.hour_s),
             account,
             identity="this",
             render_user_data=lambda request: f"#cloud-config\n# {request.name}\n",
@@ -268,12 +339,17 @@ class HetznerHistory(World):
 
     async def _forget_addresses(self) -> None:
         while not self.is_calm:
-            await asyncio.sleep(self._rng.expovariate(1 / 120))
             self.project.forget_an_address()
+            await asyncio.sleep(self._rng.expovariate(1 / 120))
 
     async def _calm_down(self) -> None:
         self.project.is_calm = True
         await super()._calm_down()
+
+    async def _close_the_books(self, calm_at: float) -> int:
+        self.project.look()
+        self.project.take_over_times()
+        return await super()._close_the_books(calm_at)
 
     async def _leaked(self) -> str | None:
         self.project.look()

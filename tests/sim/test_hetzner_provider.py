@@ -20,6 +20,7 @@ from windlass.sim.loop import virtual_now
 from windlass.sim.scenario import Scenario, Surroundings
 from windlass.sim.workers import Habits
 
+CX23, IPV4 = 5_600, 800
 PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f me"
 
 # ------------------------------------------------------------------------------------------------------------ create
@@ -48,13 +49,24 @@ async def test_a_server_is_what_was_asked_for_and_what_it_costs_is_known() -> No
         address=server.private_nets[0].ip,
         instance_type="cx23",
         place="nbg1",
-        price_micros_per_hour=5_600 + 800,
+        price_micros_per_hour=CX23 + IPV4,
         price_micros_per_month=3_490_000 + 500_000,
         currency="EUR",
     )
     await asyncio.sleep(20)
     (listed,) = await provider.list_machines()
     assert listed.state is MachineState.RUNNING
+
+
+@virtually
+async def test_an_hour_of_a_minute_costs_as_much_as_an_hour() -> None:
+    """In rehearsals: the emulator asks the same for its short hours, so an hour of the clock costs sixty times that."""
+    bed = Bed(billing_hour_s=60)
+    whole = await bed.provider().create(request_for())
+    minutes = await bed.provider("blue", billing_hour_s=60).create(request_for(fleet="blue"))
+    assert whole.price_micros_per_hour == CX23 + IPV4
+    assert minutes.price_micros_per_hour == 60 * (CX23 + IPV4)
+    assert minutes.price_micros_per_month == whole.price_micros_per_month
 
 
 @virtually
@@ -398,7 +410,8 @@ async def test_a_server_is_gone_when_delete_returns_and_that_took_two_requests()
     # In whole seconds, as the vendor publishes them.
     assert stopped_at is not None
     assert abs(stopped_at - asked_at) < timedelta(seconds=1)
-    assert await provider.delete(machine) is None
+    # Asked again, and by somebody who never saw it: the vendor remembers when.
+    assert await provider.delete(machine) == await bed.provider().delete(machine) == stopped_at
     assert [request[1] for request in bed.asked()[before : before + 2]] == ["DELETE", "GET"]
 
 
@@ -458,12 +471,31 @@ def test_a_deletion_without_an_answer_is_not_gone_until_it_is(takes_effect: bool
         bed.faults.next_delete(
             times_out_after_taking_effect=takes_effect, times_out_before_taking_effect=not takes_effect
         )
+        asked_at = virtual_now()
         with pytest.raises(Unavailable):
             await provider.delete(machine)
-        await provider.delete(machine)
+        asked_again_at = virtual_now()
+        stopped_at = await provider.delete(machine)
         assert bed.servers == {}
+        # Nothing is paid for the time in which nobody knew.
+        assert stopped_at is not None
+        assert abs(stopped_at - (asked_at if takes_effect else asked_again_at)) < timedelta(seconds=1)
+        (line,) = bed.emulator.bill()["servers"]
+        assert line["deleted"] == stopped_at.isoformat()
 
     lose()
+
+
+@virtually
+async def test_when_nobody_says_since_when_a_server_is_gone_that_is_not_known() -> None:
+    bed = Bed()
+    provider = bed.provider()
+    machine = await provider.create(request_for())
+    await asyncio.sleep(60)
+    bed.faults.next_delete("not_found", takes_effect=True)
+    bed.faults.next("unavailable", path="/v1/servers/actions")
+    assert await provider.delete(machine) is None
+    assert bed.servers == {}
 
 
 # --------------------------------------------------------------------------------------------------------- addresses
@@ -596,7 +628,13 @@ def test_a_hundred_servers_boot_run_and_leave_on_less_than_a_request_a_second() 
     )
     arrivals = ((0.0, 400),)
     around = Surroundings(
-        config, max_list_age_s=60.0, max_late_s=80.0, habits=Habits((120.0, 150.0)), arrivals=arrivals
+        config,
+        max_list_age_s=60.0,
+        max_late_s=80.0,
+        habits=Habits((120.0, 150.0)),
+        arrivals=arrivals,
+        billing_unit_s=3600,
+        price_micros_per_hour=1,
     )
     history = HetznerHistory(Scenario(7, {"red": around}, faults_end_s=1500.0))
     report = history.run()
@@ -614,3 +652,8 @@ def test_a_hundred_servers_boot_run_and_leave_on_less_than_a_request_a_second() 
     # A hundred are asked for as fast as that allows.
     assert len(creations) >= 100
     assert (creations[99] - creations[0]).total_seconds() < 200
+    # And they are gone before another hour of any of them begins, although their hours end nearly together and each
+    # deletion takes two requests.
+    bill = history.project.bill()
+    assert [line["hours"] for line in bill["servers"]] == [1] * 100
+    assert history.tally == {"for want of work, at the end of an hour": 100}

@@ -18,10 +18,12 @@ from windlass.model.action import (
     Fail,
     FailSlot,
     Plan,
+    Price,
     Promote,
     Requeue,
     Spawn,
 )
+from windlass.model.cost import Bill, Tariff
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hiring, Memory, QueueView, RunningView, SlotView, Snapshot, WorkerView
@@ -192,6 +194,8 @@ class _World:
                 self._remove_machine(machine_id)
             case Adopt(worker_id, machine_id):
                 self._change(worker_id, machine_id=machine_id, creation="created", machine_at=now)
+            case Price(worker_id, machine_id):
+                self._change(worker_id, bill=self._bill(machine_id))
             case DeleteStray(machine_id):
                 self._remove_machine(machine_id)
             case FailSlot(slot):
@@ -201,6 +205,11 @@ class _World:
                 self.refusal = None
             case Alert():
                 pass
+
+    def _bill(self, machine_id: str) -> Bill:
+        machine = (self.machines or {})[machine_id]
+        tariff = Tariff(machine.price_micros_per_hour or 0, "EUR", self.seen.traits.billing_unit_s)
+        return Bill(tariff, machine.created_at or self.seen.now)
 
     def _change(self, worker_id: str, **changes: Any) -> None:
         self.workers[worker_id] = replace(self.workers[worker_id], **changes)

@@ -128,7 +128,8 @@ def test_months_days_and_hours_are_parts_of_the_whole(tariff: Tariff, since: dat
     ("unit_s", "poll_s", "is_kept"),
     [
         pytest.param(1, 10.0, False, id="seconds are paid as they pass"),
-        pytest.param(59, 1.0, False, id="so is nearly a minute"),
+        pytest.param(29, 1.0, False, id="so is nearly half a minute"),
+        pytest.param(30, 1.0, True, id="half a minute, as in a rehearsal"),
         pytest.param(60, 10.0, True, id="a minute, with cycles that are short enough"),
         pytest.param(60, 30.0, False, id="a minute, and the way out takes longer"),
         pytest.param(3600, 10.0, True, id="an hour"),
@@ -175,6 +176,35 @@ def test_a_departure_is_always_in_time_and_late_in_its_unit(
     assert lead < timedelta(seconds=unit_s)
     if poll_s <= 10 and unit_s == 3600:
         assert lead <= timedelta(seconds=0.2 * unit_s), "nobody is let go in the first four fifths of a paid hour"
+
+
+def windows(*boundaries_s: float, per_s: float | None, unit_s: int = 3600) -> list[float]:
+    """How long before its boundary each may go."""
+    leaving = [
+        billing.next_departure(unit_s, after(seconds=at - unit_s), after(seconds=at - unit_s), 10.0)
+        for at in boundaries_s
+    ]
+    found = billing.one_after_another(unit_s, leaving, per_s)
+    assert [each.boundary for each in found] == [each.boundary for each in leaving]
+    assert [each.closes for each in found] == [each.closes for each in leaving]
+    return [(each.boundary - each.opens).total_seconds() for each in found]
+
+
+@pytest.mark.parametrize(
+    ("boundaries_s", "per_s", "opens_s"),
+    [
+        pytest.param([9000], 0.5, [60], id="alone, it needs no more than ever"),
+        pytest.param([9000] * 4, None, [60] * 4, id="all can be deleted at once"),
+        pytest.param([9000] * 4, 0.5, [66, 64, 62, 60], id="together, one after another"),
+        pytest.param([9000, 9100, 9200], 0.5, [60, 60, 60], id="far enough apart, nobody waits for another"),
+        pytest.param([9000, 9000, 9001, 9050], 0.5, [63, 61, 60, 60], id="those a moment later are in the way too"),
+        pytest.param([9000] * 1000, 0.1, [600] * 941, id="nobody goes more than ten minutes early"),
+    ],
+)
+def test_those_who_end_together_leave_one_after_another(
+    boundaries_s: list[float], per_s: float | None, opens_s: list[float]
+) -> None:
+    assert windows(*boundaries_s, per_s=per_s)[: len(opens_s)] == pytest.approx(opens_s)
 
 
 # -------------------------------------------------------------------------------------------------------------- money

@@ -57,6 +57,7 @@ def test_settings_come_from_a_table_and_from_the_environment(tmp_path: Path, mon
             r"fleets\.f\.hetzner\.choices \(from windlass\.toml\).*'cx23' is no server type and loc",
         ),
         ("choices = []", r"fleets\.f\.hetzner\.choices"),
+        ("billing_hour_s = 7", r"fleets\.f\.hetzner\.billing_hour_s .* is 7: 3600 s are no whole number of such hours"),
         ("network_id = 0", r"fleets\.f\.hetzner\.network_id \(from windlass\.toml\) is 0: .*greater than 0"),
         ('labels = { windlass-x = "y" }', r"the label windlass-x is windlass's own: choose another name"),
         ('labels = { "a b" = "y" }', r"'a b' cannot be a label"),

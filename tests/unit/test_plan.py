@@ -16,10 +16,12 @@ from windlass.model.action import (
     Fail,
     FailSlot,
     Plan,
+    Price,
     Promote,
     Requeue,
     Spawn,
 )
+from windlass.model.cost import Bill, Tariff
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits
 from windlass.model.snapshot import RunningView, SlotView, Snapshot
@@ -272,6 +274,14 @@ def test_an_unanswered_creation_is_adopted_when_its_machine_is_found_and_doubles
         Adopt("w0", "first", "found for a creation that was never answered"),
         DeleteStray("second", "w0", "a double of first"),
     )
+
+
+def test_a_price_that_was_not_known_when_the_machine_was_made_is_taken_from_the_list() -> None:
+    listed = machine("w0", price_micros_per_hour=6_400, currency="EUR")
+    planned = plan(snapshot(worker(), machines=(listed,), traits=CLOUD), LOCAL)
+    assert planned.actions == (Price("w0", "m-w0", "what its machine costs is known now"),)
+    known = replace(worker(), bill=Bill(Tariff(6_400, "EUR"), ago(100)))
+    assert plan(snapshot(known, machines=(listed,), traits=CLOUD), LOCAL).actions == ()
 
 
 def test_an_unanswered_creation_keeps_its_slot_until_a_list_settles_it() -> None:

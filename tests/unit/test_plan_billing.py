@@ -55,6 +55,28 @@ def test_an_idle_worker_is_kept_until_shortly_before_its_hour_ends(policy: str, 
         assert "1 kept, as the first is paid until" in planned.decision
 
 
+def test_of_many_whose_hours_end_together_the_first_go_early_enough_for_the_last() -> None:
+    """A hundred at a third of a deletion a second take five minutes."""
+    traits = replace(HOURLY, deletions_per_s=1 / 3)
+    config = fleet(max_workers=100, max_changes_per_cycle=100)
+
+    def going(lived: float) -> int:
+        workers = [paid(f"w{slot:02}", slot, lived) for slot in range(100)]
+        return len(let_go(plan(seen(*workers, traits=traits), config)))
+
+    assert going(3600 - 60 - 3 * 99 - 1) == 0
+    assert going(3600 - 60 - 3 * 99) == 1
+    assert going(3600 - 60 - 3 * 49) == 51
+    assert going(3600 - 60) == 100
+
+
+def test_who_has_to_stay_keeps_nobody_waiting_for_its_turn() -> None:
+    traits = replace(HOURLY, deletions_per_s=1 / 3)
+    workers = [paid(f"w{slot:02}", slot, 3600 - 61) for slot in range(100)]
+    planned = plan(seen(*workers, traits=traits), fleet(max_workers=100, min_workers=99))
+    assert let_go(planned) == []
+
+
 def test_the_reason_says_how_long_it_was_idle_and_when_its_hour_ends() -> None:
     (drain,) = of_kind(plan(seen(paid("w0", 0, 3541)), fleet()).actions, Drain)
     assert (drain.code, drain.reason) == ("BILLING_HOUR_END", "idle 41 s, its hour ends in 59 s, nothing waits")

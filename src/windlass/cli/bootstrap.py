@@ -31,8 +31,9 @@ async def render(
     ] = None,
     worker_id: Annotated[str | None, typer.Option(help="The worker it is for.", metavar="ID")] = None,
     url: Annotated[
-        str, typer.Option(help="Where the machine finds the control plane.", metavar="URL")
-    ] = PLACEHOLDER_URL,
+        str | None,
+        typer.Option(help="Where the machine finds the control plane (default: as configured).", metavar="URL"),
+    ] = None,
     config: ConfigFile = None,
 ) -> None:
     """Print the cloud-init document that a machine of a fleet would get.
@@ -45,6 +46,7 @@ async def render(
     loaded = load(config, None).config
     name, settings = _chosen(loaded, fleet)
     request = MachineRequest(worker_id or f"{name}-0-0000000000", name, 0, PLACEHOLDER_TOKEN)
+    url = url or loaded.machine_url or PLACEHOLDER_URL
     document = render_user_data(settings.bootstrap, request, url, stop_timeout_s=settings.stop_timeout_s)
     sys.stdout.write(document)
     if sys.stdout.isatty():

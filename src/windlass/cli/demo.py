@@ -1,52 +1,75 @@
-"""`windlass demo`: the promise of windlass, kept before your eyes in about a minute."""
+"""`windlass demo`: the promise of windlass, kept before your eyes."""
 
 import sys
-from typing import Annotated
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from windlass.cli.common import AsJson, command
 from windlass.cli.output import print_json, print_table
+from windlass.model.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from windlass.cli.demonstration.hetzner import HetznerDemonstration
+    from windlass.cli.demonstration.local import LocalDemonstration
+    from windlass.cli.demonstration.report import Report
+    from windlass.cli.demonstration.stage import Place
+
+
+class On(StrEnum):
+    LOCAL = "local"
+    HETZNER = "hetzner"
 
 
 @command
 async def demo(
+    on: Annotated[On, typer.Option("--on", help="Where workers live: here, or on servers of an emulated cloud.")] = (
+        On.LOCAL
+    ),
     tasks: Annotated[int, typer.Option(min=50, max=5_000, help="How many tasks arrive.", metavar="N")] = 200,
     workers: Annotated[int, typer.Option(min=2, max=16, help="How many workers at the most.", metavar="N")] = 4,
+    hour_s: Annotated[
+        int, typer.Option(min=30, max=3600, help="hetzner: how long a paid hour lasts.", metavar="SECONDS")
+    ] = 60,
     keep: Annotated[bool, typer.Option("--keep", help="Leave it running at the end, until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """A burst arrives, workers are hired, one is killed, one task is poison, and nothing is lost.
+    """A burst arrives, workers are hired, one is killed, and nothing is lost.
 
-    Runs `windlass up` with real worker processes and tells what happens and why. At the end every task is complete
-    but the poisonous one, none was accepted twice, and the fleet is back at its minimum. Exit code 1 if that is not so.
+    Runs `windlass up` with real worker processes and tells what happens and why. At the end every task is complete (but
+    one that is poison, here), none was accepted twice, and the fleet is back at its minimum. Exit code 1 if that is not
+    so.
+
+    With `--on hetzner` workers are servers of a Hetzner Cloud that is emulated on this host, paid by hours of a minute.
+    They are created through the vendor's own SDK, boot from cloud-init, join by a token, work over HTTP, and are
+    deleted before another hour is charged. The vendor's bill and our ledger must be equal.
 
     Uses a PostgreSQL of its own in a temporary directory, which is gone afterwards.
     """
     import asyncio
     import time
 
-    from windlass.cli.demonstration import Demonstration
-
+    if 3600 % hour_s:
+        raise BadInput(f"3600 s are no whole number of hours of {hour_s} s: take 30, 60 or 120 for --hour-s.")
     started = time.monotonic()
 
     def tell(sentence: str) -> None:
         if not as_json:
             print(f"{time.monotonic() - started:5.1f} s  {sentence}", flush=True)
 
-    async with Demonstration(tasks, workers, tell).running() as (report, data_dir):
+    async with _demonstration(on, tasks, workers, hour_s, tell).running() as (report, place):
         problems = report.problems()
         if as_json:
             print_json({"is_kept": not problems, "problems": problems, **report.as_dict()})
         else:
-            print()
-            print_table(report.lines())
-            print(flush=True)
+            _print(report)
         if keep:
             tell("it goes on until Ctrl-C. Look at it from another terminal:")
-            dead = report.poisonous_task_id
-            for look in ("status --watch", "explain demo", f"explain {dead}", f"tasks show {dead}"):
-                print(f"         windlass {look} --data-dir {data_dir}", flush=True)
+            for look in _looks(report, place):
+                print(f"         {look}", flush=True)
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -54,3 +77,39 @@ async def demo(
     for problem in problems:
         print(f"windlass: the demo failed: {problem}.", file=sys.stderr)
     return 1 if problems else 0
+
+
+def _demonstration(
+    on: On, tasks: int, workers: int, hour_s: int, tell: "Callable[[str], None]"
+) -> "LocalDemonstration | HetznerDemonstration":
+    if on is On.HETZNER:
+        from windlass.cli.demonstration.hetzner import HetznerDemonstration
+
+        return HetznerDemonstration(tasks, workers, tell, hour_s=hour_s)
+    from windlass.cli.demonstration.local import LocalDemonstration
+
+    return LocalDemonstration(tasks, workers, tell)
+
+
+def _print(report: "Report") -> None:
+    from windlass.cli.demonstration.hetzner_report import HEADINGS, NUMBERS, HetznerReport
+
+    print()
+    print_table(report.lines())
+    if isinstance(report, HetznerReport):
+        print()
+        print_table(report.table(), *HEADINGS, right=NUMBERS)
+    print(flush=True)
+
+
+def _looks(report: "Report", place: "Place") -> list[str]:
+    from windlass.cli.demonstration.local_report import LocalReport
+
+    here = f"--data-dir {place.data_dir}"
+    if isinstance(report, LocalReport):
+        dead = report.poisonous_task_id
+        looks = ("status --watch", "explain demo", f"explain {dead}", f"tasks show {dead}")
+    else:
+        one_more = """'{"number": 0, "work_s": 5, "is_poisonous": false}'"""
+        looks = ("status --watch", "cost --by worker", "explain demo", f"enqueue demo {one_more}")
+    return [f"windlass {look} {here}" for look in looks]

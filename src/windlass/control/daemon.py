@@ -113,7 +113,8 @@ class Daemon:
             started = loop.time()
             waker.clear()
             try:
-                summary = await fleet.run(PATIENCE_S)
+                # Not longer than an interval: what is due in the next cycle (before an hour ends) must not wait.
+                summary = await fleet.run(min(PATIENCE_S, fleet.config.poll_interval_s))
             except DatabaseUnavailable as error:
                 failures += 1
                 pause_s = reconnect_delay_s(failures, self._rng.random())

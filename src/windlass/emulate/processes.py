@@ -217,6 +217,8 @@ class Processes:
         process = machine.process
         if process is None:
             return
+        # A machine that loses its power loses it everywhere: nobody in it may see, and report, that another is gone.
+        _signal_group(process, signal.SIGSTOP)
         # Its children first: while it lives, those that lose their parent become its own, if it has asked for that.
         for _ in range(_MAX_KILL_ROUNDS):
             descendants = _descendants(process.pid)

@@ -65,6 +65,15 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
+class Price:
+    """What a worker's machine costs was not known when it was made, and is now: it has been charged for all along."""
+
+    worker_id: str
+    machine_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteStray:
     """End a machine that carries our tags and belongs to no worker."""
 
@@ -98,7 +107,7 @@ class Alert:
     worker_id: str | None = None
 
 
-Action = Promote | Fail | Requeue | Drain | Delete | Adopt | DeleteStray | FailSlot | Spawn | Alert
+Action = Promote | Fail | Requeue | Drain | Delete | Adopt | Price | DeleteStray | FailSlot | Spawn | Alert
 _ADAPTERS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
 
 

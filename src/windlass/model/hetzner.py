@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+HOUR_S = 3600
 HETZNER_ENDPOINT = "https://api.hetzner.cloud/v1"
 _CHOICE = re.compile(r"([a-z0-9-]+)@([a-z0-9-]+)")
 _LABEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
@@ -52,7 +53,10 @@ class HetznerSettings(BaseModel):
     )
     call_timeout_s: float = Field(default=20.0, gt=0, le=40, description="Longest time for an answer of the API.")
     billing_hour_s: int = Field(
-        default=3600, gt=0, description="What is paid at once. Only for rehearsals: an emulator's hours may be shorter."
+        default=HOUR_S,
+        gt=0,
+        le=HOUR_S,
+        description="How long an hour is that is paid at once. Only for rehearsals: an emulator's may be shorter.",
     )
 
     @property
@@ -72,6 +76,14 @@ class HetznerSettings(BaseModel):
             if _CHOICE.fullmatch(choice) is None:
                 raise ValueError(f"{choice!r} is no server type and location: write them as cx23@nbg1")
         return tuple(dict.fromkeys(choices))
+
+    @field_validator("billing_hour_s")
+    @classmethod
+    def _part_of_an_hour(cls, seconds: int) -> int:
+        # Or a price per real hour, which is what we reckon with, would be no whole number.
+        if HOUR_S % seconds:
+            raise ValueError(f"{HOUR_S} s are no whole number of such hours: take 60, 300 or 600")
+        return seconds
 
     @field_validator("labels")
     @classmethod

@@ -53,6 +53,8 @@ class ProviderTraits:
     stray_grace_s: float = 0.0
     # Time is paid in whole units of this length, the first from the machine's creation: 3600 for a started hour.
     billing_unit_s: int = 1
+    # How fast machines can be deleted, where that is limited: many that end together must begin early. None: at once.
+    deletions_per_s: float | None = None
     # Its machines reach the control plane over HTTP and need a join token; others speak to the database.
     is_remote: bool = False
     # Something is to be done between the boot of a machine and the start of the worker's program.

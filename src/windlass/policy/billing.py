@@ -15,11 +15,12 @@ nothing more and claims what comes. Then it must go in time. From the cycle that
     call                         what the provider takes for that, with room for a second try
     boundary                     the next unit begins
 
-The window is two cycles wide, so that one cycle that fails or is late does not cost a unit.
+The window is two cycles wide, so that one cycle that fails or is late does not cost a unit. Where a provider deletes
+only so many machines a second, the windows of those who end together open earlier, one after another.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from windlass.model.cost import Bill, Tariff, hour_of, month_of, next_month
@@ -28,13 +29,16 @@ HOUR = timedelta(hours=1)
 _SECONDS_PER_HOUR = 3600
 _INSTANT = timedelta.resolution
 # Shorter units are as good as seconds: nothing is gained by staying to the end of one.
-LONG_UNIT_S = 60
+LONG_UNIT_S = 30
 # What a deletion may take, and be tried again, before the next unit begins. Units of seconds (in rehearsals) come with
 # providers that are as quick, so it is never more than a twentieth of a unit.
 DELETE_CALL_S = 30.0
 _CALL_SHARE = 20
 WINDOW_OPENS_CYCLES = 3
 WINDOW_CLOSES_CYCLES = 1
+# Of a unit, the most that is given up so that many can be deleted in time: ten minutes of an hour. Beyond that, paying
+# for some of them again costs less than sending all of them away so early.
+MAX_EARLY_SHARE = 1 / 6
 
 
 # ------------------------------------------------------------------------------------------------------- what it costs
@@ -136,6 +140,23 @@ def next_departure(unit_s: int, since: datetime, now: datetime, poll_interval_s:
     if now > boundary - closes:
         boundary += timedelta(seconds=unit_s)
     return Departure(boundary - opens, boundary - closes, boundary)
+
+
+def one_after_another(unit_s: int, leaving: Sequence[Departure], deletions_per_s: float | None) -> list[Departure]:
+    """The same for workers that may all leave, in the order in which they would: whoever has others behind it that end
+    at about the same time may go early enough for all of them to be deleted in time."""
+    if deletions_per_s is None:
+        return list(leaving)
+    turn, earliest = timedelta(seconds=1 / deletions_per_s), timedelta(seconds=MAX_EARLY_SHARE * unit_s)
+    found: list[Departure] = []
+    # From the last to the first: by when the deletion of the one after must have begun.
+    next_begins: datetime | None = None
+    for departure in reversed(leaving):
+        ends = departure.boundary if next_begins is None else min(departure.boundary, next_begins)
+        next_begins = ends - turn
+        opens = max(departure.opens - (departure.boundary - ends), departure.boundary - earliest)
+        found.append(replace(departure, opens=min(departure.opens, opens)))
+    return found[::-1]
 
 
 def _lead_s(unit_s: int, poll_interval_s: float, cycles: int) -> float:

@@ -232,12 +232,12 @@ class Cloud:
 
     # -------------------------------------------------------------------------------------------------- machines
 
-    def begin(self, request: MachineRequest, *, is_double: bool = False) -> Entry:
-        """A machine is there, and billed. A vendor's emulator calls this, `end` and `billed`, and keeps no books."""
+    def begin(self, request: MachineRequest, *, is_double: bool = False, machine_id: str | None = None) -> Entry:
+        """A machine is there, and billed. A vendor's emulator calls this with its own id, `end` and `billed`, and keeps
+        no books."""
         now = asyncio.get_running_loop().time()
-        entry = Entry(
-            f"m{len(self.books)}-{request.fleet}", request.name, request.fleet, request.slot, now, is_double=is_double
-        )
+        machine_id = machine_id or f"m{len(self.books)}-{request.fleet}"
+        entry = Entry(machine_id, request.name, request.fleet, request.slot, now, is_double=is_double)
         self.books[entry.id] = entry
         self.story.tell("cloud", f"{entry.id} of {entry.name} begins")
         self.on_begun(entry)

@@ -35,7 +35,7 @@ from windlass.sim.workers import SimWorker
 MOMENT_S = 0.001
 # Nobody is let go for want of work before this share of what is paid is used up, where time is paid in units this long.
 USED_SHARE = 0.8
-LONG_UNIT_S = 60
+LONG_UNIT_S = 30
 # Why a worker is let go that nobody needs; other reasons need not wait.
 SPARE = ("IDLE", "BILLING_HOUR_END")
 

@@ -24,6 +24,7 @@ from windlass.model.action import (
     Fail,
     FailSlot,
     Plan,
+    Price,
     Promote,
     Requeue,
     Spawn,
@@ -404,6 +405,8 @@ class MemoryControlStore(MemoryStore):
                 self._drain(fleet, action)
             case Adopt():
                 self._adopt(fleet, action, snapshot)
+            case Price():
+                self._price(action, snapshot)
             case FailSlot(number, reason):
                 slot = self._fleets[fleet].slots.get(number)
                 if slot is not None:
@@ -438,10 +441,13 @@ class MemoryControlStore(MemoryStore):
             hired.machine_id, hired.machine_at, hired.creation = action.machine_id, self._clock(), "created"
             if action.is_prepared:
                 hired.prepared_at = hired.prepared_at or self._clock()
-            found = [machine for machine in snapshot.machines or () if machine.id == action.machine_id]
-            if found:
-                self._open_bill(worker.id, found[0], snapshot.traits.billing_unit_s)
+            self._price(action, snapshot)
             self._note("MACHINE_ADOPTED", action.reason, fleet=fleet, worker_id=worker.id)
+
+    def _price(self, action: Adopt | Price, snapshot: Snapshot) -> None:
+        for machine in snapshot.machines or ():
+            if machine.id == action.machine_id:
+                self._open_bill(action.worker_id, machine, snapshot.traits.billing_unit_s)
 
     def _open_bill(self, worker_id: str, machine: Machine, unit_s: int) -> None:
         hired = self._hired[worker_id]

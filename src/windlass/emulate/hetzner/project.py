@@ -174,8 +174,9 @@ class Project:
     def new_id(self) -> int:
         return next(self._ids)
 
-    def created_now(self) -> datetime:
-        """The API publishes whole seconds, and what is published is what is billed."""
+    def published_now(self) -> datetime:
+        """The API publishes whole seconds, and what is published is what is billed: `created`, and `started` of the
+        action that deletes."""
         return self.now.replace(microsecond=0)
 
     def act(self, command: str, resources: Sequence[tuple[str, int]], takes_s: float) -> Action:
@@ -219,7 +220,7 @@ class Project:
         address = str(ipaddress.IPv4Address(_IPV4_BASE + number))
         if type_ == "ipv6":
             address = f"{ipaddress.IPv6Address(_IPV6_BASE + (number << 64))}/64"
-        created = self.created_now()
+        created = self.published_now()
         primary_ip = PrimaryIp(
             id_,
             name or f"primary_ip-{id_}",
@@ -241,7 +242,7 @@ class Project:
         primary_ip.gone_at = self.now
         del self.primary_ips[primary_ip.id]
         self._departed.append(primary_ip)
-        self.ledger.close("primary_ip", primary_ip.id, self.now)
+        self.ledger.close("primary_ip", primary_ip.id, self.published_now())
 
     # -------------------------------------------------------------------------------------------------- servers
 
@@ -298,10 +299,10 @@ class Project:
         change = self._new_power_change(server)
         self.set_status(server, "deleting")
         self.host.erase(server.id)
-        self.ledger.close("server", server.id, self.now)
+        self.ledger.close("server", server.id, self.published_now())
         for primary_ip in self.primary_ips_of(server):
             if primary_ip.is_auto_deleted:
-                self.ledger.close("primary_ip", primary_ip.id, self.now)
+                self.ledger.close("primary_ip", primary_ip.id, self.published_now())
         self._then(server, change, self.settings.delete_s, lambda: self._remove_server(server))
 
     def _remove_server(self, server: Server) -> None:

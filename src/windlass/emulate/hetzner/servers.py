@@ -201,7 +201,7 @@ def _check_possible(project: Project, order: _Order) -> None:
 def _build(project: Project, order: _Order) -> tuple[Server, list[Action]]:
     settings = project.settings
     server = Server(
-        project.new_id(), order.name, order.labels, project.created_now(),
+        project.new_id(), order.name, order.labels, project.published_now(),
         order.server_type, order.location, order.image, order.user_data, [(project.now, "initializing")],
     )  # fmt: skip
     for network in order.networks:

@@ -49,7 +49,7 @@ def create_network(project: Project, call: Call) -> Answer:
     inputs.finish()
     if any(each.name == name for each in project.networks.values()):
         raise not_unique("network")
-    network = Network(project.new_id(), name, labels, project.created_now(), ip_range, [], [], exposes_routes)
+    network = Network(project.new_id(), name, labels, project.published_now(), ip_range, [], [], exposes_routes)
     for subnet in subnets:
         network.subnets.append(_subnet(network, Inputs(subnet)))
     for route in routes:
@@ -166,7 +166,7 @@ def create_firewall(project: Project, call: Call) -> Answer:
     inputs.finish()
     if any(each.name == name for each in project.firewalls.values()):
         raise not_unique("firewall")
-    firewall = Firewall(project.new_id(), name, labels, project.created_now(), rules, targets)
+    firewall = Firewall(project.new_id(), name, labels, project.published_now(), rules, targets)
     project.firewalls[firewall.id] = firewall
     actions = [_on_firewall(project, firewall, "set_firewall_rules")]
     actions += [_applied(project, firewall, target) for target in targets]
@@ -307,7 +307,7 @@ def create_ssh_key(project: Project, call: Call) -> Answer:
         raise not_unique("SSH key")
     if any(each.fingerprint == fingerprint for each in project.ssh_keys.values()):
         raise not_unique("SSH key", "public_key")
-    key = SshKey(project.new_id(), name, labels, project.created_now(), public_key, fingerprint or "")
+    key = SshKey(project.new_id(), name, labels, project.published_now(), public_key, fingerprint or "")
     project.ssh_keys[key.id] = key
     return Answer(201, {"ssh_key": render.ssh_key(key)})
 

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from windlass.model.action import Action, Adopt, Delete, DeleteStray
+from windlass.model.action import Action, Adopt, Delete, DeleteStray, Price
 from windlass.model.machine import Machine, MachineState
 from windlass.model.worker import WorkerStatus
 from windlass.policy.derive import Presence, WorkerState
@@ -80,14 +80,18 @@ def _end(draft: Draft, state: WorkerState, code: str, reason: str) -> list[Actio
 
 
 def reconcile(draft: Draft) -> list[Action]:
-    """Find the machines of unanswered creations; end machines that have no worker."""
+    """Find the machines of unanswered creations, and prices that were not known; end machines that have no worker."""
     if draft.snapshot.machines is None or draft.is_stopped:
         return []
     ending = draft.deleted_ids
     actions: list[Action] = []
     for name, state in draft.states.items():
         own = draft.machine_of(state.worker)
-        if own is not None and state.worker.machine_id is None and name not in ending:
+        if own is None:
+            continue
+        if state.worker.machine_id is not None and state.worker.bill is None and own.price_micros_per_hour is not None:
+            actions.append(Price(name, own.id, "what its machine costs is known now"))
+        if state.worker.machine_id is None and name not in ending:
             is_prepared = not draft.snapshot.traits.has_prepare_step
             actions.append(Adopt(name, own.id, "found for a creation that was never answered", is_prepared))
     return actions + _end_strays(draft)

@@ -32,6 +32,7 @@ def scale(draft: Draft) -> list[Action]:
     staying = _staying(draft)
     departures = _departures(draft, staying)
     demand = _demand(draft, staying, departures)
+    departures |= _with_turns(draft, demand, staying, departures)
     wish = POLICIES[draft.fleet.policy](demand)
     is_over = wish.is_over_capacity or len(staying) > draft.fleet.max_workers
     draft.remember(over_capacity_since=(draft.memory.over_capacity_since or draft.now) if is_over else None)
@@ -82,6 +83,18 @@ def _departures(draft: Draft, staying: list[WorkerState]) -> dict[str, Departure
     return {
         state.worker.id: billing.next_departure(unit_s, _billed_since(state), draft.now, poll_s) for state in staying
     }
+
+
+def _with_turns(
+    draft: Draft, demand: Demand, staying: list[WorkerState], departures: dict[str, Departure]
+) -> dict[str, Departure]:
+    """The same for those who could all go, where they cannot all be deleted at once."""
+    traits, most = draft.snapshot.traits, max(0, len(staying) - draft.fleet.min_workers)
+    ids = [state.worker.id for state in demand.idle[:most] if state.worker.id in departures]
+    windows = billing.one_after_another(
+        traits.billing_unit_s, [departures[worker_id] for worker_id in ids], traits.deletions_per_s
+    )
+    return dict(zip(ids, windows, strict=True))
 
 
 def _billed_since(state: WorkerState) -> datetime:

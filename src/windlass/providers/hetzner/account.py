@@ -40,8 +40,9 @@ TRICKLE_S = 10.0
 PRICES_FRESH_S = 6 * 3600.0
 # Whether there are some left changes all the time, and is only a hint.
 HINTS_FRESH_S = 300.0
-# What could not be had is asked for again after this time.
+# What could not be had is asked for again after this time: hints, which are dispensable, and prices, which are not.
 ASK_AGAIN_S = 60.0
+ASK_PRICES_AGAIN_S = 10.0
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
@@ -174,7 +175,7 @@ class Account:
 
     async def _ask_for_prices(self, max_wait_s: float) -> None:
         loop = asyncio.get_running_loop()
-        self._prices_due = loop.time() + ASK_AGAIN_S
+        self._prices_due = loop.time() + ASK_PRICES_AGAIN_S
         try:
             answer = await self.call(lambda: self.api.request("GET", "/pricing"), max_wait_s=max_wait_s)
             self._prices = {kind: read_prices(answer["pricing"], kind) for kind in ("net", "gross")}

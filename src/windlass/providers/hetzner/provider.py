@@ -40,12 +40,13 @@ from windlass.model.errors import (
     Throttled,
     Unavailable,
 )
-from windlass.model.hetzner import Choice, HetznerSettings
+from windlass.model.hetzner import HOUR_S, Choice, HetznerSettings
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.account import BUSY_PAUSE_S, MAX_PAGES, MAX_WAIT_S, PAGE_SIZE, Account
 from windlass.providers.hetzner.addresses import Addresses
 from windlass.providers.hetzner.catalog import PriceList, in_order, named
+from windlass.providers.hetzner.limiter import RATE_PER_S
 from windlass.providers.hetzner.problems import HOW_TO_BE_LET_IN, Kind, Problem, Trouble
 
 # Each shorter than the control loop's own limit, so that it is we who say what is known.
@@ -71,6 +72,8 @@ _CREATION_LATENESS_S = 60.0 + _ABSENCE_GRACE_S
 # A server deleted a moment ago may still be listed, and one made by a newer leader may be listed before its row is
 # seen. Either is settled when the list is no longer old.
 _STRAY_GRACE_S = _ABSENCE_GRACE_S
+# Two requests each, from what lists leave of the allowance.
+_DELETIONS_PER_S = (RATE_PER_S - 1 / LIST_REUSE_S) / 2
 
 _STATES = {
     "initializing": MachineState.BOOTING,
@@ -136,6 +139,7 @@ class HetznerProvider:
             creation_lateness_s=_CREATION_LATENESS_S,
             stray_grace_s=_STRAY_GRACE_S,
             billing_unit_s=self._settings.billing_hour_s,
+            deletions_per_s=_DELETIONS_PER_S,
             is_remote=True,
         )
 
@@ -328,7 +332,8 @@ class HetznerProvider:
             address=_address(server),
             instance_type=type_,
             place=place,
-            price_micros_per_hour=price.per_hour if price is not None else None,
+            # The emulator asks the price of an hour for whatever it calls one.
+            price_micros_per_hour=price.per_hour * (HOUR_S // self._settings.billing_hour_s) if price else None,
             price_micros_per_month=price.per_month if price is not None else None,
             currency=prices.currency if prices is not None and price is not None else None,
             note=f"its server is {server.status}" if state is MachineState.EXITED else None,
@@ -356,14 +361,16 @@ class HetznerProvider:
             raise Unavailable(f"{doing}: it was not gone within {DELETE_TIMEOUT_S:g} s") from None
 
     async def _delete(self, server_id: int, doing: str) -> datetime | None:
-        """When the vendor began to delete it, which is when it stops to cost. None if that was not in answer to us."""
+        """When the vendor began to delete it, which is when it stops to cost. None if nobody says."""
         machine_id = str(server_id)
         status: str | None = None
         began: datetime | None = None
         if not self._is_known(machine_id):
             server = await self._look_up(server_id, doing)
-            if server is None or not self._is_ours(server):
-                return None  # gone, or not ours to touch
+            if server is None:
+                return await self._deleted_at(server_id)
+            if not self._is_ours(server):
+                return None  # not ours to touch
         for look_s in self._delete_looks_s:
             if status != "deleting":
                 began = await self._send_deletion(server_id, doing) or began
@@ -371,7 +378,7 @@ class HetznerProvider:
             server = await self._look_up(server_id, doing)
             if server is None:
                 self._note(machine_id, None)
-                return began
+                return began or await self._deleted_at(server_id)
             status = server.status
         raise Unavailable(f"{doing}: it is still {status}")
 
@@ -398,6 +405,21 @@ class HetznerProvider:
                 raise self._not_deleted(trouble.problem, doing) from trouble
             return None
         return action.started
+
+    async def _deleted_at(self, server_id: int) -> datetime | None:
+        """Of a server whose deletion was not answered, or was somebody else's: as the vendor remembers it. It is gone
+        either way, so this is asked once, and trouble with it is no trouble."""
+        try:
+            page = await self._account.ask(
+                lambda: self._account.api.servers.actions.get_list(sort=["started:desc"], per_page=PAGE_SIZE)
+            )
+        except (Trouble, Throttled):
+            return None
+        for action in page.actions:
+            about = [(resource["type"], resource["id"]) for resource in action.resources or ()]
+            if action.command == "delete_server" and ("server", server_id) in about:
+                return action.started
+        return None
 
     def _not_deleted(self, problem: Problem, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"

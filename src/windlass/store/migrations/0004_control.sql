@@ -644,6 +644,12 @@ begin
             v_action ->> 'worker_id', v_machine, (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
           perform windlass.note('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
+      when 'Price' then
+        perform windlass.open_bill(
+          v_action ->> 'worker_id',
+          jsonb_path_query_first(
+            p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')),
+          (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
       when 'FailSlot' then
         update windlass.slots
         set status = 'failed', failed_at = v_now, failed_reason = v_action ->> 'reason'

@@ -45,17 +45,18 @@ select
   (select count(*) from windlass.tasks where status = 'complete') as complete,
   (select count(*) from windlass.tasks where status not in ('complete', 'failed')) as unfinished,
   (select count(*) from windlass.tasks) as enqueued,
+  (select count(*) from windlass.cycles) as cycles,
   (select count(*) from windlass.workers where status = 'active') as ready,
   (select count(*) from windlass.workers where status <> 'terminated') as workers;
 
 -- name: at_work
 -- Whom to kill: workers with a process and a task at hand that does nothing worse than take its time.
-select w.id, w.pid, min(t.id) as task_id
+select w.id, w.pid, w.machine_id, min(t.id) as task_id
 from windlass.workers w
 join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
 where w.status = 'active'
   and not (t.payload ->> 'is_poisonous')::boolean
-group by w.id, w.pid
+group by w.id, w.pid, w.machine_id
 order by w.created_at
 limit 1;
 
@@ -69,22 +70,8 @@ with per_task as (
     extract(epoch from min(at) filter (where status = 'running') - min(at) filter (where status = 'queued')) as wait_s
   from demo.history
   group by task_id
-),
-poison as (
-  select id
-  from windlass.tasks
-  where (payload ->> 'is_poisonous')::boolean
 )
 select
-  (select id from poison) as poisonous_task_id,
-  -- Whom it took along, in their order.
-  array(
-    select e.worker_id
-    from windlass.events e
-    join poison on poison.id = e.task_id
-    where e.code in ('TASK_REQUEUED', 'TASK_FAILED')
-    order by e.id
-  ) as poisoned_worker_ids,
   (select count(*) from windlass.tasks) as enqueued,
   (select count(*) from windlass.tasks where status = 'complete') as complete,
   (select array(select id from windlass.tasks where status = 'failed' order by id)) as dead_letters,
@@ -96,6 +83,34 @@ select
   (select percentile_cont(0.95) within group (order by wait_s) from per_task)::double precision as wait_p95_s,
   (select count(*) from windlass.workers where slot is not null) as workers_hired,
   (select count(*) from windlass.workers where status <> 'terminated') as workers_left;
+
+-- name: poison
+-- The task that took its workers along, and whom, in their order.
+select
+  t.id as poisonous_task_id,
+  array(
+    select e.worker_id
+    from windlass.events e
+    where e.task_id = t.id
+      and e.code in ('TASK_REQUEUED', 'TASK_FAILED')
+    order by e.id
+  ) as poisoned_worker_ids
+from windlass.tasks t
+where (t.payload ->> 'is_poisonous')::boolean;
+
+-- name: held
+-- What a worker that is gone had at hand.
+select min(t.id)
+from windlass.tasks t
+where t.worker_id = $1
+  and t.status = 'running';
+
+-- name: servers
+-- Whose machine each server was, and why it was ended.
+select w.id as worker_id, w.machine_id::bigint as server_id, w.code
+from windlass.workers w
+where w.machine_id is not null
+order by w.created_at, w.slot;
 
 -- name: recovery
 -- What became of the worker $1, killed at $3, and of the task $2 that it had at hand.

@@ -1,9 +1,9 @@
-"""Tidies up after `windlass demo`, however the demo ends: `python -m windlass.cli.demo_guard FOLDER MARK`.
+"""Tidies up after `windlass demo`, however the demo ends: `python -m windlass.cli.demonstration.guard FOLDER MARK`.
 
 Workers outlive their orchestrator by design; those of a demonstration should not. This process waits for the end of its
 standard input, which the demo holds open and the kernel closes even for one that was killed. Then it ends every process
-that carries the mark in its environment, stops the PostgreSQL in the folder and deletes the folder. Only who kills this
-process too must do that by hand.
+that carries the mark in its environment, or lives in the folder as emulated machines do; stops the PostgreSQL in the
+folder; and deletes the folder. Only who kills this process too must do that by hand.
 """
 
 import os
@@ -32,7 +32,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
     for _ in range(MAX_ROUNDS):
-        remains = _marked(mark)
+        remains = _remains(folder, mark)
         if not remains:
             break
         for process in remains:
@@ -47,12 +47,13 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+def _remains(folder: Path, mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             is_living = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-            if is_living and process.environ().get(MARK) == mark:
+            environment = process.environ() if is_living else {}
+            if environment.get(MARK) == mark or environment.get("HOME", "").startswith(f"{folder}/"):
                 found.append(process)
     return found
 
