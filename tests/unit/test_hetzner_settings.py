@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from windlass import wire
 from windlass.configure import load_config
-from windlass.model.config import Config
+from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice, HetznerSettings, problem_of_label
@@ -123,15 +123,16 @@ def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_a_token_one_sentence_says_what_to_do() -> None:
     fleet = FleetConfig(provider="hetzner", handler="a:b")
     with pytest.raises(ConfigError, match="no token for Hetzner: set HETZNER_API_TOKEN"):
-        wire.provider("f", fleet, Config(fleets={"f": fleet}))
+        wire.provider("f", fleet, Config(fleets={"f": fleet}), "this")
 
 
 def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
     fleet = FleetConfig(provider="hetzner", hetzner=HetznerSettings(is_ipv4_on=False))
     config = Config(fleets={"f": fleet}, hetzner_api_token="secret")
     with pytest.raises(ConfigError, match="the servers of fleet f would have no network: set hetzner_network_id"):
-        wire.provider("f", fleet, config)
-    wire.provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}))
+        wire.provider("f", fleet, config, "this")
+    networked = config.model_copy(update={"hetzner_network_id": 7, "control_plane_ip": "10.0.0.2"})
+    wire.provider("f", fleet, networked.model_copy(update={"api": ApiConfig(port=8080)}), "this")
 
 
 def test_fleets_with_the_same_token_share_one_allowance() -> None:

@@ -50,6 +50,7 @@ def test_the_stages_stand_in_the_seeds_order() -> None:
         "keep_budget",
         "scale",
         "reconcile",
+        "prepare",
         "warn",
     ]
 

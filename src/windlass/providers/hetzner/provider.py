@@ -41,7 +41,7 @@ from windlass.model.errors import (
     Unavailable,
 )
 from windlass.model.hetzner import Choice, HetznerSettings
-from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.account import BUSY_PAUSE_S, MAX_PAGES, MAX_WAIT_S, PAGE_SIZE, Account
 from windlass.providers.hetzner.addresses import Addresses
@@ -138,6 +138,10 @@ class HetznerProvider:
             billing_unit_s=self._settings.billing_hour_s,
             is_remote=True,
         )
+
+    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002
+        """Nothing to do: servers start their workers by themselves."""
+        return Preparation()
 
     async def close(self) -> None:
         """Nothing to do: servers go on without us, and the account is shared."""
