@@ -51,8 +51,6 @@ DELETE_LOOKS_S = (0.5, 2.0, 4.0, 8.0, 12.0, 12.0)
 LIST_REUSE_S = 5.0
 # Whether a name is in use is asked for once; the list of the cycle that decided it will do.
 NAME_CHECK_S = 30.0
-# Where a pod is reached, while it is being prepared.
-ENDPOINT_FRESH_S = 10.0
 # A new pod may not be found by its id for this long.
 HIDDEN_S = 60.0
 
@@ -357,7 +355,7 @@ class RunpodProvider:
             return Preparation()
 
         async def where() -> Endpoint | None:
-            listing = await self._list(ENDPOINT_FRESH_S)
+            listing = await self._list(self._list_reuse_s)
             pod = next((pod for pod in listing.pods if str(pod["id"]) == machine.id), None)
             return self._endpoint(pod) if pod is not None else None
 

@@ -6,6 +6,8 @@ the settings or known hosts of whoever runs this.
 """
 
 import asyncio
+import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -110,10 +112,11 @@ class _AsyncsshShell:
         output = ""
         try:
             async with asyncio.timeout(timeout_s):
-                process: asyncssh.SSHClientProcess[str]
-                async with self._connection.create_process(
+                process: asyncssh.SSHClientProcess[str] = await self._connection.create_process(
                     command, stdin=asyncssh.DEVNULL, stderr=asyncssh.STDOUT, errors="replace"
-                ) as process:
+                )
+                # Not its own context manager: that would wait for a command that does not end.
+                with contextlib.closing(process):
                     while text := await process.stdout.read(MAX_OUTPUT):
                         output = (output + text)[-MAX_OUTPUT:]
                     await process.wait_closed()
@@ -128,6 +131,8 @@ class _AsyncsshShell:
 
 
 def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
     said = " ".join(str(error).split())[:200]
     return said or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
 
