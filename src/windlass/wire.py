@@ -495,7 +495,7 @@ async def _run_once(cycle: "FleetCycle") -> "Summary":
     try:
         summary = await cycle.run()
         # Machines that are being prepared: nobody else is there to hear of it.
-        await cycle.settle()
+        await cycle.settle(is_patient_with_all=True)
     finally:
         await cycle.close()
     return summary

@@ -93,9 +93,10 @@ class FleetCycle:
         self._provider = provider
         self._actor.exchange_provider(provider)
 
-    async def settle(self) -> None:
-        """Wait for every call that is under way and write down what became of it."""
-        await self._write_down_late(None, is_patient_with_all=True)
+    async def settle(self, *, is_patient_with_all: bool = False) -> None:
+        """Wait for every call that is under way and write down what became of it. Not for preparations, unless asked
+        to: whoever leads next finds how far they have come."""
+        await self._write_down_late(None, is_patient_with_all=is_patient_with_all)
 
     def abandon(self) -> None:
         """Stop waiting for calls under way. What was sent may still happen; a later cycle finds out."""
