@@ -33,13 +33,15 @@ Values = dict[Key, tuple[Any, Source]]
 # Minutes in their old name, seconds in ours.
 _IN_MINUTES = {"FAILURE_WINDOW_MINUTES"}
 _FLEET_VARIABLE = re.compile(r"WINDLASS_FLEETS__(\w+?)__(\w+)")
-# Ours, but no settings: a switch of the command line, and what a worker tells the commands it runs.
+# Ours, but no settings: a switch of the command line, what a worker tells the commands it runs, and what a pod is told.
 NOT_SETTINGS = {
     "WINDLASS_DEBUG",
     "WINDLASS_TASK_ID",
     "WINDLASS_QUEUE",
     "WINDLASS_ATTEMPT",
     "WINDLASS_CLAIM_TOKEN",
+    "WINDLASS_POD",
+    "WINDLASS_JOIN",
 }
 # Kubernetes puts these into every container beside a Service called windlass or windlass-something.
 _FROM_KUBERNETES = re.compile(r"WINDLASS_(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?")
@@ -273,7 +275,7 @@ def _explain(error: ValidationError, sources: Mapping[Key, Source]) -> str:
         else:
             message = _in_our_words(problem)
             is_whole = isinstance(problem["input"], Mapping)
-            is_shown = key not in secrets and not is_whole and key[2:3] != ("env",)
+            is_shown = key not in secrets and not is_whole and "env" not in key[2:4]
             given = f" is {masked(repr(problem['input']))}" if is_shown else ""
             origin = _origins(sources, key, message) if is_whole else f"from {source}"
             sentences.append(f"{name} ({origin}){given}: {message[0].lower()}{message[1:]}.")

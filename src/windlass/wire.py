@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.model.address import masked, problem_of_control_plane_url
 from windlass.model.config import Config
-from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable
+from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable, WindlassError
 from windlass.store.connect import COMMAND_TIMEOUT_S, connected
 from windlass.store.migrate import Migration, applied_migrations, migrate
 from windlass.store.postgres import PostgresStore
@@ -38,8 +38,11 @@ if TYPE_CHECKING:
     from windlass.ports.control import Candidate
     from windlass.ports.provider import Provider
     from windlass.providers.hetzner import Account
-    from windlass.providers.hetzner.examine import Remark
     from windlass.providers.hetzner.limiter import Limiter
+    from windlass.providers.remark import Remark
+    from windlass.providers.runpod.account import Account as RunpodAccount
+    from windlass.providers.runpod.limiter import Limiter as RunpodLimiter
+    from windlass.providers.runpod.ssh import Identity
     from windlass.store.access import PostgresAccessStore
     from windlass.store.control import PostgresControlStore
     from windlass.store.examine import Examination
@@ -315,6 +318,8 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
     """
     if fleet.provider == "hetzner":
         return _hetzner_provider(name, fleet, config, instance_id)
+    if fleet.provider == "runpod":
+        return _runpod_provider(name, fleet, config, instance_id)
     from windlass.configure import environment_of, secret_variables
     from windlass.providers.local import LocalProvider
 
@@ -384,6 +389,18 @@ def _hetzner_limiter(token: str, endpoint: str) -> "Limiter":  # noqa: ARG001 - 
     return Limiter()
 
 
+async def _known_instance_id(config: Config) -> str | None:
+    """The database's, with which machines are tagged. None without a database: none is made for this, and
+    that it is away is said elsewhere."""
+    if config.database_url is None and not has_embedded_database(config):
+        return None
+    try:
+        async with control_store(config) as store:
+            return await store.instance_id()
+    except WindlassError:
+        return None
+
+
 async def examine_hetzner(config: Config) -> "AsyncIterator[Remark]":
     """What stands in the way of the Hetzner fleets. Reads only. Raises ConfigError."""
     from windlass.providers.hetzner.examine import examine
@@ -393,10 +410,87 @@ async def examine_hetzner(config: Config) -> "AsyncIterator[Remark]":
         return
     timeout_s = min(settings.call_timeout_s for settings in fleets.values())
     account = hetzner_account(config, timeout_s)
-    async with control_store(config) as store:
-        instance_id = await store.instance_id()
+    instance_id = await _known_instance_id(config)
     async for remark in examine(account, instance_id, fleets, config.hetzner_network_id):
         yield remark
+
+
+def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
+    from windlass.providers.runpod import RunpodProvider
+    from windlass.providers.runpod.preparing import Preparer
+
+    url = config.machine_url
+    if url is None:
+        raise AssertionError("check_machines_can_call comes before any provider")
+    settings = fleet.runpod
+    identity = runpod_identity(name, fleet, config) if fleet.auto_start_worker else None
+    return RunpodProvider(
+        name,
+        settings,
+        runpod_account(config, settings.call_timeout_s),
+        identity=instance_id,
+        url=url,
+        preparer=Preparer(settings, identity.open_shell) if identity is not None else None,
+        public_key=identity.public_key if identity is not None else None,
+    )
+
+
+def runpod_identity(name: str, fleet: "FleetConfig", config: Config) -> "Identity":
+    """The key that opens a fleet's pods. Raises ConfigError."""
+    from windlass.providers.runpod.ssh import read_identity
+
+    file = fleet.runpod.ssh.private_key_file or config.runpod_ssh_key_file
+    if file is None:
+        raise ConfigError(
+            f"auto_start_worker is set for fleet {name}, which needs an SSH key: make one with `ssh-keygen -t ed25519 "
+            "-N ''` and name it in runpod_ssh_key_file (RUNPOD_SSH_PRIVATE_KEY_PATH)."
+        )
+    return read_identity(file)
+
+
+def runpod_account(config: Config, timeout_s: float) -> "RunpodAccount":
+    """One for all fleets with the same key: they share its allowance of requests, and its list of pods."""
+    if config.runpod_api_key is None:
+        raise ConfigError(
+            "there is no key for Runpod: set RUNPOD_API_KEY to one that may read and write "
+            "(Runpod's console, Settings, API keys)."
+        )
+    return _runpod_account(config.runpod_api_key.get_secret_value(), config.runpod_endpoint, timeout_s)
+
+
+@functools.cache
+def _runpod_account(key: str, endpoint: str, timeout_s: float) -> "RunpodAccount":
+    from windlass.providers.runpod import Account
+
+    return Account(key, endpoint=endpoint, timeout_s=timeout_s, limiter=_runpod_limiter(key, endpoint))
+
+
+@functools.cache
+def _runpod_limiter(key: str, endpoint: str) -> "RunpodLimiter":  # noqa: ARG001 - whose allowance it is
+    from windlass.providers.runpod.limiter import Limiter
+
+    return Limiter()
+
+
+async def examine_runpod(config: Config) -> "AsyncIterator[Remark]":
+    """What stands in the way of the Runpod fleets. Reads only. Raises ConfigError."""
+    from windlass.providers.remark import Remark
+    from windlass.providers.runpod.examine import examine
+
+    fleets = {name: fleet for name, fleet in config.fleets.items() if fleet.provider == "runpod"}
+    if not fleets:
+        return
+    settings = {name: fleet.runpod for name, fleet in fleets.items()}
+    account = runpod_account(config, min(each.call_timeout_s for each in settings.values()))
+    try:
+        async for remark in examine(account, await _known_instance_id(config), settings):
+            yield remark
+    finally:
+        await account.close()
+    for name, fleet in fleets.items():
+        if fleet.auto_start_worker:
+            identity = runpod_identity(name, fleet, config)
+            yield Remark("ssh key", f"the pods of fleet {name} let {identity.key.get_fingerprint()} in")
 
 
 def candidate(config: Config) -> "Candidate":
@@ -422,9 +516,12 @@ async def run_cycles(config: Config) -> "list[Summary]":
 
 async def _run_once(cycle: "FleetCycle") -> "Summary":
     try:
-        return await cycle.run()
+        summary = await cycle.run()
+        # Machines that are being prepared: nobody else is there to hear of it.
+        await cycle.settle(is_patient_with_all=True)
     finally:
         await cycle.close()
+    return summary
 
 
 async def run_up(

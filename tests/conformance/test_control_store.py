@@ -27,6 +27,7 @@ from windlass.model.action import (
     Fail,
     FailSlot,
     Plan,
+    Prepare,
     Price,
     Promote,
     Requeue,
@@ -51,6 +52,9 @@ from windlass.ports.control import (
     LeaseLost,
     NotDeleted,
     Outcome,
+    PreparationFailed,
+    PreparationUnclear,
+    Prepared,
     Standby,
     StrayDeleted,
 )
@@ -571,6 +575,51 @@ async def test_a_machine_that_must_be_prepared_first_is_not_prepared(store: Cont
     assert [view.prepared_at for view in (await ann.observe()).workers] == [None, None]
 
 
+async def test_a_preparation_is_written_down_before_and_after(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await ann.report(Created("w0", machine(1), is_prepared=False))
+    began_at = clock()
+    await ann.commit(Prepare("w0", "m1", "it runs"))
+    clock.advance(5)
+    await ann.commit(Prepare("w0", "m1", "it runs"))
+    await ann.report(PreparationUnclear("w0", "the connection broke"))
+    (view,) = (await ann.observe()).workers
+    assert (view.preparing_at, view.prepared_at, view.host_key) == (began_at, None, None)
+    await ann.report(Prepared("w0", "m2", "not its machine"))
+    await ann.report(Prepared("w0", "m1", "ssh-ed25519 AAAA"))
+    done_at = clock()
+    clock.advance(5)
+    await ann.report(Prepared("w0", "m1", "another"), PreparationFailed("w0", "m1", "DISK_FULL", "too late"))
+    (view,) = (await ann.observe()).workers
+    assert (view.prepared_at, view.prepare_code, view.host_key) == (done_at, None, "ssh-ed25519 AAAA")
+    told = ["WORKER_HIRED", "MACHINE_PREPARING", "PREPARATION_UNCLEAR", "MACHINE_PREPARED"]
+    assert await events(store, "w0") == told
+
+
+async def test_a_preparation_that_failed_says_which_check_and_what_was_said(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.report(Created("w0", machine(1), is_prepared=False))
+    failed = PreparationFailed("w0", "m1", "GPU_NOT_DETECTED", "no GPU answers", "No devices were found", "key")
+    await ann.report(failed)
+    await ann.report(replace(failed, code="DISK_FULL"))
+    (view,) = (await ann.observe()).workers
+    assert (view.status, view.prepared_at) == ("spawning", None)
+    assert (view.prepare_code, view.prepare_reason, view.host_key) == ("GPU_NOT_DETECTED", "no GPU answers", "key")
+    (event,) = [event for event in await store.events(limit=1000) if event.code == "PREPARATION_FAILED"]
+    assert event.detail == {"code": "GPU_NOT_DETECTED", "output": "No devices were found"}
+
+
+async def test_a_worker_that_is_heard_was_prepared_whatever_anybody_says(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.report(Created("w0", machine(1), is_prepared=False))
+    await store.heartbeat("w0")
+    await ann.report(PreparationFailed("w0", "m1", "SSH_UNREACHABLE", "nobody answers"))
+    (view,) = (await ann.observe()).workers
+    assert view.prepare_code is None
+
+
 async def test_a_failed_slot_and_an_alert_are_noted(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.commit(FailSlot(0, "too often"), Alert("SLOT_FAILED", "slot 0 is failed", "w0"))
@@ -683,7 +732,7 @@ async def test_a_refusal_ends_a_worker_that_was_given_up_meanwhile(
     assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
 
 
-@pytest.mark.parametrize("code", ["LimitReached", "Denied", "NoCapacity"])
+@pytest.mark.parametrize("code", ["LimitReached", "Denied", "InvalidRequest", "NoCapacity"])
 async def test_a_refusal_of_the_whole_fleet_is_seen_until_a_machine_was_had_after_it(
     clock: VirtualClock, ann: Leader, code: str
 ) -> None:
@@ -1498,6 +1547,7 @@ async def live(twins: Twins, rng: Random) -> None:
             lambda: Delete(name(), rng.choice([None, *machines]), "X", "x"),
             lambda: Adopt(name(), rng.choice(machines), "found", rng.random() < 0.5),
             lambda: Price(name(), rng.choice(machines), "known"),
+            lambda: Prepare(name(), rng.choice(machines), "it runs"),
             lambda: FailSlot(rng.randrange(5), "too often"),
             lambda: Spawn(rng.randrange(5), "x"),
             lambda: Alert("A", "alert"),
@@ -1520,6 +1570,9 @@ async def live(twins: Twins, rng: Random) -> None:
             lambda: Deleted(name(), rng.choice([None, *machines]), "D", "deleted"),
             lambda: NotDeleted(name(), "denied"),
             lambda: StrayDeleted(name(), "stray"),
+            lambda: Prepared(name(), rng.choice(machines), rng.choice([None, "key 1", "key 2"])),
+            lambda: PreparationFailed(name(), rng.choice(machines), "DISK_FULL", "full", "df", rng.choice([None, "k"])),
+            lambda: PreparationUnclear(name(), "unclear"),
         ]
         return tuple(rng.choice(makers)() for _ in range(rng.randrange(4)))
 

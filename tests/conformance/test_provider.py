@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import pytest
 from hetzner_world import HetznerWorld
+from runpod_world import RunpodWorld
 
 from windlass.model.errors import Ambiguous, Refused, Unavailable
 from windlass.model.fleet import FleetConfig
@@ -103,13 +104,15 @@ class BrokenTable(ProcFs):
         raise OSError(24, "Too many open files")
 
 
-@pytest.fixture(params=["local", "local by psutil", "hetzner"])
+@pytest.fixture(params=["local", "local by psutil", "hetzner", "runpod"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     if request.param == "local" and not Path("/proc/self/stat").exists():
         pytest.skip("this system has no /proc")
-    made: LocalWorld | HetznerWorld
+    made: LocalWorld | HetznerWorld | RunpodWorld
     if request.param == "hetzner":
         made = HetznerWorld()
+    elif request.param == "runpod":
+        made = RunpodWorld()
     else:
         made = LocalWorld(ProcFs() if request.param == "local" else PsutilTable(), tmp_path)
     yield made
@@ -127,7 +130,7 @@ async def provider(world: World) -> AsyncIterator[Provider]:
 
 
 def request_for(name: str, fleet: str = "fleet") -> MachineRequest:
-    return MachineRequest(name=name, fleet=fleet, slot=0)
+    return MachineRequest(name=name, fleet=fleet, slot=0, join_token=f"wlj_{'5' * 64}")
 
 
 async def listed(provider: Provider) -> dict[str, Machine]:
@@ -314,6 +317,13 @@ async def test_a_machine_that_nobody_marked_is_neither_listed_nor_touched(world:
     assert await provider.list_machines() == ()
     await provider.delete(foreign)
     assert world.is_there(foreign)
+
+
+async def test_preparing_where_there_is_nothing_to_prepare_changes_nothing(provider: Provider) -> None:
+    created = await provider.create(request_for("fleet-0-aa"))
+    assert not provider.traits.has_prepare_step
+    await provider.prepare(created, None)
+    assert set(await listed(provider)) == {"fleet-0-aa"}
 
 
 async def test_traits_are_times(provider: Provider) -> None:

@@ -18,6 +18,7 @@ from windlass.model.action import (
     Fail,
     FailSlot,
     Plan,
+    Prepare,
     Price,
     Promote,
     Requeue,
@@ -172,8 +173,9 @@ class _World:
         self.requested = seen.requested
         self.refusal = seen.refusal
         self.ended_bills = seen.ended_bills
+        self.preparing = seen.preparing
 
-    def carry_out(self, action: Action) -> None:
+    def carry_out(self, action: Action) -> None:  # noqa: PLR0912 - one branch for each kind of action
         now = self.seen.now
         match action:
             case Promote(worker_id):
@@ -196,6 +198,9 @@ class _World:
                 self._change(worker_id, machine_id=machine_id, creation="created", machine_at=now)
             case Price(worker_id, machine_id):
                 self._change(worker_id, bill=self._bill(machine_id))
+            case Prepare(worker_id):
+                self._change(worker_id, preparing_at=self.workers[worker_id].preparing_at or now)
+                self.preparing += (worker_id,)
             case DeleteStray(machine_id):
                 self._remove_machine(machine_id)
             case FailSlot(slot):
@@ -253,7 +258,9 @@ class _World:
             creation="created",
         )
         if self.machines is not None:
-            self.machines[f"m-{id_}"] = Machine(f"m-{id_}", id_, MachineState.RUNNING, now)
+            # One that must be prepared is when it runs, which is not yet.
+            state = MachineState.BOOTING if self.seen.traits.has_prepare_step else MachineState.RUNNING
+            self.machines[f"m-{id_}"] = Machine(f"m-{id_}", id_, state, now)
         self.hirings.append(Hiring(now, False))
         self.requested = max(0, self.requested - 1)
 
@@ -277,6 +284,7 @@ class _World:
             requested=max(0, min(self.requested, self._room_for_requests())),
             refusal=self.refusal,
             ended_bills=self.ended_bills,
+            preparing=self.preparing,
             memory=memory,
         )
 

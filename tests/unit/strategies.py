@@ -91,6 +91,7 @@ def _character(dice: random.Random) -> Character:
             vram_at=vram_at,
             running=tuple(RunningView(n, since(created), dice.choice((None, 60.0, 9000.0))) for n in range(tasks)),
             lease_s=30.0,
+            prepare_code=maybe("DISK_FULL", 0.1),
         ),
         machine=maybe(dice.choice(states), 0.85),
         double=maybe(dice.choice(states), 0.1),
@@ -258,11 +259,12 @@ REFUSALS = (
     Refusal("LimitReached", "no more than ten", ago(90.5)),
     Refusal("Denied", "who are you", ago(400.5)),
 )
-# The last is paid in units of which a machine that is 400.5 s old has 40.5 s left: in the middle of the time to leave.
+# The third is paid in units of which a machine that is 400.5 s old has 40.5 s left: in the middle of the time to leave.
 TRAITS = (
     ProviderTraits(),
     ProviderTraits(60.25, 120.25, 60.25),
     ProviderTraits(60.25, 120.25, 60.25, billing_unit_s=441),
+    ProviderTraits(60.25, 120.25, 60.25, has_prepare_step=True),
 )
 GUARDS = (
     Guard(),

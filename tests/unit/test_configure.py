@@ -268,7 +268,7 @@ SEED_NAMES_FOR_ALL = {
 }
 
 # Those of Hetzner's own command-line client.
-VENDORS_NAMES = {"HCLOUD_TOKEN", "HCLOUD_ENDPOINT"}
+VENDORS_NAMES = {"HCLOUD_TOKEN", "HCLOUD_ENDPOINT", "RUNPOD_ENDPOINT", "RUNPOD_SSH_PRIVATE_KEY_PATH"}
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_the_stages_stand_in_the_seeds_order() -> None:
         "keep_budget",
         "scale",
         "reconcile",
+        "prepare",
         "warn",
     ]
 

@@ -213,7 +213,7 @@ def test_nobody_is_let_go_for_want_of_work_while_its_time_is_paid(scene: Scene) 
     unit_s, poll_s = scene.snapshot.traits.billing_unit_s, scene.fleet.poll_interval_s
     views = {view.id: view for view in scene.snapshot.workers}
     for drain in of_kind(plan(scene.snapshot, scene.fleet).actions, Drain):
-        assert drain.code in ("OVER_MAX", "IDLE" if unit_s == 1 else "BILLING_HOUR_END")
+        assert drain.code in ("OVER_MAX", "WOUND_DOWN", "IDLE" if unit_s == 1 else "BILLING_HOUR_END")
         if drain.code != "BILLING_HOUR_END":
             continue
         view = views[drain.worker_id]

@@ -19,7 +19,9 @@ def refusal(code: str = "LimitReached", age: float = 1) -> Refusal:
 
 
 @pytest.mark.parametrize(
-    ("code", "hold"), [("LimitReached", "LIMIT_REACHED"), ("Denied", "DENIED")], ids=lambda word: str(word)
+    ("code", "hold"),
+    [("LimitReached", "LIMIT_REACHED"), ("Denied", "DENIED"), ("InvalidRequest", "INVALID_REQUEST")],
+    ids=lambda word: str(word),
 )
 def test_a_refusal_of_the_whole_fleet_is_a_hold_and_an_alert_in_the_vendors_words(code: str, hold: str) -> None:
     planned = plan(snapshot(queued=9, refusal=refusal(code)), LOCAL)

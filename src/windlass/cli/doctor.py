@@ -90,12 +90,13 @@ async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncIte
 async def _providers(config: "Config") -> AsyncIterator[Finding]:
     from windlass import wire
 
-    try:
-        async for remark in wire.examine_hetzner(config):
-            verdict = Verdict.FAIL if remark.is_grave else Verdict.WARN if remark.do else Verdict.OK
-            yield Finding(remark.check, verdict, remark.what, remark.do)
-    except WindlassError as error:
-        yield Finding("hetzner", Verdict.FAIL, _clause(error))
+    for name, examine in (("hetzner", wire.examine_hetzner), ("runpod", wire.examine_runpod)):
+        try:
+            async for remark in examine(config):
+                verdict = Verdict.FAIL if remark.is_grave else Verdict.WARN if remark.do else Verdict.OK
+                yield Finding(remark.check, verdict, remark.what, remark.do)
+        except WindlassError as error:
+            yield Finding(name, Verdict.FAIL, _clause(error))
 
 
 # -------------------------------------------------------------------------------------------------------- this machine

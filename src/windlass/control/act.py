@@ -6,6 +6,8 @@ becomes unclear and keeps its slot, a deletion is asked for again. So is an erro
 must not make us forget what its other calls have done. A provider that asks us to slow down is left alone for as long
 as it said. A creation that had to wait for its turn is not begun any more when the lease under which it was decided
 would be over: whoever leads then may count on it.
+
+A preparation may take minutes. No cycle waits for it, it takes no place from other calls, and its end starts a cycle.
 """
 
 import asyncio
@@ -17,8 +19,8 @@ from typing import Any
 import structlog
 
 from windlass.control.leader import Trust
-from windlass.model.action import Delete, DeleteStray, Plan
-from windlass.model.errors import NoCapacity, ProviderError, Refused, Throttled
+from windlass.model.action import Delete, DeleteStray, Plan, Prepare
+from windlass.model.errors import NoCapacity, NotPrepared, ProviderError, Refused, Throttled
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.snapshot import Snapshot
 from windlass.ports.control import (
@@ -29,6 +31,9 @@ from windlass.ports.control import (
     Intent,
     NotDeleted,
     Outcome,
+    PreparationFailed,
+    PreparationUnclear,
+    Prepared,
     StrayDeleted,
 )
 from windlass.ports.provider import Provider
@@ -37,7 +42,11 @@ from windlass.ports.provider import Provider
 CALL_TIMEOUT_S = 60.0
 # Calls under way at the same time: enough to hide latency, few enough not to look like an attack.
 MAX_CONCURRENT_CALLS = 16
+# The same for preparations. What they wait for is a machine, not the provider.
+PREPARE_TIMEOUT_S = 1800.0
+MAX_CONCURRENT_PREPARATIONS = 32
 LOST = "the lead was lost before it was ended"
+_PREPARING = "prepare "
 log = structlog.get_logger(__name__)
 
 
@@ -68,6 +77,7 @@ class Actor:
         # Apart, so that machines that do not end keep nobody from being hired.
         self._places_to_create = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self._places_to_end = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._places_to_prepare = asyncio.Semaphore(MAX_CONCURRENT_PREPARATIONS)
         # By what they are about: the worker to be hired, the machine to be ended.
         self._under_way: dict[str, asyncio.Task[Outcome]] = {}
         # Those that the present cycle began and waits for.
@@ -100,12 +110,30 @@ class Actor:
                 request = MachineRequest(name=intent.worker_id, fleet=fleet, slot=intent.slot, join_token=token)
                 self._begin(intent.worker_id, self._create(request, self._trust.until))
 
-    def _begin(self, about: str, call: Coroutine[Any, Any, Outcome]) -> None:
+    def prepare_machines(self, snapshot: Snapshot, plan: Plan) -> None:
+        """Begin all preparations of a plan that are not under way."""
+        machines = {machine.id: machine for machine in snapshot.machines or ()}
+        host_keys = {worker.id: worker.host_key for worker in snapshot.workers}
+        for action in plan.actions:
+            if isinstance(action, Prepare):
+                machine = machines[action.machine_id]
+                call = self._prepare(action.worker_id, machine, host_keys.get(action.worker_id))
+                self._begin(_PREPARING + action.worker_id, call, is_waited_for=False)
+
+    @property
+    def preparing(self) -> tuple[str, ...]:
+        """Workers whose preparation is under way, or has ended and nobody has written it down."""
+        return tuple(
+            sorted(about.removeprefix(_PREPARING) for about in self._under_way if about.startswith(_PREPARING))
+        )
+
+    def _begin(self, about: str, call: Coroutine[Any, Any, Outcome], *, is_waited_for: bool = True) -> None:
         if about in self._under_way:
             call.close()
             return
         self._under_way[about] = task = asyncio.create_task(call)
-        self._begun.add(task)
+        if is_waited_for:
+            self._begun.add(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[Outcome]) -> None:
@@ -117,12 +145,16 @@ class Actor:
         """Whether a call is under way, or one has ended and nobody has written it down."""
         return bool(self._under_way)
 
-    async def outcomes(self, patience_s: float | None) -> list[Outcome]:
+    async def outcomes(self, patience_s: float | None, *, is_patient_with_all: bool = False) -> list[Outcome]:
         """What became of all calls that have ended, those just begun being waited for no longer than this.
 
-        None: until all have ended. Each outcome stays until it is forgotten: whoever writes it down may fail.
+        None: until all have ended; preparations only if `is_patient_with_all`. Each outcome stays until it is
+        forgotten: whoever writes it down may fail.
         """
-        waited_for = list(self._under_way.values()) if patience_s is None else [*self._begun]
+        waited_for = [*self._begun]
+        if patience_s is None:
+            calls = self._under_way.items()
+            waited_for = [task for about, task in calls if is_patient_with_all or not about.startswith(_PREPARING)]
         if waited_for:
             await asyncio.wait(waited_for, timeout=patience_s)
         self._begun.clear()
@@ -202,6 +234,19 @@ class Actor:
             problem = self._describe(error)
             log.warning("machine not deleted", machine_id=machine.id, error=problem)
             return problem
+
+    async def _prepare(self, worker_id: str, machine: Machine, host_key: str | None) -> Outcome:
+        try:
+            async with self._places_to_prepare, asyncio.timeout(PREPARE_TIMEOUT_S):
+                prepared = await self._provider.prepare(machine, host_key)
+                return Prepared(worker_id, machine.id, prepared.host_key)
+        except NotPrepared as error:
+            log.warning("machine not prepared", worker_id=worker_id, code=error.code, error=str(error))
+            return PreparationFailed(worker_id, machine.id, error.code, str(error), error.output, error.host_key)
+        except Exception as error:
+            problem = self._describe(error)
+            log.warning("preparation unclear", worker_id=worker_id, error=problem)
+            return PreparationUnclear(worker_id, problem)
 
     def _heed(self, error: Exception) -> None:
         if isinstance(error, Throttled):

@@ -93,9 +93,10 @@ class FleetCycle:
         self._provider = provider
         self._actor.exchange_provider(provider)
 
-    async def settle(self) -> None:
-        """Wait for every call that is under way and write down what became of it."""
-        await self._write_down_late(None)
+    async def settle(self, *, is_patient_with_all: bool = False) -> None:
+        """Wait for every call that is under way and write down what became of it. Not for preparations, unless asked
+        to: whoever leads next finds how far they have come."""
+        await self._write_down_late(None, is_patient_with_all=is_patient_with_all)
 
     def abandon(self) -> None:
         """Stop waiting for calls under way. What was sent may still happen; a later cycle finds out."""
@@ -142,6 +143,7 @@ class FleetCycle:
             listed_at=listed_at,
             traits=self._traits(),
             is_winding_down=self.is_winding_down,
+            preparing=self._actor.preparing,
             # What is stored with the cycle is read by many: the environment of workers may hold secrets.
             settings=self.config.model_copy(update={"env": {}}),
         )
@@ -185,9 +187,9 @@ class FleetCycle:
         call_s = self._candidate.ttl_s + self._call_timeout_s
         return replace(traits, creation_lateness_s=traits.creation_lateness_s + call_s)
 
-    async def _write_down_late(self, patience_s: float | None) -> list[Outcome]:
+    async def _write_down_late(self, patience_s: float | None, *, is_patient_with_all: bool = False) -> list[Outcome]:
         """What became of calls that outlasted their cycle: facts, so we need not lead."""
-        late = await self._actor.outcomes(patience_s)
+        late = await self._actor.outcomes(patience_s, is_patient_with_all=is_patient_with_all)
         if late:
             term, cycle_id = self._last
             await self._store.commit_outcomes(self._candidate, term, self.name, cycle_id, late, [], None)
@@ -206,6 +208,7 @@ class FleetCycle:
         self._last = (term, committed.cycle_id)
         actor.end_machines(snapshot, decided)
         actor.create_machines(self.name, now_free, committed.granted, join_tokens)
+        actor.prepare_machines(snapshot, decided)
         outcomes = await actor.outcomes(patience_s)
         gone = {outcome.worker_id for outcome in outcomes if isinstance(outcome, Deleted)}
         replacements = [intent for worker_id, intent in freed_later if worker_id in gone]

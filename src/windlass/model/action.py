@@ -74,6 +74,15 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepare:
+    """A machine runs: look it over, and start its worker's program. Harmless if somebody else has begun it."""
+
+    worker_id: str
+    machine_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteStray:
     """End a machine that carries our tags and belongs to no worker."""
 
@@ -107,7 +116,7 @@ class Alert:
     worker_id: str | None = None
 
 
-Action = Promote | Fail | Requeue | Drain | Delete | Adopt | Price | DeleteStray | FailSlot | Spawn | Alert
+Action = Promote | Fail | Requeue | Drain | Delete | Adopt | Price | Prepare | DeleteStray | FailSlot | Spawn | Alert
 _ADAPTERS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
 
 

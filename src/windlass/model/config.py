@@ -6,11 +6,12 @@ Where values come from (file, environment, command line) is no concern of this m
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from windlass.model.address import problem_of_control_plane_url
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HETZNER_ENDPOINT
+from windlass.model.runpod import RUNPOD_ENDPOINT
 from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
 
 _DAY_S = 86_400.0
@@ -105,6 +106,14 @@ class Config(_Section):
         "SUPABASE_SERVICE_ROLE_KEY", "Accepted and kept secret; windlass speaks to the database itself."
     )
     runpod_api_key: SecretStr | None = _from_environment("RUNPOD_API_KEY", "For Runpod fleets.")
+    runpod_endpoint: str = Field(
+        default=RUNPOD_ENDPOINT,
+        description="Where Runpod's API, or an emulator of it, answers.",
+        json_schema_extra={"env": "RUNPOD_ENDPOINT"},
+    )
+    runpod_ssh_key_file: Path | None = _from_environment(
+        "RUNPOD_SSH_PRIVATE_KEY_PATH", "The private key that opens pods, for Runpod fleets with `auto_start_worker`."
+    )
     hetzner_api_token: SecretStr | None = _from_environment("HCLOUD_TOKEN HETZNER_API_TOKEN", "For Hetzner fleets.")
     hetzner_endpoint: str = Field(
         default=HETZNER_ENDPOINT,
@@ -124,11 +133,12 @@ class Config(_Section):
     api: ApiConfig = ApiConfig()
     fleets: dict[str, FleetConfig] = Field(default_factory=dict, description="One table per fleet.")
 
-    @field_validator("hetzner_endpoint")
+    @field_validator("hetzner_endpoint", "runpod_endpoint")
     @classmethod
-    def _address_of_api(cls, endpoint: str) -> str:
+    def _address_of_api(cls, endpoint: str, field: ValidationInfo) -> str:
         if not endpoint.startswith(("https://", "http://")):
-            raise ValueError("it must be an address that begins with https://, such as " + HETZNER_ENDPOINT)
+            usual = HETZNER_ENDPOINT if field.field_name == "hetzner_endpoint" else RUNPOD_ENDPOINT
+            raise ValueError("it must be an address that begins with https://, such as " + usual)
         return endpoint.rstrip("/")
 
     @field_validator("fleets")

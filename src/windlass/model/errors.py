@@ -61,12 +61,26 @@ class LimitReached(Refused):
     """The account may have no more of something. Asking again will not help until a person has had the limit raised."""
 
 
+class InvalidRequest(Refused):
+    """What is asked for breaks the provider's rules. It would be refused in every way it can be asked for."""
+
+
 class Denied(Refused):
     """The provider does not let us: a wrong token, a missing right. Only a person can change that."""
 
 
 class NoCapacity(ProviderError):
     """There is no machine of this type in this place now."""
+
+
+class NotPrepared(ProviderError):
+    """A machine cannot become a worker. `code` says which of its checks failed, `output` what was said last."""
+
+    def __init__(self, code: str, message: str, output: str = "", host_key: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.output = output
+        self.host_key = host_key
 
 
 class Throttled(ProviderError):

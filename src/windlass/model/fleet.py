@@ -15,6 +15,7 @@ from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.errors import BadInput
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.money import to_micros
+from windlass.model.runpod import RunpodSettings
 from windlass.model.task import check_queue_name
 from windlass.model.worker import MAX_CONCURRENCY
 
@@ -50,6 +51,20 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "spawn_grace_s": 0.0,
         "scale_down_grace_s": 0.0,
     },
+    # A pod takes minutes to start and costs from its first second: patience, and no haste either way.
+    "runpod": {
+        "policy": "buffered",
+        "concurrency": 1,
+        "has_gpu": True,
+        "min_workers": 2,
+        "max_workers": 10,
+        "poll_interval_s": 30.0,
+        "heartbeat_interval_s": 20.0,
+        "heartbeat_timeout_s": 600.0,
+        "spawn_timeout_s": 600.0,
+        "stuck_timeout_s": 1200.0,
+        "stop_timeout_s": 600.0,
+    },
 }
 
 
@@ -65,7 +80,7 @@ def _setting(default: Any, description: str, *, env: str | None = None, **constr
 class FleetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    provider: Literal["local", "hetzner"] = _setting("local", "Who rents the machines.")
+    provider: Literal["local", "hetzner", "runpod"] = _setting("local", "Who rents the machines.")
     queues: tuple[str, ...] = _setting(("default",), "The queues its workers serve.", min_length=1)
     policy: Literal["threshold", "buffered", "clear-time"] = _setting("buffered", "How many workers are wanted.")
 
@@ -183,7 +198,7 @@ class FleetConfig(BaseModel):
     # --- storage that its workers share, and how their program is started: for providers that have such things
     auto_start_worker: bool = _setting(
         False,
-        "Runpod: start the worker's program on a machine that is ready. No effect with local.",
+        "Runpod: look pods over by SSH and start their workers. Without it: the image does. No effect elsewhere.",
         env="AUTO_START_WORKER_PROCESS",
     )
     storage_check_interval_cycles: int = _setting(
@@ -216,6 +231,7 @@ class FleetConfig(BaseModel):
 
     # --- providers' own
     hetzner: HetznerSettings = HetznerSettings()
+    runpod: RunpodSettings = RunpodSettings()
 
     @model_validator(mode="before")
     @classmethod
@@ -270,6 +286,12 @@ class FleetConfig(BaseModel):
             )
         if self.provider != "hetzner" and self.hetzner != HetznerSettings():
             raise ValueError(f'hetzner is set and provider is {self.provider!r}: set provider = "hetzner"')
+        if self.provider != "runpod" and self.runpod != RunpodSettings():
+            raise ValueError(f'runpod is set and provider is {self.provider!r}: set provider = "runpod"')
+        if self.provider == "runpod" and self.runpod.image is None and self.runpod.template_id is None:
+            raise ValueError(
+                "provider is 'runpod' and neither runpod.image nor runpod.template_id is set: name an image"
+            )
         if self.handler is not None and self.exec is not None:
             raise ValueError("both handler and exec are set: a worker runs one of them")
         if self.is_inline and self.exec is not None:

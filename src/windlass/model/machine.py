@@ -42,6 +42,13 @@ class MachineRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Preparation:
+    """That a machine's worker was started. `host_key`: whom it was that let us in, to be recognised again."""
+
+    host_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ProviderTraits:
     """What the control loop must know of a provider to judge what it says."""
 

@@ -57,6 +57,12 @@ class WorkerView:
     lease_s: float | None = None
     # What its machine is charged for, where that has a price.
     bill: Bill | None = None
+    # When we first set about starting its program on its machine, and why that cannot be done, if it cannot.
+    preparing_at: datetime | None = None
+    prepare_code: str | None = None
+    prepare_reason: str | None = None
+    # Who its machine proved to be when it first let us in.
+    host_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,7 @@ class Guard:
 class Refusal:
     """The last answer to a creation, where it was a no that concerns the whole fleet."""
 
-    # The name of the error: LimitReached, Denied, NoCapacity.
+    # The name of the error: LimitReached, Denied, InvalidRequest, NoCapacity.
     code: str
     reason: str
     at: datetime
@@ -194,6 +200,8 @@ class Snapshot:
     last_failure: Failure | None = None
     # Names in which tasks run although no live worker has them.
     orphaned: tuple[str, ...] = ()
+    # Workers whose machines this orchestrator is preparing at this moment.
+    preparing: tuple[str, ...] = ()
     is_paused: bool = False
     # The fleet is to end: everybody is let go, and nobody hired, whatever waits.
     is_winding_down: bool = False

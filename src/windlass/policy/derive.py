@@ -252,6 +252,8 @@ def _not_heard(
     age_s = (now - worker.created_at).total_seconds()
     if presence is Presence.NEVER:
         return "NO_MACHINE_ID", f"No machine id, and no machine appeared for it ({age_s:.0f}s)"
+    if worker.prepare_code is not None:
+        return worker.prepare_code, worker.prepare_reason or "its machine could not be prepared"
     if age_s > fleet.spawn_timeout_s:
         return "SPAWNING_TIMEOUT", f"Spawning timeout ({age_s:.0f}s)"
     return None, None

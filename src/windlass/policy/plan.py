@@ -28,6 +28,7 @@ STAGES: tuple[Stage, ...] = (
     stages.keep_budget,
     stages.scale,
     stages.reconcile,
+    stages.prepare,
     stages.warn,
 )
 

@@ -115,7 +115,46 @@ class StrayDeleted:
     reason: str
 
 
-Outcome = Created | CreationUnclear | CreationRefused | Deleted | NotDeleted | StrayDeleted
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The worker's program was started on its machine."""
+
+    worker_id: str
+    machine_id: str
+    host_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparationFailed:
+    """The worker's machine cannot become one. `output`: the last that was said there."""
+
+    worker_id: str
+    machine_id: str
+    code: str
+    reason: str
+    output: str = ""
+    host_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparationUnclear:
+    """It was not finished. It is begun again, and finds what has been done."""
+
+    worker_id: str
+    reason: str
+
+
+Outcome = (
+    Created
+    | CreationUnclear
+    | CreationRefused
+    | Deleted
+    | NotDeleted
+    | StrayDeleted
+    | Prepared
+    | PreparationFailed
+    | PreparationUnclear
+)
 
 
 class ControlStore(Protocol):

@@ -8,13 +8,17 @@ The contract:
 - `delete` returns when the provider says that the machine does not exist (any more). Deleting one that is gone is no
   error. Denied is not gone: it raises. It returns since when it is not paid for any more, where the provider says so;
   None is taken for now.
+- `prepare` is asked for machines that run, where `traits.has_prepare_step`. It returns when the worker's program has
+  been started on the machine, by this call or another: it is started once, however often and by however many it is
+  asked for. It raises NotPrepared if that cannot be; after anything else it is asked for again. It alone may take
+  minutes.
 - No call takes longer than the adapter's own time limit. A machine without our tags is never touched.
 """
 
 from datetime import datetime
 from typing import Protocol
 
-from windlass.model.machine import Machine, MachineRequest, ProviderTraits
+from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
 
 
 class Provider(Protocol):
@@ -26,5 +30,8 @@ class Provider(Protocol):
     async def list_machines(self) -> tuple[Machine, ...]: ...
 
     async def delete(self, machine: Machine) -> datetime | None: ...
+
+    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:
+        """`host_key`: what an earlier call returned for it, or raised with."""
 
     async def close(self) -> None: ...

@@ -20,7 +20,7 @@ from random import Random
 from typing import Any, Protocol
 
 from windlass.model.errors import Ambiguous, NoCapacity, ProviderError, Refused, Throttled, Unavailable
-from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.sim.loop import moment
 from windlass.sim.processes import start_outside
 from windlass.sim.story import Story
@@ -226,6 +226,9 @@ class Cloud:
         elif not fate.never_answers and not answer.done():
             # Of one that was gone before, nobody says since when.
             answer.set_result(moment(entry.gone_at) if entry is not None and is_there else None)
+
+    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002 - they start by themselves
+        return Preparation()
 
     async def close(self) -> None:
         pass

@@ -12,7 +12,7 @@ from windlass.control.cycle import FleetCycle
 from windlass.control.daemon import Daemon
 from windlass.control.summary import Summary
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine, MachineRequest, ProviderTraits
+from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
 from windlass.ports.control import Candidate
 from windlass.ports.provider import Provider
 from windlass.sim.processes import Process
@@ -98,6 +98,10 @@ class GatedProvider:
     async def delete(self, machine: Machine) -> datetime | None:
         await self._process.gate()
         return await self._provider.delete(machine)
+
+    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:
+        await self._process.gate()
+        return await self._provider.prepare(machine, host_key)
 
     async def close(self) -> None:
         await self._provider.close()

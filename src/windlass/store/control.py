@@ -32,6 +32,9 @@ from windlass.ports.control import (
     LeaseLost,
     NotDeleted,
     Outcome,
+    PreparationFailed,
+    PreparationUnclear,
+    Prepared,
     Standby,
     StrayDeleted,
 )
@@ -262,7 +265,8 @@ def _worker_view(rows: Sequence[Any]) -> WorkerView:
     # By position, in the order of the fields: there may be thousands, in every cycle.
     row = rows[0]
     running = () if row["task_id"] is None else tuple(RunningView(*task[-3:]) for task in rows)
-    fields: list[Any] = [row["id"], row["slot"], _STATUSES[row["status"]], *row[4:19], running, *row[19:22], _bill(row)]
+    known = [row["id"], row["slot"], _STATUSES[row["status"]], *row[4:19], running, *row[19:22]]
+    fields: list[Any] = [*known, _bill(row), *row[28:32]]
     return WorkerView(*fields)
 
 
@@ -356,6 +360,12 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
             kind = "not_deleted"
         case StrayDeleted():
             kind = "stray_deleted"
+        case Prepared():
+            kind = "prepared"
+        case PreparationFailed():
+            kind = "preparation_failed"
+        case PreparationUnclear():
+            kind = "preparation_unclear"
     return {"kind": kind, **_PLAIN.dump_python(asdict(outcome), mode="json")}
 
 

@@ -24,6 +24,7 @@ from windlass.model.action import (
     Fail,
     FailSlot,
     Plan,
+    Prepare,
     Price,
     Promote,
     Requeue,
@@ -72,6 +73,9 @@ from windlass.ports.control import (
     LeaseLost,
     NotDeleted,
     Outcome,
+    PreparationFailed,
+    PreparationUnclear,
+    Prepared,
     Standby,
     StrayDeleted,
 )
@@ -89,7 +93,7 @@ MAX_DURATIONS = 500
 MAX_CYCLES_SEARCHED = 200
 MAX_ANSWERS = 50
 # Refusals that are not about one machine.
-FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "NoCapacity"})
+FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
 MAX_ENDED_BILLS = 1000
 MAX_SPANS = 20_000
 FIRST_SETTLED_AFTER = timedelta(hours=1, minutes=1)
@@ -146,7 +150,11 @@ class _Hired:
     machine_id: str | None = None
     machine_at: datetime | None = None
     creation: str | None = None
+    preparing_at: datetime | None = None
     prepared_at: datetime | None = None
+    prepare_code: str | None = None
+    prepare_reason: str | None = None
+    host_key: str | None = None
     failed_at: datetime | None = None
     vram_at: datetime | None = None
     bill: Bill | None = None
@@ -289,6 +297,10 @@ class MemoryControlStore(MemoryStore):
             reason=worker.reason,
             lease_s=worker.lease_s,
             bill=hired.bill,
+            preparing_at=hired.preparing_at,
+            prepare_code=hired.prepare_code,
+            prepare_reason=hired.prepare_reason,
+            host_key=hired.host_key,
         )
 
     def _observe_spending(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
@@ -407,6 +419,8 @@ class MemoryControlStore(MemoryStore):
                 self._adopt(fleet, action, snapshot)
             case Price():
                 self._price(action, snapshot)
+            case Prepare():
+                self._prepare(fleet, action)
             case FailSlot(number, reason):
                 slot = self._fleets[fleet].slots.get(number)
                 if slot is not None:
@@ -426,6 +440,12 @@ class MemoryControlStore(MemoryStore):
             self._move(worker, WorkerStatus.ACTIVE)
             worker.activated_at = self._clock()
             self._note("WORKER_ACTIVATED", action.reason, fleet=fleet, worker_id=worker.id)
+
+    def _prepare(self, fleet: str, action: Prepare) -> None:
+        worker, hired = self._in(action.worker_id, WorkerStatus.SPAWNING), self._hired[action.worker_id]
+        if worker is not None and hired.preparing_at is None:
+            hired.preparing_at = self._clock()
+            self._note("MACHINE_PREPARING", action.reason, fleet=fleet, worker_id=worker.id)
 
     def _drain(self, fleet: str, action: Drain) -> None:
         worker = self._in(action.worker_id, WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
@@ -536,7 +556,7 @@ class MemoryControlStore(MemoryStore):
         self._require_lease(candidate, term)
         return self._intend(self._fleets[fleet], intents)
 
-    def _write_down(self, fleet: str, outcome: Outcome) -> None:
+    def _write_down(self, fleet: str, outcome: Outcome) -> None:  # noqa: PLR0912 - one for each kind
         now = self._clock()
         match outcome:
             case Created(worker_id, machine, is_prepared, unit_s):
@@ -572,8 +592,28 @@ class MemoryControlStore(MemoryStore):
                 self._note("MACHINE_NOT_DELETED", reason, fleet=fleet, worker_id=worker_id)
             case StrayDeleted(name, reason):
                 self._note("STRAY_DELETED", reason, fleet=fleet, worker_id=name)
+            case Prepared() | PreparationFailed() | PreparationUnclear():
+                self._write_down_preparation(fleet, outcome)
             case _:
                 assert_never(outcome)
+
+    def _write_down_preparation(self, fleet: str, outcome: Prepared | PreparationFailed | PreparationUnclear) -> None:
+        if isinstance(outcome, PreparationUnclear):
+            self._note("PREPARATION_UNCLEAR", outcome.reason, fleet=fleet, worker_id=outcome.worker_id)
+            return
+        worker, hired = self._workers.get(outcome.worker_id), self._hired[outcome.worker_id]
+        if worker is None or hired.machine_id != outcome.machine_id or hired.prepared_at is not None:
+            return
+        if isinstance(outcome, Prepared):
+            hired.prepared_at = self._clock()
+            self._note("MACHINE_PREPARED", "its program was started", fleet=fleet, worker_id=worker.id)
+        elif worker.status is WorkerStatus.SPAWNING and hired.prepare_code is None and worker.last_heartbeat is None:
+            hired.prepare_code, hired.prepare_reason = outcome.code, outcome.reason
+            detail = {"code": outcome.code, "output": outcome.output}
+            self._note("PREPARATION_FAILED", outcome.reason, fleet=fleet, worker_id=worker.id, detail=detail)
+        else:
+            return
+        hired.host_key = hired.host_key or outcome.host_key
 
     # ------------------------------------------------------------------------------------------------- the ledger
 

@@ -2,10 +2,10 @@
 
 from datetime import timedelta
 
-from windlass.model.action import Action, Adopt, Delete, DeleteStray, Price
+from windlass.model.action import Action, Adopt, Delete, DeleteStray, Drain, Prepare, Price
 from windlass.model.machine import Machine, MachineState
 from windlass.model.worker import WorkerStatus
-from windlass.policy.derive import Presence, WorkerState
+from windlass.policy.derive import Lifecycle, Presence, WorkerState
 from windlass.policy.draft import Draft
 from windlass.policy.stages.health import has_no_machine
 
@@ -95,6 +95,24 @@ def reconcile(draft: Draft) -> list[Action]:
             is_prepared = not draft.snapshot.traits.has_prepare_step
             actions.append(Adopt(name, own.id, "found for a creation that was never answered", is_prepared))
     return actions + _end_strays(draft)
+
+
+def prepare(draft: Draft) -> list[Action]:
+    """Machines that run, and whose worker's program nobody has started yet: start it.
+
+    Not of those that this orchestrator is at already. One that another began, and died, is begun again at once.
+    """
+    if not draft.snapshot.traits.has_prepare_step or draft.is_stopped:
+        return []
+    ending = draft.deleted_ids | draft.failed_ids | {a.worker_id for a in draft.actions if isinstance(a, Drain)}
+    actions: list[Action] = []
+    for state in draft.states.values():
+        worker, own = state.worker, draft.machine_of(state.worker)
+        is_pending = state.lifecycle is Lifecycle.SPAWNING_SCRIPT_PENDING and worker.status is WorkerStatus.SPAWNING
+        is_begun = worker.prepare_code is not None or worker.id in draft.snapshot.preparing
+        if own is not None and is_pending and not is_begun and worker.id not in ending:
+            actions.append(Prepare(worker.id, own.id, "its machine runs"))
+    return actions
 
 
 def _end_strays(draft: Draft) -> list[Action]:

@@ -1,8 +1,8 @@
 """A provider's no is heeded, in its own words, instead of being asked for again in every cycle.
 
-A limit of the account and a token that is not let in are for a person to put right: nobody is hired for a while, then
-one worker is tried, then nobody for twice as long. No capacity often passes by itself: the first no costs nothing, and
-only one that comes again makes us wait. One machine that is had ends it all.
+A limit of the account, a token that is not let in and a request against the rules are for a person to put right:
+nobody is hired for a while, then one worker is tried, then nobody for twice as long. No capacity often passes by
+itself: the first no costs nothing, and only one that comes again makes us wait. One machine that is had ends it all.
 """
 
 from datetime import timedelta
@@ -16,6 +16,7 @@ from windlass.policy.draft import Draft
 _HELD = {
     "LimitReached": ("LIMIT_REACHED", 300.0, 3600.0),
     "Denied": ("DENIED", 300.0, 3600.0),
+    "InvalidRequest": ("INVALID_REQUEST", 300.0, 3600.0),
     "NoCapacity": ("NO_CAPACITY", 30.0, 300.0),
 }
 # Refusals that pass unheeded before they make us wait.

@@ -1,28 +1,20 @@
 """Whether a Hetzner fleet could hire: what `windlass doctor` asks. Reads only; one request for each thing."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 from windlass.model.errors import Throttled
 from windlass.model.hetzner import HetznerSettings
 from windlass.providers.hetzner.account import PAGE_SIZE, Account
 from windlass.providers.hetzner.naming import FLEET, INSTALLATION, MANAGED_BY, fleet_label, installation_of, selector
 from windlass.providers.hetzner.problems import HOW_TO_BE_LET_IN, Kind, Trouble
-
-
-@dataclass(frozen=True, slots=True)
-class Remark:
-    check: str
-    what: str
-    # Empty where all is well.
-    do: str = ""
-    is_grave: bool = False
+from windlass.providers.remark import Remark
 
 
 async def examine(
-    account: Account, identity: str, fleets: dict[str, HetznerSettings], network_id: int | None
+    account: Account, identity: str | None, fleets: dict[str, HetznerSettings], network_id: int | None
 ) -> AsyncIterator[Remark]:
-    """The token, then every network, server type and image that the fleets name."""
+    """The token, then every network, server type and image that the fleets name. `identity` None: which database is
+    ours is not known."""
     token = await _token(account, identity, fleets)
     yield token
     if token.is_grave:
@@ -36,8 +28,9 @@ async def examine(
         yield await _image(account, image)
 
 
-async def _token(account: Account, identity: str, fleets: dict[str, HetznerSettings]) -> Remark:
-    ours = selector({MANAGED_BY: "windlass", INSTALLATION: installation_of(identity)})
+async def _token(account: Account, identity: str | None, fleets: dict[str, HetznerSettings]) -> Remark:
+    installation = {} if identity is None else {INSTALLATION: installation_of(identity)}
+    ours = selector({MANAGED_BY: "windlass", **installation})
     try:
         page = await account.ask(lambda: account.api.servers.get_list(label_selector=ours, per_page=PAGE_SIZE))
     except (Trouble, Throttled) as trouble:
@@ -45,7 +38,7 @@ async def _token(account: Account, identity: str, fleets: dict[str, HetznerSetti
         return Remark("hetzner", str(trouble), HOW_TO_BE_LET_IN if is_denied else "try again", is_grave=True)
     known = {fleet_label(name) for name in fleets}
     others = sorted({(server.labels or {}).get(FLEET, "?") for server in page.servers} - known)
-    if others:
+    if others and identity is not None:
         what = f"there are servers of fleets that are not configured: {', '.join(others)}"
         return Remark("hetzner", what, "nobody looks after them: delete them, or configure the fleets again")
     pagination = page.meta.pagination if page.meta is not None else None

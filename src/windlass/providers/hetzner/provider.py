@@ -41,7 +41,7 @@ from windlass.model.errors import (
     Unavailable,
 )
 from windlass.model.hetzner import HOUR_S, Choice, HetznerSettings
-from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.account import BUSY_PAUSE_S, MAX_PAGES, MAX_WAIT_S, PAGE_SIZE, Account
 from windlass.providers.hetzner.addresses import Addresses
@@ -142,6 +142,10 @@ class HetznerProvider:
             deletions_per_s=_DELETIONS_PER_S,
             is_remote=True,
         )
+
+    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002
+        """Nothing to do: servers start their workers by themselves."""
+        return Preparation()
 
     async def close(self) -> None:
         """Nothing to do: servers go on without us, and the account is shared."""

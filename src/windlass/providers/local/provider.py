@@ -36,7 +36,7 @@ from typing import TypeVar
 
 from windlass.model.errors import Ambiguous, NoCapacity, Refused, Unavailable
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.providers.local.logs import log_folder, safe_name
 from windlass.providers.local.processes import HOST, Process, ProcessTable, is_alive, process_table, send_signal
 
@@ -183,6 +183,10 @@ class LocalProvider:
                 await self._ask_to_end(process, doing)
         await self._kill_all(machine, processes, doing)
         await self._look(doing, lambda: self._forget(machine))
+
+    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002
+        """Nothing to do: processes are workers from the first moment."""
+        return Preparation()
 
     async def close(self) -> None:
         """Nothing to do: workers go on without us."""

@@ -8,7 +8,14 @@ alter table windlass.workers
   add column creation text check (creation in ('created', 'ambiguous', 'refused')),
   -- When its machine became known to us. A list that was asked for before then says nothing about it.
   add column machine_at timestamptz,
+  -- When somebody first set about starting its program on its machine, and when that had been done.
+  add column preparing_at timestamptz,
   add column prepared_at timestamptz,
+  -- Why it cannot be done, if it cannot.
+  add column prepare_code text,
+  add column prepare_reason text,
+  -- Who its machine proved to be when it first let us in.
+  add column host_key text,
   -- Set when it was found broken; not when a person, or the scaling, ended it.
   add column failed_at timestamptz,
   -- What its machine was made with, to join over HTTP once and before this time. Only the hash is kept.
@@ -178,6 +185,10 @@ create function windlass.observe(
   billing_unit_s integer,
   billed_since timestamptz,
   settled_until timestamptz,
+  preparing_at timestamptz,
+  prepare_code text,
+  prepare_reason text,
+  host_key text,
   task_id bigint,
   task_started_at timestamptz,
   task_timeout_s double precision
@@ -318,6 +329,7 @@ begin
       w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.code, w.reason, w.lease_s::double precision,
       w.price_micros_per_hour, w.price_micros_per_month, w.currency, w.billing_unit_s, w.billed_since, w.settled_until,
+      w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key,
       t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
@@ -407,7 +419,7 @@ as $$
   select json_build_object('code', r.code, 'reason', r.reason, 'at', r.terminated_at)
   from recent r
   where r.creation = 'refused'
-    and r.code in ('LimitReached', 'Denied', 'NoCapacity')
+    and r.code in ('LimitReached', 'Denied', 'InvalidRequest', 'NoCapacity')
     and not exists (select from recent n where n.machine_at > r.terminated_at)
   order by r.terminated_at desc, r.created_at desc, r.id collate "C" desc
   limit 1
@@ -650,6 +662,13 @@ begin
           jsonb_path_query_first(
             p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')),
           (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
+      when 'Prepare' then
+        -- Before anything is started there: whoever finds it half done knows that it was begun.
+        update windlass.workers set preparing_at = v_now
+        where id = v_action ->> 'worker_id' and status = 'spawning' and preparing_at is null;
+        if found then
+          perform windlass.note('MACHINE_PREPARING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+        end if;
       when 'FailSlot' then
         update windlass.slots
         set status = 'failed', failed_at = v_now, failed_reason = v_action ->> 'reason'
@@ -682,7 +701,9 @@ $$;
 --   {"kind": "created", "worker_id", "machine": {...} in the shape of model/machine.py, "is_prepared", "billing_unit_s"}
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
 --   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}    {"kind": "stray_deleted", "name", "reason"}
---   {"kind": "not_deleted", "worker_id", "reason"}
+--   {"kind": "not_deleted", "worker_id", "reason"}    {"kind": "prepared", "worker_id", "machine_id", "host_key"}
+--   {"kind": "preparation_failed", "worker_id", "machine_id", "code", "reason", "output", "host_key"}
+--   {"kind": "preparation_unclear", "worker_id", "reason"}
 create function windlass.commit_outcomes(
   p_lease text,
   p_holder text,
@@ -745,6 +766,26 @@ begin
         end if;
       when 'not_deleted' then
         perform windlass.note('MACHINE_NOT_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+      when 'prepared' then
+        update windlass.workers
+        set prepared_at = v_now, host_key = coalesce(host_key, v_outcome ->> 'host_key')
+        where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and prepared_at is null;
+        if found then
+          perform windlass.note('MACHINE_PREPARED', 'its program was started', p_fleet, v_outcome ->> 'worker_id', null);
+        end if;
+      when 'preparation_failed' then
+        -- Whoever has been heard of, or was started by somebody else, works whatever we think.
+        update windlass.workers
+        set prepare_code = v_outcome ->> 'code', prepare_reason = v_outcome ->> 'reason',
+            host_key = coalesce(host_key, v_outcome ->> 'host_key')
+        where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and status = 'spawning'
+          and prepared_at is null and prepare_code is null and last_heartbeat is null;
+        if found then
+          perform windlass.note('PREPARATION_FAILED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null,
+            jsonb_build_object('code', v_outcome ->> 'code', 'output', v_outcome ->> 'output'));
+        end if;
+      when 'preparation_unclear' then
+        perform windlass.note('PREPARATION_UNCLEAR', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
       when 'stray_deleted' then
         perform windlass.note('STRAY_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'name', null);
     end case;

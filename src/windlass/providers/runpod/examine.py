@@ -1,0 +1,93 @@
+"""Whether a Runpod fleet could hire: what `windlass doctor` asks. Reads only; one request for each thing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+from windlass.model.errors import Throttled
+from windlass.model.runpod import GpuChoice, RunpodSettings
+from windlass.providers.remark import Remark
+from windlass.providers.runpod.account import Account
+from windlass.providers.runpod.catalog import Offer, read_offers
+from windlass.providers.runpod.naming import fleets_of
+from windlass.providers.runpod.problems import HOW_TO_BE_LET_IN, Kind, Trouble
+
+
+async def examine(account: Account, identity: str | None, fleets: dict[str, RunpodSettings]) -> AsyncIterator[Remark]:
+    """The key, then every network volume, registry and GPU type that the fleets name. `identity` None: which database
+    is ours is not known."""
+    key = await _key(account, identity, fleets)
+    yield key
+    if key.is_grave:
+        return
+    for volume_id in sorted({s.network_volume_id for s in fleets.values() if s.network_volume_id is not None}):
+        users = [settings for settings in fleets.values() if settings.network_volume_id == volume_id]
+        yield await _volume(account, volume_id, users)
+    for registry_id in sorted({s.registry_id for s in fleets.values() if s.registry_id is not None}):
+        yield await _registry(account, registry_id)
+    # Stock depends on how many a pod wants at once.
+    for cloud, count in sorted({(c.cloud, s.gpu_count) for s in fleets.values() for c in s.ordered}):
+        wanted = {choice for s in fleets.values() if s.gpu_count == count for choice in s.ordered}
+        async for remark in _gpus(account, cloud, count, {choice for choice in wanted if choice.cloud == cloud}):
+            yield remark
+
+
+async def _key(account: Account, identity: str | None, fleets: dict[str, RunpodSettings]) -> Remark:
+    try:
+        listing = await account.list_pods(asyncio.get_running_loop().time())
+    except (Trouble, Throttled) as trouble:
+        is_denied = isinstance(trouble, Trouble) and trouble.problem.kind in (Kind.DENIED, Kind.FORBIDDEN)
+        return Remark("runpod", str(trouble), HOW_TO_BE_LET_IN if is_denied else "try again", is_grave=True)
+    if identity is None:
+        return Remark("runpod", f"the key is good; there are {len(listing.pods)} pods")
+    ours = fleets_of(listing.pods, identity)
+    others = sorted(set(ours) - set(fleets))
+    if others:
+        what = f"there are pods of fleets that are not configured: {', '.join(others)}"
+        return Remark("runpod", what, "nobody looks after them: delete them, or configure the fleets again")
+    return Remark("runpod", f"the key is good; {sum(ours.values())} pods are ours")
+
+
+async def _volume(account: Account, volume_id: str, users: list[RunpodSettings]) -> Remark:
+    try:
+        volume = await account.read(f"/network-volumes/{volume_id}")
+    except (Trouble, Throttled) as trouble:
+        what = f"network volume {volume_id}: {trouble}"
+        return Remark("volume", what, "change runpod.network_volume_id", is_grave=True)
+    place = str(volume.get("dataCenter"))
+    named = {c for settings in users for c in settings.ordered if c.data_centers and place not in c.data_centers}
+    if named:
+        what = f"{volume.get('name')} is in {place}, where {sorted(map(str, named))[0]} is not"
+        return Remark("volume", what, f"name {place} in runpod.choices", is_grave=True)
+    return Remark("volume", f"{volume.get('name')} ({volume.get('size')} GB in {place})")
+
+
+async def _registry(account: Account, registry_id: str) -> Remark:
+    try:
+        registry = await account.read(f"/registries/{registry_id}")
+    except (Trouble, Throttled) as trouble:
+        return Remark("registry", f"registry {registry_id}: {trouble}", "change runpod.registry_id", is_grave=True)
+    return Remark("registry", str(registry.get("name")))
+
+
+async def _gpus(account: Account, cloud: str, count: int, choices: set[GpuChoice]) -> AsyncIterator[Remark]:
+    path = f"/catalog/gpus?include=AVAILABILITY&product=POD&cloud={cloud}&count={count}"
+    try:
+        offers = read_offers(await account.read(path), cloud)
+    except (Trouble, Throttled, KeyError, TypeError, ValueError, AttributeError) as trouble:
+        yield Remark("gpu type", f"{cloud}: {trouble or type(trouble).__name__}", "try again", is_grave=True)
+        return
+    for choice in sorted(choices):
+        yield _gpu(choice, count, offers)
+
+
+def _gpu(choice: GpuChoice, count: int, offers: Mapping[str, Offer]) -> Remark:
+    offer = offers.get(choice.gpu)
+    if offer is None or offer.micros_per_hour is None:
+        what = f"there is no {choice.gpu}" if offer is None else f"{choice.gpu} is not offered in {choice.cloud}"
+        return Remark("gpu type", what, "change runpod.choices", is_grave=True)
+    if count > offer.max_count:
+        what = f"a pod can have {offer.max_count} of {choice.gpu} at the most, and is to have {count}"
+        return Remark("gpu type", what, "lower runpod.gpu_count", is_grave=True)
+    if not offer.has_left(choice.data_centers):
+        return Remark("gpu type", f"{choice} is out now", "add to runpod.choices")
+    return Remark("gpu type", f"{choice}, {offer.micros_per_hour * count / 1_000_000:.2f} USD per hour")

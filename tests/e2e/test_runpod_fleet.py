@@ -1,0 +1,233 @@
+"""`windlass up` with a Runpod fleet, rehearsed: real pods of this host, both ways from pod to worker; the doctor."""
+
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import pytest
+from command_line import CommandLine, Done
+
+from crew import until
+from windlass.emulate.runpod import RunpodEmulator, Settings
+from windlass.emulate.runpod.pod_host import RealPodHost, find_sshd
+from windlass.emulate.serve import serving
+from windlass.model.event import Event
+from windlass.model.task import TaskStatus, new_task
+from windlass.store.control import PostgresControlStore
+
+KEY = "a-good-key"
+GPU, OTHER_GPU = "NVIDIA L40S", "NVIDIA RTX A5000"
+APP = "def work(task):\n    return task.payload\n"
+TOML = """
+[control]
+lease_s = 5
+
+[fleets.gpu]
+provider = "runpod"
+queues = ["renders"]
+handler = "app:work"
+chdir = {folder}
+min_workers = 0
+max_workers = 2
+poll_interval_s = 0.5
+heartbeat_interval_s = 0.3
+heartbeat_timeout_s = 20
+spawn_timeout_s = 40
+min_scaling_interval_s = 0
+stop_timeout_s = 5
+auto_start_worker = {is_ssh}
+
+[fleets.gpu.runpod]
+image = {image}
+choices = ["{gpu}@SECURE/EU-RO-1", "{other}@SECURE/EU-RO-1"]
+network_volume_id = {volume}
+
+[fleets.gpu.runpod.ssh]
+start_command = "bash /workspace/start.sh"
+start_watch_s = 0.5
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+    return port
+
+
+class Site:
+    """One account, one control plane."""
+
+    def __init__(self, folder: Path, dsn: str, emulator: RunpodEmulator, host: RealPodHost, address: str) -> None:
+        self.folder, self.emulator, self.host = folder, emulator, host
+        self.port = free_port()
+        key_file = folder / "id"
+        asyncssh.generate_private_key("ssh-ed25519").write_private_key(key_file)
+        env = {
+            "DATABASE_URL": dsn, "RUNPOD_API_KEY": KEY, "RUNPOD_ENDPOINT": f"{address}/v2",
+            "RUNPOD_SSH_PRIVATE_KEY_PATH": str(key_file),
+        }  # fmt: skip
+        self.windlass = CommandLine(folder, env)
+        self.store = PostgresControlStore(dsn)
+        body = json.dumps({"name": "models", "size": 100, "dataCenter": "EU-RO-1"}).encode()
+        made = emulator.handle("POST", "/v2/network-volumes", [], {"Authorization": f"Bearer {KEY}"}, body)
+        self.volume_id = json.loads(made.body)["id"]
+        (folder / "app.py").write_text(APP)
+        join = "$(dirname $PWD)/etc/windlass/join.json"
+        script = f"echo started >> runs\nexec windlass worker --join {join}\n"
+        (host.volume_folder(self.volume_id) / "start.sh").write_text(script)
+
+    def configure(self, *, is_ssh: bool) -> None:
+        text = TOML.format(
+            folder=json.dumps(str(self.folder)), is_ssh=str(is_ssh).lower(), gpu=GPU, other=OTHER_GPU,
+            image=json.dumps("runpod/pytorch:1" if is_ssh else "example/worker:1"), volume=json.dumps(self.volume_id),
+        )  # fmt: skip
+        (self.folder / "windlass.toml").write_text(text)
+
+    def up(self) -> "subprocess.Popen[str]":
+        with (self.folder / "up.log").open("a") as log:
+            return self.windlass.start("up", "--port", self.port, stdout=log, stderr=log, start_new_session=True)
+
+    def log(self) -> str:
+        return (self.folder / "up.log").read_text()
+
+    async def work(self, count: int) -> None:
+        ids = [await self.store.enqueue(new_task("renders", {"number": n})) for n in range(count)]
+
+        async def done() -> bool:
+            tasks = [await self.store.task(id_) for id_ in ids]
+            return all(task is not None and task.status is TaskStatus.COMPLETE for task in tasks)
+
+        await until(done, "the tasks are complete")
+
+    async def told(self, code: str) -> list[Event]:
+        return [event for event in await self.store.events(limit=1000) if event.code == code]
+
+    async def pods_gone(self) -> bool:
+        self.emulator.settle()
+        return not self.emulator.account.pods
+
+
+@pytest.fixture
+async def site(tmp_path: Path, dsn: str) -> AsyncIterator[Site]:
+    plenty = {"requests_per_minute": 10**5, "requests_per_hour": 10**6, "requests_per_day": 10**6}
+    settings = Settings(provisioning_s=0.1, starting_s=0.2, runtime_s=0.1, key=KEY, **plenty)
+    with RealPodHost(tmp_path / "pods", stop_grace_s=2.0) as host:
+        emulator = RunpodEmulator(lambda: datetime.now(UTC), settings, host)
+        with serving(emulator) as address:
+            site = Site(tmp_path, dsn, emulator, host, address)
+            async with site.store:
+                yield site
+
+
+@pytest.fixture
+def processes() -> "Iterator[list[subprocess.Popen[str]]]":
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait(timeout=30)
+
+
+async def end(site: Site, up: "subprocess.Popen[str]") -> None:
+    """In good order: everybody leaves, and no pod is paid for any more."""
+    up.send_signal(signal.SIGTERM)
+    assert up.wait(timeout=40) == 0, site.log()
+    assert await site.pods_gone(), site.log()
+
+
+async def test_an_image_that_starts_the_worker_works(site: Site, processes: "list[subprocess.Popen[str]]") -> None:
+    site.configure(is_ssh=False)
+    site.emulator.faults.no_capacity(GPU)
+    processes.append(site.up())
+    await site.work(6)
+    workers = [worker for worker in await site.store.workers() if worker.slot is not None]
+    assert {worker.vram_total_mb for worker in workers if worker.vram_total_mb is not None} == {24_564}
+    await end(site, processes[0])
+    accounts = {account.worker_id: account.bill for account in await site.store.open_accounts(fleet="gpu")}
+    lines = {line["name"]: line for line in site.emulator.bill()["pods"]}
+    assert set(accounts) == set(lines)
+    for name, bill in accounts.items():
+        assert (bill.tariff.price_micros_per_hour, bill.tariff.currency, bill.tariff.unit_s) == (270_000, "USD", 1)
+        assert bill.since == datetime.fromisoformat(lines[name]["created"])
+        # That it was gone is known as soon as the vendor says so.
+        assert bill.until is not None
+        assert abs((bill.until - datetime.fromisoformat(lines[name]["deleted"])).total_seconds()) < 1.0
+    assert KEY not in site.log()
+    assert "wlj_" not in site.log()
+
+
+@pytest.mark.skipif(find_sshd() is None, reason="no OpenSSH here: install openssh-server")
+async def test_workers_are_started_over_ssh_and_a_pod_without_a_gpu_is_replaced(
+    site: Site, processes: "list[subprocess.Popen[str]]"
+) -> None:
+    site.configure(is_ssh=True)
+    site.emulator.faults.next_pod(has_no_gpu=True)
+    processes.append(site.up())
+    await site.work(4)
+    (failed,) = await site.told("PREPARATION_FAILED")
+    assert failed.detail == {"code": "GPU_NOT_DETECTED", "output": "No devices were found"}
+    (broken,) = await site.told("WORKER_ERROR")
+    assert broken.detail == {"code": "GPU_NOT_DETECTED"}
+    assert broken.worker_id == failed.worker_id
+    story = [event.code for event in await site.store.events(limit=1000) if event.worker_id]
+    assert story.index("MACHINE_PREPARING") < min(story.index("MACHINE_PREPARED"), story.index("WORKER_JOINED"))
+    # The orchestrator dies without a word; the next one finds everybody at work and starts nobody twice.
+    prepared = len(await site.told("MACHINE_PREPARED"))
+    processes[0].kill()
+    processes[0].wait(timeout=30)
+    (last,) = await site.store.cycles("gpu", 1)
+    processes.append(site.up())
+
+    async def is_led() -> bool:
+        (cycle,) = await site.store.cycles("gpu", 1)
+        return cycle.term > last.term
+
+    await until(is_led, "the next one leads")
+    await site.work(2)
+    runs = site.host.volume_folder(site.volume_id) / "runs"
+
+    async def is_each_written_down() -> bool:
+        return len(runs.read_text().splitlines()) == len(await site.told("MACHINE_PREPARED"))
+
+    await until(is_each_written_down, "each start is written down once")
+    assert len(await site.told("MACHINE_PREPARED")) >= prepared
+    await end(site, processes[1])
+
+
+def findings(done: Done) -> dict[str, tuple[str, str]]:
+    return {found["check"]: (found["verdict"], found["what"]) for found in json.loads(done.out)}
+
+
+async def test_the_doctor_asks_for_everything_a_runpod_fleet_needs(site: Site) -> None:
+    site.configure(is_ssh=True)
+    found = findings(site.windlass("doctor", "--json"))
+    assert found["runpod"] == ("ok", "the key is good; 0 pods are ours")
+    assert found["volume"] == ("ok", "models (100 GB in EU-RO-1)")
+    assert found["gpu type"] == ("ok", f"{OTHER_GPU} in SECURE/EU-RO-1, 0.27 USD per hour")
+    assert found["ssh key"][0] == "ok"
+    assert {method for _, method, path in site.emulator.requests if path != "/v2/network-volumes"} == {"GET"}
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RUNPOD_API_KEY": ""}, "there is no key for Runpod: set RUNPOD_API_KEY"),
+        ({"RUNPOD_API_KEY": "wrong"}, "invalid bearer token (401)"),
+        ({"RUNPOD_ENDPOINT": "http://127.0.0.1:1/v2"}, "the API cannot be reached"),
+        ({"RUNPOD_SSH_PRIVATE_KEY_PATH": "/none"}, "the SSH key /none cannot be read"),
+    ],
+)
+async def test_the_doctor_says_what_stands_in_the_way(site: Site, env: dict[str, Any], words: str) -> None:
+    site.configure(is_ssh=True)
+    done = site.windlass.with_env(**env)("doctor", "--json")
+    assert done.code == 1
+    verdict, what = findings(done)["runpod"]
+    assert verdict == "fail"
+    assert words in what
+    assert KEY not in done.out

@@ -1,0 +1,289 @@
+"""From a pod to a worker, over a real OpenSSH server: looked over, started once, each failure with its own code."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import pytest
+
+from servers import wait_until
+from windlass.emulate.runpod import RunpodEmulator, Settings
+from windlass.emulate.runpod.pod_host import RealPodHost, find_sshd
+from windlass.emulate.serve import serving
+from windlass.model.access import JOIN_PREFIX
+from windlass.model.errors import ConfigError, NotPrepared
+from windlass.model.machine import Machine, MachineRequest, MachineState
+from windlass.model.runpod import RunpodSettings
+from windlass.providers.runpod.account import Account
+from windlass.providers.runpod.limiter import Limiter
+from windlass.providers.runpod.preparing import Preparer
+from windlass.providers.runpod.provider import RunpodProvider
+from windlass.providers.runpod.ssh import Endpoint, Identity, Shell, Unreachable, read_identity
+
+TIMEOUT_S = 30.0
+GPU = "NVIDIA L40S"
+TOKEN = f"{JOIN_PREFIX}{'7' * 64}"
+# Says where it is and counts itself; then it works on.
+SCRIPT = 'echo "pwd $PWD colour $COLOUR" >> /proc/self/fd/1; echo started >> runs; cp {join} joined; exec sleep 600\n'
+pytestmark = pytest.mark.skipif(
+    find_sshd() is None or shutil.which("ssh-keygen") is None, reason="no OpenSSH here: install openssh-server"
+)
+
+
+@pytest.fixture(scope="session")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "id"
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(file)
+    return file
+
+
+@dataclass
+class Place:
+    emulator: RunpodEmulator
+    host: RealPodHost
+    address: str
+    identity: Identity
+    volume_id: str
+
+    @property
+    def volume(self) -> Path:
+        return self.host.volume_folder(self.volume_id)
+
+    def settings(self, **ssh: Any) -> RunpodSettings:
+        ssh = {"start_command": "bash /workspace/start.sh", "start_watch_s": 0.5, "timeout_s": 20, **ssh}
+        return RunpodSettings(
+            image="runpod/pytorch:1", choices=[GPU], network_volume_id=self.volume_id, env={"COLOUR": "red"}, ssh=ssh
+        )  # fmt: skip
+
+    @asynccontextmanager
+    async def provider(self, preparer: Preparer | None = None, **ssh: Any) -> AsyncIterator[RunpodProvider]:
+        settings = self.settings(**ssh)
+        account = Account("any", endpoint=f"{self.address}/v2", limiter=Limiter(1e6, 1000))
+        try:
+            yield RunpodProvider(
+                "red",
+                settings,
+                account,
+                identity="this",
+                url="http://127.0.0.1:1",
+                preparer=preparer or Preparer(settings, self.identity.open_shell, retry_s=0.2),
+                public_key=self.identity.public_key,
+                list_reuse_s=0.1,
+            )
+        finally:
+            await account.close()
+
+    def folder(self, pod_id: str) -> Path:
+        return self.host.folder / pod_id / "root" / "etc" / "windlass"
+
+
+@pytest.fixture
+def place(tmp_path: Path, key_file: Path) -> Iterator[Place]:
+    settings = Settings(provisioning_s=0, starting_s=0, runtime_s=0, requests_per_minute=10**5, requests_per_hour=10**6)
+    with RealPodHost(tmp_path / "pods", stop_grace_s=1.0) as host:
+        emulator = RunpodEmulator(lambda: datetime.now(UTC), settings, host)
+        with serving(emulator) as address:
+            body = json.dumps({"name": "d", "size": 100, "dataCenter": "EU-RO-1"}).encode()
+            made = emulator.handle("POST", "/v2/network-volumes", [], {"Authorization": "Bearer any"}, body)
+            place = Place(emulator, host, address, read_identity(key_file), json.loads(made.body)["id"])
+            (place.volume / "start.sh").write_text(SCRIPT.format(join="$(dirname $PWD)/etc/windlass/join.json"))
+            yield place
+
+
+async def hire(provider: RunpodProvider, slot: int = 0) -> Machine:
+    await provider.create(MachineRequest(f"red-{slot}-aa", "red", slot, join_token=TOKEN))
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            machine = {machine.name: machine for machine in await provider.list_machines()}[f"red-{slot}-aa"]
+            if machine.state is MachineState.RUNNING:
+                return machine
+            await asyncio.sleep(0.05)
+
+
+async def test_a_good_pod_is_looked_over_and_its_worker_started_with_what_it_needs(place: Place) -> None:
+    async with place.provider(checks=("python3 -c 'import json'", "command -v windlass")) as provider:
+        machine = await hire(provider)
+        prepared = await provider.prepare(machine, None)
+        assert prepared.host_key is not None
+        assert prepared.host_key.startswith("ssh-ed25519 ")
+        wait_until((place.volume / "joined").exists, TIMEOUT_S, "starting")
+        assert json.loads((place.volume / "joined").read_text()) == {
+            "worker_id": "red-0-aa", "url": "http://127.0.0.1:1", "join_token": TOKEN,
+        }  # fmt: skip
+        said = (place.folder(machine.id) / "worker.log").read_text()
+        assert "colour red" in said
+        assert "/workspace" in said
+
+
+async def test_it_is_started_once_however_often_and_by_however_many_it_is_asked_for(place: Place) -> None:
+    async with place.provider() as provider, place.provider() as other:
+        machine = await hire(provider)
+        first = await provider.prepare(machine, None)
+        again = await asyncio.gather(
+            *(each.prepare(machine, key) for each in (provider, other) for key in (None, first.host_key))
+        )
+        assert {prepared.host_key for prepared in again} == {first.host_key}
+        machine = await hire(provider, 1)
+        await asyncio.gather(*(each.prepare(machine, None) for each in (provider, other) for _ in range(3)))
+    wait_until(lambda: (place.volume / "runs").read_text() == "started\n" * 2, TIMEOUT_S, "starting")
+
+
+@pytest.mark.parametrize("dies_after", range(5))
+async def test_an_orchestrator_that_dies_anywhere_leaves_a_pod_that_the_next_one_finishes(
+    place: Place, dies_after: int
+) -> None:
+    """By then the commands up to there have run, the last of them unheard."""
+
+    class Dying:
+        def __init__(self, shell: Shell) -> None:
+            self._shell = shell
+            self.host_key = shell.host_key
+            self.left = dies_after
+
+        async def run(self, command: str, timeout_s: float) -> Any:
+            said = await self._shell.run(command, timeout_s)
+            self.left -= 1
+            if self.left < 0:
+                raise asyncio.CancelledError
+            return said
+
+    @asynccontextmanager
+    async def open_shell(endpoint: Endpoint, host_key: str | None) -> AsyncIterator[Any]:
+        async with place.identity.open_shell(endpoint, host_key) as shell:
+            yield Dying(shell)
+
+    async with place.provider(Preparer(place.settings(), open_shell, retry_s=0.1)) as provider:
+        machine = await hire(provider)
+        with suppress(asyncio.CancelledError):
+            await provider.prepare(machine, None)
+    async with place.provider() as provider:
+        await provider.prepare(machine, None)
+    wait_until((place.volume / "joined").exists, TIMEOUT_S, "starting")
+    assert (place.volume / "runs").read_text() == "started\n"
+
+
+@pytest.mark.parametrize(
+    ("luck", "ssh", "code", "words"),
+    [
+        ({"has_no_mount": True}, {}, "STORAGE_NOT_MOUNTED", "/workspace is mounted and writable: .*not a mountpoint"),
+        ({"has_no_gpu": True}, {}, "GPU_NOT_DETECTED", "its GPU answers: No devices were found"),
+        ({"disk_free_gb": 1.5}, {}, "DISK_FULL", "2 GB of its disk are free: 1.5 GB are"),
+        (
+            {"ssh_failures": {"import torch": "No module named 'torch'"}},
+            {"checks": ("python3 -c 'import torch'",)},
+            "DEPENDENCY_MISSING",
+            "`python3 -c 'import torch'` succeeds: No module named 'torch'",
+        ),
+        ({}, {"checks": ("sleep 9",), "command_timeout_s": 0.5}, "DEPENDENCY_MISSING", "no answer within 0.5 s"),
+        (
+            {},
+            {"start_command": "bash /workspace/none.sh"},
+            "START_SCRIPT_FAILED",
+            "its worker was not started: it ended with 127",
+        ),
+        ({"ssh_failures": {"start.sh": "line 3: oops"}}, {}, "START_SCRIPT_FAILED", "line 3: oops"),
+        ({"has_no_ssh": True}, {"timeout_s": 1.0}, "SSH_UNREACHABLE", "it was not done within 1 s .*refused"),
+    ],
+)  # fmt: skip
+async def test_each_failure_has_its_own_code_and_says_what_was_said(
+    place: Place, luck: dict[str, Any], ssh: dict[str, Any], code: str, words: str
+) -> None:
+    place.emulator.faults.next_pod(**luck)
+    async with place.provider(**ssh) as provider:
+        machine = await hire(provider)
+        with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: .*{words}") as caught:
+            await provider.prepare(machine, None)
+    assert caught.value.code == code
+    assert (caught.value.host_key is None) is (code == "SSH_UNREACHABLE")
+    assert not (place.volume / "runs").exists()
+
+
+async def test_a_script_that_fails_at_once_is_quoted_without_its_secrets(place: Place) -> None:
+    (place.volume / "start.sh").write_text(f"for n in $(seq 40); do echo line $n; done; echo have {TOKEN}; exit 3\n")
+    async with place.provider() as provider:
+        machine = await hire(provider)
+        with pytest.raises(NotPrepared) as caught:
+            await provider.prepare(machine, None)
+        lines = caught.value.output.splitlines()
+        assert lines[-2:] == ["have (a token)", "it ended with 3"]
+        assert len(lines) == 20
+        # Whoever comes later finds the same, and starts nothing.
+        with pytest.raises(NotPrepared, match="it ended with 3"):
+            await provider.prepare(machine, caught.value.host_key)
+
+
+async def test_ssh_that_answers_late_is_waited_for(place: Place) -> None:
+    place.emulator.faults.next_pod(ssh_after_s=1.5)
+    async with place.provider() as provider:
+        await provider.prepare(await hire(provider), None)
+    wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
+
+
+async def test_the_same_pod_on_another_port_is_recognised_and_another_host_is_not(place: Place) -> None:
+    async with place.provider() as provider:
+        machine = await hire(provider)
+        known = await provider.prepare(machine, None)
+        assert (await provider.prepare(machine, known.host_key)).host_key == known.host_key
+        # Started again, it has another port and another host key: whoever that is, it is not the one we know.
+        pod = place.emulator.account.pods[machine.id]
+        place.emulator.account.restart(pod)
+        place.emulator.settle()
+        with pytest.raises(NotPrepared, match="shows another host key than before") as caught:
+            await provider.prepare(machine, known.host_key)
+        assert caught.value.code == "SSH_HOST_KEY_CHANGED"
+
+
+async def test_a_connection_that_breaks_is_made_again(place: Place) -> None:
+    breaks = iter([True, False, True, False])
+
+    class Breaking:
+        def __init__(self, shell: Shell) -> None:
+            self._shell = shell
+            self.host_key = shell.host_key
+
+        async def run(self, command: str, timeout_s: float) -> Any:
+            said = await self._shell.run(command, timeout_s)
+            if next(breaks, False):
+                raise Unreachable("the connection broke")
+            return said
+
+    @asynccontextmanager
+    async def open_shell(endpoint: Endpoint, host_key: str | None) -> AsyncIterator[Any]:
+        async with place.identity.open_shell(endpoint, host_key) as shell:
+            yield Breaking(shell)
+
+    async with place.provider(Preparer(place.settings(), open_shell, retry_s=0.1)) as provider:
+        await provider.prepare(await hire(provider), None)
+    wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
+
+
+async def test_a_pod_of_somebody_elses_key_does_not_let_us_in(place: Place, tmp_path: Path) -> None:
+    other = Identity(asyncssh.generate_private_key("ssh-ed25519"))
+    settings = place.settings(timeout_s=1.0)
+    async with place.provider(Preparer(settings, other.open_shell, retry_s=0.2), timeout_s=1.0) as provider:
+        with pytest.raises(NotPrepared, match="Permission denied") as caught:
+            await provider.prepare(await hire(provider), None)
+    assert caught.value.code == "SSH_UNREACHABLE"
+
+
+def test_a_key_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read .No such file or directory.: check runpod_ssh_key_file"):
+        read_identity(tmp_path / "none")
+    (tmp_path / "bad").write_text("secret stuff")
+    with pytest.raises(ConfigError, match="is no private key that can be used") as caught:
+        read_identity(tmp_path / "bad")
+    assert "secret stuff" not in str(caught.value)
+    locked = tmp_path / "locked"
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(locked)], check=True, timeout=TIMEOUT_S
+    )
+    with pytest.raises(ConfigError, match="a key without a passphrase is needed"):
+        read_identity(locked)

@@ -1,0 +1,87 @@
+"""Between the boot of a machine and the start of its worker's program."""
+
+import pytest
+from snapshots import ago, fleet, kinds, machine, of_kind, snapshot, worker
+
+from windlass.model.action import Adopt, Fail, Prepare
+from windlass.model.machine import ProviderTraits
+from windlass.model.snapshot import Hold, Snapshot, WorkerView
+from windlass.policy.derive import Lifecycle
+from windlass.policy.draft import begin
+from windlass.policy.plan import plan
+
+PREPARING = ProviderTraits(60, 120, 60, is_remote=True, has_prepare_step=True)
+FLEET = fleet(min_workers=0, max_workers=4)
+
+
+def new(**rest: object) -> WorkerView:
+    return worker("w0", **{"status": "spawning", "heartbeat": None, "created": 5.0, **rest})  # type: ignore[arg-type]
+
+
+def seen(view: WorkerView, state: str = "running", **rest: object) -> Snapshot:
+    return snapshot(view, machines=(machine("w0", state),), **{"traits": PREPARING, "queued": 1, **rest})  # type: ignore[arg-type]
+
+
+def test_a_machine_that_runs_is_prepared() -> None:
+    planned = plan(seen(new()), FLEET)
+    assert of_kind(planned.actions, Prepare) == [Prepare("w0", "m-w0", "its machine runs")]
+
+
+@pytest.mark.parametrize(
+    "snap",
+    [
+        pytest.param(seen(new(), "booting"), id="it does not run yet"),
+        pytest.param(seen(new(prepared=1)), id="it is prepared"),
+        pytest.param(seen(new(), preparing=("w0",)), id="we are at it"),
+        pytest.param(seen(new(heartbeat=1)), id="it has been heard of"),
+        pytest.param(seen(new(status="terminating", terminating=1)), id="it is to end"),
+        pytest.param(seen(new(prepare_code="DISK_FULL")), id="it cannot be"),
+        pytest.param(seen(new(created=5000)), id="its time is over"),
+        pytest.param(seen(new(), traits=ProviderTraits(60, 120, 60, is_remote=True)), id="it starts by itself"),
+        pytest.param(seen(new(), is_winding_down=True), id="its fleet is to end"),
+    ],
+)
+def test_nobody_else_is(snap: Snapshot) -> None:
+    assert of_kind(plan(snap, FLEET).actions, Prepare) == []
+
+
+def test_one_that_was_just_found_is_prepared_at_once() -> None:
+    planned = plan(seen(new(machine_id=None)), FLEET)
+    assert [type(action) for action in planned.actions if isinstance(action, Adopt | Prepare)] == [Adopt, Prepare]
+
+
+def test_one_that_another_orchestrator_began_is_begun_again() -> None:
+    planned = plan(seen(new(preparing_at=ago(3))), FLEET)
+    assert len(of_kind(planned.actions, Prepare)) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "SSH_UNREACHABLE", "SSH_HOST_KEY_CHANGED", "STORAGE_NOT_MOUNTED", "GPU_NOT_DETECTED", "DISK_FULL",
+        "DEPENDENCY_MISSING", "START_SCRIPT_FAILED",
+    ],
+)  # fmt: skip
+def test_one_that_cannot_be_prepared_is_ended_with_the_code_of_what_failed(code: str) -> None:
+    planned = plan(seen(new(prepare_code=code, prepare_reason="that is how it is")), FLEET)
+    assert of_kind(planned.actions, Fail) == [Fail("w0", code, "that is how it is")]
+    assert "Delete" in kinds(planned)
+    assert planned.memory.guard.broken_starts == 1
+
+
+def test_while_nothing_may_be_touched_nothing_is_prepared() -> None:
+    silent = [worker(f"s{n}", n + 1, heartbeat=5000, created=9000) for n in range(3)]
+    snap = snapshot(new(), *silent, traits=PREPARING)
+    planned = plan(snap, FLEET)
+    assert isinstance(planned.hold, Hold)
+    assert planned.hold.is_total
+    assert of_kind(planned.actions, Prepare) == []
+
+
+def test_the_lifecycle_follows_the_preparation() -> None:
+    for view, state, lifecycle in (
+        (new(), "booting", Lifecycle.SPAWNING_POD_PENDING),
+        (new(), "running", Lifecycle.SPAWNING_SCRIPT_PENDING),
+        (new(prepared=1), "running", Lifecycle.SPAWNING_SCRIPT_RUNNING),
+    ):
+        assert begin(seen(view, state), FLEET).states["w0"].lifecycle is lifecycle

@@ -1,0 +1,264 @@
+"""Parts of the Runpod provider that need no Runpod: what answers mean, what is looked for, how a worker is started."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from servers import wait_until
+from windlass.model.runpod import RunpodSettings
+from windlass.providers.runpod import naming
+from windlass.providers.runpod.catalog import micros_of, read_offers
+from windlass.providers.runpod.preparing import (
+    WRITE_JOIN_FILE,
+    checks,
+    lack_of_disk,
+    last_lines,
+    launch,
+    masked,
+    missing_gpus,
+)
+from windlass.providers.runpod.problems import MAX_WORDS, Kind, problem_of_answer, problem_of_error
+
+TIMEOUT_S = 20.0
+NO_CAPACITY = (
+    "There are no longer any instances available with the requested specifications. Please refresh and try again."
+)
+
+
+def answer(status: int, detail: object = "said", **headers: str) -> httpx.Response:
+    body = json.dumps({"title": "T", "status": status, "detail": detail})
+    return httpx.Response(status, headers=headers, content=body)
+
+
+@pytest.mark.parametrize(
+    ("status", "detail", "kind"),
+    [
+        (400, NO_CAPACITY, Kind.NO_CAPACITY),
+        (400, "No machines with enough GPUs are available right now", Kind.NO_CAPACITY),
+        (400, "This GPU type is currently unavailable", Kind.NO_CAPACITY),
+        (400, "gpu.count must be at most 8", Kind.REFUSED),
+        (400, "network volume 'x' not found", Kind.REFUSED),
+        (400, "data center 'EU-XX-1' not found", Kind.REFUSED),
+        (401, "no", Kind.DENIED),
+        (402, "no", Kind.BALANCE),
+        (403, "no", Kind.FORBIDDEN),
+        (404, "no", Kind.NOT_FOUND),
+        (409, "no", Kind.BUSY),
+        (413, "no", Kind.INVALID),
+        (422, "no", Kind.INVALID),
+        (429, "no", Kind.THROTTLED),
+        (408, "no", Kind.LOST),
+        (418, "no", Kind.LOST),
+        (302, "no", Kind.LOST),
+        # Prose about capacity is only meant where it is published.
+        (500, NO_CAPACITY, Kind.LOST),
+        (503, NO_CAPACITY, Kind.LOST),
+    ],
+)
+def test_what_an_answer_means(status: int, detail: str, kind: Kind) -> None:
+    problem = problem_of_answer(answer(status, detail))
+    assert (problem.kind, problem.words) == (kind, f"{detail} ({status})")
+
+
+def test_an_answer_of_something_before_the_api_has_its_statuss_meaning() -> None:
+    assert problem_of_answer(httpx.Response(502, content=b"<html>")).words == "Bad Gateway (502)"
+    assert problem_of_answer(httpx.Response(403, content=b"[1]")).kind is Kind.FORBIDDEN
+    assert len(problem_of_answer(answer(400, "x" * 5000)).words) < MAX_WORDS + 10
+
+
+def test_retry_after_is_kept_where_it_is_a_number() -> None:
+    assert problem_of_answer(httpx.Response(429, headers={"Retry-After": "12"})).retry_after_s == 12
+    assert problem_of_answer(httpx.Response(429, headers={"Retry-After": "soon"})).retry_after_s is None
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (httpx.ReadTimeout(""), "no answer in time"),
+        (TimeoutError(), "no answer in time"),
+        (httpx.ConnectError("Connection refused"), "the API cannot be reached (Connection refused)"),
+        (httpx.ReadError(""), "the API cannot be reached (ReadError)"),
+        (ValueError("no JSON"), "an answer that cannot be read (ValueError: no JSON)"),
+    ],
+)
+def test_whatever_is_no_answer_is_lost(error: Exception, words: str) -> None:
+    assert (problem_of_error(error).kind, problem_of_error(error).words) == (Kind.LOST, words)
+
+
+@pytest.mark.parametrize(
+    ("dollars", "micros"),
+    [(0.69, 690_000), (0.1234565, 123_457), (0, None), (0.0, None), (None, None), ("1.5", 1_500_000)],
+)
+def test_a_price_is_micros_and_zero_is_none(dollars: object, micros: int | None) -> None:
+    assert micros_of(dollars) == micros
+
+
+def test_stock_is_by_data_center() -> None:
+    gpu = {
+        "id": "X", "secure": True, "community": False, "price": {"secure": 0.5, "community": 0},
+        "maxCount": {"secure": 8, "community": 0},
+        "dataCenters": [{"id": "A", "availability": "LOW"}, {"id": "B", "availability": "NONE"}],
+    }  # fmt: skip
+    offer = read_offers({"gpus": [gpu]}, "SECURE")["X"]
+    assert (offer.micros_per_hour, offer.max_count) == (500_000, 8)
+    assert [offer.has_left(places) for places in ((), ("A",), ("B",), ("B", "A"), ("C",))] == [
+        True, True, False, True, False,
+    ]  # fmt: skip
+    assert read_offers({"gpus": [{**gpu, "dataCenters": []}]}, "COMMUNITY")["X"].micros_per_hour is None
+
+
+@pytest.mark.parametrize(
+    ("pod", "is_ours"),
+    [
+        ({"name": "w", "env": {"WINDLASS_POD": "T/red/w"}}, True),
+        ({"name": "other", "env": {"WINDLASS_POD": "T/red/w"}}, False),
+        ({"name": "w", "env": {"WINDLASS_POD": "T/redder/w"}}, False),
+        ({"name": "w", "env": {}}, False),
+        ({"name": "w", "env": None}, False),
+        ({"name": "w"}, False),
+    ],
+)
+def test_a_pod_is_ours_by_its_tag_and_its_name(pod: dict[str, object], is_ours: bool) -> None:
+    assert naming.is_listed(pod, "T/red/") is is_ours
+
+
+# ------------------------------------------------------------------------------------------------------- looking over
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted", "problem"),
+    [
+        ("NVIDIA L40S, 46068\n", 1, None),
+        ("NVIDIA L40S, 46068\nNVIDIA L40S, 46068\n", 2, None),
+        ("NVIDIA L40S, 46068\nNVIDIA L40S, 0\n", 2, "1 of 2 GPUs have memory"),
+        ("NVIDIA L40S, [N/A]\n", 1, "0 of 1 GPUs have memory"),
+        ("", 1, "0 of 1 GPUs have memory"),
+    ],
+)
+def test_a_gpu_without_memory_is_none(said: str, wanted: int, problem: str | None) -> None:
+    assert missing_gpus(said, wanted) == problem
+
+
+@pytest.mark.parametrize(
+    ("free_kb", "problem"),
+    [("4000000", None), ("1000000", "1.0 GB are"), ("-", "df says something that cannot be read")],
+)
+def test_free_disk_is_read_from_df(free_kb: str, problem: str | None) -> None:
+    said = f"Filesystem 1024-blocks Used Available Capacity Mounted on\noverlay 9 9 {free_kb} 9% /\n"
+    assert lack_of_disk(said, 2.0) == problem
+
+
+def test_only_what_is_used_is_looked_at() -> None:
+    plain = RunpodSettings(ssh={"min_free_disk_gb": 0})  # type: ignore[arg-type]
+    assert [check.code for check in checks(plain)] == ["GPU_NOT_DETECTED", "START_SCRIPT_FAILED"]
+    whole = RunpodSettings(network_volume_id="v", ssh={"checks": ("true", "false")})  # type: ignore[arg-type]
+    assert [check.code for check in checks(whole)] == [
+        "STORAGE_NOT_MOUNTED", "GPU_NOT_DETECTED", "DISK_FULL", "DEPENDENCY_MISSING", "DEPENDENCY_MISSING",
+        "START_SCRIPT_FAILED",
+    ]  # fmt: skip
+
+
+def test_what_was_said_is_kept_short_and_without_tokens() -> None:
+    assert last_lines("".join(f"line {n}\n\n" for n in range(99))).splitlines()[0] == "line 79"
+    assert len(last_lines("x" * 10_000)) == 2000
+    assert masked(f"join with wlj_{'a' * 64} or wlw_{'0' * 64}") == "join with (a token) or (a token)"
+
+
+# ----------------------------------------------------------------------------------------------------------- starting
+
+
+class Disk:
+    """A pod's disk in a folder, and its shell."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "etc").mkdir()
+
+    def run(self, command: str, **env: str) -> subprocess.CompletedProcess[str]:
+        text = command.replace("/etc/", f"{self.folder}/etc/").replace("/proc/1/", f"{self.folder}/proc-1-")
+        whole = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), **env}
+        return subprocess.run(
+            ["sh", "-c", text], env=whole, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+
+    def path(self, name: str) -> Path:
+        return self.folder / "etc" / name
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path)
+
+
+JOIN = json.dumps({"worker_id": "w", "url": "http://u", "join_token": "it's secret"})
+
+
+def test_the_join_file_comes_from_the_environment_that_an_image_writes_down(disk: Disk) -> None:
+    quoted = JOIN.replace("'", "'\\''")
+    disk.path("rp_environment").write_text(f"export WINDLASS_JOIN='{quoted}'\n")
+    assert disk.run(WRITE_JOIN_FILE).returncode == 0
+    join = disk.path("windlass/join.json")
+    assert json.loads(join.read_text()) == json.loads(JOIN)
+    assert join.stat().st_mode & 0o777 == 0o600
+
+
+def test_or_from_that_of_the_first_process(disk: Disk) -> None:
+    disk.path("rp_environment").write_text("this is 'no shell\n")
+    (disk.folder / "proc-1-environ").write_bytes(f"A=1\0WINDLASS_JOIN={JOIN}\0B=2\0".encode())
+    assert disk.run(WRITE_JOIN_FILE).returncode == 0
+    assert json.loads(disk.path("windlass/join.json").read_text()) == json.loads(JOIN)
+
+
+def test_one_that_is_there_is_kept(disk: Disk) -> None:
+    disk.path("windlass").mkdir()
+    disk.path("windlass/join.json").write_text("mine")
+    assert disk.run(WRITE_JOIN_FILE).returncode == 0
+    assert disk.path("windlass/join.json").read_text() == "mine"
+
+
+def test_without_either_it_says_so(disk: Disk) -> None:
+    (disk.folder / "proc-1-environ").write_bytes(b"A=1\0")
+    done = disk.run(WRITE_JOIN_FILE)
+    assert done.returncode == 1
+    assert "WINDLASS_JOIN is not in the container's environment" in done.stdout
+
+
+def started(disk: Disk, command: str, watch_s: float = 2.0) -> subprocess.CompletedProcess[str]:
+    disk.path("windlass").mkdir(exist_ok=True)
+    settings = RunpodSettings(ssh={"start_command": command, "start_watch_s": watch_s})  # type: ignore[arg-type]
+    return disk.run(launch(settings))
+
+
+def test_a_program_is_started_once_with_the_containers_environment_and_without_the_token(disk: Disk) -> None:
+    disk.path("rp_environment").write_text("export COLOUR='dark red' WINDLASS_JOIN=secret\n")
+    command = 'echo "$COLOUR, ${WINDLASS_JOIN-none}, $PWD" >> said # it\'s done'
+    assert started(disk, command).returncode == 0
+    assert started(disk, command).returncode == 0
+    said = disk.folder / "said"
+    wait_until(said.exists, TIMEOUT_S, "starting")
+    assert said.read_text() == f"dark red, none, {disk.folder}\n"
+
+
+def test_one_that_runs_on_is_not_waited_for(disk: Disk) -> None:
+    done = started(disk, "echo $$ > pid; exec sleep 600", watch_s=0.2)
+    assert (done.returncode, done.stdout) == (0, "")
+    pid = disk.folder / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text().strip().isdigit(), TIMEOUT_S, "starting")
+    subprocess.run(["kill", pid.read_text().strip()], check=True)
+
+
+def test_one_that_fails_at_once_is_quoted(disk: Disk) -> None:
+    done = started(disk, "echo it is broken; exit 3")
+    assert done.returncode == 75
+    assert done.stdout.splitlines() == ["it is broken", "it ended with 3"]
+    assert started(disk, "echo another").stdout.splitlines() == ["it is broken", "it ended with 3"]
+
+
+def test_without_a_place_for_its_marker_nothing_is_started(disk: Disk) -> None:
+    disk.path("windlass").write_text("a file")
+    settings = RunpodSettings(ssh={"start_command": "touch started"})  # type: ignore[arg-type]
+    assert disk.run(launch(settings)).returncode == 1
+    assert not (disk.folder / "started").exists()

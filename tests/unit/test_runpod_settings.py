@@ -1,0 +1,154 @@
+"""What can be said about a Runpod fleet, and what is refused before anything is asked of Runpod."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from windlass import wire
+from windlass.configure import load_config
+from windlass.model.config import ApiConfig, Config
+from windlass.model.errors import ConfigError
+from windlass.model.fleet import FleetConfig
+from windlass.model.runpod import GpuChoice, RunpodSettings
+
+FLEET = '[fleets.gpu]\nprovider = "runpod"\nhandler = "a:b"\n'
+
+
+def load(folder: Path, text: str) -> Config:
+    (folder / "windlass.toml").write_text(FLEET + text)
+    return load_config(folder / "windlass.toml").config
+
+
+def test_a_runpod_fleet_has_the_seeds_patience() -> None:
+    fleet = FleetConfig(provider="runpod", runpod=RunpodSettings(image="i"))
+    assert (fleet.spawn_timeout_s, fleet.heartbeat_timeout_s, fleet.stuck_timeout_s) == (600, 600, 1200)
+    assert (fleet.poll_interval_s, fleet.heartbeat_interval_s, fleet.stop_timeout_s) == (30, 20, 600)
+    assert (fleet.min_workers, fleet.max_workers, fleet.has_gpu, fleet.policy) == (2, 10, True, "buffered")
+    assert (fleet.min_scaling_interval_s, fleet.spawn_grace_s, fleet.scale_down_grace_s) == (45, 180, 60)
+    assert (fleet.startup_grace_s, fleet.not_claiming_timeout_s, fleet.gpu_not_detected_timeout_s) == (600, 180, 300)
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        ("NVIDIA L40S", GpuChoice("NVIDIA L40S", "SECURE", ())),
+        ("NVIDIA L40S@COMMUNITY", GpuChoice("NVIDIA L40S", "COMMUNITY", ())),
+        ("NVIDIA L40S@secure/EU-RO-1/US-KS-2", GpuChoice("NVIDIA L40S", "SECURE", ("EU-RO-1", "US-KS-2"))),
+        (" NVIDIA A100-SXM4-80GB@SECURE ", GpuChoice("NVIDIA A100-SXM4-80GB", "SECURE", ())),
+    ],
+)
+def test_a_choice_is_a_gpu_a_cloud_and_data_centers(text: str, choice: GpuChoice) -> None:
+    assert RunpodSettings(choices=(text,)).ordered == (choice,)
+
+
+def test_lists_can_stand_on_one_line() -> None:
+    settings = RunpodSettings(choices="NVIDIA L40S, NVIDIA H200@SECURE/EU-RO-1", ports="22/tcp,8888/http")  # type: ignore[arg-type]
+    assert [choice.gpu for choice in settings.ordered] == ["NVIDIA L40S", "NVIDIA H200"]
+    assert settings.opened_ports(has_ssh=True) == ("22/tcp", "8888/http")
+    assert RunpodSettings(ports=("8888/http",)).opened_ports(has_ssh=True) == ("8888/http", "22/tcp")
+    assert RunpodSettings().opened_ports(has_ssh=False) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"choices": ["NVIDIA L40S@MOON"]}, "is no GPU type and place: write NVIDIA L40S@SECURE"),
+        ({"choices": ["@SECURE"]}, "is no GPU type and place"),
+        ({"choices": []}, "at least 1 item"),
+        ({"ports": ["22"]}, "'22' is no port: write it as 22/tcp or 8888/http"),
+        ({"ports": ["70000/tcp"]}, "is no port"),
+        ({"min_cuda_version": "12"}, "min_cuda_version"),
+        ({"env": {"WINDLASS_JOIN": "x"}}, "WINDLASS_JOIN is windlass's own"),
+        ({"env": {"a-b": "x"}}, "'a-b' cannot be the name of an environment variable"),
+        ({"volume_path": "workspace"}, "volume_path"),
+        ({"volume_path": "/a b"}, "volume_path"),
+        ({"network_volume_id": "v", "choices": ["X@COMMUNITY"]}, "network volumes are in the secure cloud only"),
+        ({"gpu_count": 0}, "gpu_count"),
+        ({"disk_gb": 0}, "disk_gb"),
+        ({"ssh": {"checks": [" "]}}, "a command is text, and not empty"),
+        ({"ssh": {"start_command": "a\x00b"}}, "a command is text"),
+        ({"gpus": 1}, "gpus"),
+    ],
+)
+def test_what_runpod_would_refuse_is_refused_before(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        RunpodSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "neither runpod.image nor runpod.template_id is set: name an image"),
+        ('[fleets.gpu.runpod]\nimage = "i"\nport = 1', "fleets.gpu.runpod.port in .* is not a setting"),
+        ('[fleets.gpu.runpod]\nimage = "i"\nchoices = ["@"]', "fleets.gpu.runpod.choices .*is no GPU type and place"),
+        ('concurrency = 2\n[fleets.gpu.runpod]\nimage = "i"', "a GPU runs exactly one task at a time"),
+    ],
+)
+def test_each_mistake_is_one_sentence_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path, text)
+
+
+def test_settings_of_runpod_are_for_fleets_of_runpod() -> None:
+    with pytest.raises(ValidationError, match="runpod is set and provider is 'local': set provider = \"runpod\""):
+        FleetConfig(runpod=RunpodSettings(image="i"))
+
+
+def test_storage_that_must_be_mounted_is_the_volume_unless_said_otherwise() -> None:
+    assert RunpodSettings().storage_path is None
+    assert RunpodSettings(network_volume_id="v", volume_path="/data").storage_path == "/data"
+    assert RunpodSettings(network_volume_id="v", ssh={"storage_path": "/w"}).storage_path == "/w"  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------------- wiring
+
+
+def configured(**changes: Any) -> tuple[FleetConfig, Config]:
+    fleet = FleetConfig(provider="runpod", runpod=RunpodSettings(image="i"), **changes)
+    return fleet, Config(fleets={"gpu": fleet}, api=ApiConfig(port=8080, url="https://plane.example.com"))
+
+
+def test_without_a_key_one_sentence_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="there is no key for Runpod: set RUNPOD_API_KEY to one that may read and"):
+        wire.provider("gpu", *configured(), "this")
+
+
+def test_starting_workers_over_ssh_needs_a_key_that_opens_pods(tmp_path: Path) -> None:
+    fleet, config = configured(auto_start_worker=True)
+    config = config.model_copy(update={"runpod_api_key": Config(runpod_api_key="k").runpod_api_key})
+    with pytest.raises(ConfigError, match="auto_start_worker is set for fleet gpu, which needs an SSH key: make one"):
+        wire.provider("gpu", fleet, config, "this")
+    missing = config.model_copy(update={"runpod_ssh_key_file": tmp_path / "none"})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        wire.provider("gpu", fleet, missing, "this")
+    assert not wire.provider("gpu", *_without_ssh(config), "this").traits.has_prepare_step
+
+
+def _without_ssh(config: Config) -> tuple[FleetConfig, Config]:
+    return configured()[0], config
+
+
+def test_fleets_with_the_same_key_share_one_allowance() -> None:
+    config = Config(runpod_api_key="secret")
+    one, other = wire.runpod_account(config, 20), wire.runpod_account(config, 30)
+    assert one is not other
+    assert one.limiter is other.limiter
+    assert wire.runpod_account(Config(runpod_api_key="another"), 20).limiter is not one.limiter
+
+
+def test_names_of_the_vendor_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RUNPOD_API_KEY", "k")
+    monkeypatch.setenv("RUNPOD_ENDPOINT", "http://127.0.0.1:8191/v2/")
+    monkeypatch.setenv("RUNPOD_SSH_PRIVATE_KEY_PATH", str(tmp_path / "id"))
+    # What stands in a pod's environment is no setting, and no mistake either.
+    monkeypatch.setenv("WINDLASS_POD", "x/gpu/gpu-0-aa")
+    monkeypatch.setenv("WINDLASS_JOIN", "{}")
+    config = load_config().config
+    assert config.runpod_endpoint == "http://127.0.0.1:8191/v2"
+    assert config.runpod_ssh_key_file == tmp_path / "id"
+    monkeypatch.setenv("RUNPOD_ENDPOINT", "127.0.0.1:9")
+    with pytest.raises(ConfigError, match="runpod_endpoint .* must be an address .* such as https://api.runpod.io/v2"):
+        load_config()
