@@ -173,8 +173,8 @@ def _is_listed_here(draft: Draft, worker: WorkerView) -> bool:
 
 
 def _is_older_than_list(draft: Draft, moment: datetime | None) -> bool:
-    """What became known after the list was asked for cannot be missing from it; nor, where lists may be old, what became
-    known shortly before."""
+    """What became known after the list was asked for cannot be missing from it; nor, where lists may be old, what was
+    new then."""
     listed_at, age_s = draft.snapshot.listed_at, draft.snapshot.traits.absence_grace_s
     return moment is None or listed_at is None or moment + timedelta(seconds=age_s) <= listed_at
 
