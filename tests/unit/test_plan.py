@@ -333,6 +333,13 @@ def test_a_machine_missing_from_a_lagging_list_is_waited_for_and_then_its_worker
         assert kinds(plan(snapshot(view, machines=(), traits=CLOUD, memory=memory), LOCAL)) == expected
 
 
+@pytest.mark.parametrize(("known_s", "is_missed"), [(62, True), (61, True), (60, False), (5, False)])
+def test_a_list_that_may_be_old_cannot_lack_what_is_younger(known_s: float, is_missed: bool) -> None:
+    """Or the end of a machine that comes late into the lists, and vanishes, would be put before its end."""
+    seen = snapshot(worker(machine_at=known_s), machines=(), listed_at=ago(1), traits=CLOUD)
+    assert ("w0" in plan(seen, LOCAL).memory.missing_since) is is_missed
+
+
 def test_without_a_list_nothing_is_concluded_from_absence() -> None:
     views = [worker("w0", 0, running=(task(),)), worker("w1", 1, "spawning", created=5, heartbeat=None)]
     seen = snapshot(*views, machines=None, memory={"missing_since": {"w0": ago(900), "w1": ago(900)}})

@@ -173,9 +173,10 @@ def _is_listed_here(draft: Draft, worker: WorkerView) -> bool:
 
 
 def _is_older_than_list(draft: Draft, moment: datetime | None) -> bool:
-    """What became known after the list was asked for cannot be missing from it."""
-    listed_at = draft.snapshot.listed_at
-    return moment is None or listed_at is None or moment <= listed_at
+    """What became known after the list was asked for cannot be missing from it; nor, where lists may be old, what was
+    new then."""
+    listed_at, age_s = draft.snapshot.listed_at, draft.snapshot.traits.absence_grace_s
+    return moment is None or listed_at is None or moment + timedelta(seconds=age_s) <= listed_at
 
 
 def _has_shrunk(draft: Draft, expected: list[WorkerView], since: dict[str, datetime], grace_s: float) -> bool:
