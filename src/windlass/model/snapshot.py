@@ -15,7 +15,9 @@ from windlass.model.machine import Machine, ProviderTraits
 from windlass.model.worker import WorkerStatus
 
 
-@dataclass(frozen=True, slots=True)
+# A cycle makes thousands of these two. They are values like all others here, and nobody changes one; but to freeze them
+# takes as long as to make them.
+@dataclass(slots=True)
 class RunningView:
     """A task a worker has at hand."""
 
@@ -24,7 +26,7 @@ class RunningView:
     timeout_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerView:
     """A worker that is not terminated."""
 

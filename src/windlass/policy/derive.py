@@ -58,9 +58,9 @@ class Presence(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerState:
-    """A worker at one moment: every judgement made, nothing left to conclude."""
+    """A worker at one moment: every judgement made, nothing left to conclude. Not frozen, as WorkerView is not."""
 
     worker: WorkerView
     lifecycle: Lifecycle
