@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -29,6 +30,10 @@ from servers import (
     wait_until,
 )
 from windlass.store.embedded import EmbeddedPostgres
+
+# An example that takes long on a busy machine says nothing about the product.
+hypothesis.settings.register_profile("windlass", deadline=None)
+hypothesis.settings.load_profile("windlass")
 
 
 @pytest.fixture
