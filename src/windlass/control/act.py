@@ -198,6 +198,8 @@ class Actor:
                 )
         except (Refused, NoCapacity, Throttled) as error:
             self._heed(error)
+            # Whoever writes the summary down says it aloud.
+            log.info("machine refused", worker_id=worker_id, error=str(error))
             return CreationRefused(worker_id, type(error).__name__, str(error))
         except Exception as error:
             problem = self._describe(error)
