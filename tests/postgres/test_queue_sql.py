@@ -905,7 +905,7 @@ async def test_a_producer_needs_no_more_than_its_role(
         await store.fail("w1", claim.task_id, claim.token, "it broke")
         assert await shop.retry_task(failed)
         assert await shop.cancel_task(failed, "not wanted")
-        assert await shop.retry_failed("q", await shop.now()) == [failed]
+        assert await shop.retry_failed("q", await shop.now(), include_cancelled=True) == [failed]
         assert await shop.enqueue_many([NewTask("q")]) == 1
         assert await shop.enqueue_many([NewTask("q", unique_key=key) for key in ("k", "l")]) == 1
         await sql.execute("insert into windlass.tasks (queue, payload) values ('q', '5')")
