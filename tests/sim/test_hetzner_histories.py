@@ -21,7 +21,7 @@ from windlass.sim.scenario import Scenario, Surroundings, fleet_config
 from windlass.sim.watch import Broken
 from windlass.sim.workers import Habits
 
-SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 30
+SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
 # Small enough that two workers finish at about the same time.
 CHUNK = 5

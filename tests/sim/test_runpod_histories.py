@@ -13,7 +13,7 @@ from runpod_histories import AFTER, NO_ANSWERS, NOT_DELETED, REFUSALS, RunpodHis
 from windlass.sim.cloud import Rates
 from windlass.sim.scenario import Scenario
 
-SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 40
+SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
 # Small enough that two workers finish at about the same time.
 CHUNK = 5

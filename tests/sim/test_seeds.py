@@ -14,7 +14,7 @@ from windlass.sim.scenario import draw
 from windlass.sim.watch import Broken
 from windlass.sim.world import World
 
-SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 300
+SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 200
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
 # Small enough that two workers finish at about the same time.
 CHUNK = 10
