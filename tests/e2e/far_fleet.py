@@ -71,7 +71,7 @@ if __name__ == "__main__":
     folder, url = Path(sys.argv[1]), sys.argv[2]
     del sys.argv[1:3]
 
-    def provider(_name: str, _fleet: Any, _config: Any) -> Any:
+    def provider(_name: str, _fleet: Any, _config: Any, _instance_id: str) -> Any:
         return FarProvider(folder, url)
 
     wire.provider = provider
