@@ -123,7 +123,7 @@ async def fill(dsn: str, workers: int) -> None:
 
 async def first_claim(dsn: str, folder: Path, rounds: int) -> list[float]:
     """Seconds from the decision to hire a local worker to its first claimed task."""
-    config = FleetConfig(queues=("first",), handler="bench.handlers:noop", max_workers=1, heartbeat_interval_s=1)
+    config = FleetConfig(queues=("first",), handler="bench.handlers:nothing", max_workers=1, heartbeat_interval_s=1)
     connection = await asyncpg.connect(dsn)
     provider = LocalProvider("first", config, identity=dsn, state_dir=folder, database_url=dsn)
     seconds = []
@@ -136,6 +136,8 @@ async def first_claim(dsn: str, folder: Path, rounds: int) -> list[float]:
             while await connection.fetchval("select started_at is null from windlass.tasks where id = $1", task_id):
                 await asyncio.sleep(0.005)
             seconds.append(time.perf_counter() - started)
+            while await connection.fetchval("select finished_at is null from windlass.tasks where id = $1", task_id):
+                await asyncio.sleep(0.005)
             for worker in await store.workers():
                 await store.end_worker(worker.id, "the round is over")
             while await connection.fetchval(

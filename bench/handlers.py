@@ -18,3 +18,7 @@ def wake(task: RunningTask) -> None:
 
 async def wake_inline(task: RunningTask) -> None:
     tally.arrived(task.payload)
+
+
+def nothing(task: object) -> None:
+    """For a single task, whose end the database tells."""
