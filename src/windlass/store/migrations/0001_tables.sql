@@ -158,6 +158,11 @@ create table windlass.tasks (
   error text,
   payload jsonb not null default 'null',
   result jsonb
+)
+-- Claimed tasks leave dead entries at the head of tasks_ready, and every claim walks over them. So they are cleared away
+-- by their number, and not when they have become a fifth of what is kept.
+with (
+  autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000, autovacuum_vacuum_cost_delay = 0
 );
 
 -- Serves claim_tasks: the queue's head is the first entry. Finished rows are not in it, so they cost nothing.
