@@ -202,7 +202,7 @@ class Up:
                 hired = Counter(worker.fleet for worker in await self._store.workers() if worker.slot is not None)
                 for name in sorted(hired.keys() - self._daemon.fleets.keys()):
                     log.error(
-                        "a fleet with workers is not configured here: put it back, with max_workers = 0 to let them go",
+                        "a fleet with workers is not configured here: put it back, or nobody lets them go",
                         fleet=name,
                         workers=hired[name],
                     )
