@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from datetime import datetime, timedelta
-from operator import attrgetter
 from typing import Any, Self
 from uuid import UUID
 
@@ -55,8 +54,7 @@ POOLED_LIMITS = "set local lock_timeout = '20s'; set local idle_in_transaction_s
 # longer than reading it.
 READ_BYTES = 1 << 16
 # Columns of the table and fields of NewTask alike.
-COPY_COLUMNS = ("queue", "payload", "priority", "run_after", "max_attempts", "timeout_s", "unique_key")
-_copy_row = attrgetter(*COPY_COLUMNS)
+COPY_COLUMNS = NewTask._fields
 
 
 QUERIES = read_queries("windlass.store", "queries.sql")
@@ -167,8 +165,8 @@ class PostgresStore:
         if isinstance(tasks, AsyncIterable):
             # It may be larger than memory, and whether a key comes is not known before its end.
             return await self._enqueue_by_staging(_numbered(tasks))
-        rows = [_copy_row(task) for task in tasks]
-        if any(row[-1] is not None for row in rows):
+        rows = tasks if isinstance(tasks, list) else list(tasks)
+        if any(row.unique_key is not None for row in rows):
             return await self._enqueue_by_staging((position, *row) for position, row in enumerate(rows))
         # With nothing to be unique, straight into the table.
         async with self._connection("enqueueing tasks") as connection:
@@ -471,7 +469,7 @@ async def enqueue_on(connection: Any, task: NewTask) -> int:
 async def _numbered(tasks: AsyncIterable[NewTask]) -> AsyncIterator[tuple[Any, ...]]:
     position = 0
     async for task in tasks:
-        yield position, *_copy_row(task)
+        yield position, *task
         position += 1
 
 
