@@ -230,10 +230,10 @@ class Project(InProcess):
                 self.emulator.project.power_off(server, 0.0)
 
     def forget_an_address(self) -> None:
-        """Somebody turns the automatic deletion of one of our Primary IPs off."""
-        labelled = [ip for ip in self.emulator.project.primary_ips.values() if "windlass-worker" in ip.labels]
-        if labelled:
-            self.rng.choice(labelled).is_auto_deleted = False
+        """Somebody turns the automatic deletion of a Primary IP off, whether it is labelled yet or not."""
+        addresses = list(self.emulator.project.primary_ips.values())
+        if addresses:
+            self.rng.choice(addresses).is_auto_deleted = False
             self.told.add("forgotten address")
 
     def bill(self) -> Any:

@@ -14,8 +14,10 @@ from windlass.model.errors import Ambiguous, Denied, LimitReached, NoCapacity, R
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import Machine, MachineState
+from windlass.providers.hetzner.addresses import LABEL_TRIES
 from windlass.providers.hetzner.examine import examine
 from windlass.providers.hetzner.limiter import BURST, PAUSE_FIRST_S, Limiter
+from windlass.providers.hetzner.provider import HetznerProvider
 from windlass.sim.loop import virtual_now
 from windlass.sim.scenario import Scenario, Surroundings
 from windlass.sim.workers import Habits
@@ -536,6 +538,74 @@ async def test_primary_ips_of_others_and_of_living_servers_stay() -> None:
     assert len(bed.asked("GET", "/primary_ips")) <= 5
 
 
+@pytest.mark.parametrize("whose", ["of a creation without an answer", "made before a restart"])
+def test_the_address_of_every_server_of_ours_is_labelled_whoever_had_it_made(whose: str) -> None:
+    @virtually
+    async def label() -> None:
+        bed = Bed(boot_s=0, delete_s=0, action_s=0)
+        provider = bed.provider(list_reuse_s=0.0)
+        if whose == "of a creation without an answer":
+            bed.faults.next_create(times_out_after_taking_effect=True)
+            with pytest.raises(Ambiguous):
+                await provider.create(request_for())
+        else:
+            await bed.provider().create(request_for())
+        (machine,) = await _tended(provider)
+        (address,) = bed.emulator.project.primary_ips.values()
+        assert address.labels["windlass-worker"] == "red-0-aa"
+        address.is_auto_deleted = False
+        await provider.delete(machine)
+        await asyncio.sleep(300)
+        await _tended(provider)
+        assert bed.emulator.project.primary_ips == {}
+
+    label()
+
+
+@virtually
+async def test_an_address_that_a_person_gave_to_a_server_of_ours_stays_theirs() -> None:
+    bed = Bed(boot_s=0, delete_s=0, action_s=0)
+    mine = {"type": "ipv4", "name": "mine", "location": "nbg1", "assignee_type": "server", "auto_delete": False}
+    theirs = bed.client.request("POST", "/primary_ips", json=mine)["primary_ip"]["id"]
+    await asyncio.sleep(600)
+    machine = await bed.provider().create(request_for())
+    server = bed.client.servers.get_by_id(int(machine.id))
+    server.power_off()
+    bed.client.primary_ips.unassign(server.public_net.primary_ipv4)
+    bed.client.request(
+        "POST", f"/primary_ips/{theirs}/actions/assign", json={"assignee_id": server.id, "assignee_type": "server"}
+    )
+    provider = bed.provider(list_reuse_s=0.0)
+    for _ in range(20):
+        await _tended(provider)
+        await asyncio.sleep(60)
+    await provider.delete(machine)
+    await asyncio.sleep(600)
+    await _tended(provider)
+    address = bed.emulator.project.primary_ips[theirs]
+    assert address.labels == {}
+    assert len(bed.asked("GET", f"/primary_ips/{theirs}")) <= 5
+
+
+@virtually
+async def test_an_address_that_cannot_be_labelled_keeps_no_other_waiting() -> None:
+    bed = Bed()
+    provider = bed.provider(list_reuse_s=0.0)
+    for slot in range(3):
+        await provider.create(request_for(slot))
+    first, *others = bed.emulator.project.primary_ips.values()
+    bed.faults.next("server_error", path=f"/v1/primary_ips/{first.id}", times=1000)
+    for _ in range(12):
+        await asyncio.sleep(10)
+        await _tended(provider)
+    assert [address.labels["windlass-worker"] for address in others] == ["red-1-aa", "red-2-aa"]
+    assert len(bed.asked("PUT", f"/primary_ips/{first.id}")) == LABEL_TRIES
+    bed.faults.clear()
+    await asyncio.sleep(300)
+    await _tended(provider)
+    assert first.labels["windlass-worker"] == "red-0-aa"
+
+
 @virtually
 async def test_trouble_with_addresses_is_no_reason_not_to_list() -> None:
     bed = Bed()
@@ -579,6 +649,13 @@ async def test_every_request_has_a_time_limit() -> None:
     await provider.delete(await provider.create(request_for()))
     await provider.list_machines()
     assert set(limits) == {(5.0, 20.0)}
+
+
+async def _tended(provider: HetznerProvider) -> tuple[Machine, ...]:
+    """A list, and the time to do what is done after it."""
+    machines = await provider.list_machines()
+    await asyncio.sleep(10)
+    return machines
 
 
 def _named(name: str) -> object:
