@@ -508,17 +508,17 @@ async def test_a_primary_ip_that_was_left_behind_is_found_by_its_labels_and_dele
     bed = Bed(boot_s=0, delete_s=0, action_s=0)
     provider = bed.provider(list_reuse_s=0.0)
     machine = await provider.create(request_for())
-    await provider.list_machines()
+    await _tended(provider)
     (address,) = bed.emulator.project.primary_ips.values()
     assert address.labels["windlass-worker"] == "red-0-aa"
     address.is_auto_deleted = False
     await provider.delete(machine)
     assert list(bed.emulator.project.primary_ips.values()) == [address]
     await asyncio.sleep(300)
-    await bed.provider("blue", list_reuse_s=0.0).list_machines()
-    await bed.provider(identity="other", list_reuse_s=0.0).list_machines()
+    await _tended(bed.provider("blue", list_reuse_s=0.0))
+    await _tended(bed.provider(identity="other", list_reuse_s=0.0))
     assert len(bed.emulator.project.primary_ips) == 1  # nobody else's business
-    await bed.provider(list_reuse_s=0.0).list_machines()
+    await _tended(bed.provider(list_reuse_s=0.0))
     assert bed.emulator.project.primary_ips == {}
 
 
@@ -615,6 +615,24 @@ async def test_trouble_with_addresses_is_no_reason_not_to_list() -> None:
     assert len(await provider.list_machines()) == 1
 
 
+@virtually
+async def test_a_list_does_not_wait_for_addresses_that_nobody_answers_for() -> None:
+    bed = Bed()
+    provider = bed.provider(list_reuse_s=0.0)
+    await provider.create(request_for())
+    bed.faults.next(None, path="/v1/primary_ips.*", times=1000)
+    for _ in range(6):
+        began = virtual_now()
+        assert len(await provider.list_machines()) == 1
+        assert virtual_now() - began < timedelta(seconds=2)
+        await asyncio.sleep(3)
+    assert len(bed.asked(path="/primary_ips")) == 2  # one at a time
+    await provider.close()
+    asked = len(bed.emulator.requests)
+    await asyncio.sleep(60)
+    assert len(bed.emulator.requests) == asked
+
+
 # ----------------------------------------------------------------------------------------------------------- account
 
 
@@ -682,12 +700,12 @@ async def test_everything_it_asks_is_as_the_vendor_published_it() -> None:
     )
     machine = await provider.create(request_for())
     assert (await provider.create(request_for())).id == machine.id
-    await provider.list_machines()
+    await _tended(provider)
     (address,) = bed.emulator.project.primary_ips.values()
     address.is_auto_deleted = False
     await asyncio.sleep(301)
     await provider.delete(machine)
-    await provider.list_machines()
+    await _tended(provider)
     assert bed.emulator.project.primary_ips == {}
     account = bed.account()
     remarks = [remark async for remark in examine(account, "this", {"red": HetznerSettings()}, network.id)]

@@ -11,7 +11,7 @@ with it, has no label, and is not found.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -29,6 +29,7 @@ from windlass.providers.hetzner.problems import Kind, Trouble
 # From one look for those left behind to the next. An address costs a tenth of a cent an hour.
 SWEEP_INTERVAL_S = 300.0
 TEND_TIMEOUT_S = 15.0
+CLOSE_PATIENCE_S = 2.0
 # Between an address and the server that it was made with. For another one to be put in its place, a server must be off.
 MADE_TOGETHER = timedelta(seconds=30)
 # Before an address that cannot be labelled is left alone until the next sweep.
@@ -53,15 +54,28 @@ class Addresses:
         # Nothing to do about these until the next sweep: they are labelled, or a person's, or they cannot be.
         self._settled: set[int] = set()
         self._sweep_due = float("-inf")
+        self._tending: asyncio.Task[None] | None = None
 
     def made_with(self, server: BoundServer) -> None:
         """A server that we just had made has these; they will be labelled."""
         for address_id in _addresses_of(server):
             self._unlabelled[address_id] = self._wanted(server, is_ours=True)
 
-    async def tend(self, servers: Iterable[BoundServer]) -> None:
-        """Delete those left behind, now and then, and label those of these servers of ours that are not. Never for
-        long, and never a reason to fail."""
+    def tend(self, servers: Sequence[BoundServer]) -> None:
+        """Begin to delete those left behind, now and then, and to label those of these servers of ours that are not.
+        Nobody waits for it: however slow the vendor is with addresses, whoever lists has a list."""
+        if self._tending is None or self._tending.done():
+            self._tending = asyncio.create_task(self._tend(servers))
+
+    async def close(self) -> None:
+        """Where a process lives for one cycle only, this is all the time there is."""
+        if self._tending is not None:
+            await asyncio.wait([self._tending], timeout=CLOSE_PATIENCE_S)
+            self._tending.cancel()
+            await asyncio.wait([self._tending])
+
+    async def _tend(self, servers: Sequence[BoundServer]) -> None:
+        """Never for long, and never a reason to fail."""
         loop, limiter = asyncio.get_running_loop(), self._account.limiter
         try:
             async with asyncio.timeout(TEND_TIMEOUT_S):
@@ -75,7 +89,7 @@ class Addresses:
         except (Trouble, Throttled, TimeoutError) as error:
             log.info("addresses not tended", error=str(error) or "no answer in time")
 
-    def _notice(self, servers: Iterable[BoundServer]) -> None:
+    def _notice(self, servers: Sequence[BoundServer]) -> None:
         for server in servers:
             for address_id in _addresses_of(server):
                 if address_id not in self._settled and address_id not in self._unlabelled:

@@ -148,7 +148,8 @@ class HetznerProvider:
         return Preparation()
 
     async def close(self) -> None:
-        """Nothing to do: servers go on without us, and the account is shared."""
+        """Servers go on without us, and the account is shared."""
+        await self._addresses.close()
 
     # ------------------------------------------------------------------------------------------------------ create
 
@@ -279,7 +280,7 @@ class HetznerProvider:
         self._listing = _Listing({machine.id: machine for machine in machines}, began + reuse_s)
         self._changes = {id_: change for id_, change in self._changes.items() if change[0] >= began}
         self._have_run &= {machine.id for machine in machines}
-        await self._addresses.tend(servers)
+        self._addresses.tend(servers)
         return self._merged(self._listing)
 
     async def _list_servers(self, doing: str) -> list[BoundServer]:
