@@ -489,6 +489,21 @@ def test_a_deletion_without_an_answer_is_not_gone_until_it_is(takes_effect: bool
 
 
 @virtually
+async def test_a_server_that_lost_its_labels_is_not_gone() -> None:
+    bed = Bed(boot_s=0, delete_s=0, action_s=0)
+    provider = bed.provider(list_reuse_s=0.0)
+    machine = await provider.create(request_for())
+    bed.client.servers.get_by_id(int(machine.id)).update(labels={"team": "a"})
+    await asyncio.sleep(60)
+    assert await provider.list_machines() == ()
+    with pytest.raises(
+        Refused, match="created for red-0-aa, does not carry our labels any more: delete it in .* it is paid for"
+    ):
+        await provider.delete(machine)
+    assert len(bed.servers) == 1
+
+
+@virtually
 async def test_when_nobody_says_since_when_a_server_is_gone_that_is_not_known() -> None:
     bed = Bed()
     provider = bed.provider()

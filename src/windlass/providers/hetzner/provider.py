@@ -361,11 +361,11 @@ class HetznerProvider:
             return None  # no server has such an id
         try:
             async with asyncio.timeout(DELETE_TIMEOUT_S):
-                return await self._delete(int(machine.id), doing)
+                return await self._delete(int(machine.id), machine.name, doing)
         except TimeoutError:
             raise Unavailable(f"{doing}: it was not gone within {DELETE_TIMEOUT_S:g} s") from None
 
-    async def _delete(self, server_id: int, doing: str) -> datetime | None:
+    async def _delete(self, server_id: int, worker_id: str, doing: str) -> datetime | None:
         """When the vendor began to delete it, which is when it stops to cost. None if nobody says."""
         machine_id = str(server_id)
         status: str | None = None
@@ -375,7 +375,11 @@ class HetznerProvider:
             if server is None:
                 return await self._deleted_at(server_id)
             if not self._is_ours(server):
-                return None  # not ours to touch
+                # Not ours to touch, and not gone: whoever took our labels off must say what becomes of it.
+                raise Refused(
+                    f"{doing}: server {server.name}, created for {worker_id}, does not carry our labels any more: "
+                    "delete it in Hetzner's console, or restore them; until then it is paid for."
+                )
         for look_s in self._delete_looks_s:
             if status != "deleting":
                 began = await self._send_deletion(server_id, doing) or began
