@@ -1,7 +1,7 @@
 """The Hetzner provider against the emulated API in virtual time: what it asks for, and what it makes of the answers."""
 
 import asyncio
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import hcloud
 import pytest
@@ -14,9 +14,10 @@ from windlass.model.errors import Ambiguous, Denied, LimitReached, NoCapacity, R
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import Machine, MachineState
+from windlass.providers.allowance import PAUSE_FIRST_S
 from windlass.providers.hetzner.addresses import LABEL_TRIES
 from windlass.providers.hetzner.examine import examine
-from windlass.providers.hetzner.limiter import BURST, PAUSE_FIRST_S, Limiter
+from windlass.providers.hetzner.limiter import BURST, Limiter
 from windlass.providers.hetzner.provider import HetznerProvider
 from windlass.sim.loop import virtual_now
 from windlass.sim.scenario import Scenario, Surroundings
@@ -729,6 +730,48 @@ async def test_everything_it_asks_is_as_the_vendor_published_it() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ thrift
+
+
+@virtually
+async def test_deletions_of_one_fleet_do_not_wait_for_the_hirings_of_another() -> None:
+    bed = Bed(server_limit=1000)
+    account = bed.account()
+    hiring, ending = bed.provider("red", account=account), bed.provider("blue", account=account)
+    ended = [await ending.create(request_for(slot, "blue")) for slot in range(10)]
+    await asyncio.sleep(600)
+    slots = iter(range(1000))
+
+    async def hire() -> None:
+        while True:
+            try:
+                await hiring.create(request_for(next(slots)))
+            except Throttled as throttled:
+                await asyncio.sleep(throttled.retry_after_s)
+
+    hirings = [asyncio.create_task(hire()) for _ in range(16)]
+    await asyncio.sleep(3)
+    began = virtual_now()
+    await asyncio.gather(*map(ending.delete, ended))
+    for each in hirings:
+        each.cancel()
+    lines = {line["id"]: line for line in bed.emulator.bill()["servers"]}
+    paid_until = max(datetime.fromisoformat(lines[int(machine.id)]["deleted"]) for machine in ended)
+    assert paid_until - began < timedelta(seconds=25)
+
+
+@virtually
+async def test_fleets_that_share_a_token_share_what_can_be_deleted() -> None:
+    bed = Bed()
+    account = bed.account()
+    alone = bed.provider(account=account)
+    one_per_s = alone.traits.deletions_per_s
+    assert one_per_s == pytest.approx(0.35)
+    others = [bed.provider(f"blue{n}", account=account) for n in range(3)]
+    again = bed.provider("blue0", account=account)  # whose settings changed
+    assert alone.traits.deletions_per_s == pytest.approx(0.9 / 4 / 2 / 4)
+    for each in (*others, again):
+        await each.close()
+    assert alone.traits.deletions_per_s == one_per_s
 
 
 def test_a_hundred_servers_boot_run_and_leave_on_less_than_a_request_a_second() -> None:

@@ -100,9 +100,9 @@ class Account:
         self._hints_due: dict[str, float] = {}
         self._asking = asyncio.Lock()
 
-    async def call(self, call: Callable[[], T], *, max_wait_s: float) -> T:
+    async def call(self, call: Callable[[], T], *, max_wait_s: float, is_urgent: bool = False) -> T:
         """One request. Raises whatever the SDK does, TimeoutError, or Throttled: nothing was sent then."""
-        await self.limiter.wait(max_wait_s)
+        await self.limiter.wait(max_wait_s, is_urgent=is_urgent)
         try:
             async with asyncio.timeout(self.timeout_s + TRICKLE_S):
                 return await self._run(call)
@@ -110,12 +110,12 @@ class Account:
             while self._ear.heard:
                 self.limiter.learn(*self._ear.heard.popleft())
 
-    async def ask(self, call: Callable[[], T], *, tries: int = 1) -> T:
+    async def ask(self, call: Callable[[], T], *, tries: int = 1, is_urgent: bool = False) -> T:
         """The same, for whoever waits. Sent again where the vendor says that it collided with something. Raises
         Trouble, or Throttled."""
         for attempt in range(1, tries + 1):
             try:
-                return await self.call(call, max_wait_s=MAX_WAIT_S)
+                return await self.call(call, max_wait_s=MAX_WAIT_S, is_urgent=is_urgent)
             except Throttled:
                 raise
             except Exception as error:
@@ -177,7 +177,7 @@ class Account:
         loop = asyncio.get_running_loop()
         self._prices_due = loop.time() + ASK_PRICES_AGAIN_S
         try:
-            answer = await self.call(lambda: self.api.request("GET", "/pricing"), max_wait_s=max_wait_s)
+            answer = await self.call(lambda: self.api.request("GET", "/pricing"), max_wait_s=max_wait_s, is_urgent=True)
             self._prices = {kind: read_prices(answer["pricing"], kind) for kind in ("net", "gross")}
             self._prices_due = loop.time() + PRICES_FRESH_S
         except Exception as error:

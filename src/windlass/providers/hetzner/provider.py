@@ -72,8 +72,10 @@ _CREATION_LATENESS_S = 60.0 + _ABSENCE_GRACE_S
 # A server deleted a moment ago may still be listed, and one made by a newer leader may be listed before its row is
 # seen. Either is settled when the list is no longer old.
 _STRAY_GRACE_S = _ABSENCE_GRACE_S
-# Two requests each, from what lists leave of the allowance.
-_DELETIONS_PER_S = (RATE_PER_S - 1 / LIST_REUSE_S) / 2
+# Of the allowance, what deletions get at the least: where many fleets share it, they do not list that often.
+_LEAST_FOR_DELETIONS_PER_S = RATE_PER_S / 4
+# A deletion, and a look whether it is gone.
+_REQUESTS_TO_DELETE = 2
 
 _STATES = {
     "initializing": MachineState.BOOTING,
@@ -131,6 +133,7 @@ class HetznerProvider:
         # Servers that were seen running: one that is off then has stopped.
         self._have_run: set[str] = set()
         self._addresses = Addresses(account, self._labels)
+        account.limiter.join(fleet)
 
     @property
     def traits(self) -> ProviderTraits:
@@ -139,7 +142,7 @@ class HetznerProvider:
             creation_lateness_s=_CREATION_LATENESS_S,
             stray_grace_s=_STRAY_GRACE_S,
             billing_unit_s=self._settings.billing_hour_s,
-            deletions_per_s=_DELETIONS_PER_S,
+            deletions_per_s=_deletions_per_s(self._account.limiter.fleets),
             is_remote=True,
         )
 
@@ -150,6 +153,7 @@ class HetznerProvider:
     async def close(self) -> None:
         """Servers go on without us, and the account is shared."""
         await self._addresses.close()
+        self._account.limiter.leave(self._fleet)
 
     # ------------------------------------------------------------------------------------------------------ create
 
@@ -290,7 +294,7 @@ class HetznerProvider:
             totals: set[int | None] = set()
             page: int | None = 1
             while page is not None and page <= MAX_PAGES:
-                found = await self._account.ask(partial(self._list_page, page))
+                found = await self._account.ask(partial(self._list_page, page), is_urgent=True)
                 servers += found.servers
                 pagination = found.meta.pagination if found.meta is not None else None
                 totals.add(pagination.total_entries if pagination is not None else len(servers))
@@ -399,7 +403,7 @@ class HetznerProvider:
     async def _look_up(self, server_id: int, doing: str) -> BoundServer | None:
         """None if the vendor says that there is none."""
         try:
-            return await self._account.ask(lambda: self._account.api.servers.get_by_id(server_id))
+            return await self._account.ask(lambda: self._account.api.servers.get_by_id(server_id), is_urgent=True)
         except Trouble as trouble:
             if trouble.problem.kind is Kind.NOT_FOUND:
                 return None
@@ -407,7 +411,9 @@ class HetznerProvider:
 
     async def _send_deletion(self, server_id: int, doing: str) -> datetime | None:
         try:
-            action = await self._account.ask(lambda: self._account.api.servers.delete(Server(id=server_id)))
+            action = await self._account.ask(
+                lambda: self._account.api.servers.delete(Server(id=server_id)), is_urgent=True
+            )
         except Trouble as trouble:
             # Locked while it is being made: it can be deleted soon. Not found: we look for ourselves.
             if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY):
@@ -420,7 +426,8 @@ class HetznerProvider:
         either way, so this is asked once, and trouble with it is no trouble."""
         try:
             page = await self._account.ask(
-                lambda: self._account.api.servers.actions.get_list(sort=["started:desc"], per_page=PAGE_SIZE)
+                lambda: self._account.api.servers.actions.get_list(sort=["started:desc"], per_page=PAGE_SIZE),
+                is_urgent=True,
             )
         except (Trouble, Throttled):
             return None
@@ -441,6 +448,12 @@ class HetznerProvider:
                 return Throttled(said, retry_after_s=max(self._account.limiter.pause_s, 2 * BUSY_PAUSE_S))
             case _:
                 return Unavailable(said)
+
+
+def _deletions_per_s(fleets: int) -> float:
+    """For one of so many fleets with one allowance, of what their lists leave. Their hours may end together."""
+    left_per_s = max(RATE_PER_S - fleets / LIST_REUSE_S, _LEAST_FOR_DELETIONS_PER_S)
+    return left_per_s / _REQUESTS_TO_DELETE / fleets
 
 
 def _address(server: BoundServer) -> str | None:
