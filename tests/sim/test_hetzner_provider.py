@@ -10,6 +10,7 @@ from hcloud.networks.domain import NetworkSubnet
 from hetzner_histories import HetznerHistory
 
 from hetzner_bed import Bed, request_for, virtually
+from windlass.model.cost import PricePart
 from windlass.model.errors import Ambiguous, Denied, LimitReached, NoCapacity, Refused, Throttled, Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
@@ -53,7 +54,7 @@ async def test_a_server_is_what_was_asked_for_and_what_it_costs_is_known() -> No
         instance_type="cx23",
         place="nbg1",
         price_micros_per_hour=CX23 + IPV4,
-        price_micros_per_month=3_490_000 + 500_000,
+        price_parts=(PricePart(CX23, 3_490_000), PricePart(IPV4, 500_000)),
         currency="EUR",
     )
     await asyncio.sleep(20)
@@ -66,10 +67,11 @@ async def test_an_hour_of_a_minute_costs_as_much_as_an_hour() -> None:
     """In rehearsals: the emulator asks the same for its short hours, so an hour of the clock costs sixty times that."""
     bed = Bed(billing_hour_s=60)
     whole = await bed.provider().create(request_for())
+    assert whole.price_parts == (PricePart(CX23, 3_490_000), PricePart(IPV4, 500_000))
     minutes = await bed.provider("blue", billing_hour_s=60).create(request_for(fleet="blue"))
     assert whole.price_micros_per_hour == CX23 + IPV4
     assert minutes.price_micros_per_hour == 60 * (CX23 + IPV4)
-    assert minutes.price_micros_per_month == whole.price_micros_per_month
+    assert minutes.price_parts == (PricePart(60 * CX23, 3_490_000), PricePart(60 * IPV4, 500_000))
 
 
 @virtually

@@ -13,7 +13,7 @@ from windlass.model.hetzner import Choice
 from windlass.model.machine import MachineRequest
 from windlass.providers.allowance import PAUSE_FIRST_S, PAUSE_LONGEST_S
 from windlass.providers.hetzner import naming
-from windlass.providers.hetzner.catalog import Price, in_order, read_prices
+from windlass.providers.hetzner.catalog import in_order, read_prices
 from windlass.providers.hetzner.limiter import BURST, RATE_PER_S, Limiter
 from windlass.providers.hetzner.problems import Kind, problem_of
 from windlass.providers.runpod.limiter import Limiter as RunpodLimiter
@@ -170,16 +170,16 @@ def test_prices_are_whole_micros_with_the_address_where_there_is_one() -> None:
     prices = read_prices(PRICING, "net")
     nuremberg = Choice("cx23", "nbg1")
     assert prices.currency == "EUR"
-    assert prices.of(nuremberg, has_ipv4=False) == Price(5_600, 3_490_000)
-    assert prices.of(nuremberg, has_ipv4=True) == Price(6_400, 3_990_000)
-    assert read_prices(PRICING, "gross").of(nuremberg, has_ipv4=False) == Price(9_000_000, 9_000_000)
+    assert prices.of(nuremberg, has_ipv4=False) == ((5_600, 3_490_000),)
+    assert prices.of(nuremberg, has_ipv4=True) == ((5_600, 3_490_000), (800, 500_000))
+    assert read_prices(PRICING, "gross").of(nuremberg, has_ipv4=False) == ((9_000_000, 9_000_000),)
 
 
 def test_half_a_price_is_no_price() -> None:
     prices = read_prices(PRICING, "net")
-    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=True) is None
-    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=False) == Price(0, 1)  # half a micro is one
-    assert prices.of(Choice("cx99", "nbg1"), has_ipv4=False) is None
+    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=True) == ()
+    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=False) == ((0, 1),)  # half a micro is one
+    assert prices.of(Choice("cx99", "nbg1"), has_ipv4=False) == ()
 
 
 def test_choices_keep_their_order_except_for_those_said_to_be_out() -> None:

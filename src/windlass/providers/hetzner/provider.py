@@ -30,6 +30,7 @@ from hcloud.servers.client import BoundServer, ServersPageResult
 from hcloud.servers.domain import CreateServerResponse, Server, ServerCreatePublicNetwork
 from hcloud.ssh_keys.domain import SSHKey
 
+from windlass.model.cost import PricePart
 from windlass.model.errors import (
     Ambiguous,
     Denied,
@@ -331,7 +332,10 @@ class HetznerProvider:
         type_ = str(server.server_type.name) if server.server_type is not None else ""
         place = str(server.location.name) if server.location is not None else ""
         has_ipv4 = server.public_net is not None and server.public_net.ipv4 is not None
-        price = prices.of(Choice(type_, place), has_ipv4=has_ipv4) if prices is not None else None
+        published = prices.of(Choice(type_, place), has_ipv4=has_ipv4) if prices is not None else ()
+        # The emulator asks the price of an hour for whatever it calls one.
+        hours = HOUR_S // self._settings.billing_hour_s
+        parts = tuple(PricePart(part.price_micros_per_hour * hours, part.price_micros_per_month) for part in published)
         state = self._state(server)
         return Machine(
             id=str(server.id),
@@ -341,10 +345,9 @@ class HetznerProvider:
             address=_address(server),
             instance_type=type_,
             place=place,
-            # The emulator asks the price of an hour for whatever it calls one.
-            price_micros_per_hour=price.per_hour * (HOUR_S // self._settings.billing_hour_s) if price else None,
-            price_micros_per_month=price.per_month if price is not None else None,
-            currency=prices.currency if prices is not None and price is not None else None,
+            price_micros_per_hour=sum(part.price_micros_per_hour for part in parts) if parts else None,
+            price_parts=parts,
+            currency=prices.currency if prices is not None and parts else None,
             note=f"its server is {server.status}" if state is MachineState.EXITED else None,
         )
 
