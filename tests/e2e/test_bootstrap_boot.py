@@ -295,6 +295,7 @@ class Root:
         stubs = {
             "systemctl": record,
             "useradd": record,
+            "passwd": record,
             "apt-get": record,
             "docker": record + 'case "$*" in *bad*) exit 1 ;; esac\n',
             "sleep": "",
@@ -377,6 +378,8 @@ def test_a_boot_ends_with_windlass_installed_and_the_worker_started(
     assert "could not pull example.org/bad:1: going on without it" in booted.stdout
     assert root.called("systemctl") == ["daemon-reload", ENABLE_WORKER]
     assert root.called("apt-get") == []
+    # The password that a provider makes for root where there is no key opens nothing, from the first step on.
+    assert root.calls.read_text().splitlines()[0] == "passwd -l root"
     # Only the worker's user may see the token, and the boot does not print it.
     assert root.path("/etc/windlass").stat().st_mode & 0o777 == 0o700
     assert root.path("/etc/windlass/join.json").stat().st_mode & 0o777 == 0o600

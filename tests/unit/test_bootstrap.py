@@ -68,7 +68,8 @@ def test_the_token_stands_in_the_join_file_and_nowhere_else() -> None:
 
 def test_without_wishes_there_is_only_what_a_worker_needs() -> None:
     content = rendered(BootstrapSettings())
-    assert set(content) == {"package_update", "packages", "write_files", "runcmd"}
+    assert set(content) == {"ssh_pwauth", "package_update", "packages", "write_files", "runcmd"}
+    assert content["ssh_pwauth"] is False
     assert content["packages"] == ["ca-certificates", "python3-venv"]
     assert set(written(content)) == {
         "/etc/windlass/join.json",
