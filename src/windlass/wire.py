@@ -411,8 +411,11 @@ async def examine_hetzner(config: Config) -> "AsyncIterator[Remark]":
     timeout_s = min(settings.call_timeout_s for settings in fleets.values())
     account = hetzner_account(config, timeout_s)
     instance_id = await _known_instance_id(config)
-    async for remark in examine(account, instance_id, fleets, config.hetzner_network_id):
-        yield remark
+    try:
+        async for remark in examine(account, instance_id, fleets, config.hetzner_network_id):
+            yield remark
+    finally:
+        account.close()
 
 
 def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":

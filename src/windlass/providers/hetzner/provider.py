@@ -134,7 +134,7 @@ class HetznerProvider:
         # Servers that were seen running: one that is off then has stopped.
         self._have_run: set[str] = set()
         self._addresses = Addresses(account, self._labels)
-        account.limiter.join(fleet)
+        account.join(fleet)
 
     @property
     def traits(self) -> ProviderTraits:
@@ -152,9 +152,9 @@ class HetznerProvider:
         return Preparation()
 
     async def close(self) -> None:
-        """Servers go on without us, and the account is shared."""
+        """Servers go on without us. The account is shared: it ends with the last who uses it."""
         await self._addresses.close()
-        self._account.limiter.leave(self._fleet)
+        self._account.leave(self._fleet)
 
     # ------------------------------------------------------------------------------------------------------ create
 
