@@ -113,6 +113,8 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "GET 5xx",
         "GET rate_limit_exceeded",
         "list old",
+        "start_server failed",
+        "delete_server failed",
         "forgotten address",
     ):
         assert trouble in told, f"nobody met: {trouble}"

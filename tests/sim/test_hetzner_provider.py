@@ -492,6 +492,58 @@ def test_a_deletion_without_an_answer_is_not_gone_until_it_is(takes_effect: bool
 
 
 @virtually
+async def test_a_deletion_that_fails_after_it_was_accepted_is_sent_again() -> None:
+    bed = Bed(boot_s=0)
+    provider = bed.provider()
+    machine = await provider.create(request_for())
+    await asyncio.sleep(60)
+    bed.faults.next_action("delete_server")
+    asked_at = virtual_now()
+    stopped_at = await provider.delete(machine)
+    assert len(bed.asked("DELETE")) == 2
+    assert stopped_at is not None
+    assert stopped_at - asked_at > timedelta(seconds=0.5)  # by the second, not by the first
+    (line,) = bed.emulator.bill()["servers"]
+    assert line["deleted"] == stopped_at.isoformat()
+
+
+@virtually
+async def test_a_deletion_is_found_among_many_actions() -> None:
+    bed = Bed(boot_s=0, action_s=0)
+    provider = bed.provider(account=bed.account(limiter=Limiter(rate_per_s=100, burst=1000)))
+    machine, other = [await provider.create(request_for(slot)) for slot in range(2)]
+    await asyncio.sleep(60)
+    bed.faults.next_delete("server_error", takes_effect=True)
+    asked_at = virtual_now()
+    with pytest.raises(Unavailable):
+        await provider.delete(machine)
+    for _ in range(120):
+        bed.client.servers.get_by_id(int(other.id)).power_on()
+        await asyncio.sleep(1)
+    stopped_at = await provider.delete(machine)
+    assert stopped_at is not None
+    assert abs(stopped_at - asked_at) < timedelta(seconds=1)
+
+
+@virtually
+async def test_a_server_whose_start_failed_has_exited_and_one_without_its_network_has_no_private_address() -> None:
+    bed = Bed(boot_s=0)
+    network = bed.client.networks.create(name="inside", ip_range="10.0.0.0/16")
+    network.add_subnet(NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central"))
+    provider = bed.provider(network_id=network.id, list_reuse_s=0.0)
+    bed.faults.next_action("start_server")
+    await provider.create(request_for(0))
+    bed.faults.next_action("attach_to_network")
+    await provider.create(request_for(1))
+    await asyncio.sleep(90)
+    off, alone = await provider.list_machines()
+    assert (off.state, off.note) == (MachineState.EXITED, "its server is off")
+    assert alone.state is MachineState.RUNNING
+    assert alone.address is not None
+    assert not alone.address.startswith("10.")
+
+
+@virtually
 async def test_a_server_that_lost_its_labels_is_not_gone() -> None:
     bed = Bed(boot_s=0, delete_s=0, action_s=0)
     provider = bed.provider(list_reuse_s=0.0)

@@ -21,6 +21,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import structlog
+from hcloud.actions.client import ActionsPageResult, BoundAction
 from hcloud.firewalls.domain import Firewall
 from hcloud.images.domain import Image
 from hcloud.locations.domain import Location
@@ -56,6 +57,8 @@ LIST_TIMEOUT_S = 50.0
 DELETE_TIMEOUT_S = 55.0
 # A creation that collides with something else is sent again this often.
 BUSY_TRIES = 3
+# The last 250 actions of a project, in which a deletion is looked for whose answer was lost: those of a busy hour.
+MAX_ACTION_PAGES = 5
 # From one look at a server that is being deleted to the next; a deletion usually takes a second.
 DELETE_LOOKS_S = (1.5, 2.0, 4.0, 8.0, 12.0, 12.0)
 # A list is given again for this long for each of its pages: lists take at most a fifth of a request a second.
@@ -376,7 +379,7 @@ class HetznerProvider:
         """When the vendor began to delete it, which is when it stops to cost. None if nobody says."""
         machine_id = str(server_id)
         status: str | None = None
-        began: datetime | None = None
+        accepted: list[datetime] = []
         if not self._is_known(machine_id):
             server = await self._look_up(server_id, doing)
             if server is None:
@@ -389,12 +392,15 @@ class HetznerProvider:
                 )
         for look_s in self._delete_looks_s:
             if status != "deleting":
-                began = await self._send_deletion(server_id, doing) or began
+                accepted += await self._send_deletion(server_id, doing)
             await asyncio.sleep(look_s)
             server = await self._look_up(server_id, doing)
             if server is None:
                 self._note(machine_id, None)
-                return began or await self._deleted_at(server_id)
+                if len(accepted) == 1:
+                    return accepted[0]
+                # Of several, one or the other may have failed after it was accepted.
+                return await self._deleted_at(server_id) or next(iter(accepted), None)
             status = server.status
         raise Unavailable(f"{doing}: it is still {status}")
 
@@ -412,7 +418,8 @@ class HetznerProvider:
                 return None
             raise self._not_deleted(trouble.problem, doing) from trouble
 
-    async def _send_deletion(self, server_id: int, doing: str) -> datetime | None:
+    async def _send_deletion(self, server_id: int, doing: str) -> list[datetime]:
+        """When it began, if it did."""
         try:
             action = await self._account.ask(
                 lambda: self._account.api.servers.delete(Server(id=server_id)), is_urgent=True
@@ -421,24 +428,26 @@ class HetznerProvider:
             # Locked while it is being made: it can be deleted soon. Not found: we look for ourselves.
             if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY):
                 raise self._not_deleted(trouble.problem, doing) from trouble
-            return None
-        return action.started
+            return []
+        return [] if action.started is None else [action.started]
 
     async def _deleted_at(self, server_id: int) -> datetime | None:
         """Of a server whose deletion was not answered, or was somebody else's: as the vendor remembers it. It is gone
         either way, so this is asked once, and trouble with it is no trouble."""
+        page: int | None = 1
         try:
-            page = await self._account.ask(
-                lambda: self._account.api.servers.actions.get_list(sort=["started:desc"], per_page=PAGE_SIZE),
-                is_urgent=True,
-            )
+            while page is not None and page <= MAX_ACTION_PAGES:
+                found = await self._account.ask(partial(self._actions_page, page), is_urgent=True)
+                began = [action.started for action in found.actions if action.started and _deletes(action, server_id)]
+                if began:
+                    return min(began)
+                page = found.meta.pagination.next_page if found.meta and found.meta.pagination else None
         except (Trouble, Throttled):
-            return None
-        for action in page.actions:
-            about = [(resource["type"], resource["id"]) for resource in action.resources or ()]
-            if action.command == "delete_server" and ("server", server_id) in about:
-                return action.started
+            pass
         return None
+
+    def _actions_page(self, page: int) -> ActionsPageResult:
+        return self._account.api.servers.actions.get_list(sort=["started:desc"], page=page, per_page=PAGE_SIZE)
 
     def _not_deleted(self, problem: Problem, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
@@ -451,6 +460,12 @@ class HetznerProvider:
                 return Throttled(said, retry_after_s=max(self._account.limiter.pause_s, 2 * BUSY_PAUSE_S))
             case _:
                 return Unavailable(said)
+
+
+def _deletes(action: BoundAction, server_id: int) -> bool:
+    """Or is about to; one that failed does not."""
+    about = [(resource["type"], resource["id"]) for resource in action.resources or ()]
+    return action.command == "delete_server" and action.status != "error" and ("server", server_id) in about
 
 
 def _deletions_per_s(fleets: int) -> float:
