@@ -783,6 +783,20 @@ async def test_everything_it_asks_is_as_the_vendor_published_it() -> None:
     assert getattr(bed.front, "judged", 0) > 12
 
 
+@virtually
+async def test_the_doctor_finds_servers_nobody_looks_after() -> None:
+    bed = Bed()
+    await bed.provider("blue").create(request_for(fleet="blue"))
+    await bed.provider("red").create(request_for())
+    await bed.provider("green", identity="other").create(request_for(fleet="green"))
+    remark = await anext(examine(bed.account(), "this", {"red": HetznerSettings()}, None))
+    assert (remark.what, remark.is_grave) == ("there are servers of fleets that are not configured: blue", False)
+    assert remark.do == "nobody looks after them: delete them, or configure the fleets again"
+    # Whose they are cannot be told without the database.
+    remark = await anext(examine(bed.account(), None, {"red": HetznerSettings()}, None))
+    assert (remark.what, remark.do) == ("the token is good; 3 servers are ours", "")
+
+
 # ------------------------------------------------------------------------------------------------------------ thrift
 
 
