@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from windlass.model.bootstrap import BootstrapSettings
+from windlass.model.bootstrap import MAX_USER_DATA_BYTES, BootstrapSettings
 from windlass.model.errors import BadInput, ConfigError, WindlassError
 from windlass.model.machine import MachineRequest
-from windlass.worker.bootstrap import MAX_USER_DATA_BYTES, quoted, render_user_data
+from windlass.worker.bootstrap import quoted, render_user_data
 
 TOKEN = "wjt_3f1c9a"
 URL = "https://control.example.org:8443"
