@@ -811,7 +811,7 @@ async def test_what_could_not_be_deleted_and_strays_are_noted_and_change_nothing
 ) -> None:
     await ann.hire(0)
     before = await store.workers()
-    await ann.report(NotDeleted("w0", "denied"), StrayDeleted("w7", "nobody's"))
+    await ann.report(NotDeleted("w0", "denied"), StrayDeleted(Machine("m7", "w7", MachineState.RUNNING), "nobody's"))
     assert await store.workers() == before
     assert await events(store, "w0") == ["WORKER_HIRED", "MACHINE_NOT_DELETED"]
     assert await events(store, "w7") == ["STRAY_DELETED"]
@@ -1021,6 +1021,20 @@ async def test_a_machine_with_a_price_has_a_bill_from_its_creation(
     priced, free = (await ann.observe()).workers
     assert priced.bill == Bill(Tariff(3_600_000, "EUR", 3600, PARTS), clock() - timedelta(seconds=7))
     assert free.bill is None
+
+
+async def test_a_machine_that_nobody_had_is_in_the_ledger_once(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    stray = replace(PRICED, id="m9", name="nobody", created_at=clock() - timedelta(seconds=30))
+    for _ in range(2):
+        await ann.report(StrayDeleted(stray, "nobody's", 60, clock() - timedelta(seconds=10)))
+    clock.advance(60)
+    await settle_all(store)
+    assert await told(store, "worker") == {"stray-m9": (0, 20_000, 0, 40_000)}
+    worker = await store.worker("stray-m9")
+    assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "STRAY")
+    assert worker.reason == "machine of nobody: nobody's"
 
 
 async def test_an_adopted_machine_has_the_bill_of_the_list_it_was_found_in(
@@ -1568,7 +1582,8 @@ async def live(twins: Twins, rng: Random) -> None:
             lambda: CreationRefused(name(), rng.choice(["Refused", "NoCapacity", "LimitReached"]), "no"),
             lambda: Deleted(name(), rng.choice([None, *machines]), "D", "deleted"),
             lambda: NotDeleted(name(), "denied"),
-            lambda: StrayDeleted(name(), "stray"),
+            lambda: StrayDeleted(Machine(rng.choice(machines), name(), MachineState.RUNNING), "stray"),
+            lambda: StrayDeleted(replace(priced(), name=name()), "stray", 60, twins.clock()),
             lambda: Prepared(name(), rng.choice(machines), rng.choice([None, "key 1", "key 2"])),
             lambda: PreparationFailed(name(), rng.choice(machines), "DISK_FULL", "full", "df", rng.choice([None, "k"])),
             lambda: PreparationUnclear(name(), "unclear"),

@@ -88,7 +88,8 @@ def worker_routes(face: Face) -> APIRouter:
         registration = Registration(
             worker_id=worker.worker_id,
             queues=call.queues,
-            fleet=call.fleet,
+            # Whoever hired it knows where it belongs.
+            fleet=worker.fleet,
             concurrency=call.concurrency,
             lease_s=call.lease_s,
             host=call.host,

@@ -46,6 +46,9 @@ MAX_CONCURRENT_CALLS = 16
 PREPARE_TIMEOUT_S = 1800.0
 MAX_CONCURRENT_PREPARATIONS = 32
 LOST = "the lead was lost before it was ended"
+# A machine whose deletion is refused outright is asked to go again after this, then after twice as long, up to this.
+REFUSED_AGAIN_S = 20.0
+REFUSED_AGAIN_MAX_S = 300.0
 _PREPARING = "prepare "
 log = structlog.get_logger(__name__)
 
@@ -84,6 +87,8 @@ class Actor:
         self._begun: set[asyncio.Task[Outcome]] = set()
         # By the loop's clock.
         self._throttled_until = float("-inf")
+        # Machines whose deletion was refused: how long to wait with the next one, and until when.
+        self._spared: dict[str, tuple[float, float]] = {}
 
     def exchange_provider(self, provider: Provider) -> None:
         """For the calls to come. Those under way go on with the one they were begun with."""
@@ -96,8 +101,9 @@ class Actor:
         for action in plan.actions:
             if isinstance(action, Delete):
                 gone_at = gone.get(action.worker_id)
-                self._begin(action.machine_id or action.worker_id, self._delete(action, machines, gone_at))
-            elif isinstance(action, DeleteStray):
+                if not self._is_spared(action.machine_id):
+                    self._begin(action.machine_id or action.worker_id, self._delete(action, machines, gone_at))
+            elif isinstance(action, DeleteStray) and not self._is_spared(action.machine_id):
                 self._begin(action.machine_id, self._delete_stray(action, machines))
 
     def create_machines(
@@ -220,8 +226,11 @@ class Actor:
         return Deleted(action.worker_id, action.machine_id, action.code, action.reason, ended_at)
 
     async def _delete_stray(self, action: DeleteStray, machines: dict[str, Machine]) -> Outcome:
-        ended = await self._end(machines[action.machine_id])
-        return NotDeleted(action.name, ended) if isinstance(ended, str) else StrayDeleted(action.name, action.reason)
+        machine, traits = machines[action.machine_id], self._provider.traits
+        ended = await self._end(machine)
+        if isinstance(ended, str):
+            return NotDeleted(action.name, ended)
+        return StrayDeleted(machine, action.reason, traits.billing_unit_s, ended.at or self._now())
 
     async def _end(self, machine: Machine) -> "_Ended | str":
         """That it is gone, or why it is not."""
@@ -230,9 +239,13 @@ class Actor:
                 if not self._trust.is_valid:
                     return LOST
                 self._check_throttle()
-                return _Ended(await self._provider.delete(machine))
+                ended_at = await self._provider.delete(machine)
+                self._spared.pop(machine.id, None)
+                return _Ended(ended_at)
         except Exception as error:
             self._heed(error)
+            if isinstance(error, Refused):
+                self._spare(machine.id)
             problem = self._describe(error)
             log.warning("machine not deleted", machine_id=machine.id, error=problem)
             return problem
@@ -249,6 +262,15 @@ class Actor:
             problem = self._describe(error)
             log.warning("preparation unclear", worker_id=worker_id, error=problem)
             return PreparationUnclear(worker_id, problem)
+
+    def _spare(self, machine_id: str) -> None:
+        """Asking at once would be answered as before; the provider has others to answer, and so have we."""
+        wait_s, _ = self._spared.get(machine_id, (REFUSED_AGAIN_S / 2, 0.0))
+        wait_s = min(wait_s * 2, REFUSED_AGAIN_MAX_S)
+        self._spared[machine_id] = (wait_s, asyncio.get_running_loop().time() + wait_s)
+
+    def _is_spared(self, machine_id: str | None) -> bool:
+        return machine_id in self._spared and asyncio.get_running_loop().time() < self._spared[machine_id][1]
 
     def _heed(self, error: Exception) -> None:
         if isinstance(error, Throttled):

@@ -256,7 +256,9 @@ class FleetCycle:
             )
             if self._provider.traits.is_remote:
                 token = join_tokens[intent.worker_id] = new_token(JOIN_PREFIX, self._rng)
-                intent = replace(intent, join_token_hash=hash_of(token), join_ttl_s=self.config.spawn_timeout_s)
+                # Its machine has all its time to boot, however long it took to be made.
+                join_ttl_s = self._call_timeout_s + self.config.spawn_timeout_s
+                intent = replace(intent, join_token_hash=hash_of(token), join_ttl_s=join_ttl_s)
             if action.slot in holders:
                 freed_later.append((holders[action.slot], intent))
             else:

@@ -173,6 +173,8 @@ class Memory:
     idle_since: dict[str, datetime] = field(default_factory=dict)
     # Worker id to the first of the cycles, without a break, that saw tasks waiting and it without any claim ever.
     unclaimed_since: dict[str, datetime] = field(default_factory=dict)
+    # Machine id to the first of the cycles, without a break, that asked for its end and still saw it listed.
+    ending_since: dict[str, datetime] = field(default_factory=dict)
     # Since when no list of machines could be had.
     unlisted_since: datetime | None = None
     guard: Guard = Guard()

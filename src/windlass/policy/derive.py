@@ -254,8 +254,10 @@ def _not_heard(
         return "NO_MACHINE_ID", f"No machine id, and no machine appeared for it ({age_s:.0f}s)"
     if worker.prepare_code is not None:
         return worker.prepare_code, worker.prepare_reason or "its machine could not be prepared"
-    if age_s > fleet.spawn_timeout_s:
-        return "SPAWNING_TIMEOUT", f"Spawning timeout ({age_s:.0f}s)"
+    # Before it was made it could not boot, and providers take their time.
+    boot_s = (now - (worker.machine_at or worker.created_at)).total_seconds()
+    if boot_s > fleet.spawn_timeout_s:
+        return "SPAWNING_TIMEOUT", f"Spawning timeout ({boot_s:.0f}s)"
     return None, None
 
 

@@ -111,8 +111,13 @@ class NotDeleted:
 
 @dataclass(frozen=True, slots=True)
 class StrayDeleted:
-    name: str
+    """A machine that no worker had is gone. It was paid for all the same."""
+
+    machine: Machine
     reason: str
+    billing_unit_s: int = 1
+    # As in Deleted.
+    ended_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

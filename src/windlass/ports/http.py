@@ -73,8 +73,6 @@ class RegisterCall:
     host: str | None = None
     pid: int | None = None
     version: str | None = None
-    # Read for workers that nobody hired; a hired one is in the fleet it was hired for.
-    fleet: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

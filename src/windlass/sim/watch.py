@@ -26,7 +26,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Snapshot
 from windlass.model.task import Claim, Finished, Turn
 from windlass.model.worker import LIVE, Pulse, WorkerStatus
-from windlass.ports.control import Committed, Created, Deleted, Intent, Outcome
+from windlass.ports.control import Committed, Created, Deleted, Intent, Outcome, StrayDeleted
 from windlass.sim.cloud import Cloud, Entry
 from windlass.sim.loop import EPOCH, moment
 from windlass.sim.workers import SimWorker
@@ -79,6 +79,7 @@ class Watch:
     # Worker id to its machine, to when that was gone as far as anybody told us, and to when it was let go as spare.
     machine_of: dict[str, str] = field(default_factory=dict)
     ended_at: dict[str, datetime] = field(default_factory=dict)
+    strays_ended: dict[str, datetime] = field(default_factory=dict)
     spared_at: dict[str, float] = field(default_factory=dict)
     claimed_at: dict[str, float] = field(default_factory=dict)
     last_term: int = 0
@@ -271,6 +272,8 @@ class Watch:
             match outcome:
                 case Created(worker_id, machine):
                     self.machine_of.setdefault(worker_id, machine.id)
+                case StrayDeleted(machine, _, _, ended_at):
+                    self.strays_ended.setdefault(machine.id, ended_at or moment(self._now()))
                 case Deleted(worker_id, _, _, _, ended_at) if worker_id in self.machine_of:
                     self.ended_at.setdefault(worker_id, ended_at or moment(self._now()))
                 case _:
@@ -288,6 +291,7 @@ class Watch:
         """Compare what we say that each worker cost with the cloud's ledger. Returns who has another bill than the
         cloud's because nobody ever told us when it ended: a machine that vanished, an answer that was lost."""
         cloud, guessed = self.clouds[fleet], []
+        self._audit_strays(cloud, ours, since_calm)
         for worker_id, ended_at in self.ended_at.items():
             entry = cloud.books.get(self.machine_of[worker_id])
             if entry is None:
@@ -301,6 +305,17 @@ class Watch:
                     self._break(f"{worker_id} cost {theirs} micros, and our ledger has {with_our_end}")
             self._check_in_time(cloud, entry, worker_id, since_calm)
         return guessed
+
+    def _audit_strays(self, cloud: Cloud, ours: dict[str, int], since_calm: float) -> None:
+        """Machines that never became a worker's cost money too. What went while we were dead nobody can know."""
+        known = set(self.machine_of.values())
+        for entry in cloud.books.values():
+            if entry.id in known or entry.id not in self.strays_ended:
+                continue
+            theirs, ended = cloud.charged(entry, moment(entry.gone_at)), self.strays_ended[entry.id]
+            with_our_end, booked = cloud.charged(entry, ended), ours.get(f"stray-{entry.id}", 0)
+            if booked != with_our_end or (entry.gone_at > since_calm and theirs != with_our_end):
+                self._break(f"stray {entry.id} cost {theirs} micros, and our ledger has {booked}")
 
     def _check_in_time(self, cloud: Cloud, entry: Entry, worker_id: str, since_calm: float) -> None:
         """Where nothing goes wrong, who is let go as spare is gone before it is paid for again."""

@@ -365,8 +365,14 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
             kind = "deleted"
         case NotDeleted():
             kind = "not_deleted"
-        case StrayDeleted():
-            kind = "stray_deleted"
+        case StrayDeleted(machine, reason, unit_s, ended_at):
+            return {
+                "kind": "stray_deleted",
+                "machine": _MACHINE.dump_python(machine, mode="json"),
+                "reason": reason,
+                "billing_unit_s": unit_s,
+                "ended_at": ended_at.isoformat() if ended_at is not None else None,
+            }
         case Prepared():
             kind = "prepared"
         case PreparationFailed():

@@ -588,12 +588,30 @@ class MemoryControlStore(MemoryStore):
                     self._note("WORKER_TERMINATED", reason, fleet=fleet, worker_id=worker_id)
             case NotDeleted(worker_id, reason):
                 self._note("MACHINE_NOT_DELETED", reason, fleet=fleet, worker_id=worker_id)
-            case StrayDeleted(name, reason):
-                self._note("STRAY_DELETED", reason, fleet=fleet, worker_id=name)
+            case StrayDeleted():
+                self._write_down_stray(fleet, outcome)
             case Prepared() | PreparationFailed() | PreparationUnclear():
                 self._write_down_preparation(fleet, outcome)
             case _:
                 assert_never(outcome)
+
+    def _write_down_stray(self, fleet: str, outcome: StrayDeleted) -> None:
+        machine, now = outcome.machine, self._clock()
+        self._note("STRAY_DELETED", outcome.reason, fleet=fleet, worker_id=machine.name)
+        worker_id = f"stray-{machine.id}"
+        if machine.price_micros_per_hour is None or worker_id in self._workers:
+            return
+        row = _WorkerRow(
+            worker_id, fleet, None, WorkerStatus.TERMINATING, created_at=machine.created_at or now, code="STRAY",
+            reason=f"machine of {machine.name}: {outcome.reason}",
+        )  # fmt: skip
+        self._workers[worker_id] = self._not_terminated[worker_id] = row
+        hired = self._hired[worker_id]
+        hired.machine_id, hired.machine_at = machine.id, now
+        self._open_bill(worker_id, machine, outcome.billing_unit_s)
+        self._close_bill(worker_id, outcome.ended_at or now)
+        hired.settle_at = now
+        self._terminate(row)
 
     def _write_down_preparation(self, fleet: str, outcome: Prepared | PreparationFailed | PreparationUnclear) -> None:
         if isinstance(outcome, PreparationUnclear):

@@ -2,7 +2,7 @@
 
 from windlass.policy.stages.budget import keep_budget
 from windlass.policy.stages.health import brake, fail_broken, fail_slots, promote, requeue_orphans, warn
-from windlass.policy.stages.reconcile import clean_up, doubt_strays, end_drained, prepare, reconcile
+from windlass.policy.stages.reconcile import clean_up, doubt_strays, end_drained, end_strays, find_machines, prepare
 from windlass.policy.stages.scaling import scale
 
 __all__ = [
@@ -10,12 +10,13 @@ __all__ = [
     "clean_up",
     "doubt_strays",
     "end_drained",
+    "end_strays",
     "fail_broken",
     "fail_slots",
+    "find_machines",
     "keep_budget",
     "prepare",
     "promote",
-    "reconcile",
     "requeue_orphans",
     "scale",
     "warn",

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from windlass.model.action import Action, Fail, FailSlot, Promote, Requeue
+from windlass.model.action import Action, Delete, DeleteStray, Fail, FailSlot, Promote, Requeue
 from windlass.model.worker import LIVE
 from windlass.policy.derive import Lifecycle, WorkerState
 from windlass.policy.draft import LIST_SHRANK, Draft
@@ -18,6 +18,8 @@ UNLISTED_TO_TELL = 3
 # More than this share of the maximum in use is worth a word; of small fleets it is their everyday life.
 NEAR_MAX_SHARE = 0.8
 NEAR_MAX_MIN = 10
+# How long a machine may take to go before a person should know.
+UNDELETED_TO_TELL_S = 300.0
 
 
 def promote(draft: Draft) -> list[Action]:
@@ -129,6 +131,7 @@ def warn(draft: Draft) -> list[Action]:
     if len(working) > 1 and all(s.lifecycle is Lifecycle.CRASHED for s in working):
         actions += draft.alert("ALL_CRASHED", f"all {len(working)} workers crashed at the same time")
     actions += _warn_of_maximum(draft)
+    actions += _warn_of_undeleted(draft)
     unlisted_since = draft.memory.unlisted_since
     if unlisted_since and draft.age_s(unlisted_since) >= UNLISTED_TO_TELL * draft.fleet.poll_interval_s:
         actions += draft.alert(
@@ -143,6 +146,30 @@ def _warn_of_maximum(draft: Draft) -> list[Action]:
     if not draft.snapshot.traits.is_remote or limit < NEAR_MAX_MIN or hired <= NEAR_MAX_SHARE * limit:
         return []
     return draft.alert("NEAR_MAX", f"{hired} of at most {limit} workers are hired")
+
+
+def _warn_of_undeleted(draft: Draft) -> list[Action]:
+    """Machines that were asked to go, in every cycle for minutes, and have not gone."""
+    if draft.snapshot.machines is None:
+        return []
+    listed = {machine.id for machine in draft.snapshot.machines}
+    asked = {
+        action.machine_id: action.worker_id if isinstance(action, Delete) else action.name
+        for action in draft.actions
+        if isinstance(action, Delete | DeleteStray) and action.machine_id in listed
+    }
+    before = draft.snapshot.memory.ending_since
+    since = {machine_id: before.get(machine_id, draft.now) for machine_id in asked if machine_id is not None}
+    draft.remember(ending_since=since)
+    actions: list[Action] = []
+    for machine_id, name in asked.items():
+        if machine_id is not None and draft.age_s(since[machine_id]) >= UNDELETED_TO_TELL_S:
+            why = (
+                f"machine {machine_id} of {name} was asked to go at {since[machine_id]:%H:%M:%S} UTC and is there: "
+                f"`windlass explain {name}` says what the provider answered; delete it by hand if that does not end it"
+            )
+            actions += draft.alert("NOT_DELETED", why, about=machine_id)
+    return actions
 
 
 def _warn_of_slots(draft: Draft) -> list[Action]:

@@ -695,13 +695,45 @@ begin
 end
 $$;
 
+-- A machine that no worker had is gone. Where it had a price it gets a row of its own, already ended, so that the ledger
+-- and the budgets know of it.
+create function windlass.note_stray(p_fleet text, p_outcome jsonb) returns void
+language plpgsql
+as $$
+declare
+  v_machine jsonb := p_outcome -> 'machine';
+  v_id text := 'stray-' || (v_machine ->> 'id');
+  v_now timestamptz := windlass.now();
+begin
+  perform windlass.note('STRAY_DELETED', p_outcome ->> 'reason', p_fleet, v_machine ->> 'name', null);
+  if v_machine ->> 'price_micros_per_hour' is null then
+    return;
+  end if;
+  insert into windlass.workers (id, fleet, status, created_at, terminating_at, machine_id, machine_at, code, reason)
+  values (
+    v_id, p_fleet, 'terminating', coalesce((v_machine ->> 'created_at')::timestamptz, v_now), v_now, v_machine ->> 'id',
+    v_now, 'STRAY', format('machine of %s: %s', v_machine ->> 'name', p_outcome ->> 'reason')
+  )
+  on conflict (id) do nothing;
+  if not found then
+    return;
+  end if;
+  perform windlass.open_bill(v_id, v_machine, (p_outcome ->> 'billing_unit_s')::integer);
+  update windlass.workers
+  set status = 'terminated', terminated_at = v_now, settle_at = v_now,
+      billed_until = greatest(coalesce((p_outcome ->> 'ended_at')::timestamptz, v_now), billed_since)
+  where id = v_id;
+end
+$$;
+
 -- Write down what providers did: facts, whoever reports them. Then hire into the slots that became free by it, which
 -- is a decision and needs the lease. Returns the ids that got a slot; null if the lease is lost and hirings were asked
 -- for: an error would undo the facts.
 --   {"kind": "created", "worker_id", "machine": {...} in the shape of model/machine.py, "is_prepared", "billing_unit_s"}
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
---   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}    {"kind": "stray_deleted", "name", "reason"}
---   {"kind": "not_deleted", "worker_id", "reason"}    {"kind": "prepared", "worker_id", "machine_id", "host_key"}
+--   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}    {"kind": "not_deleted", "worker_id", "reason"}
+--   {"kind": "stray_deleted", "machine", "reason", "billing_unit_s", "ended_at"}
+--   {"kind": "prepared", "worker_id", "machine_id", "host_key"}
 --   {"kind": "preparation_failed", "worker_id", "machine_id", "code", "reason", "output", "host_key"}
 --   {"kind": "preparation_unclear", "worker_id", "reason"}
 create function windlass.commit_outcomes(
@@ -787,7 +819,7 @@ begin
       when 'preparation_unclear' then
         perform windlass.note('PREPARATION_UNCLEAR', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
       when 'stray_deleted' then
-        perform windlass.note('STRAY_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'name', null);
+        perform windlass.note_stray(p_fleet, v_outcome);
     end case;
   end loop;
 
