@@ -7,12 +7,14 @@ server, and a worker nothing that only people look at.
 import asyncio
 import contextlib
 import functools
+import importlib.util
 import os
 import random
 import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -255,7 +257,16 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
         max_payload_bytes=order.max_payload_bytes, worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb)
     )
     executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
+    if not order.is_inline:
+        _stop_looking_for_sniffio()
     return await WorkerRuntime(settings, lambda: HttpTransport(membership, tls), executor).run()
+
+
+def _stop_looking_for_sniffio() -> None:
+    """httpcore asks for this module four times a request, and to look for it in vain takes a fifth of the request's
+    time. From now on it is known not to be there; only for a process in which nobody else's code runs."""
+    if importlib.util.find_spec("sniffio") is None:
+        sys.modules["sniffio"] = None  # type: ignore[assignment]
 
 
 def _executor(
@@ -411,8 +422,11 @@ async def examine_hetzner(config: Config) -> "AsyncIterator[Remark]":
     timeout_s = min(settings.call_timeout_s for settings in fleets.values())
     account = hetzner_account(config, timeout_s)
     instance_id = await _known_instance_id(config)
-    async for remark in examine(account, instance_id, fleets, config.hetzner_network_id):
-        yield remark
+    try:
+        async for remark in examine(account, instance_id, fleets, config.hetzner_network_id):
+            yield remark
+    finally:
+        account.close()
 
 
 def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":

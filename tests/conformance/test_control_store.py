@@ -34,7 +34,7 @@ from windlass.model.action import (
     Spawn,
 )
 from windlass.model.config import Retention
-from windlass.model.cost import Bill, Span, Spending, Tariff
+from windlass.model.cost import Bill, PricePart, Span, Spending, Tariff
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
@@ -983,9 +983,8 @@ async def test_a_worker_ended_by_hand_is_seen_terminating_since_then(
 
 # ------------------------------------------------------------------------------------------------------- the ledger
 
-PRICED = Machine(
-    "m0", "w0", MachineState.RUNNING, price_micros_per_hour=3_600_000, price_micros_per_month=9_000_000, currency="EUR"
-)
+PARTS = (PricePart(3_000_000, 7_500_000), PricePart(600_000, 1_500_000))
+PRICED = Machine("m0", "w0", MachineState.RUNNING, price_micros_per_hour=3_600_000, price_parts=PARTS, currency="EUR")
 
 
 async def hire_priced(ann: Leader, clock: VirtualClock, slot: int = 0, unit_s: int = 3600, born_s: float = 0) -> None:
@@ -1020,7 +1019,7 @@ async def test_a_machine_with_a_price_has_a_bill_from_its_creation(
     await ann.hire(1)
     await ann.report(Created("w1", Machine("m1", "w1", MachineState.RUNNING)))
     priced, free = (await ann.observe()).workers
-    assert priced.bill == Bill(Tariff(3_600_000, "EUR", 3600, 9_000_000), clock() - timedelta(seconds=7))
+    assert priced.bill == Bill(Tariff(3_600_000, "EUR", 3600, PARTS), clock() - timedelta(seconds=7))
     assert free.bill is None
 
 
@@ -1047,7 +1046,7 @@ async def test_an_adopted_machine_has_the_bill_of_the_list_it_was_found_in(
     ann.snapshot = replace(ann.snapshot, machines=(found,), traits=ProviderTraits(billing_unit_s=60))
     await ann.commit(Adopt("w0", "m0", "found"))
     (view,) = (await ann.observe()).workers
-    assert view.bill == Bill(Tariff(3_600_000, "EUR", 60, 9_000_000), clock() - timedelta(seconds=3))
+    assert view.bill == Bill(Tariff(3_600_000, "EUR", 60, PARTS), clock() - timedelta(seconds=3))
 
 
 async def test_a_price_that_comes_to_light_later_is_paid_from_the_machines_creation_on(
@@ -1062,7 +1061,7 @@ async def test_a_price_that_comes_to_light_later_is_paid_from_the_machines_creat
     ann.snapshot = replace(ann.snapshot, machines=(listed,), traits=ProviderTraits(billing_unit_s=3600))
     await ann.commit(Price("w0", "m0", "known now"))
     (view,) = (await ann.observe()).workers
-    assert view.bill == Bill(Tariff(3_600_000, "EUR", 3600, 9_000_000), born)
+    assert view.bill == Bill(Tariff(3_600_000, "EUR", 3600, PARTS), born)
     ann.snapshot = replace(ann.snapshot, machines=(replace(listed, price_micros_per_hour=1),))
     await ann.commit(Price("w0", "m0", "dearer"))
     (again,) = (await ann.observe()).workers
@@ -1593,10 +1592,10 @@ async def live(twins: Twins, rng: Random) -> None:
 
     def priced() -> Machine:
         born = rng.choice([None, twins.clock() - timedelta(seconds=rng.randrange(9))])
-        price, cap = rng.choice([1, 5_000, 3_600_001]), rng.choice([None, 10_000])
+        price = rng.choice([1, 5_000, 3_600_001])
         return Machine(
             rng.choice(machines), "x", MachineState.RUNNING, born, price_micros_per_hour=price,
-            price_micros_per_month=cap, currency=rng.choice([None, "EUR"]),
+            price_parts=rng.choice([(), (PricePart(price, 10_000),), PARTS]), currency=rng.choice([None, "EUR"]),
         )  # fmt: skip
 
     async def close_accounts() -> None:

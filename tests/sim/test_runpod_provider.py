@@ -15,6 +15,7 @@ from windlass.model.errors import (
     InvalidRequest,
     LimitReached,
     NoCapacity,
+    Refused,
     Throttled,
     Unavailable,
 )
@@ -477,7 +478,8 @@ def test_a_deletion_that_is_denied_is_not_gone(status: int, error: type[Exceptio
 async def test_what_is_not_ours_is_not_touched_whatever_we_are_told() -> None:
     bed = Bed()
     theirs = bed.client.post("/pods", json={"name": "red-0-aa", "image": "i", "gpu": {"id": GPU}}).json()
-    assert await bed.provider().delete(Machine(theirs["id"], "red-0-aa", MachineState.RUNNING)) is None
+    with pytest.raises(Refused, match="does not carry our mark any more: terminate it in Runpod's console"):
+        await bed.provider().delete(Machine(theirs["id"], "red-0-aa", MachineState.RUNNING))
     assert theirs["id"] in bed.pods
     assert bed.asked("DELETE") == []
 

@@ -124,6 +124,20 @@ def test_a_provider_that_asks_for_a_pause_is_left_alone() -> None:
     assert red(world).created_calls == 2
 
 
+def test_a_pause_in_hiring_delays_no_deletion() -> None:
+    """Deletions have their own turn at the provider: a machine that stays is paid for."""
+    world = quiet_world(max_workers=2, arrivals=((1.0, 2),))
+
+    def refuse_the_second() -> None:
+        red(world).next_create()
+        red(world).next_create(raises=Throttled("too many requests", retry_after_s=200.0))
+
+    script(world, (0, refuse_the_second))
+    world.run()
+    (entry,) = red(world).books.values()
+    assert entry.gone_at < 150.0
+
+
 def test_a_fault_in_the_adapter_is_an_unclear_creation() -> None:
     world = quiet_world(max_workers=2)
     script(world, (0, lambda: red(world).next_create(raises=KeyError("oops"))))

@@ -86,7 +86,9 @@ class Actor:
         # Those that the present cycle began and waits for.
         self._begun: set[asyncio.Task[Outcome]] = set()
         # By the loop's clock.
-        self._throttled_until = float("-inf")
+        # The provider's pauses: one in hiring keeps nobody from being deleted, who would be paid for again.
+        self._hires_from = float("-inf")
+        self._ends_from = float("-inf")
         # Machines whose deletion was refused: how long to wait with the next one, and until when.
         self._spared: dict[str, tuple[float, float]] = {}
 
@@ -192,7 +194,7 @@ class Actor:
                     return CreationRefused(worker_id, "LEASE_LOST", "the lead was lost before it was hired")
                 if asyncio.get_running_loop().time() >= begin_by:
                     return CreationRefused(worker_id, "NOT_BEGUN", "too many others were being hired before it")
-                self._check_throttle()
+                _check_throttle(max(self._hires_from, self._ends_from))
                 provider = self._provider
                 traits = provider.traits
                 machine = await provider.create(request)
@@ -203,7 +205,7 @@ class Actor:
                     billing_unit_s=traits.billing_unit_s,
                 )
         except (Refused, NoCapacity, Throttled) as error:
-            self._heed(error)
+            self._hires_from = max(self._hires_from, _next_call(error))
             # Whoever writes the summary down says it aloud.
             log.info("machine refused", worker_id=worker_id, error=str(error))
             return CreationRefused(worker_id, type(error).__name__, str(error))
@@ -238,12 +240,12 @@ class Actor:
             async with self._places_to_end, asyncio.timeout(self._call_timeout_s):
                 if not self._trust.is_valid:
                     return LOST
-                self._check_throttle()
+                _check_throttle(self._ends_from)
                 ended_at = await self._provider.delete(machine)
                 self._spared.pop(machine.id, None)
                 return _Ended(ended_at)
         except Exception as error:
-            self._heed(error)
+            self._ends_from = max(self._ends_from, _next_call(error))
             if isinstance(error, Refused):
                 self._spare(machine.id)
             problem = self._describe(error)
@@ -272,20 +274,21 @@ class Actor:
     def _is_spared(self, machine_id: str | None) -> bool:
         return machine_id in self._spared and asyncio.get_running_loop().time() < self._spared[machine_id][1]
 
-    def _heed(self, error: Exception) -> None:
-        if isinstance(error, Throttled):
-            until = asyncio.get_running_loop().time() + error.retry_after_s
-            self._throttled_until = max(self._throttled_until, until)
-
-    def _check_throttle(self) -> None:
-        left_s = self._throttled_until - asyncio.get_running_loop().time()
-        if left_s > 0:
-            raise Throttled(f"the provider asked for a pause; {left_s:.0f} s of it are left", left_s)
-
     def _describe(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return str(error) or f"no answer within {self._call_timeout_s:g} s"
         return str(error) if isinstance(error, ProviderError) else f"{type(error).__name__}: {error}"
+
+
+def _next_call(error: Exception) -> float:
+    """From when on the provider may be asked again."""
+    return asyncio.get_running_loop().time() + error.retry_after_s if isinstance(error, Throttled) else float("-inf")
+
+
+def _check_throttle(until: float) -> None:
+    left_s = until - asyncio.get_running_loop().time()
+    if left_s > 0:
+        raise Throttled(f"the provider asked for a pause; {left_s:.0f} s of it are left", left_s)
 
 
 def _gone_since(snapshot: Snapshot, plan: Plan) -> dict[str, datetime]:

@@ -12,7 +12,8 @@ The contract:
   been started on the machine, by this call or another: it is started once, however often and by however many it is
   asked for. It raises NotPrepared if that cannot be; after anything else it is asked for again. It alone may take
   minutes.
-- No call takes longer than the adapter's own time limit. A machine without our tags is never touched.
+- No call takes longer than the adapter's own time limit. A machine without our tags is never touched. One that is
+  there and paid for, and has lost them, is not gone: deleting it raises Refused.
 """
 
 from datetime import datetime

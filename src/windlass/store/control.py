@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import asyncpg
 from pydantic import TypeAdapter
 
 from windlass.model.action import Plan, actions_from_plain, actions_to_plain
-from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, Settlement, Span, Tariff
+from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, PricePart, Settlement, Span, Tariff
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
@@ -61,7 +62,7 @@ _BILL_COLUMNS = (
     "price_micros_per_hour",
     "currency",
     "billing_unit_s",
-    "price_micros_per_month",
+    "price_parts",
     "billed_since",
     "settled_until",
 )
@@ -274,12 +275,18 @@ def _bill(row: Any) -> Bill | None:
     """Of a machine that is there, if it costs anything."""
     if row["billed_since"] is None:
         return None
-    price, currency, unit_s, per_month, since, settled_until = (row[name] for name in _BILL_COLUMNS)
-    return Bill(Tariff(price, currency, unit_s, per_month), since, None, settled_until)
+    price, currency, unit_s, parts, since, settled_until = (row[name] for name in _BILL_COLUMNS)
+    return Bill(Tariff(price, currency, unit_s, _price_parts(parts)), since, None, settled_until)
+
+
+@lru_cache(maxsize=1000)
+def _price_parts(text: str) -> tuple[PricePart, ...]:
+    """Few prices, and thousands of workers in every cycle."""
+    return tuple(PricePart(*part) for part in json.loads(text))
 
 
 def _account(row: Any) -> Account:
-    tariff = Tariff(row["price_micros_per_hour"], row["currency"], row["unit_s"], row["price_micros_per_month"])
+    tariff = Tariff(row["price_micros_per_hour"], row["currency"], row["unit_s"], _price_parts(row["price_parts"]))
     spans = zip(row["task_ids"] or (), row["queues"] or (), row["begun"] or (), row["ended"] or (), strict=True)
     return Account(
         row["worker_id"],

@@ -473,9 +473,7 @@ class MemoryControlStore(MemoryStore):
         hired = self._hired[worker_id]
         if machine.price_micros_per_hour is None or hired.bill is not None or worker_id not in self._not_terminated:
             return
-        tariff = Tariff(
-            machine.price_micros_per_hour, machine.currency or "XXX", unit_s, machine.price_micros_per_month
-        )
+        tariff = Tariff(machine.price_micros_per_hour, machine.currency or "XXX", unit_s, machine.price_parts)
         hired.bill = Bill(tariff, machine.created_at or self._clock())
         hired.settle_at = hired.bill.since + FIRST_SETTLED_AFTER
 

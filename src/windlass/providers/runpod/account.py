@@ -78,7 +78,7 @@ class Account:
 
     async def call(self, method: str, path: str, body: Json | None = None, *, max_wait_s: float = MAX_WAIT_S) -> Json:
         """One request, sent at most once. Raises Trouble, or Throttled: nothing was sent then."""
-        await self.limiter.wait(max_wait_s)
+        await self.limiter.wait(max_wait_s, is_urgent=method != "POST")
         try:
             async with asyncio.timeout(self.timeout_s + TRICKLE_S):
                 response = await self._http().request(method, path, json=body)

@@ -29,6 +29,7 @@ from windlass.model.errors import (
     LimitReached,
     NoCapacity,
     ProviderError,
+    Refused,
     Throttled,
     Unavailable,
 )
@@ -293,8 +294,15 @@ class RunpodProvider:
 
     async def _delete(self, machine: Machine, doing: str) -> datetime | None:
         """When it was seen to go, which is when it stops to cost. None if that was not in answer to us."""
-        if not await self._is_ours(machine.id):
-            return None
+        change = self._changes.get(machine.id)
+        if change is not None and change[1] is None:
+            return None  # we know that it is gone
+        if change is None and not await self._is_ours(machine.id):
+            # Not ours to touch, and not gone: whoever took our mark off must say what becomes of it.
+            raise Refused(
+                f"{doing}: it does not carry our mark any more: terminate it in Runpod's console, or restore its "
+                "environment; until then it is paid for."
+            )
         ended_at: datetime | None = None
         for look_s in self._delete_looks_s:
             asked = asyncio.get_running_loop().time()
@@ -309,9 +317,6 @@ class RunpodProvider:
     async def _is_ours(self, pod_id: str) -> bool:
         """Whether it may be touched. One that is not found may be a new one of ours: it is asked to go all the same,
         since ids are never used again."""
-        change = self._changes.get(pod_id)
-        if change is not None:
-            return change[1] is not None
         pod = self._account.last_seen(pod_id) or await self._account.pod(pod_id)
         return pod is None or naming.worker_of(pod, self._tag) is not None
 

@@ -103,8 +103,8 @@ create table windlass.workers (
   vram_at timestamptz,
   late_results integer not null default 0,
   price_micros_per_hour bigint,
-  -- At most this much for a calendar month.
-  price_micros_per_month bigint,
+  -- What the price is made of, where a calendar month of each part has a limit: [[micros per hour, per month]].
+  price_parts jsonb not null default '[]',
   currency text,
   -- Its machine is paid in whole units of this length, from then on, and until it was gone.
   billing_unit_s integer,

@@ -180,7 +180,7 @@ create function windlass.observe(
   reason text,
   lease_s double precision,
   price_micros_per_hour bigint,
-  price_micros_per_month bigint,
+  price_parts jsonb,
   currency text,
   billing_unit_s integer,
   billed_since timestamptz,
@@ -287,7 +287,7 @@ begin
               'price_micros_per_hour', e.price_micros_per_hour,
               'currency', e.currency,
               'unit_s', e.billing_unit_s,
-              'price_micros_per_month', e.price_micros_per_month
+              'parts', e.price_parts
             ),
             'since', e.billed_since,
             'until', e.billed_until,
@@ -328,7 +328,7 @@ begin
       null::json, w.id, w.slot, w.status, w.paused, w.concurrency, w.created_at, w.activated_at, w.last_heartbeat,
       w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.code, w.reason, w.lease_s::double precision,
-      w.price_micros_per_hour, w.price_micros_per_month, w.currency, w.billing_unit_s, w.billed_since, w.settled_until,
+      w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since, w.settled_until,
       w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key,
       t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
@@ -555,7 +555,7 @@ language sql
 as $$
   update windlass.workers w
   set price_micros_per_hour = (p_machine ->> 'price_micros_per_hour')::bigint,
-      price_micros_per_month = (p_machine ->> 'price_micros_per_month')::bigint,
+      price_parts = coalesce(p_machine -> 'price_parts', '[]'),
       -- ISO 4217 for no currency.
       currency = coalesce(p_machine ->> 'currency', 'XXX'),
       billing_unit_s = coalesce(p_unit_s, 1),
