@@ -1,12 +1,12 @@
 """What a plan can ask for. Each action prints as a sentence and carries its reason in words."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from windlass.model.snapshot import Hold, Memory
+from windlass.model.snapshot import Hold, Memory, Suspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Fail:
     worker_id: str
     code: str
     reason: str
+    # That what failed on it failed because of it: since then, no task's attempt there counts as one.
+    evidence: Suspect | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,10 @@ _ADAPTERS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) fo
 
 def actions_to_plain(actions: Sequence[Action]) -> list[dict[str, Any]]:
     """Actions as they are stored with their cycle, and printed: each with its kind."""
-    return [{"kind": type(action).__name__, **asdict(action)} for action in actions]
+    return [
+        {"kind": name, **_ADAPTERS[name].dump_python(action, mode="json")}
+        for action, name in ((action, type(action).__name__) for action in actions)
+    ]
 
 
 def actions_from_plain(actions: Sequence[dict[str, Any]]) -> tuple[Action, ...]:

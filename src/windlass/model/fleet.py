@@ -195,6 +195,16 @@ class FleetConfig(BaseModel):
     max_restarts: int = _setting(5, "Restarts of a slot in the restart window; one more and it is failed.", ge=1)
     restart_window_s: float = _setting(300.0, "The window of the restart limit.", gt=0)
 
+    quarantine_min_failures: int = _setting(
+        3, "Different tasks that fail on a worker, and none completed between, before it is suspected.", ge=2
+    )
+    quarantine_max_chance: float = _setting(
+        0.001,
+        "A worker is replaced when such a row of failures would happen to the others with at most this probability.",
+        gt=0,
+        lt=1,
+    )
+
     # --- storage that its workers share, and how their program is started: for providers that have such things
     auto_start_worker: bool = _setting(
         False,

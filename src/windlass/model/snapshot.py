@@ -68,6 +68,26 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspect:
+    """A worker that has completed nothing since several tasks failed on it, and how others did meanwhile."""
+
+    worker_id: str
+    # When the first of them failed.
+    since: datetime
+    # Different tasks, the newest last; of a long row only the newest.
+    failed: tuple[int, ...]
+    # Of those, which others have completed since, and who.
+    completed_by: dict[int, str] = field(default_factory=dict)
+    # Of those, which failed on others too that completed tasks meanwhile.
+    failed_elsewhere: tuple[int, ...] = ()
+    # Others that completed tasks of the fleet's queues meanwhile; how many they completed, and how many attempts of
+    # theirs failed.
+    others: int = 0
+    others_completed: int = 0
+    others_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SlotView:
     """What a slot remembers of its former workers."""
 
@@ -173,6 +193,8 @@ class Memory:
     idle_since: dict[str, datetime] = field(default_factory=dict)
     # Worker id to the first of the cycles, without a break, that saw tasks waiting and it without any claim ever.
     unclaimed_since: dict[str, datetime] = field(default_factory=dict)
+    # When a worker on which all tasks fail was last replaced to see how they fare on another.
+    tried_at: datetime | None = None
     # Since when no list of machines could be had.
     unlisted_since: datetime | None = None
     guard: Guard = Guard()
@@ -200,6 +222,8 @@ class Snapshot:
     # None as soon as a machine was had after it.
     refusal: Refusal | None = None
     last_failure: Failure | None = None
+    # Workers on which tasks fail, one after another.
+    suspects: tuple[Suspect, ...] = ()
     # Names in which tasks run although no live worker has them.
     orphaned: tuple[str, ...] = ()
     # Workers whose machines this orchestrator is preparing at this moment.

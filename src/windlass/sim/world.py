@@ -28,8 +28,6 @@ from windlass.sim.watch import Broken, Watch
 from windlass.sim.workers import Luck, SimWorker
 from windlass.store.memory_control import MemoryControlStore
 
-# Attempts of a simulated task: none may end as a dead letter because the world was rough.
-MAX_ATTEMPTS = 100
 # From the end of all faults until everything is at rest: all tasks done, fleets at their minimum. Long, since a fleet
 # whose machines all failed may be held for up to an hour before it tries again.
 REST_LIMIT_S = 4 * 3600.0
@@ -344,7 +342,7 @@ class World:
         for at, count in around.arrivals:
             await asyncio.sleep(max(0.0, at - self._now()))
             for _ in range(count):
-                task_id = await self.store.enqueue(NewTask(around.config.queues[0], max_attempts=MAX_ATTEMPTS))
+                task_id = await self.store.enqueue(NewTask(around.config.queues[0], max_attempts=around.max_attempts))
                 self.watch.enqueued(task_id)
             self.story.tell("producer", f"{count} tasks for {around.config.queues[0]}")
 

@@ -88,7 +88,7 @@ class PostgresControlStore(PostgresStore):
     async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
         async with self._connection("observing the fleet") as connection:
             header, *workers = await connection.fetch(
-                "select * from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+                "select * from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
                 candidate.lease,
                 candidate.holder,
                 candidate.ttl_s,
@@ -99,6 +99,7 @@ class PostgresControlStore(PostgresStore):
                 config.max_workers,
                 config.failure_window_s,
                 config.restart_window_s,
+                config.quarantine_min_failures,
             )
         observed = json.loads(header["header"])
         if observed["term"] is None:
