@@ -26,6 +26,7 @@ from windlass.model.action import (
     Drain,
     Fail,
     FailSlot,
+    GrowVolume,
     Plan,
     Prepare,
     Price,
@@ -38,7 +39,7 @@ from windlass.model.cost import Bill, Span, Spending, Tariff
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
-from windlass.model.snapshot import Failure, Hold, Memory, Refusal, Snapshot, Suspect
+from windlass.model.snapshot import Failure, Hold, Memory, Refusal, Snapshot, StorageUse, Suspect
 from windlass.model.task import Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Recovery, Registration, WorkerStatus
 from windlass.ports.control import (
@@ -57,6 +58,8 @@ from windlass.ports.control import (
     Prepared,
     Standby,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
 from windlass.store.control import PostgresControlStore
 from windlass.store.memory_control import MemoryControlStore
@@ -1611,6 +1614,39 @@ async def test_a_dead_letter_says_on_whom_it_failed_and_who_has_worked_since(
     ]
 
 
+# ---------------------------------------------------------------------------------------------------------- storage
+
+
+async def test_the_newest_word_about_storage_is_seen(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    await ann.hire(0, 1, 2)
+    assert (await ann.observe()).storage is None
+    await store.heartbeat("w1", (), {"storage_used_bytes": 10**13, "storage_free_bytes": None})
+    clock.advance(1)
+    await store.heartbeat("w0", (), {"storage_used_bytes": 7})
+    clock.advance(1)
+    for nonsense in ("7", 7.5, True, None, [7]):
+        await store.heartbeat("w2", (), {"storage_used_bytes": nonsense})
+        assert (await ann.observe()).storage == StorageUse("w0", 7, clock() - timedelta(seconds=1))
+    # Whoever no longer knows has nothing to say.
+    await store.heartbeat("w0", (), {"storage_used_bytes": None})
+    assert (await ann.observe()).storage == StorageUse("w1", 10**13, clock() - timedelta(seconds=2))
+    await ann.commit(Fail("w1", "X", "broken"))
+    assert (await ann.observe()).storage is None
+
+
+async def test_a_volume_that_grew_or_did_not_is_noted(store: ControlStores, ann: Leader) -> None:
+    committed = await ann.commit(GrowVolume("v1", 150, "95 of 100 GB are used"))
+    cycle = await store.cycle(committed.cycle_id)
+    assert cycle is not None
+    assert cycle.cycle.finished_at is None
+    await ann.report(VolumeGrown("v1", 150, "95 of 100 GB are used"), VolumeNotGrown("v2", 200, "no funds"))
+    told = [(event.code, event.reason, event.detail) for event in await store.events() if event.detail]
+    assert told == [
+        ("VOLUME_GROWN", "95 of 100 GB are used", {"volume_id": "v1", "size_gb": 150}),
+        ("VOLUME_NOT_GROWN", "no funds", {"volume_id": "v2", "size_gb": 200}),
+    ]
+
+
 # ------------------------------------------------------------------------------------------------- the same histories
 
 
@@ -1797,7 +1833,7 @@ async def live(twins: Twins, rng: Random) -> None:
         twins.clock.advance(rng.choice([0.25, 1.0, 10.0, 31.0, 250.0]))
 
     def vitals() -> dict[str, Any]:
-        return rng.choice([{}, {"idle_s": 1.5}, {"vram_total_mb": 4, "vram_used_mb": 1}, {"pid": 7}])
+        return rng.choice([{}, {"idle_s": 1.5}, {"vram_total_mb": 4}, {"pid": 7}, {"storage_used_bytes": 9}])
 
     steps: list[Callable[[], Awaitable[Any]]] = [
         commit, commit, commit, report, report, work, work, finish, advance, advance, advance,

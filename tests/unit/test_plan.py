@@ -53,6 +53,7 @@ def test_the_stages_stand_in_the_seeds_order() -> None:
         "scale",
         "reconcile",
         "prepare",
+        "grow_storage",
         "warn",
     ]
 

@@ -94,6 +94,15 @@ class DeleteStray:
 
 
 @dataclass(frozen=True, slots=True)
+class GrowVolume:
+    """Storage that a fleet's machines share gets larger. To a size, not by one: asked for twice, it grows once."""
+
+    volume_id: str
+    size_gb: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class FailSlot:
     """A slot's restarts are used up: nothing is put into it until `windlass restart`."""
 
@@ -118,7 +127,21 @@ class Alert:
     worker_id: str | None = None
 
 
-Action = Promote | Fail | Requeue | Drain | Delete | Adopt | Price | Prepare | DeleteStray | FailSlot | Spawn | Alert
+Action = (
+    Promote
+    | Fail
+    | Requeue
+    | Drain
+    | Delete
+    | Adopt
+    | Price
+    | Prepare
+    | GrowVolume
+    | DeleteStray
+    | FailSlot
+    | Spawn
+    | Alert
+)
 _ADAPTERS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
 
 

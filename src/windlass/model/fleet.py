@@ -213,26 +213,26 @@ class FleetConfig(BaseModel):
     )
     storage_check_interval_cycles: int = _setting(
         10,
-        "Runpod: cycles from one look at the network volume to the next. No effect with local.",
+        "Runpod: cycles from one look at the network volume to the next. No effect elsewhere.",
         env="STORAGE_CHECK_INTERVAL_CYCLES",
         ge=1,
     )
     storage_min_free_gb: int = _setting(
         50,
-        "Runpod: a network volume with less free than this grows. No effect with local.",
+        "Runpod: a network volume with less free than this grows. No effect elsewhere.",
         env="STORAGE_MIN_FREE_GB",
         ge=0,
     )
     storage_max_percent_used: int = _setting(
         85,
-        "Runpod: a network volume of which more than this is used grows. No effect with local.",
+        "Runpod: a network volume of which more than this is used grows. No effect elsewhere.",
         env="STORAGE_MAX_PERCENT_USED",
         gt=0,
         le=100,
     )
     storage_expansion_increment_gb: int = _setting(
         50,
-        "Runpod: by how much a network volume grows. No effect with local.",
+        "Runpod: by how much a network volume grows. No effect elsewhere.",
         env="STORAGE_EXPANSION_INCREMENT_GB",
         gt=0,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from windlass.model.cost import Bill, Spending
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine, ProviderTraits
+from windlass.model.machine import Machine, ProviderTraits, Volume
 from windlass.model.worker import WorkerStatus
 
 
@@ -170,6 +170,24 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageUse:
+    """How much of the storage that a fleet shares is used, by the word of one of its workers."""
+
+    worker_id: str
+    used_bytes: int
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """That a volume was to grow to this size."""
+
+    volume_id: str
+    size_gb: int
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """The explicit memory of plan(): in with the snapshot, out with the plan, stored with the fleet."""
 
@@ -198,6 +216,8 @@ class Memory:
     # Since when no list of machines could be had.
     unlisted_since: datetime | None = None
     guard: Guard = Guard()
+    # What was asked for when its storage was last looked at.
+    growth: Growth | None = None
     refused: Pause | None = None
     # What a person has been told, and when. A cause that is gone is forgotten.
     alerts: dict[str, datetime] = field(default_factory=dict)
@@ -222,6 +242,10 @@ class Snapshot:
     # None as soon as a machine was had after it.
     refusal: Refusal | None = None
     last_failure: Failure | None = None
+    # Storage that its machines share: None where there is none, or it was not looked at in this cycle.
+    volume: Volume | None = None
+    # The newest word about how much of it is used.
+    storage: StorageUse | None = None
     # Workers on which tasks fail, one after another.
     suspects: tuple[Suspect, ...] = ()
     # Names in which tasks run although no live worker has them.

@@ -67,6 +67,12 @@ class Draft:
         self.alerts[key] = self.now if told_at is None or is_news else told_at
         return [Alert(code, reason, worker_id)] if is_news else []
 
+    def keep_alerts(self, *codes: str) -> None:
+        """Whether the cause is still there is not known in this cycle: what a person was told of it stays."""
+        for key, told_at in self.snapshot.memory.alerts.items():
+            if key.split(" ", 1)[0] in codes:
+                self.alerts[key] = told_at
+
     @property
     def failed_ids(self) -> set[str]:
         return {action.worker_id for action in self.actions if isinstance(action, Fail)}

@@ -29,6 +29,7 @@ STAGES: tuple[Stage, ...] = (
     stages.scale,
     stages.reconcile,
     stages.prepare,
+    stages.grow_storage,
     stages.warn,
 )
 

@@ -37,6 +37,8 @@ from windlass.ports.control import (
     Prepared,
     Standby,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
 from windlass.store.postgres import PostgresStore
 from windlass.store.queries import read_queries
@@ -367,6 +369,10 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
             kind = "preparation_failed"
         case PreparationUnclear():
             kind = "preparation_unclear"
+        case VolumeGrown():
+            kind = "volume_grown"
+        case VolumeNotGrown():
+            kind = "volume_not_grown"
     return {"kind": kind, **_PLAIN.dump_python(asdict(outcome), mode="json")}
 
 

@@ -25,6 +25,7 @@ from windlass.model.action import (
     Drain,
     Fail,
     FailSlot,
+    GrowVolume,
     Plan,
     Prepare,
     Price,
@@ -60,6 +61,7 @@ from windlass.model.snapshot import (
     RunningView,
     SlotView,
     Snapshot,
+    StorageUse,
     Suspect,
     WorkerView,
 )
@@ -81,6 +83,8 @@ from windlass.ports.control import (
     Prepared,
     Standby,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
 from windlass.store.memory import MAX_SWEPT_PER_KIND, MemoryStore, _interval, _TaskRow, _WorkerRow
 
@@ -239,6 +243,7 @@ class MemoryControlStore(MemoryStore):
             hirings=self._observe_hirings(hired, now - _interval(config.failure_window_s)),
             refusal=self._last_refusal(hired),
             last_failure=self._observe_last_failure(hired),
+            storage=self._observe_storage(workers),
             suspects=self._observe_suspects(workers, config),
             orphaned=self._observe_orphaned(fleet, config.queues),
             is_paused=row.is_paused,
@@ -356,6 +361,16 @@ class MemoryControlStore(MemoryStore):
             return None
         return Failure(worker.id, worker.code or "", worker.reason or "", at)
 
+    def _observe_storage(self, workers: list[_WorkerRow]) -> StorageUse | None:
+        told = [
+            (worker.last_heartbeat, worker.id, worker.metadata.get("storage_used_bytes"))
+            for worker in workers
+            if worker.status in LIVE and worker.last_heartbeat is not None
+        ]
+        known = [(at, id_, used) for at, id_, used in told if isinstance(used, int) and not isinstance(used, bool)]
+        newest = max(known, key=lambda each: each[:2], default=None)
+        return None if newest is None else StorageUse(newest[1], newest[2], newest[0])
+
     def _observe_suspects(self, workers: list[_WorkerRow], config: FleetConfig) -> tuple[Suspect, ...]:
         failing = [
             (worker.failing_since, worker.id)
@@ -435,7 +450,7 @@ class MemoryControlStore(MemoryStore):
 
     def _store_cycle(self, term: int, snapshot: Snapshot, plan: Plan) -> int:
         self._last_cycle_id += 1
-        is_over = not any(isinstance(action, Delete | DeleteStray | Spawn) for action in plan.actions)
+        is_over = not any(isinstance(action, Delete | DeleteStray | Spawn | GrowVolume) for action in plan.actions)
         cycle = Cycle(
             id=self._last_cycle_id,
             fleet=snapshot.fleet,
@@ -481,7 +496,7 @@ class MemoryControlStore(MemoryStore):
                 self._note("SLOT_FAILED", reason, fleet=fleet, detail={"slot": number})
             case Alert(code, reason, worker_id):
                 self._note("ALERT", reason, fleet=fleet, worker_id=worker_id, detail={"code": code})
-            case Delete() | DeleteStray() | Spawn():
+            case Delete() | DeleteStray() | Spawn() | GrowVolume():
                 pass  # the provider's to do first
             case _:
                 assert_never(action)
@@ -673,6 +688,9 @@ class MemoryControlStore(MemoryStore):
                 self._note("STRAY_DELETED", reason, fleet=fleet, worker_id=name)
             case Prepared() | PreparationFailed() | PreparationUnclear():
                 self._write_down_preparation(fleet, outcome)
+            case VolumeGrown(volume_id, size_gb, reason) | VolumeNotGrown(volume_id, size_gb, reason):
+                code = "VOLUME_GROWN" if isinstance(outcome, VolumeGrown) else "VOLUME_NOT_GROWN"
+                self._note(code, reason, fleet=fleet, detail={"volume_id": volume_id, "size_gb": size_gb})
             case _:
                 assert_never(outcome)
 

@@ -4,6 +4,7 @@ from windlass.policy.stages.budget import keep_budget
 from windlass.policy.stages.health import brake, fail_broken, fail_slots, promote, requeue_orphans, warn
 from windlass.policy.stages.reconcile import clean_up, doubt_strays, end_drained, prepare, reconcile
 from windlass.policy.stages.scaling import scale
+from windlass.policy.stages.storage import grow_storage
 
 __all__ = [
     "brake",
@@ -12,6 +13,7 @@ __all__ = [
     "end_drained",
     "fail_broken",
     "fail_slots",
+    "grow_storage",
     "keep_budget",
     "prepare",
     "promote",

@@ -307,6 +307,7 @@ begin
         'is_settlement_due', exists (
           select from windlass.workers w where w.fleet = p_fleet and w.settle_at <= v_now
         ),
+        'storage', windlass.observe_storage(p_fleet),
         'suspects', windlass.observe_suspects(p_fleet, p_queues, p_quarantine_min_failures),
         'orphaned', array(
           select t.worker_id
@@ -637,7 +638,7 @@ begin
     update windlass.cycles
     set finished_at = v_now
     where id = v_cycle_id
-      and not p_actions @? '$[*] ? (@.kind == "Delete" || @.kind == "DeleteStray" || @.kind == "Spawn")';
+      and not p_actions @? '$[*] ? (@.kind == "Delete" || @.kind == "DeleteStray" || @.kind == "Spawn" || @.kind == "GrowVolume")';
   end if;
 
   for v_action in select a from jsonb_array_elements(p_actions) as a loop
@@ -700,7 +701,7 @@ begin
         perform windlass.note('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
           jsonb_build_object('code', v_action ->> 'code'));
       else
-        null;  -- Delete, DeleteStray and Spawn are the provider's to do first
+        null;  -- Delete, DeleteStray, Spawn and GrowVolume are the provider's to do first
     end case;
   end loop;
 
@@ -725,6 +726,7 @@ $$;
 --   {"kind": "not_deleted", "worker_id", "reason"}    {"kind": "prepared", "worker_id", "machine_id", "host_key"}
 --   {"kind": "preparation_failed", "worker_id", "machine_id", "code", "reason", "output", "host_key"}
 --   {"kind": "preparation_unclear", "worker_id", "reason"}
+--   {"kind": "volume_grown" or "volume_not_grown", "volume_id", "size_gb", "reason"}
 create function windlass.commit_outcomes(
   p_lease text,
   p_holder text,
@@ -807,6 +809,9 @@ begin
         end if;
       when 'preparation_unclear' then
         perform windlass.note('PREPARATION_UNCLEAR', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+      when 'volume_grown', 'volume_not_grown' then
+        perform windlass.note(upper(v_outcome ->> 'kind'), v_outcome ->> 'reason', p_fleet, null, null,
+          jsonb_build_object('volume_id', v_outcome ->> 'volume_id', 'size_gb', (v_outcome ->> 'size_gb')::integer));
       when 'stray_deleted' then
         perform windlass.note('STRAY_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'name', null);
     end case;

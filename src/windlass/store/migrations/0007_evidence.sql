@@ -208,3 +208,21 @@ begin
   end if;
 end
 $$;
+
+
+-- ------------------------------------------------------------------------------------------------------- storage
+
+-- The newest word of a fleet's workers about how much of the storage they share is used; null if there is none. It came
+-- with a heartbeat, and whatever a worker sends is kept as it is: only a whole number is one.
+create function windlass.observe_storage(p_fleet text) returns json
+language sql stable
+as $$
+  select json_build_object('worker_id', w.id, 'used_bytes', w.metadata -> 'storage_used_bytes', 'at', w.last_heartbeat)
+  from windlass.workers w
+  where w.fleet = p_fleet
+    and w.status in ('spawning', 'active', 'terminating')
+    and w.last_heartbeat is not null
+    and (w.metadata -> 'storage_used_bytes')::text ~ '^-?[0-9]+$'
+  order by w.last_heartbeat desc, w.id collate "C" desc
+  limit 1
+$$;
