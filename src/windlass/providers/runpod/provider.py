@@ -317,13 +317,13 @@ class RunpodProvider:
 
     async def _send_deletion(self, pod_id: str) -> datetime | None:
         try:
-            await self._account.call("DELETE", f"/pods/{pod_id}")
+            second = await self._account.delete_pod(pod_id)
         except Trouble as trouble:
             # Not found, or in a state that will pass: we look for ourselves. No answer: so, too.
             if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY, Kind.LOST):
                 raise
             return None
-        return self._now()
+        return _within(second, self._now())
 
     async def _is_gone(self, machine: Machine, asked: float, *, has_been_told: bool) -> bool:
         if await self._account.pod(machine.id) is not None:
@@ -398,6 +398,14 @@ def _state(pod: Json, status: str) -> MachineState:
     # RUNNING without a runtime is a promise. What nobody knows is not gone.
     is_running = status == "RUNNING" and pod.get("runtime") is not None
     return MachineState.RUNNING if is_running else MachineState.BOOTING
+
+
+def _within(second: datetime | None, moment: datetime) -> datetime:
+    """When a pod was ended: by our clock, but in the second that the vendor's clock showed. Each second is paid for, so
+    neither what the answer's way took nor a clock that is wrong may add one."""
+    if second is None:
+        return moment
+    return min(max(moment, second), second + timedelta(seconds=1) - timedelta.resolution)
 
 
 def _volume(answer: Json, doing: str) -> Volume:
