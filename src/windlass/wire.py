@@ -252,6 +252,7 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
         registration_timeout_s=JOINED_REGISTRATION_TIMEOUT_S,
         worker_id=order.worker_id,
         version=version,
+        storage_path=order.storage_path,
     )
     config = Config(
         max_payload_bytes=order.max_payload_bytes, worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb)

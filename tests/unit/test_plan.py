@@ -54,6 +54,7 @@ def test_the_stages_stand_in_the_seeds_order() -> None:
         "scale",
         "end_strays",
         "prepare",
+        "grow_storage",
         "warn",
     ]
 

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from windlass.control.leader import Trust
-from windlass.model.action import Delete, DeleteStray, Plan, Prepare
+from windlass.model.action import Delete, DeleteStray, GrowVolume, Plan, Prepare
 from windlass.model.errors import NoCapacity, NotPrepared, ProviderError, Refused, Throttled
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.snapshot import Snapshot
@@ -35,8 +35,10 @@ from windlass.ports.control import (
     PreparationUnclear,
     Prepared,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
-from windlass.ports.provider import Provider
+from windlass.ports.provider import Provider, SharesVolume
 
 # Adapters keep their own limits; this one is for an adapter that does not.
 CALL_TIMEOUT_S = 60.0
@@ -127,6 +129,12 @@ class Actor:
                 machine = machines[action.machine_id]
                 call = self._prepare(action.worker_id, machine, host_keys.get(action.worker_id))
                 self._begin(_PREPARING + action.worker_id, call, is_waited_for=False)
+
+    def grow_volumes(self, plan: Plan) -> None:
+        """Begin what of a plan makes storage larger."""
+        for action in plan.actions:
+            if isinstance(action, GrowVolume):
+                self._begin(f"volume {action.volume_id}", self._grow(action))
 
     @property
     def preparing(self) -> tuple[str, ...]:
@@ -270,6 +278,22 @@ class Actor:
         wait_s, _ = self._spared.get(machine_id, (REFUSED_AGAIN_S / 2, 0.0))
         wait_s = min(wait_s * 2, REFUSED_AGAIN_MAX_S)
         self._spared[machine_id] = (wait_s, asyncio.get_running_loop().time() + wait_s)
+
+    async def _grow(self, action: GrowVolume) -> Outcome:
+        volume_id, size_gb = action.volume_id, action.size_gb
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                if not self._trust.is_valid:
+                    return VolumeNotGrown(volume_id, size_gb, "the lead was lost before it grew")
+                if not isinstance(self._provider, SharesVolume):
+                    return VolumeNotGrown(volume_id, size_gb, "its provider was exchanged meanwhile")
+                grown = await self._provider.grow_volume(volume_id, size_gb)
+                return VolumeGrown(volume_id, grown.size_gb, action.reason)
+        except Exception as error:
+            self._hires_from = max(self._hires_from, _next_call(error))
+            problem = self._describe(error)
+            log.warning("volume not grown", volume_id=volume_id, size_gb=size_gb, error=problem)
+            return VolumeNotGrown(volume_id, size_gb, problem)
 
     def _is_spared(self, machine_id: str | None) -> bool:
         return machine_id in self._spared and asyncio.get_running_loop().time() < self._spared[machine_id][1]

@@ -195,6 +195,16 @@ class FleetConfig(BaseModel):
     max_restarts: int = _setting(5, "Restarts of a slot in the restart window; one more and it is failed.", ge=1)
     restart_window_s: float = _setting(300.0, "The window of the restart limit.", gt=0)
 
+    quarantine_min_failures: int = _setting(
+        3, "Different tasks that fail on a worker, and none completed between, before it is suspected.", ge=2
+    )
+    quarantine_max_chance: float = _setting(
+        0.001,
+        "A worker is replaced when such a row of failures would happen to the others with at most this probability.",
+        gt=0,
+        lt=1,
+    )
+
     # --- storage that its workers share, and how their program is started: for providers that have such things
     auto_start_worker: bool = _setting(
         False,
@@ -203,26 +213,26 @@ class FleetConfig(BaseModel):
     )
     storage_check_interval_cycles: int = _setting(
         10,
-        "Runpod: cycles from one look at the network volume to the next. No effect with local.",
+        "Runpod: cycles from one look at the network volume to the next. No effect elsewhere.",
         env="STORAGE_CHECK_INTERVAL_CYCLES",
         ge=1,
     )
     storage_min_free_gb: int = _setting(
         50,
-        "Runpod: a network volume with less free than this grows. No effect with local.",
+        "Runpod: a network volume with less free than this grows. No effect elsewhere.",
         env="STORAGE_MIN_FREE_GB",
         ge=0,
     )
     storage_max_percent_used: int = _setting(
         85,
-        "Runpod: a network volume of which more than this is used grows. No effect with local.",
+        "Runpod: a network volume of which more than this is used grows. No effect elsewhere.",
         env="STORAGE_MAX_PERCENT_USED",
         gt=0,
         le=100,
     )
     storage_expansion_increment_gb: int = _setting(
         50,
-        "Runpod: by how much a network volume grows. No effect with local.",
+        "Runpod: by how much a network volume grows. No effect elsewhere.",
         env="STORAGE_EXPANSION_INCREMENT_GB",
         gt=0,
     )

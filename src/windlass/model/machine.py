@@ -44,6 +44,14 @@ class MachineRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Volume:
+    """Storage that a fleet's machines share."""
+
+    id: str
+    size_gb: int
+
+
+@dataclass(frozen=True, slots=True)
 class Preparation:
     """That a machine's worker was started. `host_key`: whom it was that let us in, to be recognised again."""
 

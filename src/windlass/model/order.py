@@ -27,6 +27,8 @@ class WorkOrder:
     is_inline: bool = False
     # On the machine.
     chdir: str | None = None
+    # Storage that the fleet's machines share, where it is mounted: how much of it is used is told with heartbeats.
+    storage_path: str | None = None
     timeout_s: float | None = None
     memory_limit_mb: int | None = None
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -57,6 +59,7 @@ def work_order(
         exec=fleet.exec,
         is_inline=fleet.is_inline,
         chdir=str(fleet.chdir) if fleet.chdir is not None else None,
+        storage_path=fleet.runpod.volume_path if fleet.runpod.network_volume_id is not None else None,
         timeout_s=defaults.timeout_s,
         memory_limit_mb=defaults.memory_limit_mb,
         env=dict(fleet.env),

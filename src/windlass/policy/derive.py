@@ -16,6 +16,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import RunningView, WorkerView
 from windlass.model.worker import LIVE, WorkerStatus
+from windlass.policy.evidence import QUARANTINED
 
 # A task's own limit is kept by its worker; only a worker that fails at that is stuck, and this is its time to act.
 TASK_LIMIT_MARGIN_S = 60.0
@@ -122,10 +123,12 @@ def derive_worker_state(
     *,
     idle_since: datetime | None = None,
     unclaimed_since: datetime | None = None,
+    blamed: str | None = None,
 ) -> WorkerState:
     """Everything there is to say about a worker. `queued`: tasks that wait in the queues its fleet serves.
 
-    `idle_since`, `unclaimed_since`: what the last cycle's state of it said.
+    `idle_since`, `unclaimed_since`: what the last cycle's state of it said. `blamed`: why it is to blame for
+    the tasks that failed on it, if it is.
     """
     heartbeat_age_s = _age_s(worker.last_heartbeat, now)
     is_silent = heartbeat_age_s is not None and heartbeat_age_s > _silence_limit_s(worker, fleet)
@@ -133,7 +136,7 @@ def derive_worker_state(
     is_recent = heartbeat_age_s is not None and heartbeat_age_s < fleet.promotion_age_s
     idle_since = None if worker.running else idle_since or now
     unclaimed_since = (unclaimed_since or now) if _is_unclaimed(worker, lifecycle, queued) else None
-    code, reason = _trouble(worker, machine, presence, lifecycle, fleet, now, queued, unclaimed_since)
+    code, reason = _trouble(worker, machine, presence, lifecycle, fleet, now, queued, unclaimed_since, blamed)
     return WorkerState(
         worker=worker,
         lifecycle=lifecycle,
@@ -151,7 +154,7 @@ def derive_worker_state(
         # A worker that finishes its last tasks can fall silent too; a crashed one is worse than silent.
         is_stale=is_silent and worker.status in LIVE and lifecycle is not Lifecycle.CRASHED,
         is_booting=_is_booting(worker, lifecycle, fleet, now),
-        is_proven=_is_proven(worker, lifecycle, fleet) and code != "GPU_READY_NOT_CLAIMING",
+        is_proven=_is_proven(worker, lifecycle, fleet) and code not in ("GPU_READY_NOT_CLAIMING", QUARANTINED),
         should_promote=worker.status is WorkerStatus.SPAWNING and is_recent and lifecycle in PROMOTABLE,
         should_terminate=code is not None,
         reason=reason,
@@ -197,6 +200,7 @@ def _trouble(
     now: datetime,
     queued: int,
     unclaimed_since: datetime | None,
+    blamed: str | None,
 ) -> tuple[str | None, str | None]:
     """Why this worker must end: a code for machines and a reason in words. (None, None) if it need not."""
     if lifecycle in (Lifecycle.ERROR, Lifecycle.TERMINATED, Lifecycle.TERMINATING):
@@ -213,6 +217,8 @@ def _trouble(
     stuck = _stuck_task(worker, fleet, now)
     if stuck is not None:
         return "STUCK_TASK", f"Stuck task {stuck.task_id} ({(now - stuck.started_at).total_seconds():.0f}s)"
+    if blamed is not None:
+        return QUARANTINED, blamed
     age_s = _effective_age_s(worker, now)
     if lifecycle is Lifecycle.ACTIVE_GPU_NOT_DETECTED and age_s > fleet.gpu_not_detected_timeout_s:
         return "GPU_NOT_DETECTED", f"GPU not detected (VRAM=0) after {age_s:.0f}s"

@@ -30,6 +30,7 @@ STAGES: tuple[Stage, ...] = (
     stages.scale,
     stages.end_strays,
     stages.prepare,
+    stages.grow_storage,
     stages.warn,
 )
 

@@ -149,6 +149,22 @@ class PreparationUnclear:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class VolumeGrown:
+    volume_id: str
+    size_gb: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeNotGrown:
+    """`reason`: why, in the provider's words."""
+
+    volume_id: str
+    size_gb: int
+    reason: str
+
+
 Outcome = (
     Created
     | CreationUnclear
@@ -159,6 +175,8 @@ Outcome = (
     | Prepared
     | PreparationFailed
     | PreparationUnclear
+    | VolumeGrown
+    | VolumeNotGrown
 )
 
 

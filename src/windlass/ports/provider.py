@@ -17,9 +17,9 @@ The contract:
 """
 
 from datetime import datetime
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
+from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits, Volume
 
 
 class Provider(Protocol):
@@ -36,3 +36,14 @@ class Provider(Protocol):
         """`host_key`: what an earlier call returned for it, or raised with."""
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class SharesVolume(Protocol):
+    """A provider whose machines may share storage that can grow, and only grow."""
+
+    async def volume(self) -> Volume | None:
+        """As it is now. None: this fleet has none. Raises ProviderError if that cannot be known."""
+
+    async def grow_volume(self, volume_id: str, size_gb: int) -> Volume:
+        """At least so large from now on; one that is so already stays as it is. Raises ProviderError."""

@@ -20,7 +20,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from windlass.model.action import Adopt, DeleteStray, Drain, Plan, Spawn
+from windlass.model.action import Adopt, DeleteStray, Drain, Fail, Plan, Spawn
 from windlass.model.cost import Bill
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Snapshot
@@ -51,6 +51,9 @@ class TaskEntry:
     claims: list[tuple[str, UUID]] = field(default_factory=list)
     accepted: UUID | None = None
     is_dead: bool = False
+    failed_on: set[str] = field(default_factory=set)
+    # Somebody it failed on was found to be to blame: it may live again.
+    is_pardoned: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -84,6 +87,7 @@ class Watch:
     claimed_at: dict[str, float] = field(default_factory=dict)
     last_term: int = 0
     late_results: int = 0
+    quarantined: list[str] = field(default_factory=list)
 
     # ----------------------------------------------------------------------------------------------------- machines
 
@@ -131,7 +135,7 @@ class Watch:
                 self._finished(arguments[0], arguments[1], result)
             case "fail":
                 self._is_done(arguments[0], arguments[2])
-                self._failed(arguments[1], result)
+                self._failed(arguments[0], arguments[1], result)
             case "heartbeat":
                 self._beat(arguments[0], result)
             case "leave":
@@ -146,6 +150,8 @@ class Watch:
         for claim in claims:
             self.claimed_at[worker_id] = self._now()
             task = self.tasks[claim.task_id]
+            if task.is_pardoned:
+                task.is_dead = task.is_pardoned = False
             if task.is_finished:
                 self._break(f"task {claim.task_id} is finished and was claimed again by {worker_id}")
             for before, token in task.claims:
@@ -169,6 +175,8 @@ class Watch:
         for done in finished:
             task = self.tasks[done.task_id]
             self._is_done(worker_id, done.token)
+            if done.token not in turn.lost and worker_id in self.by_id:
+                self.by_id[worker_id].conduct.failed_in_a_row.clear()
             if done.token in turn.lost:
                 self.late_results += 1
             elif task.accepted not in (None, done.token) or task.is_dead:
@@ -185,9 +193,18 @@ class Watch:
         if worker is not None:
             worker.conduct.at_work.pop(token, None)
 
-    def _failed(self, task_id: int, status: str | None) -> None:
-        if status == "failed":
-            self.tasks[task_id].is_dead = True
+    def _failed(self, worker_id: str, task_id: int, status: str | None) -> None:
+        if status is None:
+            return
+        if worker_id in self.by_id:
+            self.by_id[worker_id].conduct.failed_in_a_row.add(task_id)
+        self.tasks[task_id].failed_on.add(worker_id)
+        self.tasks[task_id].is_dead = status == "failed"
+
+    def _pardon(self, worker_id: str) -> None:
+        self.quarantined.append(worker_id)
+        for task in self.tasks.values():
+            task.is_pardoned = task.is_pardoned or worker_id in task.failed_on
 
     def _beat(self, worker_id: str, pulse: Pulse) -> None:
         worker = self.by_id.get(worker_id)
@@ -237,6 +254,8 @@ class Watch:
         for action in plan.actions:
             if isinstance(action, Adopt):
                 self.machine_of.setdefault(action.worker_id, action.machine_id)
+            if isinstance(action, Fail) and action.evidence is not None:
+                self._pardon(action.worker_id)
             if isinstance(action, Drain):
                 self.told_to_end_at.setdefault(action.worker_id, self._now())
         self._hired(intents, committed.granted)

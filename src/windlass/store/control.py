@@ -38,6 +38,8 @@ from windlass.ports.control import (
     Prepared,
     Standby,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
 from windlass.store.postgres import PostgresStore
 from windlass.store.queries import read_queries
@@ -89,7 +91,7 @@ class PostgresControlStore(PostgresStore):
     async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
         async with self._connection("observing the fleet") as connection:
             header, *workers = await connection.fetch(
-                "select * from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+                "select * from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
                 candidate.lease,
                 candidate.holder,
                 candidate.ttl_s,
@@ -100,6 +102,7 @@ class PostgresControlStore(PostgresStore):
                 config.max_workers,
                 config.failure_window_s,
                 config.restart_window_s,
+                config.quarantine_min_failures,
             )
         observed = json.loads(header["header"])
         if observed["term"] is None:
@@ -379,6 +382,10 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
             kind = "preparation_failed"
         case PreparationUnclear():
             kind = "preparation_unclear"
+        case VolumeGrown():
+            kind = "volume_grown"
+        case VolumeNotGrown():
+            kind = "volume_not_grown"
     return {"kind": kind, **_PLAIN.dump_python(asdict(outcome), mode="json")}
 
 

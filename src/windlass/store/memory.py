@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 MAX_DUE_PER_CLAIM = 1000
 MAX_RECOVERED_PER_CALL = 100
 MAX_SWEPT_PER_KIND = 1000
+MAX_FAILED_TASKS = 100
+MAX_ATTEMPTS_TOLD = 20
+MAX_WORKERS_NAMED = 5
+FAILED_ATTEMPTS = frozenset({"TASK_ERROR", "TASK_REQUEUED", "TASK_FAILED"})
 MAX_REASON_CHARACTERS, REASON_BEGINS, REASON_ENDS = 300, 100, 200
 # As windlass.unnoticed_gap_s: of a lease, the longest silence that says nothing.
 UNNOTICED_GAP = 0.4
@@ -155,6 +159,8 @@ class _WorkerRow:
     vram_used_mb: int | None = None
     late_results: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
+    failed_tasks: list[int] = field(default_factory=list)
+    failing_since: datetime | None = None
 
     @property
     def lease(self) -> timedelta:
@@ -459,6 +465,8 @@ class MemoryStore:
         for done in finished:
             _check_json("finishing tasks", done.result)
         accepted = {done.token for done in finished if self._complete(done)}
+        if accepted and worker_id in self._workers:
+            self._workers[worker_id].failed_tasks, self._workers[worker_id].failing_since = [], None
         lost = [
             done.token
             for done in finished
@@ -496,10 +504,18 @@ class MemoryStore:
             self._let_wait(row, retry_delay_s(row.attempts, jitter), code, error)
         else:
             self._end(row, TaskStatus.FAILED, code=code, error=error)
+        self._note_failure(worker_id, task_id)
         self._note_attempt(
             "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED", row, worker_id, code, error
         )
         return row.status
+
+    def _note_failure(self, worker_id: str, task_id: int) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            new = [] if task_id in worker.failed_tasks else [task_id]
+            worker.failed_tasks = [*worker.failed_tasks, *new][-MAX_FAILED_TASKS:]
+            worker.failing_since = worker.failing_since or self._clock()
 
     def _let_wait(self, row: _TaskRow, delay_s: float, code: str, error: str) -> None:
         now = self._clock()
@@ -865,13 +881,29 @@ class MemoryStore:
         return sorted(self._running[worker_id].values(), key=lambda row: row.id)
 
     def _note_attempt(self, event: str, row: _TaskRow, worker_id: str | None, code: str, error: str) -> None:
-        self._note(
-            event,
-            f"attempt {row.attempts} of {row.max_attempts}: {_shortened(error)}",
-            worker_id=worker_id,
-            task_id=row.id,
-            detail={"attempt": row.attempts, "error_code": code, "error": error},
-        )
+        detail: dict[str, Any] = {"attempt": row.attempts, "error_code": code, "error": error}
+        reason = f"attempt {row.attempts} of {row.max_attempts}: {_shortened(error)}"
+        if event == "TASK_FAILED":
+            detail["failed_on"] = self._failed_on(row, worker_id, code)
+            reason += _in_words(detail["failed_on"])
+        self._note(event, reason, worker_id=worker_id, task_id=row.id, detail=detail)
+
+    def _failed_on(self, row: _TaskRow, worker_id: str | None, code: str) -> list[dict[str, Any]]:
+        """Every attempt that failed since the task was enqueued or retried, the last one included."""
+        earlier = takewhile(lambda event: event.code != "TASK_RETRIED", reversed(self._events_of_task[row.id]))
+        failed = [event for event in earlier if event.code in FAILED_ATTEMPTS][: MAX_ATTEMPTS_TOLD - 1]
+        told = [
+            {
+                "attempt": (event.detail or {}).get("attempt"),
+                "worker_id": event.worker_id,
+                "error_code": (event.detail or {}).get("error_code"),
+                "has_worked_since": event.worker_id in self._workers
+                and row.id not in self._workers[event.worker_id].failed_tasks,
+            }
+            for event in reversed(failed)
+        ]
+        last = {"attempt": row.attempts, "worker_id": worker_id, "error_code": code, "has_worked_since": False}
+        return [*told, last]
 
     def _note(
         self,
@@ -1004,6 +1036,15 @@ def _check_registration(registration: Registration) -> None:
 if TYPE_CHECKING:
     # mypy compares every signature with the contract's.
     _: type[Store] = MemoryStore
+
+
+def _in_words(failed_on: list[dict[str, Any]]) -> str:
+    """As windlass.failed_on_in_words."""
+    workers = list(dict.fromkeys(str(attempt["worker_id"]) for attempt in failed_on))
+    if len(workers) < 2:
+        return ""
+    more = f" and {len(workers) - MAX_WORKERS_NAMED} more" if len(workers) > MAX_WORKERS_NAMED else ""
+    return f"; it failed on {', '.join(workers[:MAX_WORKERS_NAMED])}{more}"
 
 
 def _shortened(error: str) -> str:

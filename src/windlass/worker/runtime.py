@@ -42,6 +42,7 @@ from windlass.worker.executor import Executor, Failure, Outcome, Success
 from windlass.worker.gpu import GpuReader
 from windlass.worker.handler import last_words
 from windlass.worker.heartbeat import Heartbeat, OpenTransport
+from windlass.worker.storage import StorageReader
 
 # An idle worker looks for work this often even when no notification comes.
 POLL_INTERVAL_S = 5.0
@@ -73,6 +74,8 @@ class WorkerSettings:
     # Given to a worker that was hired; one started by hand makes its own.
     worker_id: str | None = None
     version: str | None = None
+    # Storage that is shared with other machines, and watched.
+    storage_path: str | None = None
 
 
 class Ending(enum.Enum):
@@ -110,7 +113,9 @@ class WorkerRuntime:
         self._settings = settings
         self._open_transport = open_transport
         self._executor = executor
-        self._gpu = GpuReader()
+        self._readers: list[GpuReader | StorageReader] = [GpuReader()]
+        if settings.storage_path is not None:
+            self._readers.append(StorageReader(settings.storage_path))
         self._orders = _Orders()
         self._signals_seen = 0
 
@@ -122,11 +127,13 @@ class WorkerRuntime:
         try:
             if not await self._start_executor():
                 return Ending.LEFT
-            await asyncio.to_thread(self._gpu.start)
+            for reader in self._readers:
+                await asyncio.to_thread(reader.start)
             async with self._open_transport() as transport:
                 return await self._live_on(transport)
         finally:
-            self._gpu.stop()
+            for reader in self._readers:
+                reader.stop()
             await self._executor.close()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
@@ -154,7 +161,7 @@ class WorkerRuntime:
         return False
 
     async def _live_on(self, transport: WorkerTransport) -> Ending:
-        life = _Life(self._settings, self._orders, self._executor, self._gpu, transport, self._open_transport)
+        life = _Life(self._settings, self._orders, self._executor, self._readers, transport, self._open_transport)
         if not await self._has_registered(life):
             return Ending.LEFT
         while True:
@@ -162,7 +169,7 @@ class WorkerRuntime:
             if ending is Ending.LEFT or self._settings.worker_id is not None:
                 return ending
             log.warning("declared lost; joining again under a new name")
-            life = _Life(self._settings, self._orders, self._executor, self._gpu, transport, self._open_transport)
+            life = _Life(self._settings, self._orders, self._executor, self._readers, transport, self._open_transport)
             if not await self._has_joined_again(life):
                 return ending
 
@@ -226,7 +233,7 @@ class _Life:
         settings: WorkerSettings,
         orders: _Orders,
         executor: Executor,
-        gpu: GpuReader,
+        readers: Sequence[GpuReader | StorageReader],
         transport: WorkerTransport,
         open_transport: OpenTransport,
     ) -> None:
@@ -236,7 +243,7 @@ class _Life:
         self._orders = orders
         self._transport = transport
         self._executor = executor
-        self._gpu = gpu
+        self._readers = readers
         self._id = settings.worker_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{uuid4().hex[:6]}"
         # Every claim that is ours until the database has said otherwise: running, or ended and not yet delivered.
         self._held: dict[UUID, _Attempt] = {}
@@ -563,7 +570,10 @@ class _Life:
     def _vitals(self) -> dict[str, Any]:
         # For how long it has had nothing to do; the control loop lets the most idle go first.
         idle_s = 0.0 if self._running else round(time.monotonic() - self._idle_since, 1)
-        return {"pid": os.getpid(), "idle_s": idle_s, **self._gpu.vitals()}
+        vitals: dict[str, Any] = {"pid": os.getpid(), "idle_s": idle_s}
+        for reader in self._readers:
+            vitals |= reader.vitals()
+        return vitals
 
     def _on_pulse(self, pulse: Pulse) -> None:
         for token in pulse.lost & self._running.keys():

@@ -56,8 +56,20 @@ from windlass.workers w
 join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
 where w.status = 'active'
   and not (t.payload ->> 'is_poisonous')::boolean
+  and not coalesce((t.payload ->> 'is_stuck')::boolean, false)
 group by w.id, w.pid, w.machine_id
 order by w.created_at
+limit 1;
+
+-- name: just_begun
+-- Whom to ask to end: the worker that is at its task for the shortest time, and is not $1.
+select w.id
+from windlass.workers w
+join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
+where w.status = 'active'
+  and w.id is distinct from $1
+  and not (t.payload ->> 'is_stuck')::boolean
+order by t.started_at desc
 limit 1;
 
 -- name: report
@@ -105,9 +117,9 @@ from windlass.tasks t
 where t.worker_id = $1
   and t.status = 'running';
 
--- name: servers
--- Whose machine each server was, and why it was ended.
-select w.id as worker_id, w.machine_id::bigint as server_id, w.code
+-- name: machines
+-- Whose machine each was, and why it was ended.
+select w.id as worker_id, w.machine_id, w.code
 from windlass.workers w
 where w.machine_id is not null
 order by w.created_at, w.slot;
@@ -124,3 +136,25 @@ select
     where e.code = 'TASK_REQUEUED' and e.task_id = $2 and e.worker_id = $1
   ) as noticed_after_s,
   (select t.worker_id from windlass.tasks t where t.id = $2 and t.status = 'complete') as completed_by;
+
+-- name: stuck
+-- The first worker that was ended for a task that did not end, the task, and since when it had been at it.
+select e.worker_id, t.task_id, h.at
+from windlass.events e
+join windlass.events t on t.worker_id = e.worker_id and t.code = 'TASK_REQUEUED'
+join demo.history h on h.task_id = t.task_id and h.worker_id = e.worker_id and h.status = 'running'
+where e.code = 'WORKER_ERROR'
+  and e.detail ->> 'code' = 'STUCK_TASK'
+order by e.id, h.at
+limit 1;
+
+-- name: broken
+-- The codes of workers that broke.
+select coalesce(array_agg(detail ->> 'code'), '{}') from windlass.events where code = 'WORKER_ERROR';
+
+-- name: prepared
+-- How often a worker's program was started over SSH, by what was written down.
+select count(*) from windlass.events where code = 'MACHINE_PREPARED';
+
+-- name: completed_by
+select worker_id from windlass.tasks where id = $1 and status = 'complete';

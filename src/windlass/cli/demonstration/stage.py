@@ -108,6 +108,11 @@ class Storyteller:
         self._seen = {"cycle": 0, "event": 0}
         self.started = time.monotonic()
 
+    def expect(self, more: int) -> None:
+        """So many tasks more than were announced."""
+        self._task_count += more
+        self._quarters = 4
+
     async def tell_news(self, stage: Stage, standing: Any) -> None:
         for row in await stage.database.fetch(QUERIES["news"], self._seen["cycle"], self._seen["event"]):
             self._seen[row["source"]] = row["id"]

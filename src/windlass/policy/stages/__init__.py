@@ -4,6 +4,7 @@ from windlass.policy.stages.budget import keep_budget
 from windlass.policy.stages.health import brake, fail_broken, fail_slots, promote, requeue_orphans, warn
 from windlass.policy.stages.reconcile import clean_up, doubt_strays, end_drained, end_strays, find_machines, prepare
 from windlass.policy.stages.scaling import scale
+from windlass.policy.stages.storage import grow_storage
 
 __all__ = [
     "brake",
@@ -14,6 +15,7 @@ __all__ = [
     "fail_broken",
     "fail_slots",
     "find_machines",
+    "grow_storage",
     "keep_budget",
     "prepare",
     "promote",

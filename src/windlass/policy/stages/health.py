@@ -6,6 +6,7 @@ from windlass.model.action import Action, Delete, DeleteStray, Fail, FailSlot, P
 from windlass.model.worker import LIVE
 from windlass.policy.derive import Lifecycle, WorkerState
 from windlass.policy.draft import LIST_SHRANK, Draft
+from windlass.policy.evidence import LONELY_FAILURES, QUARANTINED, describe, is_lonely
 
 # Fewer silent workers than this are an ordinary misfortune; this many, and more than half, look like our own blindness.
 MANY_DEAD_MIN = 3
@@ -76,8 +77,17 @@ def fail_broken(draft: Draft) -> list[Action]:
     """Broken workers become `error`, and their tasks go to others."""
     if draft.is_stopped:
         return []
+    suspects = {suspect.worker_id: suspect for suspect in draft.snapshot.suspects}
+    quarantined = [suspects[s.worker.id] for s in draft.states.values() if s.code == QUARANTINED]
+    if any(is_lonely(suspect) for suspect in quarantined):
+        draft.remember(tried_at=draft.now)
     return [
-        Fail(state.worker.id, state.code or "BROKEN", state.reason or "broken")
+        Fail(
+            state.worker.id,
+            state.code or "BROKEN",
+            state.reason or "broken",
+            suspects[state.worker.id] if state.code == QUARANTINED else None,
+        )
         for state in draft.states.values()
         if state.should_terminate and not has_no_machine(state)
     ]
@@ -126,6 +136,10 @@ def warn(draft: Draft) -> list[Action]:
             actions += draft.alert(
                 "VRAM_STALE", "no word about its GPU's memory for too long", worker_id=state.worker.id
             )
+    for suspect in draft.snapshot.suspects:
+        # A person may know whose fault it is: what they sent, what they started, or the handler everywhere.
+        if suspect.worker_id not in draft.failed_ids and len(suspect.failed) >= LONELY_FAILURES:
+            actions += draft.alert("TASKS_FAILING", describe(suspect), worker_id=suspect.worker_id)
     actions += _warn_of_slots(draft)
     working = [s for s in draft.states.values() if s.is_hired and (s.lifecycle is Lifecycle.CRASHED or s.is_healthy)]
     if len(working) > 1 and all(s.lifecycle is Lifecycle.CRASHED for s in working):

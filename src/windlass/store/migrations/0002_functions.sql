@@ -335,6 +335,7 @@ begin
     return windlass.is_repeat(p_worker_id, p_task_id, p_token, array['complete']);
   end if;
   perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_task.finished_at);
+  perform windlass.note_success(p_worker_id);
   return true;
 end
 $$;
@@ -358,6 +359,7 @@ declare
   -- The end of an error is where the cause stands; 8,000 characters hold a long traceback.
   v_error text := right(p_error, 8000);
   v_task windlass.tasks;
+  v_failed_on jsonb;
 begin
   update windlass.tasks t
   set status = case when p_retry and t.attempts < t.max_attempts then 'error' else 'failed' end,
@@ -375,11 +377,17 @@ begin
     return null;
   end if;
   perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_now);
+  perform windlass.note_failure(p_worker_id, p_task_id);
+  if v_task.status = 'failed' then
+    v_failed_on := windlass.failed_on(p_task_id, p_worker_id, v_task.attempts, p_code);
+  end if;
   perform windlass.note(
     case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
-    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass.shortened(v_error)),
+    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass.shortened(v_error))
+      || coalesce(windlass.failed_on_in_words(v_failed_on), ''),
     null, p_worker_id, p_task_id,
-    jsonb_build_object('attempt', v_task.attempts, 'error_code', p_code, 'error', v_error)
+    jsonb_strip_nulls(jsonb_build_object(
+      'attempt', v_task.attempts, 'error_code', p_code, 'error', v_error, 'failed_on', v_failed_on))
   );
   return v_task.status;
 end
@@ -490,6 +498,7 @@ begin
   if p_task_ids is not null and p_limit <= 0 then
     if v_count > 0 then
       perform windlass.note_spans(p_worker_id, p_task_ids, v_now);
+      perform windlass.note_success(p_worker_id);
     end if;
     return;
   end if;
@@ -497,6 +506,7 @@ begin
   select w.status, w.paused or w.status not in ('spawning', 'active') as is_barred, w.first_claimed_at is null as is_first,
     -- The ledger is no concern of a worker without a price, nor does it cost one anything.
     w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null) as has_price,
+    w.failing_since is not null as is_failing,
     exists (
       select from windlass.tasks t
       where t.queue = any (p_queues)
@@ -511,6 +521,9 @@ begin
   end if;
   if v_worker.has_price and v_count > 0 then
     perform windlass.note_spans(p_worker_id, p_task_ids, v_now);
+  end if;
+  if v_worker.is_failing and v_count > 0 then
+    perform windlass.note_success(p_worker_id);
   end if;
   if v_worker.is_barred then
     if v_worker.status in ('error', 'terminated') and coalesce(cardinality(p_task_ids), 0) = 0 then
@@ -777,10 +790,15 @@ begin
   noted as (
     insert into windlass.events (code, reason, worker_id, task_id, detail)
     select case m.status when 'queued' then 'TASK_REQUEUED' else 'TASK_FAILED' end,
-      format('attempt %s of %s: %s', m.attempts, m.max_attempts, p_reason),
+      format('attempt %s of %s: %s', m.attempts, m.max_attempts, p_reason)
+        || coalesce(windlass.failed_on_in_words(m.failed_on), ''),
       m.from_worker_id, m.id,
-      jsonb_build_object('attempt', m.attempts, 'error_code', p_code, 'error', p_reason)
-    from moved m
+      jsonb_strip_nulls(jsonb_build_object(
+        'attempt', m.attempts, 'error_code', p_code, 'error', p_reason, 'failed_on', m.failed_on))
+    from (
+      select *, case status when 'failed' then windlass.failed_on(id, from_worker_id, attempts, p_code) end as failed_on
+      from moved
+    ) as m
   ),
   spent as (
     insert into windlass.spans (worker_id, task_id, queue, from_at, until_at)

@@ -155,7 +155,8 @@ create function windlass.observe(
   p_min_workers integer,
   p_max_workers integer,
   p_failure_window_s double precision,
-  p_restart_window_s double precision
+  p_restart_window_s double precision,
+  p_quarantine_min_failures integer
 ) returns table (
   header json,
   id text,
@@ -306,6 +307,8 @@ begin
         'is_settlement_due', exists (
           select from windlass.workers w where w.fleet = p_fleet and w.settle_at <= v_now
         ),
+        'storage', windlass.observe_storage(p_fleet),
+        'suspects', windlass.observe_suspects(p_fleet, p_queues, p_quarantine_min_failures),
         'orphaned', array(
           select t.worker_id
           from windlass.tasks t
@@ -428,15 +431,18 @@ $$;
 
 -- -------------------------------------------------------------------------------------------------------- commit
 
--- Mark a worker as broken and give its tasks to others. p_counts: it broke by itself, so its slot remembers.
+-- Mark a worker as broken and give its tasks to others. p_counts: it broke by itself, so its slot remembers. p_evidence:
+-- it is to blame for what failed on it since then, and what it has at hand is given back as if never taken.
 create function windlass.fail_worker(
-  p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null
+  p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null,
+  p_evidence jsonb default null
 ) returns integer
 language plpgsql
 as $$
 declare
   v_now timestamptz := windlass.now();
   v_worker windlass.workers;
+  v_released integer := 0;
   v_requeued integer := 0;
 begin
   update windlass.workers
@@ -448,7 +454,8 @@ begin
     return 0;
   end if;
   insert into windlass.events (code, reason, fleet, worker_id, cycle_id, detail)
-  values ('WORKER_ERROR', p_reason, v_worker.fleet, p_worker_id, p_cycle_id, jsonb_build_object('code', p_code));
+  values ('WORKER_ERROR', p_reason, v_worker.fleet, p_worker_id, p_cycle_id,
+    jsonb_strip_nulls(jsonb_build_object('code', p_code, 'evidence', p_evidence)));
   if p_counts and v_worker.slot is not null then
     update windlass.slots
     set restart_count = restart_count + 1, last_restart_at = v_now,
@@ -457,7 +464,21 @@ begin
     where fleet = v_worker.fleet
       and slot = v_worker.slot;
   end if;
-  select r.requeued + r.failed into v_requeued
+  if p_evidence is not null then
+    perform windlass.acquit_tasks(p_worker_id, (p_evidence ->> 'since')::timestamptz);
+    with held as materialized (
+      select t.id, t.claim_token
+      from windlass.tasks t
+      where t.worker_id = p_worker_id
+        and t.status = 'running'
+      order by t.id
+      for no key update skip locked
+    )
+    select count(*) into v_released
+    from held
+    where windlass.release_task(p_worker_id, held.id, held.claim_token, 'its worker is to blame for failures');
+  end if;
+  select r.requeued + r.failed + v_released into v_requeued
   from windlass.requeue_tasks_of(array[p_worker_id], p_code, format('worker %s: %s', p_worker_id, p_reason)) as r;
   return v_requeued;
 end
@@ -617,7 +638,7 @@ begin
     update windlass.cycles
     set finished_at = v_now
     where id = v_cycle_id
-      and not p_actions @? '$[*] ? (@.kind == "Delete" || @.kind == "DeleteStray" || @.kind == "Spawn")';
+      and not p_actions @? '$[*] ? (@.kind == "Delete" || @.kind == "DeleteStray" || @.kind == "Spawn" || @.kind == "GrowVolume")';
   end if;
 
   for v_action in select a from jsonb_array_elements(p_actions) as a loop
@@ -630,7 +651,8 @@ begin
         end if;
       when 'Fail' then
         v_requeued := v_requeued + windlass.fail_worker(
-          v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id);
+          v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id,
+          nullif(v_action -> 'evidence', 'null'));
       when 'Requeue' then
         select r.requeued + r.failed into v_count
         from windlass.requeue_tasks_of(array[v_action ->> 'worker_id'], 'WORKER_LOST', v_action ->> 'reason') as r;
@@ -679,7 +701,7 @@ begin
         perform windlass.note('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
           jsonb_build_object('code', v_action ->> 'code'));
       else
-        null;  -- Delete, DeleteStray and Spawn are the provider's to do first
+        null;  -- Delete, DeleteStray, Spawn and GrowVolume are the provider's to do first
     end case;
   end loop;
 
@@ -736,6 +758,7 @@ $$;
 --   {"kind": "prepared", "worker_id", "machine_id", "host_key"}
 --   {"kind": "preparation_failed", "worker_id", "machine_id", "code", "reason", "output", "host_key"}
 --   {"kind": "preparation_unclear", "worker_id", "reason"}
+--   {"kind": "volume_grown" or "volume_not_grown", "volume_id", "size_gb", "reason"}
 create function windlass.commit_outcomes(
   p_lease text,
   p_holder text,
@@ -818,6 +841,9 @@ begin
         end if;
       when 'preparation_unclear' then
         perform windlass.note('PREPARATION_UNCLEAR', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+      when 'volume_grown', 'volume_not_grown' then
+        perform windlass.note(upper(v_outcome ->> 'kind'), v_outcome ->> 'reason', p_fleet, null, null,
+          jsonb_build_object('volume_id', v_outcome ->> 'volume_id', 'size_gb', (v_outcome ->> 'size_gb')::integer));
       when 'stray_deleted' then
         perform windlass.note_stray(p_fleet, v_outcome);
     end case;
