@@ -43,7 +43,8 @@ CASES: dict[str, tuple[Watched, list[tuple[str, str]]]] = {
         watched(replace(FLEET, hold=Hold("WAS_AWAY", "x", NOW, is_total=True))), [("WAS_AWAY", "critical")],
     ),
     "a hold that the plan tells anyway": (
-        watched(replace(FLEET, hold=Hold("BUDGET", "x", NOW)), told={"BUDGET today": "x"}), [("BUDGET today", "critical")],
+        watched(replace(FLEET, hold=Hold("BUDGET", "x", NOW)), told={"BUDGET today": "x"}),
+        [("BUDGET today", "critical")],
     ),
     "dead letters": (watched(dead={"a": 1, "b": 0}), [("DEAD_LETTERS a", "warning")]),
     "nobody leads": (watched(replace(FLEET, is_led=False), is_led=False), [("NO_LEADER", "critical")]),
@@ -51,7 +52,8 @@ CASES: dict[str, tuple[Watched, list[tuple[str, str]]]] = {
         watched(replace(FLEET, planned_at=NOW - timedelta(hours=1))), [("UNATTENDED", "warning")],
     ),
     "what an old plan told is not told again": (
-        watched(replace(FLEET, planned_at=NOW - timedelta(hours=1)), told={"NEAR_MAX": "x"}), [("UNATTENDED", "warning")],
+        watched(replace(FLEET, planned_at=NOW - timedelta(hours=1)), told={"NEAR_MAX": "x"}),
+        [("UNATTENDED", "warning")],
     ),
 }  # fmt: skip
 
