@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
+import itertools
 import os
 import random
 import secrets
@@ -16,9 +17,10 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +32,16 @@ from windlass.store.migrate import Migration, applied_migrations, migrate
 from windlass.store.postgres import PostgresStore
 
 if TYPE_CHECKING:
-    from windlass.api.face import FleetPulse
+    from windlass.api.face import FleetPulse, Shown
+    from windlass.api.live import Live
+    from windlass.api.metrics import Metrics
     from windlass.configure import Loaded
     from windlass.control.cycle import FleetCycle
     from windlass.control.summary import Summary
     from windlass.control.up import Up
     from windlass.model.fleet import FleetConfig
     from windlass.model.machine import MachineRequest
+    from windlass.ports.alarm import Receiver
     from windlass.ports.control import Candidate
     from windlass.ports.provider import Provider
     from windlass.providers.hetzner import Account
@@ -48,8 +53,12 @@ if TYPE_CHECKING:
     from windlass.store.access import PostgresAccessStore
     from windlass.store.control import PostgresControlStore
     from windlass.store.examine import Examination
+    from windlass.store.reading import PostgresReadingStore
     from windlass.worker.executor import Executor
     from windlass.worker.runtime import Ending, WorkerSettings
+
+# Hands every log line to whoever asks, until they call what they got for it.
+Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
 # Of the machine's memory: what all handlers of a worker may use together when nothing else is configured.
 MEMORY_SHARE = 0.9
@@ -60,6 +69,9 @@ API_CONNECTIONS = 8
 # A loop that has not turned for so many of its intervals, and at least that long, is not ready.
 MISSED_CYCLES = 3
 MIN_MISSED_S = 60.0
+# Retention of what only faces need is applied with every so many samples: once in five minutes.
+SAMPLES_PER_SWEEP = 60
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def data_dir(config: Config) -> Path:
@@ -209,7 +221,7 @@ async def run_worker(
     from windlass.worker.runtime import WorkerRuntime
 
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
-    async with database(config) as dsn:
+    async with database(config) as dsn, _traced(config, executor, settings) as traced:
 
         def open_transport() -> PostgresStore:
             return PostgresStore(
@@ -221,12 +233,28 @@ async def run_worker(
                 command_timeout_s=min(COMMAND_TIMEOUT_S, settings.lease_s / 2),
             )
 
-        return await WorkerRuntime(settings, open_transport, executor).run()
+        return await WorkerRuntime(settings, open_transport, traced).run()
+
+
+@asynccontextmanager
+async def _traced(config: Config, executor: "Executor", settings: "WorkerSettings") -> "AsyncIterator[Executor]":
+    """The same executor, whose attempts are told to OpenTelemetry if that is configured."""
+    if config.logs.traces_endpoint is None:
+        yield executor
+        return
+    from windlass.traces import Traces
+    from windlass.worker.traced import TracedExecutor
+
+    traces = Traces(config.logs.traces_endpoint, "windlass-worker", settings.version or "")
+    try:
+        yield TracedExecutor(executor, traces.note)
+    finally:
+        await asyncio.to_thread(traces.close)
 
 
 async def run_joined_worker(join_file: Path, version: str) -> "Ending":
     """One worker over HTTP, until it is told to end. Raises TokenRefused if the control plane does not want it."""
-    from windlass.model.config import WorkerConfig
+    from windlass.model.config import LogsConfig, WorkerConfig
     from windlass.worker.http_transport import HttpTransport
     from windlass.worker.join import join
     from windlass.worker.runtime import WorkerRuntime, WorkerSettings
@@ -255,12 +283,16 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
         storage_path=order.storage_path,
     )
     config = Config(
-        max_payload_bytes=order.max_payload_bytes, worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb)
+        max_payload_bytes=order.max_payload_bytes,
+        worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb),
+        # The only setting that a fleet's `env` may bring along: a machine far away has no windlass.toml.
+        logs=LogsConfig(traces_endpoint=os.environ.get("WINDLASS_LOGS__TRACES_ENDPOINT") or None),
     )
     executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
     if not order.is_inline:
         _stop_looking_for_sniffio()
-    return await WorkerRuntime(settings, lambda: HttpTransport(membership, tls), executor).run()
+    async with _traced(config, executor, settings) as traced:
+        return await WorkerRuntime(settings, lambda: HttpTransport(membership, tls), traced).run()
 
 
 def _stop_looking_for_sniffio() -> None:
@@ -343,7 +375,7 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         state_dir=data_dir(config),
         database_url=url,
         data_dir=data_dir(config) if url is None else None,
-        settings=environment_of(config, "worker", "retention", "max_payload_bytes"),
+        settings=environment_of(config, "worker", "retention", "max_payload_bytes", "logs"),
         # All that a worker needs to know is where its database is.
         withheld=[name for name, key in secret_variables().items() if key != ("database_url",)],
     )
@@ -546,8 +578,13 @@ async def run_up(
     *,
     is_leaving_workers: bool,
     version: str,
+    on_link: Callable[[str], None] = lambda _link: None,
+    tap: Tap = lambda _taker: lambda: None,
 ) -> None:
-    """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads."""
+    """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads.
+
+    `on_link` is told, once, the address that lets a person's browser in. `tap` hands log lines to whoever asks.
+    """
     import structlog
 
     from windlass.control.up import Up
@@ -561,11 +598,17 @@ async def run_up(
         await migrate_database(dsn)
         async with PostgresControlStore(dsn, retention=config.retention) as opened:
             ourselves, instance_id = candidate(config), await opened.instance_id()
+            watchers = [on_summary]
+
+            def tell_all(summary: "Summary") -> None:
+                for tell in watchers:
+                    tell(summary)
+
             up = Up(
                 opened,
                 lambda name, fleet: fleet_cycle(name, fleet, config, opened, ourselves, instance_id),
                 lambda name, fleet: provider(name, fleet, config, instance_id),
-                on_summary,
+                tell_all,
             )
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -573,7 +616,12 @@ async def run_up(
             loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload))
             log = structlog.get_logger("windlass.up")
             log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
-            async with _face(config, dsn, up, listener, version):
+            async with (
+                _face(config, dsn, up, listener, version, watchers, on_link) as counts,
+                _alarm(config, dsn, watchers, counts.on_message),
+                _logs_in_database(config, dsn, tap, counts.on_dropped),
+                _traced_cycles(config, version, watchers),
+            ):
                 await up.run(config.fleets)
             with contextlib.suppress(DatabaseUnavailable):
                 await opened.resign(ourselves)
@@ -593,7 +641,7 @@ def check_machines_can_call(config: Config) -> None:
     problem = problem_of_control_plane_url(config.machine_url)
     if problem is not None:
         raise ConfigError(f"the machines of fleet {remote} are to call {config.machine_url}, which {problem}.")
-    is_only_here = config.api.host in ("127.0.0.1", "::1", "localhost")
+    is_only_here = config.api.host in _LOOPBACK
     if config.api.url is None and config.control_plane_ip not in (None, config.api.host) and is_only_here:
         raise ConfigError(
             f"the machines of fleet {remote} are to call {config.machine_url}, but api.host is {config.api.host}, "
@@ -609,28 +657,46 @@ def _listener(config: Config) -> "socket.socket | None":
     return listen(config.api.host, config.api.port)
 
 
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Who counts what others do, for metrics: nobody, without a face."""
+
+    # Receiver and outcome of a message.
+    on_message: Callable[[str, str], None] = lambda _receiver, _outcome: None
+    # Log lines that were not written.
+    on_dropped: Callable[[int], None] = lambda _count: None
+
+
 @asynccontextmanager
 async def _face(
-    config: Config, dsn: str, up: "Up", listener: "socket.socket | None", version: str
-) -> AsyncIterator[None]:
-    """The HTTP face of a running `up`, if it is to have one."""
+    config: Config,
+    dsn: str,
+    up: "Up",
+    listener: "socket.socket | None",
+    version: str,
+    watchers: "list[Callable[[Summary], None]]",
+    on_link: Callable[[str], None],
+) -> "AsyncIterator[_Counts]":
+    """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`."""
     if listener is None:
-        yield
+        yield _Counts()
         return
     from windlass.api.app import make_app
     from windlass.api.doorbell import Doorbell
     from windlass.api.face import Face
     from windlass.api.server import serving
+    from windlass.api.session import new_link
     from windlass.api.wheel import build_wheel
-    from windlass.store.access import PostgresAccessStore
+    from windlass.store.reading import PostgresReadingStore
 
     async def run_cycle() -> list[dict[str, Any]]:
         return [summary.to_plain() for summary in await up.cycle_now()]
 
     # Now: what is on the disk later may be another version.
     wheel = await asyncio.to_thread(build_wheel)
-    async with PostgresAccessStore(dsn, retention=config.retention, max_connections=API_CONNECTIONS) as store:
+    async with PostgresReadingStore(dsn, retention=config.retention, max_connections=API_CONNECTIONS) as store:
         doorbell = Doorbell(store.wait_for_work)
+        shown, metrics = _shown(config, store, up, watchers)
         face = Face(
             store=store,
             access=store,
@@ -643,13 +709,176 @@ async def _face(
             pulses=lambda: _pulses(up),
             run_cycle=run_cycle,
             wheel=lambda: wheel,
+            shown=shown,
         )
-        async with serving(make_app(face), listener):
-            try:
-                yield
-            finally:
-                # Before the server ends, or it would wait for those who wait.
-                await doorbell.close()
+        sampling = asyncio.create_task(_take_samples(store, shown.live))
+        try:
+            async with serving(make_app(face), listener):
+                on_link(await new_link(store, _browser_url(config, listener)))
+                try:
+                    yield _Counts(metrics.note_message, metrics.note_dropped_lines)
+                finally:
+                    # Before the server ends, or it would wait for those who wait.
+                    await shown.live.close()
+                    await doorbell.close()
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+
+
+def _shown(
+    config: Config, store: "PostgresReadingStore", up: "Up", watchers: "list[Callable[[Summary], None]]"
+) -> "tuple[Shown, Metrics]":
+    """What people see of a running `up`, and who counts for them."""
+    from windlass.api.face import Shown
+    from windlass.api.live import Live
+    from windlass.api.metrics import Metrics
+    from windlass.control.explain import tell
+
+    live = Live(store, lambda: frozenset(up.fleets))
+    metrics = Metrics(live.overview, store.measures)
+
+    def note(summary: "Summary") -> None:
+        metrics.note_cycle(
+            summary.fleet,
+            is_leader=summary.is_leader,
+            duration_s=summary.duration_s,
+            actions=summary.actions or {},
+            provider_calls=summary.provider_calls,
+        )
+
+    watchers.append(note)
+    shown = Shown(
+        store=store,
+        live=live,
+        explain=functools.partial(tell, store),
+        worker_log=lambda fleet, worker_id, lines: worker_log(config, fleet, worker_id, lines, is_following=False),
+        last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.heard().items()},
+        metrics=metrics.read,
+        is_open_here=config.api.host in _LOOPBACK,
+        rate_limit=config.api.rate_limit,
+        cors_origins=config.api.cors_origins,
+    )
+    return shown, metrics
+
+
+@asynccontextmanager
+async def _alarm(
+    config: Config,
+    dsn: str,
+    watchers: "list[Callable[[Summary], None]]",
+    on_message: Callable[[str, str], None],
+) -> AsyncIterator[None]:
+    """People are told what is the matter for as long as this is open."""
+    from windlass.control.alarm import Alarm
+    from windlass.store.alarm import PostgresAlarmStore
+
+    # Its own connections: whatever a receiver does, no cycle waits for one.
+    async with PostgresAlarmStore(dsn, retention=config.retention, max_connections=2) as store:
+        alarm = Alarm(
+            store,
+            receivers(config),
+            dead_letters_allowed=config.alerts.dead_letters_per_hour,
+            ignored=config.alerts.ignored,
+            on_message=on_message,
+        )
+        watchers.append(alarm.note)
+        telling = asyncio.create_task(alarm.run())
+        try:
+            yield
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _logs_in_database(
+    config: Config, dsn: str, tap: Tap, on_dropped: Callable[[int], None]
+) -> AsyncIterator[None]:
+    """Log lines go into the database too, if that is configured."""
+    if not config.logs.in_database:
+        yield
+        return
+    from windlass.store.log_sink import LogSink, PostgresLogStore
+
+    async with PostgresLogStore(dsn, retention=config.retention, max_connections=1) as store:
+        sink = LogSink(store, on_dropped)
+        untap, writing = tap(sink.take), asyncio.create_task(sink.run())
+        try:
+            yield
+        finally:
+            untap()
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _traced_cycles(
+    config: Config, version: str, watchers: "list[Callable[[Summary], None]]"
+) -> AsyncIterator[None]:
+    """Cycles are told to OpenTelemetry, if that is configured."""
+    if config.logs.traces_endpoint is None:
+        yield
+        return
+    from windlass.traces import Traces
+
+    traces = Traces(config.logs.traces_endpoint, "windlass", version)
+
+    def note(summary: "Summary") -> None:
+        if summary.is_leader:
+            about = {"fleet": summary.fleet, "cycle.id": summary.cycle_id, "decision": summary.decision}
+            counts = {**(summary.actions or {}), **(summary.status or {})}
+            traces.note("cycle", summary.duration_s, {**about, **counts}, summary.hold)
+
+    watchers.append(note)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(traces.close)
+
+
+def receivers(config: Config) -> "list[Receiver]":
+    """Everybody who is to be told what is the matter."""
+    from windlass.configure import secret_variables
+    from windlass.notify.command import Command
+    from windlass.notify.email import Email
+    from windlass.notify.webhook import Slack, Webhook
+
+    alerts, found = config.alerts, list["Receiver"]()
+    if alerts.webhook_url is not None:
+        found.append(Webhook(alerts.webhook_url.get_secret_value()))
+    if alerts.slack_url is not None:
+        found.append(Slack(alerts.slack_url.get_secret_value()))
+    if alerts.email_to and alerts.smtp_url is not None:
+        found.append(Email(alerts.smtp_url.get_secret_value(), alerts.email_from, alerts.email_to))
+    if alerts.command is not None:
+        found.append(Command(alerts.command, tuple(secret_variables())))
+    return found
+
+
+def _browser_url(config: Config, listener: "socket.socket") -> str:
+    """Where a person on this host, or wherever machines call from, finds us."""
+    if config.api.url is not None:
+        return config.api.url
+    port = listener.getsockname()[1]
+    host = "127.0.0.1" if config.api.host in ("0.0.0.0", "::", *_LOOPBACK) else config.api.host  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _take_samples(store: "PostgresReadingStore", live: "Live") -> None:
+    """How things stand, every few seconds, for charts; and the retention of what only faces need."""
+    import structlog
+
+    from windlass.store.reading import SAMPLE_INTERVAL_S
+
+    for round_number in itertools.count():
+        try:
+            await store.take_samples(await live.overview())
+            if round_number % SAMPLES_PER_SWEEP == 0:
+                await store.sweep_faces()
+        except WindlassError as error:
+            structlog.get_logger(__name__).warning("no sample was taken", error=str(error))
+        await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 
 def _pulses(up: "Up") -> "dict[str, FleetPulse]":

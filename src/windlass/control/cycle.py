@@ -15,7 +15,7 @@ import structlog
 
 from windlass.control.act import CALL_TIMEOUT_S, Actor
 from windlass.control.leader import Trust
-from windlass.control.summary import Summary, alerts_of, count_actions, count_status, failures_of
+from windlass.control.summary import Summary, alerts_of, count_actions, count_calls, count_status, failures_of
 from windlass.cost.ledger import settle
 from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
@@ -123,6 +123,9 @@ class FleetCycle:
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
+        # In every line of this cycle, and of the calls it begins.
+        structlog.contextvars.unbind_contextvars("cycle")
+        structlog.contextvars.bind_contextvars(fleet=self.name)
         late = await self._write_down_late(0.0)
         if self._trust.remaining_s < self._list_timeout_s:
             led = await self._store.lead(self._candidate)
@@ -172,6 +175,7 @@ class FleetCycle:
             hired=sum(worker.slot is not None for worker in snapshot.workers),
             failures=failures_of(decided, [*late, *outcomes]),
             alerts=alerts_of(decided),
+            provider_calls=count_calls(machines is not None, [*late, *outcomes]),
         )
 
     async def _settle_accounts(self, now: datetime) -> None:
@@ -209,6 +213,7 @@ class FleetCycle:
         now_free, freed_later, join_tokens = self._intents(snapshot, decided)
         committed = await store.commit_plan(candidate, term, snapshot, decided, now_free)
         self._last = (term, committed.cycle_id)
+        structlog.contextvars.bind_contextvars(cycle=committed.cycle_id)
         actor.end_machines(snapshot, decided)
         actor.create_machines(self.name, now_free, committed.granted, join_tokens)
         actor.prepare_machines(snapshot, decided)

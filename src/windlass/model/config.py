@@ -35,7 +35,10 @@ class Retention(_Section):
     failed_s: float = Field(default=30 * _DAY_S, ge=0, description="Dead letters.")
     events_s: float = Field(default=30 * _DAY_S, ge=0, description="Events: the story of each task and worker.")
     cycles_s: float = Field(default=2 * _DAY_S, ge=0, description="Snapshots and plans of the control loop.")
-    logs_s: float = Field(default=3 * _DAY_S, ge=0, description="Reserved for log lines; nothing writes any yet.")
+    samples_s: float = Field(default=2 * _DAY_S, ge=0, description="How fleets stood, for charts.")
+    logs_s: float = Field(
+        default=3 * _DAY_S, ge=0, description="Log lines in the database, where `logs.in_database` is set."
+    )
     charges_s: float = Field(default=400 * _DAY_S, ge=0, description="What was paid, and what for.")
 
 
@@ -73,13 +76,35 @@ class ControlConfig(_Section):
 
 
 class ApiConfig(_Section):
-    """The HTTP face of `windlass up`, which machines in a cloud need."""
+    """The HTTP face of `windlass up`: for machines in a cloud, for programs, and for people."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Where to listen: 0.0.0.0 for everywhere.")
     port: int | None = Field(default=None, ge=0, le=65_535, description="Without it, nobody listens.")
     url: str | None = Field(
         default=None, description="Where machines call. Without it: http, control_plane_ip (or host) and the port."
     )
+
+    rate_limit: float = Field(
+        default=500.0, gt=0, description="Requests a second that one token, session or address may make; workers any."
+    )
+    cors_origins: tuple[str, ...] = Field(
+        default=(), description="Web pages of these origins may read with a token. Without it: none."
+    )
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _from_one_line(cls, origins: Any) -> Any:
+        """The environment has only text: origins, separated by commas."""
+        return [origin.strip() for origin in origins.split(",")] if isinstance(origins, str) else origins
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            scheme, _, host = origin.partition("://")
+            if scheme not in ("http", "https") or not host or "/" in host or "*" in host:
+                raise ValueError(f"{origin!r} is no origin: write https://host or http://host:port, without a path")
+        return origins
 
     @field_validator("url")
     @classmethod
@@ -88,6 +113,66 @@ class ApiConfig(_Section):
         if problem is not None:
             raise ValueError(f"it {problem}")
         return url.rstrip("/") if url is not None else None
+
+
+class AlertsConfig(_Section):
+    """Who is told what is the matter. Everybody who is named is told everything, once, and when it is over."""
+
+    webhook_url: SecretStr | None = Field(default=None, description="Gets each message as JSON, by POST.")
+    slack_url: SecretStr | None = Field(
+        default=None,
+        description="An incoming webhook of Slack, or of what speaks like it (Mattermost, Discord's /slack).",
+    )
+    email_to: tuple[str, ...] = Field(default=(), description="Addresses that get each message as a mail.")
+    email_from: str = Field(default="windlass@localhost", min_length=3, description="Who those mails are from.")
+    smtp_url: SecretStr | None = Field(
+        default=None, description="Through which server: smtp://user:password@host:587, or smtps://."
+    )
+    command: str | None = Field(
+        default=None, min_length=1, description="A command that gets each message as JSON on its standard input."
+    )
+    dead_letters_per_hour: int = Field(
+        default=0, ge=0, description="More dead letters of a queue within an hour than this are told."
+    )
+    ignored: tuple[str, ...] = Field(default=(), description="Codes of alerts that nobody wants to hear of.")
+
+    @field_validator("email_to", "ignored", mode="before")
+    @classmethod
+    def _from_one_line(cls, names: Any) -> Any:
+        """The environment has only text: names, separated by commas."""
+        return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+    @field_validator("webhook_url", "slack_url")
+    @classmethod
+    def _is_web_address(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("https://", "http://")):
+            raise ValueError("it must be an address that begins with https://")
+        return url
+
+    @field_validator("smtp_url")
+    @classmethod
+    def _is_mail_server(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("smtp://", "smtps://")):
+            raise ValueError("it must be an address that begins with smtp:// or smtps://")
+        return url
+
+    @model_validator(mode="after")
+    def _mails_have_a_server(self) -> Self:
+        if self.email_to and self.smtp_url is None:
+            raise ValueError("email_to is set and smtp_url is not: name the server that takes the mails")
+        return self
+
+
+class LogsConfig(_Section):
+    """Log lines of `windlass up`, beside what it prints."""
+
+    in_database: bool = Field(
+        default=False, description="Keep them in the table windlass.logs too, for `retention.logs_s`."
+    )
+    traces_endpoint: str | None = Field(
+        default=None,
+        description="Where traces of cycles and tasks go, by OTLP over HTTP; needs the extra windlass[otel].",
+    )
 
 
 class Config(_Section):
@@ -131,6 +216,8 @@ class Config(_Section):
     worker: WorkerConfig = WorkerConfig()
     control: ControlConfig = ControlConfig()
     api: ApiConfig = ApiConfig()
+    alerts: AlertsConfig = AlertsConfig()
+    logs: LogsConfig = LogsConfig()
     fleets: dict[str, FleetConfig] = Field(default_factory=dict, description="One table per fleet.")
 
     @field_validator("hetzner_endpoint", "runpod_endpoint")

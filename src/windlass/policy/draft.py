@@ -65,7 +65,7 @@ class Draft:
         told_at = self.snapshot.memory.alerts.get(key)
         is_news = told_at is None or self.age_s(told_at) >= ALERT_AGAIN_S
         self.alerts[key] = self.now if told_at is None or is_news else told_at
-        return [Alert(code, reason, worker_id)] if is_news else []
+        return [Alert(code, reason, worker_id, about)] if is_news else []
 
     def keep_alerts(self, *codes: str) -> None:
         """Whether the cause is still there is not known in this cycle: what a person was told of it stays."""

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from datetime import timedelta
 
 from windlass import wire
-from windlass.cli.cost import look
 from windlass.cli.demonstration.stage import FLEET, QUEUE, Stage
+from windlass.cost.asking import look
 from windlass.cost.report import By
 from windlass.model.task import NewTask, new_task
 
