@@ -1,0 +1,113 @@
+-- What the faces need beyond what the control loop keeps: how things stood over time, what people were told, who is
+-- looking. Retention of all of it is applied by sweep_faces.
+
+-- How a fleet stood at a moment: what charts are drawn from. A cycle's snapshot holds every worker and is far too large
+-- to be read by the thousand.
+create table windlass.samples (
+  fleet text not null,
+  at timestamptz not null,
+  queued integer not null,
+  running integer not null,
+  spawning integer not null,
+  active integer not null,
+  terminating integer not null,
+  error integer not null,
+  completed_per_minute real not null,
+  wait_p95_s real,
+  -- Of the currency it pays most in; null where machines have no price.
+  burn_micros_per_hour bigint,
+  currency text,
+  primary key (fleet, at)
+);
+create index samples_at on windlass.samples (at);
+
+-- What is, or was, the matter: one row from its beginning to its end. `key` says what it is about ("SLOT_FAILED 3").
+create table windlass.alerts (
+  id bigint generated always as identity primary key,
+  fleet text,
+  key text not null,
+  code text not null,
+  severity text not null check (severity in ('warning', 'critical')),
+  reason text not null,
+  since timestamptz not null default windlass.now(),
+  seen_at timestamptz not null default windlass.now(),
+  resolved_at timestamptz
+);
+-- The same thing is the matter once, whoever notices it.
+create unique index alerts_open on windlass.alerts (coalesce(fleet, ''), key) where resolved_at is null;
+create index alerts_resolved on windlass.alerts (resolved_at) where resolved_at is not null;
+
+-- What is to be told of it, to whom. A message is written together with what it tells, so that no restart forgets it or
+-- tells it twice; whoever sends it takes it for a while.
+create table windlass.messages (
+  id bigint generated always as identity primary key,
+  alert_id bigint not null references windlass.alerts (id) on delete cascade,
+  receiver text not null,
+  kind text not null check (kind in ('firing', 'resolved')),
+  due_at timestamptz not null default windlass.now(),
+  attempts integer not null default 0,
+  delivered_at timestamptz,
+  given_up_at timestamptz,
+  error text,
+  unique (alert_id, receiver, kind)
+);
+create index messages_due on windlass.messages (due_at) where delivered_at is null and given_up_at is null;
+
+-- A person's browser, by the hash of its cookie; before that, by the hash of the link that `windlass up` printed.
+create table windlass.sessions (
+  hash bytea primary key,
+  is_link boolean not null,
+  created_at timestamptz not null default windlass.now(),
+  expires_at timestamptz not null
+);
+
+-- Lists of live workers, in the order of their slots. Heartbeats change none of these columns.
+create index workers_by_slot on windlass.workers (fleet, coalesce(slot, 2147483647), id) where status <> 'terminated';
+create index logs_worker on windlass.logs (worker_id, id) where worker_id is not null;
+
+-- Whether a task is what somebody looks for: an id, the beginning of a unique key, an error's code or a part of its text.
+create function windlass.is_found(p_id bigint, p_unique_key text, p_error_code text, p_error text, p_search text)
+returns boolean
+language sql immutable parallel safe
+as $$
+  select p_id::text = p_search
+    or coalesce(starts_with(p_unique_key, p_search), false)
+    or coalesce(lower(p_error_code) = lower(p_search), false)
+    or coalesce(position(lower(p_search) in lower(p_error)) > 0, false)
+$$;
+
+-- Apply retention. Returns how many rows are gone, at most p_limit of each kind.
+create function windlass.sweep_faces(p_samples_s double precision, p_alerts_s double precision, p_limit integer default 1000)
+returns integer
+language plpgsql
+set enable_seqscan = off
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_deleted integer := 0;
+  v_count integer;
+begin
+  delete from windlass.samples s using (
+    select o.fleet, o.at from windlass.samples o
+    where o.at < v_now - make_interval(secs => p_samples_s)
+    order by o.at
+    limit p_limit
+  ) as old
+  where s.fleet = old.fleet and s.at = old.at;
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  delete from windlass.alerts where id = any (array(
+    select a.id from windlass.alerts a
+    where a.resolved_at < v_now - make_interval(secs => p_alerts_s)
+    order by a.resolved_at
+    limit p_limit
+  ));
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  delete from windlass.sessions where expires_at <= v_now;
+  get diagnostics v_count = row_count;
+  return v_deleted + v_count;
+end
+$$;

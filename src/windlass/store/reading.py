@@ -1,0 +1,443 @@
+"""What the faces show, out of PostgreSQL: the queries of reading.sql, put together.
+
+ports/reading.py says what is promised; tests/postgres/test_reading.py tries it, also with a million tasks in mind.
+"""
+
+import base64
+import binascii
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
+
+from windlass.model.cost import Bill, Tariff
+from windlass.model.errors import BadInput
+from windlass.model.event import Event
+from windlass.model.record import Cycle, Fleet
+from windlass.model.task import TaskStatus
+from windlass.model.worker import WorkerStatus
+from windlass.ports.reading import (
+    COUNT_LIMIT,
+    MAX_PAGE,
+    MAX_POINTS,
+    SCAN_LIMIT,
+    Burn,
+    FleetStanding,
+    Leader,
+    LogLine,
+    OpenAlert,
+    Overview,
+    Page,
+    Sample,
+    TaskList,
+    TaskRow,
+    Work,
+    WorkerRow,
+)
+from windlass.store.access import PostgresAccessStore
+from windlass.store.control import _cycle
+from windlass.store.postgres import QUERIES as QUEUE_QUERIES
+from windlass.store.postgres import _event
+from windlass.store.queries import read_queries
+
+if TYPE_CHECKING:
+    from windlass.ports.reading import Reading
+
+QUERIES = read_queries("windlass.store", "reading.sql")
+# Recent work: so many completed tasks at the most, of so many seconds.
+RECENT_TASKS = 2_000
+RECENT_S = 300.0
+# From one sample to the next.
+SAMPLE_INTERVAL_S = 5.0
+# Components of `component_health`.
+MAX_COMPONENTS = 10_000
+# The largest id there can be: a number beyond it is no task's.
+_MAX_ID = 2**63 - 1
+_LIVE = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING, WorkerStatus.ERROR)
+# A slot's place among those without one.
+_NO_SLOT = 2**31 - 1
+
+Row = TypeVar("Row")
+
+
+class PostgresReadingStore(PostgresAccessStore):
+    # --------------------------------------------------------------------------------------- how everything stands
+
+    async def overview(self, configured: frozenset[str] | None = None) -> Overview:
+        fleets = await self.fleets()
+        async with self._connection("looking at everything") as connection:
+            moment = await connection.fetchrow(QUERIES["moment"])
+            counted = await connection.fetch(QUERIES["work_of_queues"], await _queues(connection), COUNT_LIMIT)
+            running = dict(map(tuple, await connection.fetch(QUERIES["running_by_queue"])))
+            dead = dict(map(tuple, await connection.fetch(QUERIES["dead_by_queue"], COUNT_LIMIT)))
+            recent = await connection.fetch(QUERIES["recent_work"], RECENT_TASKS, RECENT_S)
+            workers = {row["fleet"]: row for row in await connection.fetch(QUERIES["worker_counts"])}
+            burn = await connection.fetch(QUERIES["burn"])
+            cycles = {row["fleet"]: row for row in await connection.fetch(QUERIES["last_cycles"])}
+            alerts = [OpenAlert(**row) for row in await connection.fetch(QUERIES["open_alerts"])]
+            leader = await connection.fetchrow(QUERIES["leader"])
+        recently = _Recently(recent)
+        of_queues = {
+            row["queue"]: Work(
+                **{name: value for name, value in row.items() if name != "queue"},
+                running=running.get(row["queue"], 0),
+                dead=dead.get(row["queue"], 0),
+                **recently.of({row["queue"]}),
+            )
+            for row in counted
+        }
+        shown = fleets if configured is None else _still_there(fleets, configured, workers.keys(), moment["at"])
+        return Overview(
+            at=moment["at"],
+            fleets=tuple(
+                FleetStanding(
+                    fleet=fleet,
+                    work=_together([of_queues[name] for name in fleet.queues], recently.of(set(fleet.queues))),
+                    workers={status: workers[fleet.name][status] if fleet.name in workers else 0 for status in _LIVE},
+                    **{
+                        name: workers[fleet.name][name] if fleet.name in workers else 0
+                        for name in ("hired", "paused", "silent")
+                    },
+                    decision=cycles[fleet.name]["decision"] if fleet.name in cycles else None,
+                    cycle_id=cycles[fleet.name]["id"] if fleet.name in cycles else None,
+                    decided_at=cycles[fleet.name]["decided_at"] if fleet.name in cycles else None,
+                    burn=tuple(
+                        Burn(row["currency"], row["micros_per_hour"], row["machines"])
+                        for row in burn
+                        if row["fleet"] == fleet.name
+                    ),
+                    alerts=tuple(alert for alert in alerts if alert.fleet == fleet.name),
+                )
+                for fleet in shown
+            ),
+            queues=of_queues,
+            alerts=tuple(alert for alert in alerts if alert.fleet is None),
+            leader=Leader(**leader) if leader is not None else None,
+            last_event_id=moment["last_event_id"],
+        )
+
+    async def history(self, fleet: str, since_s: float, points: int = 240) -> list[Sample]:
+        step_s = max(SAMPLE_INTERVAL_S, since_s / max(1, min(points, MAX_POINTS)))
+        async with self._connection("reading the history") as connection:
+            rows = await connection.fetch(QUERIES["history"], fleet, since_s, step_s)
+        return [Sample(**row) for row in rows[-MAX_POINTS:]]
+
+    async def take_samples(self, overview: Overview) -> None:
+        rows = [_sample(standing) for standing in overview.fleets]
+        async with self._connection("writing samples") as connection:
+            await connection.execute(QUERIES["add_samples"], json.dumps(rows), SAMPLE_INTERVAL_S)
+
+    # ---------------------------------------------------------------------------------------------------- lists
+
+    async def workers_page(
+        self,
+        *,
+        fleet: str | None = None,
+        status: WorkerStatus | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> Page[WorkerRow]:
+        limit = _limit(limit)
+        if status is WorkerStatus.TERMINATED:
+            at, last_id = _read_cursor(cursor, _AT_AND_NAME) or (None, None)
+            ids = await self._ids("listing workers", "ended_workers", fleet, at, last_id, limit)
+        else:
+            after = _read_cursor(cursor, _PLACE) or (None, None, None)
+            ids = await self._ids("listing workers", "live_workers", fleet, status, *after, limit)
+        rows = await self._worker_rows(ids)
+        last = rows[-1] if len(ids) == limit and rows else None
+        if last is None:
+            return Page(tuple(rows), None)
+        if status is WorkerStatus.TERMINATED:
+            return Page(tuple(rows), _cursor(last.terminated_at, last.id))
+        return Page(tuple(rows), _cursor(last.fleet, _NO_SLOT if last.slot is None else last.slot, last.id))
+
+    async def worker_row(self, worker_id: str) -> WorkerRow | None:
+        return next(iter(await self._worker_rows([worker_id])), None)
+
+    async def _ids(self, doing: str, query: str, *arguments: Any) -> list[Any]:
+        async with self._connection(doing) as connection:
+            return [row["id"] for row in await connection.fetch(QUERIES[query], *arguments)]
+
+    async def _worker_rows(self, ids: Sequence[str]) -> list[WorkerRow]:
+        async with self._connection("reading workers") as connection:
+            rows = await connection.fetch(QUERIES["worker_rows"], ids)
+        return [_worker_row(row) for row in rows]
+
+    async def tasks_page(
+        self,
+        *,
+        queue: str | None = None,
+        which: TaskList | None = None,
+        search: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> Page[TaskRow]:
+        limit = _limit(limit)
+        search = search.strip() or None if search is not None else None
+        found: list[int] = []
+        if search is not None and cursor is None:
+            found = await self._named(search, queue, which)
+        ids, next_cursor = await self._task_ids(queue, which, search, limit, cursor)
+        wanted = list(dict.fromkeys([*found, *ids]))
+        async with self._connection("listing tasks") as connection:
+            rows = await connection.fetch(QUERIES["task_rows"], wanted)
+        return Page(tuple(TaskRow(**{**row, "status": TaskStatus(row["status"])}) for row in rows), next_cursor)
+
+    async def _named(self, search: str, queue: str | None, which: TaskList | None) -> list[int]:
+        """Tasks that a search means exactly, if they are in the list that is looked at."""
+        task_id = int(search) if search.isascii() and search.isdigit() and int(search) <= _MAX_ID else None
+        async with self._connection("listing tasks") as connection:
+            queues = [queue] if queue is not None else await _queues(connection)
+            rows = await connection.fetch(QUERIES["tasks_named"], search, queues, task_id)
+        return [row["id"] for row in rows if queue in (None, row["queue"]) and which in (None, _list_of(row))]
+
+    async def _task_ids(
+        self, queue: str | None, which: TaskList | None, search: str | None, limit: int, cursor: str | None
+    ) -> tuple[list[int], str | None]:
+        # Without anything to look for, what comes first is what is wanted.
+        scan = SCAN_LIMIT if search is not None or queue is not None else limit
+        if which in (TaskList.QUEUED, TaskList.SCHEDULED, TaskList.ERROR):
+            return await self._waiting_ids(queue, which, search, limit, cursor)
+        end = None
+        async with self._connection("listing tasks") as connection:
+            if which is TaskList.RUNNING:
+                (before,) = _read_cursor(cursor, _ID) or (None,)
+                rows = await connection.fetch(QUERIES["tasks_running"], queue, search, before, limit)
+            elif which is None:
+                (before,) = _read_cursor(cursor, _ID) or (None,)
+                rows = await connection.fetch(QUERIES["tasks_newest"], queue, search, before, limit, scan)
+                if len(rows) < limit <= scan - limit:
+                    end = await connection.fetchrow(QUERIES["tasks_newest_end"], before, scan)
+            else:
+                at, last_id = _read_cursor(cursor, _AT_AND_ID) or (None, None)
+                rows = await connection.fetch(QUERIES[f"tasks_{which}"], queue, search, limit, scan, at, last_id)
+                if len(rows) < limit <= scan - limit:
+                    end = await connection.fetchrow(QUERIES[f"tasks_{which}_end"], at, last_id, scan)
+        return [row["id"] for row in rows], _next(rows, limit, end)
+
+    async def _waiting_ids(
+        self, queue: str | None, which: TaskList, search: str | None, limit: int, cursor: str | None
+    ) -> tuple[list[int], str | None]:
+        scan = SCAN_LIMIT if search is not None else limit
+        async with self._connection("listing tasks") as connection:
+            queues = [queue] if queue is not None else await _queues(connection)
+            if which is TaskList.QUEUED:
+                priority, last_id = _read_cursor(cursor, _PRIORITY_AND_ID) or (None, None)
+                rows = await connection.fetch(QUERIES["tasks_queued"], queues, search, limit, scan, priority, last_id)
+            else:
+                at, last_id = _read_cursor(cursor, _AT_AND_ID) or (None, None)
+                status = TaskStatus.ERROR if which is TaskList.ERROR else TaskStatus.QUEUED
+                rows = await connection.fetch(
+                    QUERIES["tasks_waiting"], queues, search, limit, scan, at, last_id, status
+                )
+        return [row["id"] for row in rows], _next(rows, limit)
+
+    async def events_page(
+        self,
+        *,
+        fleet: str | None = None,
+        worker_id: str | None = None,
+        task_id: int | None = None,
+        code: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> Page[Event]:
+        limit = _limit(limit)
+        (before,) = _read_cursor(cursor, _ID) or (None,)
+        is_search = fleet is not None or code is not None
+        scan = SCAN_LIMIT if is_search else limit
+        async with self._connection("listing events") as connection:
+            rows = await connection.fetch(QUERIES["events_page"], task_id, worker_id, fleet, code, before, limit, scan)
+            end = None
+            if len(rows) < limit and is_search:
+                end = await connection.fetchrow(QUERIES["events_page_end"], task_id, worker_id, before, scan)
+        return Page(tuple(map(_event, rows)), _next(rows, limit, end, key=("id",)))
+
+    async def events_after(self, event_id: int, limit: int) -> list[Event]:
+        async with self._connection("reading events") as connection:
+            rows = await connection.fetch(QUERIES["events_after"], event_id, limit)
+        return [_event(row) for row in rows]
+
+    async def cycles_page(self, *, fleet: str | None = None, limit: int = 50, cursor: str | None = None) -> Page[Cycle]:
+        limit = _limit(limit)
+        (before,) = _read_cursor(cursor, _ID) or (None,)
+        async with self._connection("listing cycles") as connection:
+            rows = await connection.fetch(QUERIES["cycles_page"], fleet, before, limit)
+        return Page(tuple(map(_cycle, rows)), _next(rows, limit, key=("id",)))
+
+    async def logs_page(
+        self, *, worker_id: str | None = None, level: str | None = None, limit: int = 50, cursor: str | None = None
+    ) -> Page[LogLine]:
+        limit = _limit(limit)
+        (before,) = _read_cursor(cursor, _ID) or (None,)
+        scan = SCAN_LIMIT if level is not None else limit
+        async with self._connection("reading the log") as connection:
+            rows = await connection.fetch(QUERIES["logs_page"], worker_id, level, before, limit, scan)
+            end = None
+            if len(rows) < limit and level is not None:
+                end = await connection.fetchrow(QUERIES["logs_page_end"], worker_id, before, scan)
+        return Page(tuple(map(_log_line, rows)), _next(rows, limit, end, key=("id",)))
+
+    async def alerts_page(
+        self, *, is_open: bool | None = None, limit: int = 50, cursor: str | None = None
+    ) -> Page[OpenAlert]:
+        limit = _limit(limit)
+        (before,) = _read_cursor(cursor, _ID) or (None,)
+        async with self._connection("listing alerts") as connection:
+            rows = await connection.fetch(QUERIES["alerts_page"], is_open, before, limit)
+        return Page(tuple(OpenAlert(**row) for row in rows), _next(rows, limit, key=("id",)))
+
+    async def component_health(self) -> Sequence[Mapping[str, Any]]:
+        async with self._connection("reading the workers' health") as connection:
+            rows = await connection.fetch(QUERIES["component_health"], MAX_COMPONENTS)
+        return [dict(row) for row in rows]
+
+
+async def _queues(connection: Any) -> list[str]:
+    """All that are served, or have tasks that are not finished."""
+    known = await connection.fetch(QUEUE_QUERIES["known_queues"])
+    served = await connection.fetch(QUERIES["queues"])
+    return sorted({row["queue"] for row in (*known, *served)})
+
+
+class _Recently:
+    """How the newest completed tasks went, by any set of queues."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        # If there were more than we read, what we have is of a shorter time.
+        self._span_s = RECENT_S if len(rows) < RECENT_TASKS else max(1.0, rows[-1]["age_s"])
+        self._by_queue: defaultdict[str, list[Any]] = defaultdict(list)
+        for row in rows:
+            self._by_queue[row["queue"]].append(row)
+
+    def of(self, queues: Iterable[str]) -> dict[str, Any]:
+        rows = [row for queue in queues for row in self._by_queue.get(queue, ())]
+        waits = sorted(row["wait_s"] for row in rows if row["wait_s"] is not None)
+        return {
+            "wait_p50_s": median(waits) if waits else None,
+            "wait_p95_s": _p95(waits),
+            "duration_p50_s": median(row["duration_s"] for row in rows) if rows else None,
+            "completed_per_minute": 60.0 * len(rows) / self._span_s,
+        }
+
+
+def _p95(values: list[float]) -> float | None:
+    if len(values) < 2:
+        return values[0] if values else None
+    return quantiles(values, n=20, method="inclusive")[-1]
+
+
+def _together(parts: Sequence[Work], recently: Mapping[str, Any]) -> Work:
+    ages = [part.oldest_queued_age_s for part in parts if part.oldest_queued_age_s is not None]
+    return Work(
+        queued=sum(part.queued for part in parts),
+        scheduled=sum(part.scheduled for part in parts),
+        waiting_for_retry=sum(part.waiting_for_retry for part in parts),
+        running=sum(part.running for part in parts),
+        dead=sum(part.dead for part in parts),
+        oldest_queued_age_s=max(ages, default=None),
+        **recently,
+    )
+
+
+def _still_there(fleets: list[Fleet], configured: Iterable[str], staffed: Iterable[str], now: datetime) -> list[Fleet]:
+    """Without those that are over: that nobody has configured here, runs, or works for."""
+    attended = {fleet.name for fleet in fleets if fleet.planned_at and fleet.unattended_s(now) is None}
+    there = {*configured, *staffed, *attended}
+    return [fleet for fleet in fleets if fleet.name in there]
+
+
+def _sample(standing: FleetStanding) -> dict[str, Any]:
+    burn = standing.burn[0] if standing.burn else None
+    return {
+        "fleet": standing.fleet.name,
+        "queued": standing.work.queued,
+        "running": standing.work.running,
+        **{str(status): count for status, count in standing.workers.items()},
+        "completed_per_minute": standing.work.completed_per_minute,
+        "wait_p95_s": standing.work.wait_p95_s,
+        "burn_micros_per_hour": burn.micros_per_hour if burn is not None else None,
+        "currency": burn.currency if burn is not None else None,
+    }
+
+
+_BILL_COLUMNS = (
+    "price_micros_per_hour",
+    "currency",
+    "billing_unit_s",
+    "price_micros_per_month",
+    "billed_since",
+    "billed_until",
+    "settled_until",
+)
+
+
+def _worker_row(row: Any) -> WorkerRow:
+    fields = dict(row)
+    price, currency, unit_s, per_month, since, until, settled_until = (fields.pop(name) for name in _BILL_COLUMNS)
+    fields["is_paused"] = fields.pop("paused")
+    fields["queues"] = tuple(row["queues"])
+    fields["status"] = WorkerStatus(row["status"])
+    fields["metadata"] = json.loads(row["metadata"])
+    bill = Bill(Tariff(price, currency, unit_s, per_month), since, until, settled_until) if since is not None else None
+    return WorkerRow(**fields, bill=bill)
+
+
+def _log_line(row: Any) -> LogLine:
+    return LogLine(**{**row, "fields": json.loads(row["fields"]) if row["fields"] is not None else None})
+
+
+def _list_of(row: Any) -> TaskList:
+    if row["status"] == TaskStatus.QUEUED and row["run_after"] is not None:
+        return TaskList.SCHEDULED
+    return TaskList(row["status"])
+
+
+# -------------------------------------------------------------------------------------------------------------- cursors
+
+_Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Small = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+_ID = TypeAdapter(tuple[_Number])
+_AT_AND_ID = TypeAdapter(tuple[AwareDatetime, _Number])
+_AT_AND_NAME = TypeAdapter(tuple[AwareDatetime, str])
+_PRIORITY_AND_ID = TypeAdapter(tuple[_Small, _Number])
+_PLACE = TypeAdapter(tuple[str, _Small, str])
+
+
+def _next(rows: Sequence[Any], limit: int, end: Any = None, key: Sequence[str] = ()) -> str | None:
+    """The cursor after a full page, or after `end`: the row that a search which found fewer has come to. Without a key
+    the columns are the key, the id last."""
+    last = rows[-1] if len(rows) == limit else end
+    if last is None:
+        return None
+    columns = key or sorted(last.keys(), key=lambda column: column == "id")
+    return _cursor(*(last[column] for column in columns))
+
+
+def _limit(limit: int) -> int:
+    return max(1, min(limit, MAX_PAGE))
+
+
+def _cursor(*key: Any) -> str:
+    text = json.dumps([part.isoformat() if isinstance(part, datetime) else part for part in key])
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def _read_cursor(cursor: str | None, key: TypeAdapter[Row]) -> Row | None:
+    if cursor is None:
+        return None
+    try:
+        text = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
+        return key.validate_json(text)
+    except (ValidationError, binascii.Error, ValueError):
+        raise BadInput("the cursor is none of ours: take the one that the page before came with.") from None
+
+
+if TYPE_CHECKING:
+    # mypy compares every signature with the contract's.
+    _: type[Reading] = PostgresReadingStore

@@ -1,0 +1,461 @@
+-- Named queries of store/reading.py: what the faces show. Each reads a bounded number of rows.
+
+-- name: worker_counts
+-- overview; workers_live.
+select
+  w.fleet,
+  count(*) filter (where w.status = 'spawning') as spawning,
+  count(*) filter (where w.status = 'active') as active,
+  count(*) filter (where w.status = 'terminating') as terminating,
+  count(*) filter (where w.status = 'error') as error,
+  count(*) filter (where w.slot is not null) as hired,
+  count(*) filter (where w.paused) as paused,
+  count(*) filter (
+    where w.status = 'active' and w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s)
+  ) as silent
+from windlass.workers w
+where w.status <> 'terminated'
+group by w.fleet;
+
+-- name: burn
+-- overview; workers_live.
+select w.fleet, w.currency, sum(w.price_micros_per_hour)::bigint as micros_per_hour, count(*) as machines
+from windlass.workers w
+where w.status <> 'terminated'
+  and w.billed_since is not null
+  and w.billed_until is null
+group by w.fleet, w.currency
+order by w.fleet, micros_per_hour desc, w.currency;
+
+-- name: queues
+-- All queues that a fleet serves; with `known_queues`, all there are.
+select distinct unnest(f.queues) as queue
+from windlass.fleets f;
+
+-- name: last_cycles
+-- overview; one probe of cycles_fleet for each fleet.
+select f.name as fleet, c.id, c.decision, coalesce(c.repeated_at, c.started_at) as decided_at
+from windlass.fleets f
+cross join lateral (
+  select l.id, l.decision, l.repeated_at, l.started_at
+  from windlass.cycles l
+  where l.fleet = f.name
+  order by l.id desc
+  limit 1
+) as c;
+
+-- name: work_of_queues
+-- overview; for each queue tasks_ready and tasks_waiting, counted no further than $2.
+select
+  q.name as queue,
+  ready.count + due.count as queued,
+  later.count as scheduled,
+  retrying.count as waiting_for_retry,
+  extract(epoch from windlass.now() - head.created_at)::double precision as oldest_queued_age_s
+from unnest($1::text[]) as q (name)
+cross join lateral (
+  select count(*) as count
+  from (
+    select from windlass.tasks t where t.queue = q.name and t.status = 'queued' and t.run_after is null limit $2
+  ) as counted
+) as ready
+cross join lateral (
+  select count(*) as count
+  from (
+    select from windlass.tasks t
+    where t.queue = q.name and t.status = 'queued' and t.run_after is not null and t.run_after <= windlass.now()
+    limit $2
+  ) as counted
+) as due
+cross join lateral (
+  select count(*) as count
+  from (
+    select from windlass.tasks t
+    where t.queue = q.name and t.status = 'queued' and t.run_after is not null and t.run_after > windlass.now()
+    limit $2
+  ) as counted
+) as later
+cross join lateral (
+  select count(*) as count
+  from (
+    select from windlass.tasks t where t.queue = q.name and t.status = 'error' and t.run_after is not null limit $2
+  ) as counted
+) as retrying
+left join lateral (
+  -- The head of the queue, which is the oldest unless priorities differ.
+  select t.created_at
+  from windlass.tasks t
+  where t.queue = q.name and t.status = 'queued' and t.run_after is null
+  order by t.priority desc, t.id
+  limit 1
+) as head on true;
+
+-- name: running_by_queue
+-- overview; tasks_running.
+select t.queue, count(*) as running
+from windlass.tasks t
+where t.status = 'running'
+group by t.queue;
+
+-- name: dead_by_queue
+-- overview; the newest $1 of tasks_failed.
+select d.queue, count(*) as dead
+from (
+  select t.queue from windlass.tasks t where t.status = 'failed' order by t.finished_at desc limit $1
+) as d
+group by d.queue;
+
+-- name: recent_work
+-- overview; the newest of tasks_complete: at most $1 of the last $2 seconds. First-time waits only: what was tried again
+-- waited for other reasons.
+select
+  t.queue,
+  extract(epoch from windlass.now() - t.finished_at)::double precision as age_s,
+  case when t.attempts = 1 then extract(epoch from t.started_at - t.created_at)::double precision end as wait_s,
+  extract(epoch from t.finished_at - t.started_at)::double precision as duration_s
+from windlass.tasks t
+where t.status = 'complete'
+  and t.finished_at > windlass.now() - make_interval(secs => $2::double precision)
+order by t.finished_at desc
+limit $1;
+
+-- name: open_alerts
+-- overview; alerts_open, a handful of rows.
+select id, fleet, code, severity, reason, since, seen_at, resolved_at
+from windlass.alerts
+where resolved_at is null
+order by since, id;
+
+-- name: leader
+-- overview; primary key.
+select l.holder, l.term, extract(epoch from l.expires_at - windlass.now())::double precision as expires_in_s
+from windlass.leases l
+where l.name = 'orchestrator'
+  and l.expires_at > windlass.now();
+
+-- name: moment
+-- overview; primary key backwards.
+select windlass.now() as at, coalesce((select max(e.id) from windlass.events e), 0) as last_event_id;
+
+-- name: add_samples
+-- take_samples: one row a fleet and moment, whoever comes first.
+insert into windlass.samples (
+  fleet, at, queued, running, spawning, active, terminating, error, completed_per_minute, wait_p95_s,
+  burn_micros_per_hour, currency
+)
+select
+  s.fleet, date_bin(make_interval(secs => $2::double precision), windlass.now(), 'epoch'), s.queued, s.running, s.spawning,
+  s.active, s.terminating, s.error, s.completed_per_minute, s.wait_p95_s, s.burn_micros_per_hour, s.currency
+from jsonb_to_recordset($1::jsonb) as s (
+  fleet text, queued integer, running integer, spawning integer, active integer, terminating integer, error integer,
+  completed_per_minute real, wait_p95_s real, burn_micros_per_hour bigint, currency text
+)
+on conflict do nothing;
+
+-- name: history
+-- Charts; primary key of samples, at most as many rows as retention leaves.
+select
+  date_bin(make_interval(secs => $3::double precision), s.at, 'epoch') as at,
+  avg(s.queued)::double precision as queued, avg(s.running)::double precision as running,
+  avg(s.spawning)::double precision as spawning, avg(s.active)::double precision as active,
+  avg(s.terminating)::double precision as terminating, avg(s.error)::double precision as error,
+  avg(s.completed_per_minute)::double precision as completed_per_minute,
+  max(s.wait_p95_s)::double precision as wait_p95_s,
+  avg(s.burn_micros_per_hour)::double precision as burn_micros_per_hour,
+  max(s.currency) as currency
+from windlass.samples s
+where s.fleet = $1
+  and s.at > windlass.now() - make_interval(secs => $2::double precision)
+group by 1
+order by 1;
+
+-- name: live_workers
+-- workers_page; workers_by_slot, from the cursor ($3, $4, $5) on.
+select w.id
+from windlass.workers w
+where w.status <> 'terminated'
+  and ($1::text is null or w.fleet = $1)
+  and ($2::text is null or w.status = $2)
+  and ($3::text is null or (w.fleet, coalesce(w.slot, 2147483647), w.id) > ($3, $4::integer, $5::text))
+order by w.fleet, coalesce(w.slot, 2147483647), w.id
+limit $6;
+
+-- name: ended_workers
+-- workers_page; workers_ended backwards, from the cursor ($2, $3) on.
+select w.id
+from windlass.workers w
+where w.status = 'terminated'
+  and ($1::text is null or w.fleet = $1)
+  and ($2::timestamptz is null or (w.terminated_at <= $2 and (w.terminated_at < $2 or w.id < $3::text)))
+order by w.terminated_at desc, w.id desc
+limit $4;
+
+-- name: worker_rows
+-- workers_page and worker_row; primary keys, and tasks_running for each.
+select
+  w.id, w.fleet, w.slot, w.status, w.paused, w.queues, w.concurrency, w.lease_s, w.created_at, w.activated_at,
+  w.last_heartbeat, w.first_claimed_at, w.terminated_at, w.code, w.reason, w.host, w.pid, w.version, w.vram_total_mb,
+  w.vram_used_mb, w.late_results, w.metadata, w.instance_type, w.machine_id, w.terminating_at,
+  extract(epoch from windlass.now() - w.last_heartbeat)::double precision as heartbeat_age_s,
+  coalesce(
+    w.status in ('active', 'terminating') and w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s), false
+  ) as is_silent,
+  t.running_tasks, r.id as task_id, r.queue as task_queue, r.started_at as task_started_at, r.progress as task_progress,
+  r.progress_note as task_note,
+  coalesce(s.restart_count, 0) as restarts, coalesce(s.status = 'failed', false) as is_slot_failed,
+  w.price_micros_per_hour, w.currency, w.billing_unit_s, w.price_micros_per_month, w.billed_since, w.billed_until,
+  w.settled_until
+from unnest($1::text[]) with ordinality as wanted (id, place)
+join windlass.workers w on w.id = wanted.id
+left join windlass.slots s on s.fleet = w.fleet and s.slot = w.slot
+cross join lateral (
+  select count(*) as running_tasks, min(a.id) as oldest_id
+  from windlass.tasks a
+  where a.worker_id = w.id and a.status = 'running'
+) as t
+left join windlass.tasks r on r.id = t.oldest_id
+order by wanted.place;
+
+-- name: tasks_newest
+-- tasks_page; the primary key backwards, from the cursor $3 on, over at most $5 rows.
+select s.id
+from (
+  select t.*
+  from windlass.tasks t
+  where ($3::bigint is null or t.id < $3)
+  order by t.id desc
+  limit $5
+) as s
+where ($1::text is null or s.queue = $1)
+  and ($2::text is null or windlass.is_found(s.id, s.unique_key, s.error_code, s.error, $2))
+order by s.id desc
+limit $4;
+
+-- name: tasks_newest_end
+-- Where a search of tasks_newest has come to.
+select t.id
+from windlass.tasks t
+where ($1::bigint is null or t.id < $1)
+order by t.id desc
+limit 1 offset $2 - 1;
+
+-- name: tasks_running
+-- tasks_page; tasks_running, sorted. Materialized, or it would walk the primary key, over all that waits.
+with at_hand as materialized (
+  select t.id, t.queue, t.unique_key, t.error_code, t.error
+  from windlass.tasks t
+  where t.status = 'running'
+)
+select a.id
+from at_hand a
+where ($1::text is null or a.queue = $1)
+  and ($2::text is null or windlass.is_found(a.id, a.unique_key, a.error_code, a.error, $2))
+  and ($3::bigint is null or a.id < $3)
+order by a.id desc
+limit $4;
+
+-- name: tasks_complete
+-- tasks_page; tasks_complete backwards, from the cursor ($5, $6) on, over at most $4 rows.
+select s.id, s.finished_at as at
+from (
+  select t.*
+  from windlass.tasks t
+  where t.status = 'complete'
+    and ($5::timestamptz is null or (t.finished_at <= $5 and (t.finished_at < $5 or t.id < $6::bigint)))
+  order by t.finished_at desc, t.id desc
+  limit $4
+) as s
+where ($1::text is null or s.queue = $1)
+  and ($2::text is null or windlass.is_found(s.id, s.unique_key, s.error_code, s.error, $2))
+order by s.finished_at desc, s.id desc
+limit $3;
+
+-- name: tasks_complete_end
+-- Where a search of tasks_complete has come to.
+select t.id, t.finished_at as at
+from windlass.tasks t
+where t.status = 'complete'
+  and ($1::timestamptz is null or (t.finished_at <= $1 and (t.finished_at < $1 or t.id < $2::bigint)))
+order by t.finished_at desc, t.id desc
+limit 1 offset $3 - 1;
+
+-- name: tasks_failed
+-- tasks_page; tasks_failed backwards, from the cursor ($5, $6) on, over at most $4 rows.
+select s.id, s.finished_at as at
+from (
+  select t.*
+  from windlass.tasks t
+  where t.status = 'failed'
+    and ($5::timestamptz is null or (t.finished_at <= $5 and (t.finished_at < $5 or t.id < $6::bigint)))
+  order by t.finished_at desc, t.id desc
+  limit $4
+) as s
+where ($1::text is null or s.queue = $1)
+  and ($2::text is null or windlass.is_found(s.id, s.unique_key, s.error_code, s.error, $2))
+order by s.finished_at desc, s.id desc
+limit $3;
+
+-- name: tasks_failed_end
+-- Where a search of tasks_failed has come to.
+select t.id, t.finished_at as at
+from windlass.tasks t
+where t.status = 'failed'
+  and ($1::timestamptz is null or (t.finished_at <= $1 and (t.finished_at < $1 or t.id < $2::bigint)))
+order by t.finished_at desc, t.id desc
+limit 1 offset $3 - 1;
+
+-- name: tasks_queued
+-- tasks_page; tasks_ready of each queue ($1), from the cursor ($5, $6) on, over at most $4 rows of each.
+select m.id, m.priority
+from unnest($1::text[]) as q (name)
+cross join lateral (
+  select s.id, s.priority
+  from (
+    select t.*
+    from windlass.tasks t
+    where t.queue = q.name
+      and t.status = 'queued'
+      and t.run_after is null
+      and ($5::integer is null or (t.priority <= $5 and (t.priority < $5 or t.id > $6::bigint)))
+    order by t.priority desc, t.id
+    limit $4
+  ) as s
+  where $2::text is null or windlass.is_found(s.id, s.unique_key, s.error_code, s.error, $2)
+  limit $3
+) as m
+order by m.priority desc, m.id
+limit $3;
+
+-- name: tasks_waiting
+-- tasks_page; tasks_waiting of each queue ($1), from the cursor ($5, $6) on, over at most $4 rows of each.
+select m.id, m.run_after as at
+from unnest($1::text[]) as q (name)
+cross join lateral (
+  select s.id, s.run_after
+  from (
+    select t.*
+    from windlass.tasks t
+    where t.queue = q.name
+      and t.status = $7
+      and t.run_after is not null
+      and ($5::timestamptz is null or (t.run_after >= $5 and (t.run_after > $5 or t.id > $6::bigint)))
+    order by t.run_after, t.id
+    limit $4
+  ) as s
+  where $2::text is null or windlass.is_found(s.id, s.unique_key, s.error_code, s.error, $2)
+  limit $3
+) as m
+order by m.run_after, m.id
+limit $3;
+
+-- name: tasks_named
+-- tasks_page: what a search means exactly; primary key, tasks_unique_key of each queue ($2).
+select t.id, t.queue, t.status, t.run_after
+from windlass.tasks t
+where t.id = $3::bigint
+union
+select t.id, t.queue, t.status, t.run_after
+from unnest($2::text[]) as q (name)
+join windlass.tasks t on t.queue = q.name and t.unique_key = $1
+limit 100;
+
+-- name: task_rows
+-- tasks_page; primary keys, charges_task.
+select
+  t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,
+  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, c.cost_micros, c.currency
+from unnest($1::bigint[]) with ordinality as wanted (id, place)
+join windlass.tasks t on t.id = wanted.id
+left join lateral (
+  select sum(k.amount_micros)::bigint as cost_micros, k.currency
+  from windlass.charges k
+  where k.task_id = t.id
+  group by k.currency
+  order by 1 desc
+  limit 1
+) as c on true
+order by wanted.place;
+
+-- name: events_page
+-- events_page; events_task, events_worker or the primary key backwards, over at most $7 rows.
+select s.id, s.at, s.code, s.reason, s.fleet, s.worker_id, s.task_id, s.detail
+from (
+  select e.*
+  from windlass.events e
+  where ($1::bigint is null or e.task_id = $1)
+    and ($2::text is null or e.worker_id = $2)
+    and ($5::bigint is null or e.id < $5)
+  order by e.id desc
+  limit $7
+) as s
+where ($3::text is null or s.fleet = $3)
+  and ($4::text is null or s.code = $4)
+order by s.id desc
+limit $6;
+
+-- name: events_page_end
+-- Where a search of events_page has come to.
+select e.id
+from windlass.events e
+where ($1::bigint is null or e.task_id = $1)
+  and ($2::text is null or e.worker_id = $2)
+  and ($3::bigint is null or e.id < $3)
+order by e.id desc
+limit 1 offset $4 - 1;
+
+-- name: events_after
+-- Live change; primary key.
+select id, at, code, reason, fleet, worker_id, task_id, detail
+from windlass.events
+where id > $1
+order by id
+limit $2;
+
+-- name: cycles_page
+-- cycles_page; cycles_fleet or the primary key backwards.
+select id, fleet, term, started_at, finished_at, decision, plan, summary, repeats, repeated_at
+from windlass.cycles
+where ($1::text is null or fleet = $1)
+  and ($2::bigint is null or id < $2)
+order by id desc
+limit $3;
+
+-- name: logs_page
+-- logs_page; logs_worker or the primary key backwards, over at most $5 rows.
+select s.id, s.at, s.level, s.message, s.worker_id, s.cycle_id, s.fields
+from (
+  select l.*
+  from windlass.logs l
+  where ($1::text is null or l.worker_id = $1)
+    and ($3::bigint is null or l.id < $3)
+  order by l.id desc
+  limit $5
+) as s
+where $2::text is null or s.level = $2
+order by s.id desc
+limit $4;
+
+-- name: logs_page_end
+-- Where a search of logs_page has come to.
+select l.id
+from windlass.logs l
+where ($1::text is null or l.worker_id = $1)
+  and ($2::bigint is null or l.id < $2)
+order by l.id desc
+limit 1 offset $3 - 1;
+
+-- name: alerts_page
+-- alerts_page; the primary key backwards. Alerts are few.
+select id, fleet, code, severity, reason, since, seen_at, resolved_at
+from windlass.alerts
+where ($1::boolean is null or (resolved_at is null) = $1)
+  and ($2::bigint is null or id < $2)
+order by id desc
+limit $3;
+
+-- name: component_health
+-- GET /api/web/worker/status; workers_live.
+select component, status, pid, current_job, restart_count, last_seen
+from windlass.health
+order by component collate "C"
+limit $1;

@@ -1,0 +1,341 @@
+"""What the faces show, out of a real PostgreSQL: pages, counts, charts, and that none of it reads everything."""
+
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+
+import asyncpg
+import pytest
+
+from windlass.cost.meter import read_meter
+from windlass.model.errors import BadInput
+from windlass.model.task import Finished, TaskStatus, new_task
+from windlass.model.worker import Registration, WorkerStatus
+from windlass.ports.reading import Page, TaskList
+from windlass.store import reading
+from windlass.store.reading import PostgresReadingStore
+
+Store = PostgresReadingStore
+
+
+@pytest.fixture
+async def store(dsn: str, clock: Any) -> AsyncIterator[Store]:
+    async with PostgresReadingStore(dsn, virtual_now=clock) as store:
+        yield store
+
+
+@pytest.fixture
+async def sql(dsn: str, store: Store, clock: Any) -> AsyncIterator[Any]:
+    connection = await asyncpg.connect(dsn)
+    await connection.execute("select set_config('windlass.now', $1, false)", clock().isoformat())
+    yield connection
+    await connection.close()
+
+
+async def add_fleet(sql: Any, name: str = "gpus", queues: str = "{a,b}", max_workers: int = 8) -> None:
+    await sql.execute(
+        "insert into windlass.fleets (name, queues, max_workers) values ($1, $2::text::text[], $3)",
+        name, queues, max_workers,
+    )  # fmt: skip
+
+
+async def add_worker(sql: Any, slot: int, fleet: str = "gpus", **columns: Any) -> str:
+    worker_id = f"{fleet}-{slot}-x"
+    await sql.execute("insert into windlass.slots (fleet, slot) values ($1, $2) on conflict do nothing", fleet, slot)
+    await sql.execute(
+        "insert into windlass.workers (id, fleet, slot, status, queues, last_heartbeat) "
+        "values ($1, $2, $3, 'active', '{a,b}', windlass.now())",
+        worker_id, fleet, slot,
+    )  # fmt: skip
+    for name, value in columns.items():
+        await sql.execute(f"update windlass.workers set {name} = $1 where id = $2", value, worker_id)  # noqa: S608
+    return worker_id
+
+
+async def everything(read: Any, **question: Any) -> list[Any]:
+    """All rows, page by page, with as many calls as a bound allows."""
+    rows: list[Any] = []
+    page: Page[Any] = await read(**question)
+    for _ in range(100):
+        rows += page.rows
+        if page.next_cursor is None:
+            return rows
+        page = await read(**question, cursor=page.next_cursor)
+    raise AssertionError("the pages never end")
+
+
+# ------------------------------------------------------------------------------------------------ how everything stands
+
+
+async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: Store, sql: Any, clock: Any) -> None:
+    await add_fleet(sql)
+    await add_fleet(sql, "idle", "{c}")
+    priced = {"price_micros_per_hour": 200_000, "currency": "EUR", "billing_unit_s": 3600, "billed_since": clock()}
+    await add_worker(sql, 0, **priced)
+    await add_worker(sql, 1, **priced, status="terminating")
+    await add_worker(sql, 2, last_heartbeat=clock() - timedelta(hours=1), paused=True)
+    for queue, count in (("a", 3), ("b", 2), ("stray", 1)):
+        for _ in range(count):
+            await store.enqueue(new_task(queue))
+    await store.enqueue(new_task("a", run_after=clock() + timedelta(hours=1)))
+    await store.claim("gpus-0-x", ["a"], 1)
+    await sql.execute(
+        "insert into windlass.alerts (fleet, key, code, severity, reason) values"
+        " ('gpus', 'HOLD', 'HOLD', 'warning', 'on hold'), (null, 'NO_LEADER', 'NO_LEADER', 'critical', 'nobody leads')"
+    )
+    clock.advance(30)
+    seen = await store.overview()
+    gpus, idle = seen.fleets
+    assert (gpus.work.queued, gpus.work.scheduled, gpus.work.running) == (4, 1, 1)
+    assert gpus.work.oldest_queued_age_s == 30
+    assert gpus.workers[WorkerStatus.ACTIVE] == 2
+    assert gpus.workers[WorkerStatus.TERMINATING] == 1
+    assert (gpus.hired, gpus.paused, gpus.silent) == (3, 1, 1)
+    assert [(burn.currency, burn.micros_per_hour, burn.machines) for burn in gpus.burn] == [("EUR", 400_000, 2)]
+    assert [alert.code for alert in gpus.alerts] == ["HOLD"]
+    assert [alert.code for alert in seen.alerts] == ["NO_LEADER"]
+    assert idle.work.queued == 0
+    assert seen.queues["stray"].queued == 1
+    assert seen.leader is None
+
+
+async def test_waits_and_throughput_are_those_of_recent_work(store: Store, sql: Any, clock: Any) -> None:
+    await add_fleet(sql)
+    await store.register(Registration("hand", ("a",)))
+    for wait_s in range(1, 21):
+        await store.enqueue(new_task("a"))
+        clock.advance(wait_s)
+        (claim,) = await store.claim("hand", ["a"])
+        clock.advance(1)
+        await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None)], [], 0)
+    (gpus,) = [standing for standing in (await store.overview()).fleets if standing.fleet.name == "gpus"]
+    assert gpus.work.wait_p50_s == pytest.approx(10.5)
+    assert gpus.work.wait_p95_s == pytest.approx(19.05)
+    assert gpus.work.duration_p50_s == pytest.approx(1.0)
+    assert gpus.work.completed_per_minute == pytest.approx(20 / 5)
+
+
+async def test_fleets_that_are_over_are_left_out(store: Store, sql: Any) -> None:
+    await add_fleet(sql, "configured")
+    await add_fleet(sql, "staffed")
+    await add_fleet(sql, "over")
+    await add_worker(sql, 0, "staffed")
+    seen = await store.overview(frozenset({"configured"}))
+    assert [standing.fleet.name for standing in seen.fleets] == ["configured", "staffed"]
+
+
+async def test_history_comes_in_as_few_points_as_asked_for(store: Store, sql: Any, clock: Any) -> None:
+    await add_fleet(sql)
+    for count in range(60):
+        await store.enqueue(new_task("a"))
+        seen = await store.overview()
+        await store.take_samples(seen)
+        await store.take_samples(seen)  # whoever else does the same does no harm
+        clock.advance(5)
+        assert seen.fleets[0].work.queued == count + 1
+    points = await store.history("gpus", 300, points=10)
+    assert len(points) <= 11
+    assert points[0].queued < points[-1].queued
+    assert points[0].at < points[-1].at
+    assert len(await store.history("gpus", 301, points=100_000)) == 60
+
+
+async def test_retention_of_what_only_faces_need(store: Store, sql: Any, clock: Any) -> None:
+    await add_fleet(sql)
+    await store.take_samples(await store.overview())
+    await sql.execute(
+        "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
+        " values ('x', 'X', 'warning', 'x', windlass.now())"
+    )
+    await sql.execute(
+        "insert into windlass.sessions values ('\\x01', false, windlass.now(), windlass.now() + '1 hour')"
+    )
+    clock.advance(7200)
+    await sql.execute("select set_config('windlass.now', $1, false)", clock().isoformat())
+    assert await sql.fetchval("select windlass.sweep_faces(3600, 3600)") == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------- lists
+
+
+async def test_workers_come_by_fleet_and_slot_page_by_page(store: Store, sql: Any, clock: Any) -> None:
+    await add_fleet(sql)
+    await add_fleet(sql, "cpus")
+    for slot in (3, 1, 2, 0):
+        await add_worker(sql, slot)
+    await add_worker(sql, 0, "cpus")
+    await store.register(Registration("by-hand", ("a",), fleet="gpus"))
+    rows = await everything(store.workers_page, limit=2)
+    assert [row.id for row in rows] == [
+        "cpus-0-x", "gpus-0-x", "gpus-1-x", "gpus-2-x", "gpus-3-x", "by-hand",
+    ]  # fmt: skip
+    assert [row.id for row in await everything(store.workers_page, fleet="cpus", limit=1)] == ["cpus-0-x"]
+    for slot in (1, 2):
+        await sql.execute(
+            "update windlass.workers set status = 'terminated', terminated_at = $1 where id = $2",
+            clock() + timedelta(seconds=slot), f"gpus-{slot}-x",
+        )  # fmt: skip
+    ended = await everything(store.workers_page, status=WorkerStatus.TERMINATED, limit=1)
+    assert [row.id for row in ended] == ["gpus-2-x", "gpus-1-x"]
+    assert len(await everything(store.workers_page, limit=3)) == 4
+
+
+async def test_a_worker_is_shown_with_what_it_does_and_costs(store: Store, sql: Any, clock: Any) -> None:
+    await add_fleet(sql)
+    since = clock() - timedelta(minutes=80)
+    priced = {"price_micros_per_hour": 100_000, "currency": "EUR", "billing_unit_s": 3600, "billed_since": since}
+    await add_worker(sql, 0, **priced, vram_total_mb=80, vram_used_mb=20)
+    await sql.execute("update windlass.slots set restart_count = 2 where slot = 0")
+    task_id = await store.enqueue(new_task("a"))
+    await store.claim("gpus-0-x", ["a"])
+    await sql.execute("update windlass.tasks set progress = 0.25, progress_note = 'frame 25'")
+    clock.advance(12)
+    row = await store.worker_row("gpus-0-x")
+    assert row is not None
+    assert (row.task_id, row.task_progress, row.task_note, row.running_tasks) == (task_id, 0.25, "frame 25", 1)
+    assert (row.restarts, row.heartbeat_age_s, row.is_silent) == (2, 12, False)
+    assert row.bill is not None
+    meter = read_meter(row.bill, clock())
+    assert (meter.cost_micros, meter.left_s) == (200_000, 40 * 60 - 12)
+    assert await store.worker_row("nobody") is None
+
+
+async def fill(store: Store, sql: Any, clock: Any) -> dict[str, list[int]]:
+    """Tasks in each state, by the list that should have them, in its order."""
+    await add_fleet(sql)
+    await store.register(Registration("hand", ("a", "b"), concurrency=100))
+    low, high = [await store.enqueue(new_task("a", priority=priority)) for priority in (0, 5)]
+    other = await store.enqueue(new_task("b", unique_key="order-17"))
+    later = [await store.enqueue(new_task("a", run_after=clock() + timedelta(hours=hours))) for hours in (2, 1)]
+    ids = {"queued": [high, low, other], "scheduled": [later[1], later[0]]}
+    for name, status in (("error", "error"), ("running", "running"), ("complete", "complete"), ("failed", "failed")):
+        ids[name] = []
+        for number in range(3):
+            task_id = await store.enqueue(new_task("b"))
+            ids[name].append(task_id)
+            clock.advance(1)
+            await sql.execute(
+                "update windlass.tasks set status = $2, run_after = $3, finished_at = $4, worker_id = 'hand',"
+                " claim_token = gen_random_uuid(), started_at = created_at, error = $5, error_code = $6 where id = $1",
+                task_id,
+                status,
+                clock() if status == "error" else None,
+                clock() if status in ("complete", "failed") else None,
+                f"Traceback\nValueError: broken {number}" if status == "failed" else None,
+                "HANDLER_ERROR" if status == "failed" else None,
+            )
+    for name in ("running", "complete", "failed"):
+        ids[name].reverse()
+    return ids
+
+
+async def test_each_list_of_tasks_has_its_own_in_its_order(store: Store, sql: Any, clock: Any) -> None:
+    ids = await fill(store, sql, clock)
+    for which in TaskList:
+        rows = await everything(store.tasks_page, which=which, limit=1)
+        assert [row.id for row in rows] == ids[which], which
+        assert [row.id for row in await everything(store.tasks_page, which=which, queue="nobody")] == []
+    newest = await everything(store.tasks_page, limit=2)
+    assert [row.id for row in newest] == sorted((i for found in ids.values() for i in found), reverse=True)
+    of_a = await everything(store.tasks_page, queue="a", limit=2)
+    assert {row.queue for row in of_a} == {"a"}
+    assert len(of_a) == 4
+
+
+async def test_tasks_are_found_by_id_key_code_and_words_of_the_error(store: Store, sql: Any, clock: Any) -> None:
+    ids = await fill(store, sql, clock)
+
+    async def found(search: str, **question: Any) -> list[int]:
+        return [row.id for row in await everything(store.tasks_page, search=search, **question)]
+
+    assert await found(str(ids["complete"][0])) == [ids["complete"][0]]
+    assert await found(str(ids["complete"][0]), which=TaskList.FAILED) == []
+    assert await found("order-17") == [ids["queued"][2]]
+    assert await found("order-") == [ids["queued"][2]]
+    assert await found("order-17", queue="a") == []
+    assert await found("handler_error", which=TaskList.FAILED, limit=1) == ids["failed"]
+    assert await found("BROKEN 1") == [ids["failed"][1]]
+    assert await found("%") == []
+    assert await found("9" * 30) == []
+
+
+async def test_a_search_goes_on_where_it_stopped_looking(
+    store: Store, sql: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "SCAN_LIMIT", 4)
+    needle = await store.enqueue(new_task("rare"))
+    for _ in range(10):
+        await store.enqueue(new_task("common"))
+    first = await store.tasks_page(queue="rare", limit=1)
+    assert first.rows == ()
+    assert first.next_cursor is not None
+    assert [row.id for row in await everything(store.tasks_page, queue="rare", limit=1)] == [needle]
+
+
+async def test_events_and_cycles_come_newest_first(store: Store, sql: Any, clock: Any) -> None:
+    for number in range(5):
+        await sql.execute(
+            "select windlass.note($1, 'x', $2, 'w', null)", f"CODE_{number % 2}", "gpus" if number < 4 else "cpus"
+        )
+        await sql.execute(
+            "insert into windlass.cycles (fleet, term, started_at, snapshot, plan, decision)"
+            " values ('gpus', 1, windlass.now(), '{}', '[]', $1)",
+            f"decision {number}",
+        )
+    events = await everything(store.events_page, limit=2)
+    assert [event.id for event in events] == [5, 4, 3, 2, 1]
+    assert [event.id for event in await everything(store.events_page, code="CODE_0", fleet="gpus", limit=1)] == [3, 1]
+    assert [event.id for event in await store.events_after(3, 10)] == [4, 5]
+    assert [cycle.decision for cycle in await everything(store.cycles_page, fleet="gpus", limit=2)] == [
+        f"decision {number}" for number in (4, 3, 2, 1, 0)
+    ]
+    assert (await store.overview()).last_event_id == 5
+
+
+@pytest.mark.parametrize("cursor", ["x", "W10", "WzFd" * 2, "é", "bnVsbA", "WyJhIiwgMSwgImIiXQ", "WzFlNDBd"])
+async def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, cursor: str) -> None:
+    with pytest.raises(BadInput, match=r"the cursor is none of ours"):
+        await store.tasks_page(cursor=cursor)
+
+
+# ------------------------------------------------------------------------------------------------------ at what expense
+
+
+async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -> None:
+    """With statistics of a large table PostgreSQL must find an index for everything that is asked all day."""
+    await sql.execute(
+        "insert into windlass.tasks (queue, status, attempts, started_at, finished_at)"
+        " select 'a', 'complete', 1, windlass.now(), windlass.now() - g * interval '1 ms'"
+        " from generate_series(1, 30000) as g"
+    )
+    await sql.execute(
+        "insert into windlass.tasks (queue, priority) select 'a', g % 3 from generate_series(1, 20000) as g"
+    )
+    await sql.execute("vacuum analyze windlass.tasks")
+    plans = {
+        "tasks_newest": (None, None, None, 50, 50),
+        "tasks_running": (None, None, None, 50),
+        "tasks_complete": (None, None, 50, 50, None, None),
+        "tasks_failed": (None, None, 50, 50, None, None),
+        "tasks_queued": (["a"], None, 50, 50, None, None),
+        "tasks_waiting": (["a"], None, 50, 50, None, None, "error"),
+        "recent_work": (2000, 300.0),
+        "running_by_queue": (),
+    }
+    for name, arguments in plans.items():
+        plan = "\n".join(row[0] for row in await sql.fetch(f"explain {reading.QUERIES[name]}", *arguments))
+        assert "Seq Scan on tasks" not in plan, f"{name}:\n{plan}"
+
+
+async def test_a_million_that_wait_are_counted_up_to_a_bound(
+    store: Store, sql: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "COUNT_LIMIT", 10)
+    await sql.execute("insert into windlass.tasks (queue) select 'a' from generate_series(1, 25)")
+    assert (await store.overview()).queues["a"].queued == 10
+    assert len(await everything(store.tasks_page, which=TaskList.QUEUED, limit=10)) == 25
+
+
+async def test_statuses_are_the_models(store: Store, sql: Any, clock: Any) -> None:
+    await fill(store, sql, clock)
+    assert {row.status for row in await everything(store.tasks_page)} == set(TaskStatus)
