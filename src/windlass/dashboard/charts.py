@@ -53,7 +53,11 @@ def fleet_charts(fleet: str, samples: Sequence[Sample]) -> list[Chart]:
     charts = [
         _chart(f"{fleet}-tasks", "Tasks", at, tasks),
         _chart(
-            f"{fleet}-workers", "Workers", at, tuple(s for s in workers if any(s.values)) or workers[:1], is_stacked=True
+            f"{fleet}-workers",
+            "Workers",
+            at,
+            tuple(s for s in workers if any(s.values)) or workers[:1],
+            is_stacked=True,
         ),
     ]
     currency = next((sample.currency for sample in reversed(samples) if sample.currency), None)
@@ -83,7 +87,8 @@ def _chart(
     drawing: dict[str, Any] = {
         "at": at,
         "series": [
-            {"label": s.label, "colour": f"--series-{s.colour}", "values": [_short(v) for v in s.values]} for s in series
+            {"label": s.label, "colour": f"--series-{s.colour}", "values": [_short(v) for v in s.values]}
+            for s in series
         ],
         "isStacked": is_stacked,
         "isStepped": unit is not None,
@@ -104,7 +109,7 @@ def _short(value: float | None) -> float | int | None:
 # --------------------------------------------------------------------------------------------------------- cost by day
 
 KINDS = (ChargeKind.TASK, ChargeKind.BOOT, ChargeKind.IDLE, ChargeKind.TAIL, ChargeKind.AHEAD)
-WIDTH, HEIGHT, _BOTTOM, _LEFT = 900.0, 220.0, 24.0, 52.0
+WIDTH, HEIGHT, _BOTTOM, _LEFT, _RIGHT = 1100.0, 230.0, 24.0, 52.0, 12.0
 MAX_BAR_WIDTH = 44.0
 
 
@@ -148,7 +153,7 @@ def day_bars(days: Sequence[str], costs: Sequence[Cost]) -> list[Bars]:
 def _bars(days: Sequence[str], by_day: dict[str | None, Cost], currency: str) -> Bars:
     step = round_up(max((cost.total_micros for cost in by_day.values()), default=0) / 4)
     top, room = 4 * step, HEIGHT - _BOTTOM - 8
-    pitch = (WIDTH - _LEFT) / max(len(days), 1)
+    pitch = (WIDTH - _LEFT - _RIGHT) / max(len(days), 1)
     width = min(pitch * 0.72, MAX_BAR_WIDTH)
     every = max(1, -(-len(days) // 12))
     bars = []

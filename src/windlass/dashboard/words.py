@@ -7,13 +7,15 @@ from typing import Any
 from windlass.model.money import amount
 from windlass.ports.reading import COUNT_LIMIT
 
+# What is not known, or was not.
+UNKNOWN = "\N{EN DASH}"
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3_600, 86_400
 
 
 def duration(seconds: float | None) -> str:
     """12 s, 3 min 5 s, 5 h 2 min, 2 d 3 h. Nothing known: a dash."""
     if seconds is None:
-        return "–"
+        return UNKNOWN
     whole = max(0, int(seconds))
     if whole < _MINUTE_S:
         return f"{whole} s"
@@ -29,7 +31,7 @@ def duration(seconds: float | None) -> str:
 def brief(seconds: float | None) -> str:
     """For figures in a row: 0.42 s, 8.1 s, 42 s, 3.5 min, 2.1 h."""
     if seconds is None:
-        return "–"
+        return UNKNOWN
     for limit, unit_s, unit in ((90.0, 1, "s"), (5_400.0, 60, "min"), (172_800.0, 3_600, "h")):
         if seconds < limit:
             number = max(0.0, seconds) / unit_s
@@ -49,20 +51,20 @@ def counted(number: int, what: str) -> str:
 
 
 def percent(share: float | None) -> str:
-    return "–" if share is None else f"{share * 100:.0f} %"
+    return UNKNOWN if share is None else f"{share * 100:.0f} %"
 
 
 def money(micros: int | None, currency: str | None) -> str:
-    return "–" if micros is None else f"{currency or ''} {amount(micros)}".strip()
+    return UNKNOWN if micros is None else f"{currency or ''} {amount(micros)}".strip()
 
 
 def moment(at: datetime | None) -> str:
     """In full, by UTC: 2026-11-15 18:24:05."""
-    return "–" if at is None else f"{at:%Y-%m-%d %H:%M:%S}"
+    return UNKNOWN if at is None else f"{at:%Y-%m-%d %H:%M:%S}"
 
 
 def gigabytes(megabytes: int | None) -> str:
-    return "–" if megabytes is None else f"{megabytes / 1024:.1f}"
+    return UNKNOWN if megabytes is None else f"{megabytes / 1024:.1f}"
 
 
 def last_line(text: str | None) -> str:

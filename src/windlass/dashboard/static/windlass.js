@@ -90,9 +90,13 @@
   // A burst of changes is one refresh; under a steady stream of them there is one in this time.
   const REFRESH_EVERY_MS = 700;
   const REFRESH_TIMEOUT_MS = 15000;
+  // A page that could not be had is asked for again after this time.
+  const RETRY_PAGE_MS = 2000;
   let refreshedAt = 0;
   let isRefreshing = false;
   let timer = null;
+  // Something changed and has not been looked at.
+  let missed = false;
 
   function refreshSoon() {
     if (timer !== null || isRefreshing || document.hidden) {
@@ -102,7 +106,6 @@
     const wait = Math.max(60, refreshedAt + REFRESH_EVERY_MS - performance.now());
     timer = setTimeout(() => { timer = null; refresh(); }, wait);
   }
-  let missed = false;
 
   async function refresh() {
     isRefreshing = true;
@@ -126,7 +129,7 @@
       refreshedAt = performance.now();
       isRefreshing = false;
     }
-    if (missed && link === "live") refreshSoon();
+    if (missed && stream !== null) setTimeout(refreshSoon, link === "live" ? 0 : RETRY_PAGE_MS);
   }
 
   function show(page, fresh) {
@@ -189,9 +192,24 @@
       refresh();
     };
     stream.onerror = lose;
-    for (const kind of ["message", "change", "event"]) stream.addEventListener(kind, () => { heard(); refreshSoon(); });
-    for (const kind of ["ping", "hello"]) stream.addEventListener(kind, heard);
+    stream.addEventListener("event", () => { heard(); refreshSoon(); });
+    stream.addEventListener("overview", (message) => { heard(); consider(message.data); });
+    stream.addEventListener("trouble", () => { heard(); tell("away", "the database does not answer"); isTroubled = true; });
     heard();
+  }
+
+  // How everything stands comes every second. What only grows older is counted on here; the rest is a reason to look, and
+  // so is time: progress and heartbeats are in no such message.
+  const LOOK_ANYWAY_MS = 4000;
+  const AGES = /"(at|seen_at|decided_at|planned_at|oldest_queued_age_s|expires_in_s|last_event_id)":[^,}]*/g;
+  let standing = "";
+  let isTroubled = false;
+
+  function consider(overview) {
+    const now = overview.replace(AGES, "");
+    if (now !== standing || isTroubled || performance.now() > refreshedAt + LOOK_ANYWAY_MS) refreshSoon();
+    standing = now;
+    isTroubled = false;
   }
 
   function heard() {
@@ -215,14 +233,14 @@
 
   document.addEventListener("submit", (event) => {
     const form = event.target;
-    if (form.dataset.ask === undefined) return;
+    if (form.dataset.asks === undefined) return;
     event.preventDefault();
     asked = { form, opener: event.submitter };
-    dialog.querySelector("h2").textContent = form.dataset.ask;
-    dialog.querySelector("[data-words]").textContent = form.dataset.words ?? "";
+    dialog.querySelector("h2").textContent = form.elements.ask.value;
+    dialog.querySelector("[data-words]").textContent = form.elements.words.value;
     dialog.querySelector(".problem").hidden = true;
     const confirm = dialog.querySelector("[value=confirm]");
-    confirm.textContent = form.dataset.verb;
+    confirm.textContent = form.elements.verb.value;
     confirm.classList.toggle("danger", form.dataset.weight === "danger");
     dialog.showModal();
   });
@@ -246,7 +264,7 @@
         method: "POST", body, headers: { Accept: "application/json" }, signal: AbortSignal.timeout(REFRESH_TIMEOUT_MS),
       });
       const told = await answer.json().catch(() => ({}));
-      if (!answer.ok) throw new Error(told.error?.message ?? `the server answered ${answer.status}.`);
+      if (!answer.ok) throw new Error(told.detail ?? `the server answered ${answer.status}.`);
       dialog.close();
       toast(told.sentence);
       await refresh();
@@ -341,14 +359,14 @@
     const chart = new uPlot({
       width: Math.max(box.clientWidth, 120),
       height: HEIGHT,
-      padding: [8, 2, 0, 0],
+      padding: [8, 16, 2, 0],
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, points: { show: !told.isStacked, size: 7 } },
       scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.08, told.least ?? 1)] } },
       axes: [
-        { stroke: ink, font, size: 22, gap: 3, space: 64, grid: { show: false }, ticks: { show: false },
+        { stroke: ink, font, size: 24, gap: 4, space: 64, grid: { show: false }, ticks: { show: false },
           values: (_, marks) => marks.map((mark) => clock(mark)) },
-        { stroke: ink, font, size: told.unit ? 50 : 34, gap: 4, space: 34, grid: { stroke: line, width: 1 }, ticks: { show: false },
+        { stroke: ink, font, size: told.unit ? 50 : 34, gap: 4, space: 24, grid: { stroke: line, width: 1 }, ticks: { show: false },
           incrs: told.isWhole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000] : undefined,
           values: (_, marks) => marks.map((mark) => short(mark)) },
       ],
