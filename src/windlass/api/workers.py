@@ -94,6 +94,7 @@ def worker_routes(face: Face) -> APIRouter:
             host=call.host,
             pid=call.pid,
             version=call.version,
+            kind=call.kind,
         )
         return _registered(http.Registered(await store.register(registration)))
 
