@@ -44,9 +44,7 @@ class World:
         return term
 
     async def register_dispatcher(self, worker_id: str = "d") -> None:
-        await self.store.register(
-            Registration(worker_id, ("q",), FLEET, 100, LEASE_S, kind=WorkerKind.DISPATCHER)
-        )
+        await self.store.register(Registration(worker_id, ("q",), FLEET, 100, LEASE_S, kind=WorkerKind.DISPATCHER))
 
     async def claim(self, count: int = 1, dispatcher: str = "d") -> list[Claim]:
         await self.store.enqueue_many([new_task("q", number) for number in range(count)])
@@ -54,10 +52,8 @@ class World:
         assert len(claims) == count
         return list(claims)
 
-    async def report(self, *nodes: AliveNode | DeadNode) -> frozenset[str]:
-        return frozenset(
-            await self.store.report_nodes(self.candidate, self.term, FLEET, ["q"], LEASE_S, nodes)
-        )
+    async def report(self, *nodes: AliveNode | DeadNode) -> dict[str, bool]:
+        return dict(await self.store.report_nodes(self.candidate, self.term, FLEET, ["q"], LEASE_S, nodes))
 
     async def place(self, claim: Claim, worker_id: str) -> Verdict:
         placed: dict[UUID, Verdict] = await self.store.place([Placement(claim.task_id, claim.token, worker_id)])
@@ -127,7 +123,9 @@ async def test_many_are_placed_at_once_each_with_its_own_verdict(world: World) -
     assert (await world.store.task(second.task_id)).worker_id == "d"
 
 
-@pytest.mark.parametrize("target", ["nobody", "plain", "ending"], ids=["unknown", "a worker that claims", "terminating"])
+@pytest.mark.parametrize(
+    "target", ["nobody", "plain", "ending"], ids=["unknown", "a worker that claims", "terminating"]
+)
 async def test_nothing_is_placed_on_one_that_may_not_have_it(world: World, target: str) -> None:
     await world.store.register(Registration("plain", ("q",), FLEET))
     await world.hire("ending", 2)
@@ -246,7 +244,7 @@ async def test_tasks_on_nodes_are_recovered_with_their_dispatcher(world: World, 
 
 async def test_what_the_engine_says_of_hired_nodes_is_kept(world: World) -> None:
     began = world.clock()
-    assert await world.report(alive("n1", places=4)) == frozenset()
+    assert await world.report(alive("n1", places=4)) == {}
     world.clock.advance(5)
     await world.report(alive("n1", places=4))
     first, second = await world.store.worker("n1"), await world.store.worker("n2")
@@ -273,9 +271,9 @@ async def test_a_node_that_was_alive_is_dead_when_it_is_not_there(world: World, 
 
 async def test_who_is_told_to_end_or_paused_is_to_be_drained(world: World) -> None:
     await world.store.set_terminating(["n1"], "let go")
-    assert await world.report(alive("n1"), alive("n2")) == {"n1"}
+    assert await world.report(alive("n1"), alive("n2")) == {"n1": True}
     await world.store.set_paused(["n2"], True)
-    assert await world.report(alive("n1"), alive("n2")) == {"n1", "n2"}
+    assert await world.report(alive("n1"), alive("n2")) == {"n1": True, "n2": False}
 
 
 async def test_nodes_that_nobody_hired_live_as_long_as_they_are_told_of(world: World) -> None:

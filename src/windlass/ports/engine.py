@@ -36,8 +36,8 @@ class EngineStore(WorkerTransport, Protocol):
         queues: Sequence[str],
         lease_s: float,
         nodes: Sequence[AliveNode | DeadNode],
-    ) -> frozenset[str]:
+    ) -> dict[str, bool]:
         """What the engine says of the fleet's nodes; who is not named is not there. Raises LeaseLost.
 
-        Returns the workers that get no more tasks, and so are to be drained.
+        Returns the workers that get no more tasks: True for one that ends, False for one that is paused.
         """

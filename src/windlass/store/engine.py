@@ -50,12 +50,12 @@ class PostgresEngineStore(PostgresControlStore):
         queues: Sequence[str],
         lease_s: float,
         nodes: Sequence[AliveNode | DeadNode],
-    ) -> frozenset[str]:
+    ) -> dict[str, bool]:
         plain = json.dumps([asdict(node) for node in nodes])
         try:
             async with self._connection("telling of nodes") as connection:
                 rows = await connection.fetch(
-                    "select windlass.report_nodes($1, $2, $3, $4, $5, $6) as worker_id",
+                    "select * from windlass.report_nodes($1, $2, $3, $4, $5, $6)",
                     candidate.holder,
                     term,
                     fleet,
@@ -65,7 +65,7 @@ class PostgresEngineStore(PostgresControlStore):
                 )
         except asyncpg.ObjectNotInPrerequisiteStateError as error:
             raise LeaseLost(str(error)) from None
-        return frozenset(row["worker_id"] for row in rows)
+        return {row["worker_id"]: row["is_ending"] for row in rows}
 
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ class MemoryEngineStore(MemoryControlStore):
         queues: Sequence[str],
         lease_s: float,
         nodes: Sequence[AliveNode | DeadNode],
-    ) -> frozenset[str]:
+    ) -> dict[str, bool]:
         self._require_lease(candidate, term)
         alive = {node.worker_id: node for node in nodes if isinstance(node, AliveNode)}
         deaths = {node.worker_id: node for node in nodes if isinstance(node, DeadNode)}
@@ -78,11 +78,11 @@ class MemoryEngineStore(MemoryControlStore):
             if worker.id in alive:
                 worker.concurrency = alive[worker.id].places
         over = (WorkerStatus.TERMINATING, WorkerStatus.ERROR)
-        return frozenset(
-            worker.id
+        return {
+            worker.id: worker.status in over
             for worker in self._not_terminated.values()
             if (worker.fleet, worker.kind) == (fleet, WorkerKind.NODE) and (worker.status in over or worker.is_paused)
-        )
+        }
 
     def _nodes(self, fleet: str) -> list[_WorkerRow]:
         workers = sorted(self._not_terminated.values(), key=lambda worker: worker.id)

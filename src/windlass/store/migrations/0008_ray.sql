@@ -113,7 +113,7 @@ $$;
 -- each that is alive, and {"worker_id", "node_id", "death"} for those that it knows to be dead. A hired node that is in
 -- neither is `absent` if it never was alive, and `dead` if it was. A node that nobody hired (one of a cluster that is not
 -- ours) comes into being with the first word of it, is heard as often as it is reported, and ends when it is not.
--- Returns who is alive and to get no more tasks.
+-- Returns who is to get no more tasks: those that end, and those that are paused.
 create type windlass.node_report as (
   worker_id text,
   node_id text,
@@ -127,9 +127,10 @@ create type windlass.node_report as (
 
 create function windlass.report_nodes(
   p_holder text, p_term bigint, p_fleet text, p_queues text[], p_lease_s double precision, p_nodes jsonb
-) returns setof text
+) returns table (worker_id text, is_ending boolean)
 language plpgsql
 as $$
+#variable_conflict use_column
 declare
   v_now timestamptz := windlass.now();
   v_nodes windlass.node_report[] := array(select n from jsonb_populate_recordset(null::windlass.node_report, p_nodes) as n);
@@ -194,12 +195,11 @@ begin
   where w.id = news.id;
 
   return query
-    select w.id
+    select w.id, w.status in ('terminating', 'error')
     from windlass.workers w
     where w.fleet = p_fleet
       and w.kind = 'node'
       and (w.status in ('terminating', 'error') or w.paused)
-      and w.status <> 'terminated'
-    order by w.id;
+      and w.status <> 'terminated';
 end
 $$;
