@@ -6,6 +6,7 @@ no answer within the limit raises ClusterUnavailable.
 
 import asyncio
 import hashlib
+import importlib
 import json
 import re
 import time
@@ -88,9 +89,8 @@ class Cluster:
 
     def _gcs(self) -> Any:
         if self._client is None:
-            from ray import _raylet  # noqa: PLC0415
-
-            self._client = _raylet.GcsClient(address=self.address)
+            raylet: Any = importlib.import_module("ray._raylet")
+            self._client = raylet.GcsClient(address=self.address)
         return self._client
 
     def _versions(self) -> Versions:

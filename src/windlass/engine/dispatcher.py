@@ -265,6 +265,7 @@ class Dispatcher:
                 worker_id=f"{self._name}-{number}",
                 version=self._dispatch.version,
                 kind=WorkerKind.DISPATCHER,
+                remarks={"ray_address": self._dispatch.address, "ray_dashboard": self._driver.dashboard_url},
             )
             own = _OwnFlights(executor)
             yield WorkerRuntime(settings, self._open_transport, own, self._free_places(dict(needs), own, flights))

@@ -34,6 +34,8 @@ class Driver:
         self._handles: dict[object, Any] = {}
         self._job: Job | None = None
         self.host = ""
+        # Empty where Ray's dashboard does not run.
+        self.dashboard_url = ""
 
     async def connect(self) -> None:
         """Raises WindlassError."""
@@ -50,7 +52,7 @@ class Driver:
     def _connect(self) -> None:
         import ray  # noqa: PLC0415
 
-        ray.init(
+        context = ray.init(
             address=self._address,
             namespace="windlass",
             log_to_driver=False,
@@ -58,6 +60,7 @@ class Driver:
             job_config=ray.job_config.JobConfig(metadata={"job_name": self._name}),
         )
         self.host = ray.util.get_node_ip_address()
+        self.dashboard_url = f"http://{context.dashboard_url}" if context.dashboard_url else ""
 
     def use(self, job: Job) -> None:
         """For all attempts from here on."""

@@ -9,10 +9,8 @@ import asyncio
 import math
 import os
 import secrets
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from windlass.engine.cluster import Cluster, ClusterUnavailable
+from windlass.engine.folder import ray_folder
 from windlass.model.errors import WindlassError
 from windlass.worker.process import Group, describe_exit, start_group
 
@@ -57,20 +56,18 @@ def credentials(token: str | None = None) -> dict[str, str]:
 @asynccontextmanager
 async def kept_head(host: str | None = None) -> AsyncIterator[HeadAddress]:
     """A head, until the end of this. Raises WindlassError if it does not start."""
-    # Ray makes sockets under it, whose names must be short.
-    folder = Path(tempfile.mkdtemp(prefix="wl-ray-", dir="/tmp"))
     head = HeadAddress(f"{host or _own_ip()}:{_free_port()}", credentials())
     env = {**os.environ, **head.env}
     # For our own questions to it, and for whoever we start to join or drive.
     os.environ.update(head.env)
-    group = await _start(head, folder, env)
-    keeper = asyncio.create_task(_keep(head, folder, env, group))
-    try:
-        yield head
-    finally:
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    with ray_folder() as folder:
+        group = await _start(head, folder, env)
+        keeper = asyncio.create_task(_keep(head, folder, env, group))
+        try:
+            yield head
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
 
 
 async def _keep(head: HeadAddress, folder: Path, env: dict[str, str], group: Group) -> None:
@@ -99,8 +96,6 @@ async def _start(head: HeadAddress, folder: Path, env: dict[str, str]) -> Group:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
             *(f"--node-ip-address={host}", f"--port={port}", f"--temp-dir={folder}"),
             *("--num-cpus=0", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"),
-            # The one with pictures needs ray[default]; where that is installed, Ray says so at the head's own address.
-            "--include-dashboard=false",
         ],
         env=env,
         max_output_bytes=math.inf,

@@ -1,13 +1,14 @@
 """The program of a hired machine: it makes the machine a node of the Ray cluster, and says that it lives.
 
-It claims nothing and runs nothing: what Ray places on the node is claimed, beaten for and finished by the dispatcher. It
-registers first and then joins, so that a machine that booted and never joined can be told from one that never booted.
+It claims nothing and runs nothing: what Ray places on the node is claimed, beaten for and finished by the dispatcher.
+It registers first and then joins, so that one that booted and never joined can be told from one that never booted.
 When Ray's part ends, so does it: in good order if the worker was told to end, else as a failure. When it is ended, even
 by SIGKILL, Ray's part ends with it.
 """
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import random
@@ -17,10 +18,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 
 from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, label_value
+from windlass.engine.folder import ray_folder
 from windlass.engine.versions import Versions, check_versions, our_versions
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.ray import RaySettings
@@ -48,6 +51,8 @@ class NodeSettings:
     lease_s: float = 30.0
     registration_timeout_s: float = 0.0
     version: str | None = None
+    # Other nodes run on this host too: each needs its own folder, and ports that nobody else has.
+    is_one_of_many: bool = False
     # Of the head, where they are known before it is asked.
     head_versions: Versions | None = None
     # Added to the environment of Ray's processes, and so of handlers.
@@ -78,14 +83,20 @@ class Node:
             if not await self._has_registered(transport):
                 return Ending.LEFT
             heartbeat = self._start_heartbeat()
-            env = {**os.environ, **settings.env}
-            group = await start_group(ray_start(settings), env=env, max_output_bytes=math.inf)
-            group.call_on_exit(self._changed.set)
             try:
-                return await self._live(transport, group)
+                with ray_folder() if settings.is_one_of_many else contextlib.nullcontext() as folder:
+                    return await self._run_ray(transport, folder)
             finally:
-                await group.end()
                 await heartbeat.stop()
+
+    async def _run_ray(self, transport: WorkerTransport, folder: Path | None) -> Ending:
+        command, env = ray_start(self._settings, folder), {**os.environ, **self._settings.env}
+        group = await start_group(command, env=env, max_output_bytes=math.inf)
+        group.call_on_exit(self._changed.set)
+        try:
+            return await self._live(transport, group)
+        finally:
+            await group.end()
 
     async def _live(self, transport: WorkerTransport, group: Group) -> Ending:
         while self._status in LIVE and not self._is_told and group.returncode is None:
@@ -171,7 +182,7 @@ class Node:
         self._changed.set()
 
 
-def ray_start(settings: NodeSettings) -> list[str]:
+def ray_start(settings: NodeSettings, folder: Path | None) -> list[str]:
     """The command that joins the cluster and goes on until the node ends."""
     ray = settings.ray
     command = [
@@ -179,13 +190,13 @@ def ray_start(settings: NodeSettings) -> list[str]:
         "--disable-usage-stats",
         f"--labels={WORKER_LABEL}={settings.worker_id},{FLEET_LABEL}={label_value(settings.fleet)}",
     ]
+    if folder is not None:
+        command += [f"--temp-dir={folder}", "--min-worker-port=0", "--max-worker-port=0"]
     if ray.node_cpus is not None:
         command.append(f"--num-cpus={ray.node_cpus:g}")
     if ray.node_gpus is not None:
         command.append(f"--num-gpus={ray.node_gpus:g}")
     if ray.node_resources:
-        import json  # noqa: PLC0415
-
         command.append(f"--resources={json.dumps(ray.node_resources)}")
     if ray.object_store_mb is not None:
         command.append(f"--object-store-memory={ray.object_store_mb << 20}")

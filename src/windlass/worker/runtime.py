@@ -18,7 +18,7 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -76,6 +76,8 @@ class WorkerSettings:
     worker_id: str | None = None
     version: str | None = None
     kind: WorkerKind = WorkerKind.WORKER
+    # Told with each heartbeat, for people to read.
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
 
 class Ending(enum.Enum):
@@ -598,7 +600,7 @@ class _Life:
     def _vitals(self) -> dict[str, Any]:
         # For how long it has had nothing to do; the control loop lets the most idle go first.
         idle_s = 0.0 if self._running else round(time.monotonic() - self._idle_since, 1)
-        return {"pid": os.getpid(), "idle_s": idle_s, **self._gpu.vitals()}
+        return {"pid": os.getpid(), "idle_s": idle_s, **self._settings.remarks, **self._gpu.vitals()}
 
     def _on_pulse(self, pulse: Pulse) -> None:
         for token in pulse.lost & self._running.keys():

@@ -129,6 +129,7 @@ def warn(draft: Draft) -> list[Action]:
     if len(working) > 1 and all(s.lifecycle is Lifecycle.CRASHED for s in working):
         actions += draft.alert("ALL_CRASHED", f"all {len(working)} workers crashed at the same time")
     actions += _warn_of_maximum(draft)
+    actions += _warn_of_engine(draft)
     unlisted_since = draft.memory.unlisted_since
     if unlisted_since and draft.age_s(unlisted_since) >= UNLISTED_TO_TELL * draft.fleet.poll_interval_s:
         actions += draft.alert(
@@ -143,6 +144,18 @@ def _warn_of_maximum(draft: Draft) -> list[Action]:
     if not draft.snapshot.traits.is_remote or limit < NEAR_MAX_MIN or hired <= NEAR_MAX_SHARE * limit:
         return []
     return draft.alert("NEAR_MAX", f"{hired} of at most {limit} workers are hired")
+
+
+def _warn_of_engine(draft: Draft) -> list[Action]:
+    """Of nodes that nobody places tasks on: they are paid for, and no state of theirs says so."""
+    nodes = [s.worker for s in draft.states.values() if s.is_hired and s.has_heartbeat and s.worker.status in LIVE]
+    if draft.fleet.engine is None or not nodes:
+        return []
+    since = max((node.node.at for node in nodes if node.node is not None), default=min(n.created_at for n in nodes))
+    if draft.age_s(since) <= max(draft.fleet.heartbeat_timeout_s, draft.fleet.poll_interval_s):
+        return []
+    what = f"nobody has looked at its nodes in Ray since {since:%H:%M:%S} UTC: its dispatcher is not there"
+    return draft.alert("ENGINE_SILENT", what)
 
 
 def _warn_of_slots(draft: Draft) -> list[Action]:
