@@ -110,10 +110,17 @@ class Bed:
 
     def dispatch(self, name: str = "dispatcher") -> subprocess.Popen[bytes]:
         config = self.folder / "windlass.toml"
-        lines = [f"[fleets.{self.fleet}]", 'provider = "ray-local"', 'queues = ["q"]', 'handler = "ray_handlers:work"']
-        lines += [f'chdir = "{HANDLERS}"', "heartbeat_interval_s = 1", f"heartbeat_timeout_s = {LEASE_S}"]
-        lines += [f"{key} = {json.dumps(value)}" for key, value in self.settings.items()]
-        config.write_text("\n".join(lines))
+        settings = {
+            "provider": "ray-local",
+            "queues": ["q"],
+            "handler": "ray_handlers:work",
+            "chdir": str(HANDLERS),
+            "heartbeat_interval_s": 1,
+            "heartbeat_timeout_s": LEASE_S,
+            **self.settings,
+        }
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+        config.write_text("\n".join([f"[fleets.{self.fleet}]", *lines]))
         return self.start(name, "dispatch", "--fleet", self.fleet, "--config", str(config))
 
     def start(self, name: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:

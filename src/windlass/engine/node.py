@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import structlog
 
 from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, label_value
@@ -34,7 +35,8 @@ from windlass.worker.heartbeat import Heartbeat, OpenTransport
 from windlass.worker.process import Group, describe_exit, start_group
 from windlass.worker.runtime import Ending
 
-MAX_PLACES = 10_000
+# From one look at Ray's processes to the next.
+WATCH_INTERVAL_S = 0.5
 log = structlog.get_logger(__name__)
 
 
@@ -69,6 +71,8 @@ class Node:
         self._open_transport = open_transport
         self._status: WorkerStatus | None = WorkerStatus.SPAWNING
         self._is_told = False
+        # Ray's part has ended.
+        self._is_over = False
         self._changed = asyncio.Event()
 
     async def run(self) -> Ending:
@@ -93,23 +97,33 @@ class Node:
         command, env = ray_start(self._settings, folder), {**os.environ, **self._settings.env}
         group = await start_group(command, env=env, max_output_bytes=math.inf)
         group.call_on_exit(self._changed.set)
+        watch = asyncio.create_task(self._watch_raylet(group))
         try:
             return await self._live(transport, group)
         finally:
+            watch.cancel()
             await group.end()
 
+    async def _watch_raylet(self, group: Group) -> None:
+        """`ray start --block` goes on without a raylet that ended in good order: a node that was drained."""
+        was_there = is_there = False
+        while is_there or not was_there:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            was_there = is_there or was_there
+            is_there = await asyncio.to_thread(_has_raylet, group.pid)
+        self._is_over = True
+        self._changed.set()
+
     async def _live(self, transport: WorkerTransport, group: Group) -> Ending:
-        while self._status in LIVE and not self._is_told and group.returncode is None:
+        while self._status in LIVE and not (self._is_told or self._is_over) and group.returncode is None:
             await self._changed.wait()
             self._changed.clear()
         if self._status not in LIVE:
             log.warning("ended by others", worker_id=self._settings.worker_id)
             return Ending.LOST
-        if group.returncode is not None and not self._is_told:
-            how = f"the Ray node {describe_exit(group.returncode)}: {group.tail()[-500:]}"
-            # It was drained, perhaps, and we have not heard of it yet.
-            if not await self._is_to_end(transport):
-                raise NodeLost(how)
+        # It was drained, perhaps, and we have not heard of it yet.
+        if not self._is_told and not await self._is_to_end(transport):
+            raise NodeLost(_how_it_ended(group))
         await group.end()
         with contextlib.suppress(DatabaseUnavailable):
             await transport.leave(self._settings.worker_id, "its node was drained")
@@ -180,6 +194,26 @@ class Node:
     def _on_signal(self) -> None:
         self._is_told = True
         self._changed.set()
+
+
+def _has_raylet(pid: int) -> bool:
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return False
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+def _how_it_ended(group: Group) -> str:
+    """With its last line, which in Ray's log is the cause."""
+    if group.returncode is None:
+        return "the Ray node ended by itself"
+    last = next((line.strip() for line in reversed(group.tail().splitlines()) if line.strip()), "")
+    return f"the Ray node ended by itself: it {describe_exit(group.returncode)}" + (f" ({last[:300]})" if last else "")
 
 
 def ray_start(settings: NodeSettings, folder: Path | None) -> list[str]:

@@ -502,7 +502,7 @@ class MemoryStore:
         else:
             self._end(row, TaskStatus.FAILED, code=code, error=error)
         self._note_attempt(
-            "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED", row, worker_id, code, error
+            "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED", row, row.worker_id, code, error
         )
         return row.status
 

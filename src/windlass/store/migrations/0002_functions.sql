@@ -380,7 +380,7 @@ begin
   perform windlass.note(
     case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
     format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass.shortened(v_error)),
-    null, p_worker_id, p_task_id,
+    null, v_task.worker_id, p_task_id,
     jsonb_build_object('attempt', v_task.attempts, 'error_code', p_code, 'error', v_error)
   );
   return v_task.status;
