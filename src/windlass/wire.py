@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
     from windlass.control.summary import Summary
     from windlass.control.up import Up
     from windlass.engine.node import NodeSettings
+    from windlass.model.bootstrap import BootstrapSettings
     from windlass.model.fleet import FleetConfig
     from windlass.model.machine import MachineRequest
+    from windlass.model.order import RayHead, RayOrder, WorkOrder
     from windlass.ports.control import Candidate
     from windlass.ports.provider import Provider
     from windlass.providers.hetzner import Account
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from windlass.store.control import PostgresControlStore
     from windlass.store.examine import Examination
     from windlass.worker.executor import Executor
+    from windlass.worker.heartbeat import OpenTransport
     from windlass.worker.runtime import Ending, WorkerSettings
 
 # Of the machine's memory: what all handlers of a worker may use together when nothing else is configured.
@@ -254,11 +258,35 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
         worker_id=order.worker_id,
         version=version,
     )
+    if order.ray is not None:
+        return await _run_joined_node(order, order.ray, lambda: HttpTransport(membership, tls), version)
     config = Config(
         max_payload_bytes=order.max_payload_bytes, worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb)
     )
     executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
     return await WorkerRuntime(settings, lambda: HttpTransport(membership, tls), executor).run()
+
+
+async def _run_joined_node(
+    order: "WorkOrder", ray: "RayOrder", open_transport: "OpenTransport", version: str
+) -> "Ending":
+    from windlass.engine.node import Node, NodeSettings
+    from windlass.engine.versions import Versions
+
+    settings = NodeSettings(
+        worker_id=order.worker_id,
+        fleet=order.fleet,
+        queues=order.queues,
+        address=ray.address,
+        ray=ray.settings,
+        concurrency=order.concurrency,
+        heartbeat_interval_s=order.heartbeat_interval_s,
+        lease_s=order.lease_s,
+        registration_timeout_s=JOINED_REGISTRATION_TIMEOUT_S,
+        version=version,
+        head_versions=Versions(ray.ray_version, ray.python_version),
+    )
+    return await Node(settings, open_transport).run()
 
 
 def _executor(
@@ -368,7 +396,16 @@ def _user_data(fleet: "FleetConfig", config: Config) -> "Callable[[MachineReques
     url = config.machine_url
     if url is None:
         raise AssertionError("check_machines_can_call comes before any provider")
-    return lambda request: render_user_data(fleet.bootstrap, request, url, stop_timeout_s=fleet.stop_timeout_s)
+    bootstrap = _with_ray(fleet.bootstrap) if fleet.engine == "ray" else fleet.bootstrap
+    return lambda request: render_user_data(bootstrap, request, url, stop_timeout_s=fleet.stop_timeout_s)
+
+
+def _with_ray(bootstrap: "BootstrapSettings") -> "BootstrapSettings":
+    """The same, with the Ray that we have: what is asked for otherwise could not work with it."""
+    from windlass.engine.versions import our_versions
+
+    others = [line for line in bootstrap.requirements if not re.match(r"ray\b(?!-)", line, re.IGNORECASE)]
+    return bootstrap.model_copy(update={"requirements": (*others, f"ray=={our_versions().ray}")})
 
 
 def hetzner_account(config: Config, timeout_s: float) -> "Account":
@@ -649,6 +686,22 @@ async def _ray(loaded: "Loaded") -> AsyncIterator[Config]:
         yield config
 
 
+# What lets a machine into a cluster, by Ray's own names.
+_RAY_CREDENTIALS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_gcs_rpc_server_reconnect_timeout_s")
+
+
+def _ray_head(config: Config) -> "RayHead | None":
+    """For the machines of fleets whose tasks Ray places. Its versions are ours: that was checked."""
+    if config.ray_address is None or not any(fleet.engine == "ray" for fleet in config.fleets.values()):
+        return None
+    from windlass.engine.versions import our_versions
+    from windlass.model.order import RayHead
+
+    ours = our_versions()
+    env = {name: os.environ[name] for name in _RAY_CREDENTIALS if name in os.environ}
+    return RayHead(config.ray_address, ours.ray, ours.python, env)
+
+
 def _dispatch_command(loaded: "Loaded", fleet: str) -> list[str]:
     import sys
 
@@ -795,6 +848,7 @@ async def _face(
             pulses=lambda: _pulses(up),
             run_cycle=run_cycle,
             wheel=lambda: wheel,
+            ray_head=_ray_head(config),
         )
         async with serving(make_app(face), listener):
             try:

@@ -11,6 +11,7 @@ from windlass.api.doorbell import Doorbell
 from windlass.api.wheel import Wheel
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
+from windlass.model.order import RayHead
 from windlass.ports.access import Access
 from windlass.ports.transport import WorkerTransport
 
@@ -47,6 +48,8 @@ class Face:
     run_cycle: Callable[[], Awaitable[list[dict[str, Any]]]]
     # None where this program does not know its own files.
     wheel: Callable[[], Wheel | None]
+    # What the machines of fleets join whose tasks Ray places.
+    ray_head: RayHead | None = None
 
 
 def answering(kind: Any) -> Callable[[Any], Response]:

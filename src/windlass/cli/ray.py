@@ -84,7 +84,6 @@ async def node(
             heartbeat_interval_s=heartbeat_interval,
             lease_s=lease,
             version=__version__,
-            is_one_of_many=True,
         ),
     )
     return EXIT_LOST if ending is Ending.LOST else 0

@@ -53,8 +53,6 @@ class NodeSettings:
     lease_s: float = 30.0
     registration_timeout_s: float = 0.0
     version: str | None = None
-    # Other nodes run on this host too: each needs its own folder, and ports that nobody else has.
-    is_one_of_many: bool = False
     # Of the head, where they are known before it is asked.
     head_versions: Versions | None = None
     # Added to the environment of Ray's processes, and so of handlers.
@@ -88,12 +86,12 @@ class Node:
                 return Ending.LEFT
             heartbeat = self._start_heartbeat()
             try:
-                with ray_folder() if settings.is_one_of_many else contextlib.nullcontext() as folder:
+                with ray_folder() as folder:
                     return await self._run_ray(transport, folder)
             finally:
                 await heartbeat.stop()
 
-    async def _run_ray(self, transport: WorkerTransport, folder: Path | None) -> Ending:
+    async def _run_ray(self, transport: WorkerTransport, folder: Path) -> Ending:
         command, env = ray_start(self._settings, folder), {**os.environ, **self._settings.env}
         group = await start_group(command, env=env, max_output_bytes=math.inf)
         group.call_on_exit(self._changed.set)
@@ -216,16 +214,16 @@ def _how_it_ended(group: Group) -> str:
     return f"the Ray node ended by itself: it {describe_exit(group.returncode)}" + (f" ({last[:300]})" if last else "")
 
 
-def ray_start(settings: NodeSettings, folder: Path | None) -> list[str]:
+def ray_start(settings: NodeSettings, folder: Path) -> list[str]:
     """The command that joins the cluster and goes on until the node ends."""
     ray = settings.ray
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={settings.address}"),
         "--disable-usage-stats",
+        # Other nodes may run on this host: a folder of its own, and ports that nobody else has.
+        *(f"--temp-dir={folder}", "--min-worker-port=0", "--max-worker-port=0"),
         f"--labels={WORKER_LABEL}={settings.worker_id},{FLEET_LABEL}={label_value(settings.fleet)}",
     ]
-    if folder is not None:
-        command += [f"--temp-dir={folder}", "--min-worker-port=0", "--max-worker-port=0"]
     if ray.node_cpus is not None:
         command.append(f"--num-cpus={ray.node_cpus:g}")
     if ray.node_gpus is not None:
