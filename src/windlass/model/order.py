@@ -65,8 +65,8 @@ def work_order(
     version: str,
     ray_head: RayHead | None = None,
 ) -> WorkOrder:
-    """`queues` are those the worker was hired for: a worker keeps what it was started with. `ray_head`: what machines of
-    a fleet with that engine join."""
+    """`queues` are those the worker was hired for: a worker keeps what it was started with. `ray_head`: what machines
+    of a fleet with that engine join."""
     return WorkOrder(
         worker_id=worker_id,
         fleet=fleet_name,
