@@ -50,6 +50,7 @@ def joining_routes(face: Face) -> APIRouter:
                 face.worker_defaults,
                 max_payload_bytes=face.max_payload_bytes,
                 version=face.version,
+                ray_head=face.ray_head,
             )
         )
 
@@ -95,6 +96,7 @@ def worker_routes(face: Face) -> APIRouter:
             host=call.host,
             pid=call.pid,
             version=call.version,
+            kind=call.kind,
         )
         return _registered(http.Registered(await store.register(registration)))
 

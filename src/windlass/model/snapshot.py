@@ -12,6 +12,7 @@ from typing import Any
 from windlass.model.cost import Bill, Spending
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits, Volume
+from windlass.model.node import NodeView
 from windlass.model.worker import WorkerStatus
 
 
@@ -65,6 +66,8 @@ class WorkerView:
     prepare_reason: str | None = None
     # Who its machine proved to be when it first let us in.
     host_key: str | None = None
+    # What its engine last said of it, where tasks are placed by one.
+    node: NodeView | None = None
 
 
 @dataclass(frozen=True, slots=True)

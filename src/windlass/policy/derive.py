@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
+from windlass.model.node import NodeState
 from windlass.model.snapshot import RunningView, WorkerView
 from windlass.model.worker import LIVE, WorkerStatus
 from windlass.policy.evidence import QUARANTINED
@@ -31,6 +32,9 @@ class Lifecycle(StrEnum):
     SPAWNING_POD_PENDING = "spawning_pod_pending"  # its machine does not run yet
     SPAWNING_SCRIPT_PENDING = "spawning_script_pending"  # its machine runs, the worker's program was not started
     SPAWNING_SCRIPT_RUNNING = "spawning_script_running"  # started, not heard of yet
+    # heard of, where an engine places tasks
+    NODE_JOINING = "node_joining"  # its engine has not seen it yet
+    NODE_DEAD = "node_dead"  # its engine has given it up, whatever its heartbeat says
     # heard of
     ACTIVE_INITIALIZING = "active_initializing"  # no word about its GPU yet
     ACTIVE_GPU_NOT_DETECTED = "active_gpu_not_detected"  # a GPU of zero memory
@@ -184,6 +188,8 @@ def _lifecycle(
         return Lifecycle.SPAWNING_SCRIPT_RUNNING if worker.prepared_at else Lifecycle.SPAWNING_SCRIPT_PENDING
     if is_silent:
         return Lifecycle.ACTIVE_STALE
+    if fleet.engine is not None and worker.slot is not None:
+        return _lifecycle_of_node(worker, fleet)
     if not fleet.has_gpu or worker.slot is None:
         return Lifecycle.ACTIVE_READY
     if worker.vram_at is None:
@@ -191,7 +197,18 @@ def _lifecycle(
     return Lifecycle.ACTIVE_READY if worker.vram_total_mb else Lifecycle.ACTIVE_GPU_NOT_DETECTED
 
 
-def _trouble(
+def _lifecycle_of_node(worker: WorkerView, fleet: FleetConfig) -> Lifecycle:
+    if worker.node is None or worker.node.state is NodeState.ABSENT:
+        return Lifecycle.NODE_JOINING
+    if worker.node.state is NodeState.DEAD:
+        return Lifecycle.NODE_DEAD
+    # What a node has is its engine's word, not its own.
+    if fleet.has_gpu and not worker.node.total.get("GPU"):
+        return Lifecycle.ACTIVE_GPU_NOT_DETECTED
+    return Lifecycle.ACTIVE_READY
+
+
+def _trouble(  # noqa: PLR0912 - one for each way to be broken
     worker: WorkerView,
     machine: Machine | None,
     presence: Presence,
@@ -214,6 +231,8 @@ def _trouble(
         return _not_heard(worker, presence, fleet, now, queued)
     if worker.slot is None:
         return None, None
+    if lifecycle in (Lifecycle.NODE_JOINING, Lifecycle.NODE_DEAD):
+        return _given_up(worker, lifecycle, fleet, now)
     stuck = _stuck_task(worker, fleet, now)
     if stuck is not None:
         return "STUCK_TASK", f"Stuck task {stuck.task_id} ({(now - stuck.started_at).total_seconds():.0f}s)"
@@ -267,6 +286,21 @@ def _not_heard(
     return None, None
 
 
+def _given_up(
+    worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig, now: datetime
+) -> tuple[str | None, str | None]:
+    """A node that its engine has never seen, or sees no more. An engine nobody has looked at lately says nothing."""
+    node = worker.node
+    if node is None or (now - node.at).total_seconds() > fleet.heartbeat_timeout_s:
+        return None, None
+    if lifecycle is Lifecycle.NODE_DEAD:
+        return "NODE_DEAD", f"Its node is dead: {node.note or 'no word why'}"
+    age_s = (now - worker.created_at).total_seconds()
+    if age_s > fleet.spawn_timeout_s:
+        return "NODE_NOT_JOINED", f"Booted, but never joined its cluster ({age_s:.0f}s)"
+    return None, None
+
+
 def _is_unclaimed(worker: WorkerView, lifecycle: Lifecycle, queued: int) -> bool:
     """Tasks wait, and it has never taken any. For a moment that is nothing; for long it is broken."""
     return (
@@ -284,7 +318,9 @@ def _is_booting(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig, no
         return False
     # One that has no word of its GPU after all its time is no longer expected: it may be let go like any other.
     is_still_expected = _effective_age_s(worker, now) <= fleet.startup_grace_s
-    return lifecycle in SPAWNING or (lifecycle in NOT_READY and is_still_expected)
+    if lifecycle in SPAWNING or lifecycle is Lifecycle.NODE_JOINING:
+        return True
+    return lifecycle in NOT_READY and is_still_expected
 
 
 def _is_proven(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig) -> bool:

@@ -15,7 +15,7 @@ from uuid import UUID
 from pydantic import Field
 
 from windlass.model.task import Claim, Finished, TaskStatus
-from windlass.model.worker import HeldClaim, WorkerStatus
+from windlass.model.worker import HeldClaim, WorkerKind, WorkerStatus
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
 ORDER = "/internal/worker/order"
@@ -88,6 +88,7 @@ class RegisterCall:
     host: str | None = None
     pid: int | None = None
     version: str | None = None
+    kind: WorkerKind = WorkerKind.WORKER
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from uuid import UUID
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event, QueueDepth
+from windlass.model.node import NodeView
 from windlass.model.task import (
     MAX_ERROR_CHARACTERS,
     MAX_NOTE_CHARACTERS,
@@ -39,7 +40,7 @@ from windlass.model.task import (
     check_queue_name,
     storable,
 )
-from windlass.model.worker import LIVE, HeldClaim, Pulse, Recovery, Registration, Worker, WorkerStatus
+from windlass.model.worker import LIVE, HeldClaim, Pulse, Recovery, Registration, Worker, WorkerKind, WorkerStatus
 from windlass.policy.backoff import retry_delay_s
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ class _WorkerRow:
     metadata: dict[str, Any] = field(default_factory=dict)
     failed_tasks: list[int] = field(default_factory=list)
     failing_since: datetime | None = None
+    kind: WorkerKind = WorkerKind.WORKER
+    node: NodeView | None = None
 
     @property
     def lease(self) -> timedelta:
@@ -197,6 +200,8 @@ class _WorkerRow:
             vram_used_mb=self.vram_used_mb,
             late_results=self.late_results,
             metadata=dict(self.metadata),
+            kind=self.kind,
+            node=self.node,
         )
 
 
@@ -376,7 +381,7 @@ class MemoryStore:
         elif row.status not in LIVE:
             return row.status
         row.queues, row.concurrency, row.lease_s = r.queues, r.concurrency, r.lease_s
-        row.host, row.pid, row.version = r.host, r.pid, r.version
+        row.host, row.pid, row.version, row.kind = r.host, r.pid, r.version, r.kind
         where = r.host if r.host is not None else "an unknown host"
         self._note(
             "WORKER_REGISTERED",
@@ -465,8 +470,10 @@ class MemoryStore:
         for done in finished:
             _check_json("finishing tasks", done.result)
         accepted = {done.token for done in finished if self._complete(done)}
-        if accepted and worker_id in self._workers:
-            self._workers[worker_id].failed_tasks, self._workers[worker_id].failing_since = [], None
+        for done in finished:
+            doer = self._workers.get(self._tasks[done.task_id].worker_id or "") if done.token in accepted else None
+            if doer is not None:
+                doer.failed_tasks, doer.failing_since = [], None
         lost = [
             done.token
             for done in finished
@@ -504,9 +511,9 @@ class MemoryStore:
             self._let_wait(row, retry_delay_s(row.attempts, jitter), code, error)
         else:
             self._end(row, TaskStatus.FAILED, code=code, error=error)
-        self._note_failure(worker_id, task_id)
+        self._note_failure(row.worker_id or "", task_id)
         self._note_attempt(
-            "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED", row, worker_id, code, error
+            "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED", row, row.worker_id, code, error
         )
         return row.status
 
@@ -580,7 +587,9 @@ class MemoryStore:
             elif progress is not None:
                 row.progress = progress
                 row.progress_note = storable(claim.note)[:MAX_NOTE_CHARACTERS] if claim.note is not None else None
-        for token, row in sorted(held.items(), key=lambda item: item[1].id):
+        # What runs on a node is known to its dispatcher, who beats for it.
+        own = held if worker.kind is not WorkerKind.NODE else {}
+        for token, row in sorted(own.items(), key=lambda item: item[1].id):
             if token not in named and row.started_at is not None and row.started_at < now - worker.lease:
                 self._release(row, worker_id, "claimed by a worker that never received it")
         return Pulse(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost))
@@ -643,7 +652,7 @@ class MemoryStore:
     def _recover(self, worker: _WorkerRow, judge_id: str) -> Recovery:
         reason = f"no heartbeat for {_whole_seconds(self._clock() - worker.heard_at())} s"
         self._note("WORKER_LOST", reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
-        recovery = self._take_back_all(worker.id, f"worker {worker.id} was lost")
+        recovery = self._take_back_all(worker.id, f"worker {worker.id} was lost", self._lost_with(worker))
         if worker.slot is None:
             worker.code, worker.reason = "STALE_HEARTBEAT", reason
             self._terminate(worker)
@@ -662,8 +671,14 @@ class MemoryStore:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.status in LIVE
 
-    def _take_back_all(self, worker_id: str, reason: str) -> Recovery:
-        tasks = self._held_in_order(worker_id)
+    def _lost_with(self, worker: _WorkerRow) -> list[str]:
+        """The nodes whose tasks are lost with this dispatcher. Here nobody leads, so no other has taken its place."""
+        if worker.kind is not WorkerKind.DISPATCHER:
+            return []
+        return [w.id for w in self._not_terminated.values() if (w.fleet, w.kind) == (worker.fleet, WorkerKind.NODE)]
+
+    def _take_back_all(self, worker_id: str, reason: str, node_ids: Sequence[str] = ()) -> Recovery:
+        tasks = [row for id_ in (worker_id, *node_ids) for row in self._held_in_order(id_)]
         for row in tasks:
             self._take_back(row, "WORKER_LOST", reason)
         failed = sum(row.status is TaskStatus.FAILED for row in tasks)

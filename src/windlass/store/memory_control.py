@@ -208,7 +208,8 @@ class MemoryControlStore(MemoryStore):
         return lease.term
 
     def _leaderless_s(self) -> float:
-        expired = max((lease.expires_at for lease in self._leases.values()), default=None)
+        # Dispatchers have leases too, but judge nobody.
+        expired = max((lease.expires_at for name, lease in self._leases.items() if _is_a_leaders(name)), default=None)
         return (self._clock() - expired).total_seconds() if expired is not None else float("inf")
 
     async def resign(self, candidate: Candidate) -> None:
@@ -314,6 +315,7 @@ class MemoryControlStore(MemoryStore):
             prepare_code=hired.prepare_code,
             prepare_reason=hired.prepare_reason,
             host_key=hired.host_key,
+            node=worker.node,
         )
 
     def _observe_spending(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
@@ -881,7 +883,9 @@ class MemoryControlStore(MemoryStore):
                 created_at=row.created_at,
                 planned_at=row.memory.planned_at,
                 next_plan_in_s=row.memory.next_plan_in_s,
-                is_led=any(lease.expires_at > self._clock() for lease in self._leases.values()),
+                is_led=any(
+                    lease.expires_at > self._clock() for name, lease in self._leases.items() if _is_a_leaders(name)
+                ),
             )
             for name, row in sorted(self._fleets.items())
         ]
@@ -1018,6 +1022,10 @@ def _observe_slots(fleet: _FleetRow, since: datetime) -> tuple[SlotView, ...]:
         for number, slot in sorted(fleet.slots.items())
     )
     return tuple(view for view in views if view.is_failed or view.restarts)
+
+
+def _is_a_leaders(lease: str) -> bool:
+    return not lease.startswith("ray:")
 
 
 def _span_length(span: Span) -> timedelta:

@@ -22,8 +22,9 @@ import asyncpg
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event, QueueDepth
+from windlass.model.node import NodeState, NodeView
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, TaskSummary, Turn, storable
-from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerStatus
+from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerKind, WorkerStatus
 from windlass.store.connect import (
     COMMAND_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
@@ -224,7 +225,7 @@ class PostgresStore:
         r = registration
         async with self._connection("registering the worker") as connection:
             status = await connection.fetchval(
-                "select windlass.register_worker($1, $2, $3, $4, $5, $6, $7, $8)",
+                "select windlass.register_worker($1, $2, $3, $4, $5, $6, $7, $8, $9)",
                 r.worker_id,
                 r.fleet,
                 list(r.queues),
@@ -233,6 +234,7 @@ class PostgresStore:
                 r.host,
                 r.pid,
                 r.version,
+                r.kind,
             )
         return WorkerStatus(status)
 
@@ -502,7 +504,17 @@ def _worker(row: Any) -> Worker:
     fields["queues"] = tuple(row["queues"])
     fields["status"] = WorkerStatus(row["status"])
     fields["metadata"] = json.loads(row["metadata"])
+    fields["kind"] = WorkerKind(row["kind"])
+    fields["node"] = node_view(row["node"])
     return Worker(**fields)
+
+
+def node_view(text: str | None) -> NodeView | None:
+    if text is None:
+        return None
+    said = json.loads(text)
+    moments = {name: datetime.fromisoformat(said[name]) for name in ("since", "at")}
+    return NodeView(**{**said, **moments, "state": NodeState(said["state"])})
 
 
 def _event(row: Any) -> Event:

@@ -18,7 +18,7 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -35,10 +35,10 @@ from windlass.model.errors import (
     WindlassError,
 )
 from windlass.model.task import Claim, Finished, Turn
-from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerStatus
+from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerKind, WorkerStatus
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
-from windlass.worker.executor import Executor, Failure, Outcome, Success
+from windlass.worker.executor import Executor, Failure, NotBegun, Outcome, Success
 from windlass.worker.gpu import GpuReader
 from windlass.worker.handler import last_words
 from windlass.worker.heartbeat import Heartbeat, OpenTransport
@@ -52,6 +52,8 @@ POLL_MIN_INTERVAL_S = 0.05
 CANCEL_TIMEOUT_S = 15.0
 FOREVER = float("inf")
 News = TypeVar("News", Pulse, SchemaMismatch)
+# From how many attempts have not ended to how many more may begin.
+FreePlaces = Callable[[int], int]
 log = structlog.get_logger(__name__)
 
 
@@ -76,6 +78,9 @@ class WorkerSettings:
     version: str | None = None
     # Storage that is shared with other machines, and watched.
     storage_path: str | None = None
+    kind: WorkerKind = WorkerKind.WORKER
+    # Told with each heartbeat, for people to read.
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
 
 class Ending(enum.Enum):
@@ -109,7 +114,15 @@ class _Orders:
 
 
 class WorkerRuntime:
-    def __init__(self, settings: WorkerSettings, open_transport: OpenTransport, executor: Executor) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        open_transport: OpenTransport,
+        executor: Executor,
+        free_places: FreePlaces | None = None,
+    ) -> None:
+        """`free_places`: for one whose places come and go; `look_again` when there may be more."""
+        self._free_places = free_places or (lambda running: settings.concurrency - running)
         self._settings = settings
         self._open_transport = open_transport
         self._executor = executor
@@ -125,6 +138,14 @@ class WorkerRuntime:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         try:
+            return await self.work()
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def work(self) -> Ending:
+        """The same for whoever hears signals itself."""
+        try:
             if not await self._start_executor():
                 return Ending.LEFT
             for reader in self._readers:
@@ -135,12 +156,14 @@ class WorkerRuntime:
             for reader in self._readers:
                 reader.stop()
             await self._executor.close()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
-    def drain(self, why: str) -> None:
-        """Finish what is at hand, then leave."""
-        self._orders.drain(why, self._settings.drain_timeout_s)
+    def drain(self, why: str, limit_s: float | None = None) -> None:
+        """Finish what is at hand, then leave. Within the limit, or the one of the settings."""
+        self._orders.drain(why, self._settings.drain_timeout_s if limit_s is None else limit_s)
+
+    def look_again(self) -> None:
+        """There may be more places than there were."""
+        self._orders.changed.set()
 
     def _on_signal(self, name: str) -> None:
         self._signals_seen += 1
@@ -161,7 +184,7 @@ class WorkerRuntime:
         return False
 
     async def _live_on(self, transport: WorkerTransport) -> Ending:
-        life = _Life(self._settings, self._orders, self._executor, self._readers, transport, self._open_transport)
+        life = self._new_life(transport)
         if not await self._has_registered(life):
             return Ending.LEFT
         while True:
@@ -169,9 +192,20 @@ class WorkerRuntime:
             if ending is Ending.LEFT or self._settings.worker_id is not None:
                 return ending
             log.warning("declared lost; joining again under a new name")
-            life = _Life(self._settings, self._orders, self._executor, self._readers, transport, self._open_transport)
+            life = self._new_life(transport)
             if not await self._has_joined_again(life):
                 return ending
+
+    def _new_life(self, transport: WorkerTransport) -> "_Life":
+        return _Life(
+            self._settings,
+            self._orders,
+            self._executor,
+            self._readers,
+            transport,
+            self._open_transport,
+            self._free_places,
+        )
 
     async def _has_registered(self, life: "_Life") -> bool:
         """False when told to end meanwhile. Raises DatabaseUnavailable when the time for it is over."""
@@ -236,8 +270,10 @@ class _Life:
         readers: Sequence[GpuReader | StorageReader],
         transport: WorkerTransport,
         open_transport: OpenTransport,
+        free_places: FreePlaces,
     ) -> None:
         self._settings = settings
+        self._count_free = free_places
         # One call claims for at most half of the places: the other half works while the database does.
         self._claim_limit = (settings.concurrency + 1) // 2
         self._orders = orders
@@ -307,6 +343,7 @@ class _Life:
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 version=settings.version,
+                kind=settings.kind,
             )
         )
         log.info(
@@ -340,7 +377,7 @@ class _Life:
     def _free_places(self) -> int:
         if self._orders.is_draining or self._is_paused:
             return 0
-        return self._settings.concurrency - len(self._running)
+        return self._count_free(len(self._running))
 
     async def _wait_for_change(self, *, is_looking_for_work: bool) -> None:
         if is_looking_for_work and (self._look_out is None or self._look_out.done()):
@@ -522,7 +559,7 @@ class _Life:
 
         try:
             self._file(claim, await self._executor.run(claim, report))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, NotBegun):
             self._outbox.given_back.append(claim)
         except HandlerNotFound as error:
             self._outbox.given_back.append(claim)
@@ -572,7 +609,7 @@ class _Life:
     def _vitals(self) -> dict[str, Any]:
         # For how long it has had nothing to do; the control loop lets the most idle go first.
         idle_s = 0.0 if self._running else round(time.monotonic() - self._idle_since, 1)
-        vitals: dict[str, Any] = {"pid": os.getpid(), "idle_s": idle_s}
+        vitals: dict[str, Any] = {"pid": os.getpid(), "idle_s": idle_s, **self._settings.remarks}
         for reader in self._readers:
             vitals |= reader.vitals()
         return vitals

@@ -46,8 +46,9 @@ select
   (select count(*) from windlass.tasks where status not in ('complete', 'failed')) as unfinished,
   (select count(*) from windlass.tasks) as enqueued,
   (select count(*) from windlass.cycles) as cycles,
-  (select count(*) from windlass.workers where status = 'active') as ready,
-  (select count(*) from windlass.workers where status <> 'terminated') as workers;
+  (select count(*) from windlass.workers where status = 'active' and slot is not null) as ready,
+  (select count(*) from windlass.workers where status = 'active' and kind = 'dispatcher') as dispatchers,
+  (select count(*) from windlass.workers where status <> 'terminated' and slot is not null) as workers;
 
 -- name: at_work
 -- Whom to kill: workers with a process and a task at hand that does nothing worse than take its time.
@@ -55,6 +56,7 @@ select w.id, w.pid, w.machine_id, min(t.id) as task_id
 from windlass.workers w
 join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
 where w.status = 'active'
+  and w.kind <> 'dispatcher'
   and not (t.payload ->> 'is_poisonous')::boolean
   and not coalesce((t.payload ->> 'is_stuck')::boolean, false)
 group by w.id, w.pid, w.machine_id
@@ -90,11 +92,17 @@ select
   (select count(*) from per_task where accepted = 1) as accepted_once,
   (select count(*) from per_task where accepted > 1) as accepted_twice,
   (select coalesce(sum(attempts), 0)::bigint from per_task) as attempts,
-  (select count(*) from windlass.events where code in ('TASK_REQUEUED', 'TASK_FAILED')) as lost_attempts,
+  (
+    select count(*) from windlass.events where code in ('TASK_REQUEUED', 'TASK_FAILED', 'TASK_ERROR', 'TASK_RELEASED')
+  ) as lost_attempts,
   (select percentile_cont(0.5) within group (order by wait_s) from per_task)::double precision as wait_p50_s,
   (select percentile_cont(0.95) within group (order by wait_s) from per_task)::double precision as wait_p95_s,
   (select count(*) from windlass.workers where slot is not null) as workers_hired,
-  (select count(*) from windlass.workers where status <> 'terminated') as workers_left;
+  (select count(*) from windlass.workers where status <> 'terminated' and slot is not null) as workers_left;
+
+-- name: nodes_at_work
+-- How many nodes completed a task.
+select count(distinct worker_id) from windlass.tasks where status = 'complete';
 
 -- name: poison
 -- The task that took its workers along, and whom, in their order.
@@ -133,7 +141,7 @@ select
   (
     select extract(epoch from min(e.at) - $3::timestamptz)::double precision
     from windlass.events e
-    where e.code = 'TASK_REQUEUED' and e.task_id = $2 and e.worker_id = $1
+    where e.code in ('TASK_REQUEUED', 'TASK_ERROR') and e.task_id = $2 and e.worker_id = $1
   ) as noticed_after_s,
   (select t.worker_id from windlass.tasks t where t.id = $2 and t.status = 'complete') as completed_by;
 

@@ -146,6 +146,7 @@ def warn(draft: Draft) -> list[Action]:
         actions += draft.alert("ALL_CRASHED", f"all {len(working)} workers crashed at the same time")
     actions += _warn_of_maximum(draft)
     actions += _warn_of_undeleted(draft)
+    actions += _warn_of_engine(draft)
     unlisted_since = draft.memory.unlisted_since
     if unlisted_since and draft.age_s(unlisted_since) >= UNLISTED_TO_TELL * draft.fleet.poll_interval_s:
         actions += draft.alert(
@@ -184,6 +185,18 @@ def _warn_of_undeleted(draft: Draft) -> list[Action]:
             )
             actions += draft.alert("NOT_DELETED", why, about=machine_id)
     return actions
+
+
+def _warn_of_engine(draft: Draft) -> list[Action]:
+    """Of nodes that nobody places tasks on: they are paid for, and no state of theirs says so."""
+    nodes = [s.worker for s in draft.states.values() if s.is_hired and s.has_heartbeat and s.worker.status in LIVE]
+    if draft.fleet.engine is None or not nodes:
+        return []
+    since = max((node.node.at for node in nodes if node.node is not None), default=min(n.created_at for n in nodes))
+    if draft.age_s(since) <= max(draft.fleet.heartbeat_timeout_s, draft.fleet.poll_interval_s):
+        return []
+    what = f"nobody has looked at its nodes in Ray since {since:%H:%M:%S} UTC: its dispatcher is not there"
+    return draft.alert("ENGINE_SILENT", what)
 
 
 def _warn_of_slots(draft: Draft) -> list[Action]:

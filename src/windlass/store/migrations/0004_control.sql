@@ -190,6 +190,7 @@ create function windlass.observe(
   prepare_code text,
   prepare_reason text,
   host_key text,
+  node jsonb,
   task_id bigint,
   task_started_at timestamptz,
   task_timeout_s double precision
@@ -332,7 +333,7 @@ begin
       w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.code, w.reason, w.lease_s::double precision,
       w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since, w.settled_until,
-      w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key,
+      w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node,
       t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'

@@ -22,13 +22,20 @@ as $$
   where id = p_worker_id
 $$;
 
-create function windlass.note_success(p_worker_id text) returns void
+-- Whoever completed one of these just now has done something right.
+create function windlass.note_successes(p_task_ids bigint[], p_at timestamptz) returns void
 language sql
 as $$
-  update windlass.workers
+  update windlass.workers w
   set failed_tasks = '{}', failing_since = null
-  where id = p_worker_id
-    and failing_since is not null
+  where w.failing_since is not null
+    and w.id in (
+      select t.worker_id
+      from windlass.tasks t
+      where t.id = any (p_task_ids)
+        and t.status = 'complete'
+        and t.finished_at = p_at
+    )
 $$;
 
 -- Every attempt of a task that failed, this last one included, since it was enqueued or a person retried it, at most
