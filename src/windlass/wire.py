@@ -7,6 +7,7 @@ server, and a worker nothing that only people look at.
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import random
 import secrets
@@ -28,7 +29,8 @@ from windlass.store.migrate import Migration, applied_migrations, migrate
 from windlass.store.postgres import PostgresStore
 
 if TYPE_CHECKING:
-    from windlass.api.face import FleetPulse
+    from windlass.api.face import FleetPulse, Shown
+    from windlass.api.live import Live
     from windlass.configure import Loaded
     from windlass.control.cycle import FleetCycle
     from windlass.control.summary import Summary
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from windlass.store.access import PostgresAccessStore
     from windlass.store.control import PostgresControlStore
     from windlass.store.examine import Examination
+    from windlass.store.reading import PostgresReadingStore
     from windlass.worker.executor import Executor
     from windlass.worker.runtime import Ending, WorkerSettings
 
@@ -58,6 +61,9 @@ API_CONNECTIONS = 8
 # A loop that has not turned for so many of its intervals, and at least that long, is not ready.
 MISSED_CYCLES = 3
 MIN_MISSED_S = 60.0
+# Retention of what only faces need is applied with every so many samples: once in five minutes.
+SAMPLES_PER_SWEEP = 60
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def data_dir(config: Config) -> Path:
@@ -531,8 +537,12 @@ async def run_up(
     *,
     is_leaving_workers: bool,
     version: str,
+    on_link: Callable[[str], None] = lambda _link: None,
 ) -> None:
-    """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads."""
+    """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads.
+
+    `on_link` is told, once, the address that lets a person's browser in.
+    """
     import structlog
 
     from windlass.control.up import Up
@@ -546,11 +556,17 @@ async def run_up(
         await migrate_database(dsn)
         async with PostgresControlStore(dsn, retention=config.retention) as opened:
             ourselves, instance_id = candidate(config), await opened.instance_id()
+            watchers = [on_summary]
+
+            def tell_all(summary: "Summary") -> None:
+                for tell in watchers:
+                    tell(summary)
+
             up = Up(
                 opened,
                 lambda name, fleet: fleet_cycle(name, fleet, config, opened, ourselves, instance_id),
                 lambda name, fleet: provider(name, fleet, config, instance_id),
-                on_summary,
+                tell_all,
             )
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -558,7 +574,7 @@ async def run_up(
             loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload))
             log = structlog.get_logger("windlass.up")
             log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
-            async with _face(config, dsn, up, listener, version):
+            async with _face(config, dsn, up, listener, version, watchers, on_link):
                 await up.run(config.fleets)
             with contextlib.suppress(DatabaseUnavailable):
                 await opened.resign(ourselves)
@@ -578,7 +594,7 @@ def check_machines_can_call(config: Config) -> None:
     problem = problem_of_control_plane_url(config.machine_url)
     if problem is not None:
         raise ConfigError(f"the machines of fleet {remote} are to call {config.machine_url}, which {problem}.")
-    is_only_here = config.api.host in ("127.0.0.1", "::1", "localhost")
+    is_only_here = config.api.host in _LOOPBACK
     if config.api.url is None and config.control_plane_ip not in (None, config.api.host) and is_only_here:
         raise ConfigError(
             f"the machines of fleet {remote} are to call {config.machine_url}, but api.host is {config.api.host}, "
@@ -596,9 +612,15 @@ def _listener(config: Config) -> "socket.socket | None":
 
 @asynccontextmanager
 async def _face(
-    config: Config, dsn: str, up: "Up", listener: "socket.socket | None", version: str
+    config: Config,
+    dsn: str,
+    up: "Up",
+    listener: "socket.socket | None",
+    version: str,
+    watchers: "list[Callable[[Summary], None]]",
+    on_link: Callable[[str], None],
 ) -> AsyncIterator[None]:
-    """The HTTP face of a running `up`, if it is to have one."""
+    """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`."""
     if listener is None:
         yield
         return
@@ -606,16 +628,18 @@ async def _face(
     from windlass.api.doorbell import Doorbell
     from windlass.api.face import Face
     from windlass.api.server import serving
+    from windlass.api.session import new_link
     from windlass.api.wheel import build_wheel
-    from windlass.store.access import PostgresAccessStore
+    from windlass.store.reading import PostgresReadingStore
 
     async def run_cycle() -> list[dict[str, Any]]:
         return [summary.to_plain() for summary in await up.cycle_now()]
 
     # Now: what is on the disk later may be another version.
     wheel = await asyncio.to_thread(build_wheel)
-    async with PostgresAccessStore(dsn, retention=config.retention, max_connections=API_CONNECTIONS) as store:
+    async with PostgresReadingStore(dsn, retention=config.retention, max_connections=API_CONNECTIONS) as store:
         doorbell = Doorbell(store.wait_for_work)
+        shown = _shown(config, store, up, watchers)
         face = Face(
             store=store,
             access=store,
@@ -628,13 +652,81 @@ async def _face(
             pulses=lambda: _pulses(up),
             run_cycle=run_cycle,
             wheel=lambda: wheel,
+            shown=shown,
         )
-        async with serving(make_app(face), listener):
-            try:
-                yield
-            finally:
-                # Before the server ends, or it would wait for those who wait.
-                await doorbell.close()
+        sampling = asyncio.create_task(_take_samples(store, shown.live))
+        try:
+            async with serving(make_app(face), listener):
+                on_link(await new_link(store, _browser_url(config, listener)))
+                try:
+                    yield
+                finally:
+                    # Before the server ends, or it would wait for those who wait.
+                    await shown.live.close()
+                    await doorbell.close()
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+
+
+def _shown(
+    config: Config, store: "PostgresReadingStore", up: "Up", watchers: "list[Callable[[Summary], None]]"
+) -> "Shown":
+    """What people see of a running `up`."""
+    from windlass.api.face import Shown
+    from windlass.api.live import Live
+    from windlass.api.metrics import Metrics
+    from windlass.control.explain import tell
+
+    live = Live(store, lambda: frozenset(up.fleets))
+    metrics = Metrics(live.overview, store.measures)
+
+    def note(summary: "Summary") -> None:
+        metrics.note_cycle(
+            summary.fleet,
+            is_leader=summary.is_leader,
+            duration_s=summary.duration_s,
+            actions=summary.actions or {},
+            provider_calls=summary.provider_calls,
+        )
+
+    watchers.append(note)
+    return Shown(
+        store=store,
+        live=live,
+        explain=functools.partial(tell, store),
+        worker_log=lambda fleet, worker_id, lines: worker_log(config, fleet, worker_id, lines, is_following=False),
+        last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.heard().items()},
+        metrics=metrics.read,
+        is_open_here=config.api.host in _LOOPBACK,
+        rate_limit=config.api.rate_limit,
+        cors_origins=config.api.cors_origins,
+    )
+
+
+def _browser_url(config: Config, listener: "socket.socket") -> str:
+    """Where a person on this host, or wherever machines call from, finds us."""
+    if config.api.url is not None:
+        return config.api.url
+    port = listener.getsockname()[1]
+    host = "127.0.0.1" if config.api.host in ("0.0.0.0", "::", *_LOOPBACK) else config.api.host  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _take_samples(store: "PostgresReadingStore", live: "Live") -> None:
+    """How things stand, every few seconds, for charts; and the retention of what only faces need."""
+    import structlog
+
+    from windlass.store.reading import SAMPLE_INTERVAL_S
+
+    for round_number in itertools.count():
+        try:
+            await store.take_samples(await live.overview())
+            if round_number % SAMPLES_PER_SWEEP == 0:
+                await store.sweep_faces()
+        except WindlassError as error:
+            structlog.get_logger(__name__).warning("no sample was taken", error=str(error))
+        await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 
 def _pulses(up: "Up") -> "dict[str, FleetPulse]":

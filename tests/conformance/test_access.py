@@ -201,3 +201,37 @@ async def test_a_name_is_free_again_once_its_token_is_revoked(store: Stores) -> 
 async def test_a_name_that_is_none_is_refused(store: Stores) -> None:
     with pytest.raises(BadInput):
         await store.create_token("no name", Role.VIEWER, hash_of(new_token(API_PREFIX, SystemRandom())))
+
+
+# ------------------------------------------------------------------------------------------------------------- sessions
+
+LINK, SESSION, OTHER_SESSION = hash_of("link"), hash_of("session"), hash_of("another session")
+
+
+async def test_a_link_opens_one_session(store: Stores) -> None:
+    await store.create_link(LINK, 60)
+    assert not await store.has_session(LINK)
+    assert await store.open_session(LINK, SESSION, 60)
+    assert not await store.open_session(LINK, OTHER_SESSION, 60)
+    assert await store.has_session(SESSION)
+    assert not await store.has_session(OTHER_SESSION)
+    await store.end_session(SESSION)
+    assert not await store.has_session(SESSION)
+
+
+async def test_links_and_sessions_expire(store: Stores, clock: Any) -> None:
+    await store.create_link(LINK, 60)
+    clock.advance(60)
+    assert not await store.open_session(LINK, SESSION, 60)
+    await store.create_link(OTHER_JOIN, 60)
+    assert await store.open_session(OTHER_JOIN, SESSION, 60)
+    clock.advance(60)
+    assert not await store.has_session(SESSION)
+
+
+async def test_whether_any_token_is_in_use(store: Stores) -> None:
+    assert not await store.has_tokens()
+    await store.create_token("ann", Role.VIEWER, TOKEN)
+    assert await store.has_tokens()
+    await store.revoke_token("ann")
+    assert not await store.has_tokens()

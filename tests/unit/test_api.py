@@ -29,10 +29,12 @@ async def plane(clock: Any) -> AsyncIterator[Plane]:
 
 
 def error_of(answer: httpx.Response) -> tuple[int, str]:
-    error = answer.json()["error"]
-    assert error["message"].endswith(".")
-    assert "\n" not in error["message"]
-    return answer.status_code, error["code"]
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert problem["status"] == answer.status_code
+    assert problem["detail"].endswith(".")
+    assert "\n" not in problem["detail"]
+    return answer.status_code, problem["code"]
 
 
 # -------------------------------------------------------------------------------------------------------- activation

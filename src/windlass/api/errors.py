@@ -1,5 +1,10 @@
-"""What callers are told when something is not as it should be: a status, a code, one sentence. Never a traceback."""
+"""What callers are told when something is not as it should be: a status, a code, one sentence. Never a traceback.
 
+In the form of RFC 9457, `application/problem+json`, with our code beside it.
+"""
+
+from dataclasses import asdict
+from http import HTTPStatus
 from typing import Any
 
 import structlog
@@ -28,8 +33,9 @@ class ApiError(HTTPException):
         self.code = code
 
     def answer(self) -> JSONResponse:
-        error = {"code": self.code, "message": self.detail}
-        return JSONResponse({"error": error}, self.status_code, dict(self.headers or {}))
+        title = HTTPStatus(self.status_code).phrase
+        problem = http.Problem(title=title, status=self.status_code, code=self.code, detail=self.detail)
+        return JSONResponse(asdict(problem), self.status_code, dict(self.headers or {}), http.PROBLEM_JSON)
 
 
 def unauthorized(message: str) -> ApiError:
@@ -38,6 +44,10 @@ def unauthorized(message: str) -> ApiError:
 
 def forbidden(message: str) -> ApiError:
     return ApiError(403, http.FORBIDDEN, message)
+
+
+def not_found(message: str) -> ApiError:
+    return ApiError(404, http.NOT_FOUND, message)
 
 
 def gone(message: str) -> ApiError:
@@ -54,7 +64,8 @@ def as_api_error(error: Exception) -> ApiError | None:
         case ApiError():
             return error
         case BadInput():
-            return ApiError(400, http.BAD_INPUT, str(error))
+            # What the database says of it has no full stop.
+            return ApiError(400, http.BAD_INPUT, f"{str(error).rstrip('.')}.")
         case UnknownWorker():
             return ApiError(404, http.UNKNOWN_WORKER, str(error))
         case DatabaseUnavailable():
@@ -65,7 +76,9 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(400, http.BAD_INPUT, _what_is_wrong(error))
         case HTTPException():
             code = http.NOT_FOUND if error.status_code in _WORDS else http.BAD_INPUT
-            return ApiError(error.status_code, code, _WORDS.get(error.status_code, "the request cannot be read."))
+            told = ApiError(error.status_code, code, _WORDS.get(error.status_code, "the request cannot be read."))
+            told.headers = {**(told.headers or {}), **(error.headers or {})}  # which methods it takes
+            return told
     return None
 
 

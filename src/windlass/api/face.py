@@ -1,17 +1,23 @@
 """Everything the handlers know of the world, and how they answer."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Response
 from pydantic import TypeAdapter
 
 from windlass.api.doorbell import Doorbell
+from windlass.api.live import Live
 from windlass.api.wheel import Wheel
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
+from windlass.model.record import Story
 from windlass.ports.access import Access
+from windlass.ports.control import Operations
+from windlass.ports.costs import Costs
+from windlass.ports.reading import Reading
+from windlass.ports.store import Store
 from windlass.ports.transport import WorkerTransport
 
 
@@ -27,6 +33,30 @@ class FleetPulse:
     @property
     def is_turning(self) -> bool:
         return self.last_cycle_age_s <= self.limit_s
+
+
+class ShownStore(Store, Operations, Costs, Reading, Access, Protocol):
+    """All that people, and their programs, see and do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What people see and do, beyond what machines need."""
+
+    store: ShownStore
+    live: Live
+    # Why a task, a worker or a fleet is as it is. Raises BadInput if there is none.
+    explain: Callable[[str], Awaitable[Story]]
+    # The last lines that a worker of a fleet printed on this host. Raises BadInput if nothing of it is here.
+    worker_log: Callable[[str, str, int], AsyncIterator[str]]
+    # By fleet that is run here: what its last cycle did.
+    last_actions: Callable[[], Mapping[str, Mapping[str, int]]]
+    # The text that Prometheus reads.
+    metrics: Callable[[], Awaitable[bytes]]
+    # Whoever is on this host may look for as long as no token was made.
+    is_open_here: bool = False
+    rate_limit: float = 500.0
+    cors_origins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +77,8 @@ class Face:
     run_cycle: Callable[[], Awaitable[list[dict[str, Any]]]]
     # None where this program does not know its own files.
     wheel: Callable[[], Wheel | None]
+    # None: only for machines.
+    shown: Shown | None = None
 
 
 def answering(kind: Any) -> Callable[[Any], Response]:

@@ -1,4 +1,9 @@
-"""Nobody gets to `/internal/` without a token: it is checked before the request's body is read.
+"""Who is calling. It is found out before the request's body is read.
+
+Nobody gets to `/internal/` without a token. Elsewhere a browser's session does as well, and on a host of which no token
+was ever made, whoever is on it may look. What a caller may do is said at each route, by one of the functions below.
+A session is a cookie, which browsers send along whoever asks them to: so whatever changes something must bring the
+session's CSRF token too.
 
 Workers call many times a second, so their tokens are believed for a few seconds after a check. That takes nothing from
 revocation: what an ended worker may still do is for the store to say, call by call. What is no token of ours by its
@@ -7,10 +12,13 @@ others at the same address (a proxy's, a network's) do.
 """
 
 import asyncio
+import hmac
+import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeVar
+from http.cookies import CookieError, SimpleCookie
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,12 +27,14 @@ from windlass.api.errors import ApiError, forbidden, gone, unauthorized
 from windlass.model.access import (
     API_PREFIX,
     JOIN_PREFIX,
+    SESSION_PREFIX,
     WORKER_PREFIX,
     Caller,
     JoinCaller,
     Role,
     TokenCaller,
     WorkerCaller,
+    csrf_token,
     hash_of,
     is_token,
 )
@@ -32,6 +42,13 @@ from windlass.ports import http
 from windlass.ports.access import Access
 
 GUARDED = "/internal/"
+# Asked for by whoever watches, at any time: nobody asks who they are.
+OPEN = ("/healthz", "/readyz", "/static/")
+COOKIE = "windlass_session"
+CSRF_HEADER = "X-CSRF-Token"
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+# For this long it is believed that there is no token, or that there is one.
+TOKENS_BELIEVED_S = 5.0
 # A worker's token is believed for this long after it was checked.
 BELIEVED_S = 5.0
 MAX_BELIEVED = 10_000
@@ -42,43 +59,87 @@ MAX_FAILURES = 20
 FAILURE_FORGOTTEN_S = 3.0
 MAX_ADDRESSES = 10_000
 
+SESSION = TokenCaller("the dashboard", Role.OPERATOR)
+ON_THIS_HOST = TokenCaller("somebody on this host", Role.VIEWER)
+
 _RANKS = {Role.VIEWER: 0, Role.PRODUCER: 1, Role.OPERATOR: 2}
 _Kind = TypeVar("_Kind", WorkerCaller, JoinCaller)
 
 
 class Gate:
-    """Puts the caller of each guarded request into its scope, or answers 401 or 429."""
+    """Puts the caller of each request into its scope (None: nobody we know), or answers 401 or 429.
 
-    def __init__(self, app: ASGIApp, *, access: Access, clock: Callable[[], float] = time.monotonic) -> None:
+    `is_open_here`: whoever is on this host may look for as long as no token was made.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        is_open_here: bool = False,
+        rate_limit: float = 500.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._app = app
         self._access = access
+        self._is_open_here = is_open_here
         self._clock = clock
         self._believed: OrderedDict[bytes, tuple[WorkerCaller, float]] = OrderedDict()
         self._failures = _Failures(clock)
         self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
+        self._rates = Rates(rate_limit, clock)
+        # Whether there are tokens, and until when we believe it.
+        self._has_tokens = (True, float("-inf"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(GUARDED):
-            token_hash, caller = await self._admit(scope)
-            scope.setdefault("state", {}).update(token_hash=token_hash, caller=caller, caller_name=_name(caller))
+        if scope["type"] == "http" and not scope["path"].startswith(OPEN):
+            is_guarded = scope["path"].startswith(GUARDED)
+            state = await (self._admit(scope) if is_guarded else self._recognise(scope))
+            scope.setdefault("state", {}).update(state)
+            if not isinstance(state["caller"], WorkerCaller | JoinCaller):
+                self._rates.check(state["caller_name"] or _address(scope))
         await self._app(scope, receive, send)
 
-    async def _admit(self, scope: Scope) -> tuple[bytes, Caller]:
-        address = scope["client"][0] if scope.get("client") else ""
+    async def _recognise(self, scope: Scope) -> dict[str, Any]:
+        """By token, by session, or as somebody on this host."""
+        session = _session_of(scope)
+        if _bearer(scope) is not None:
+            return await self._admit(scope)
+        if session is not None and await self._access.has_session(hash_of(session)):
+            return {"caller": SESSION, "caller_name": f"session {hash_of(session).hex()[:8]}", "session": session}
+        if await self._is_open_to(scope):
+            return {"caller": ON_THIS_HOST, "caller_name": None, "session": None}
+        return {"caller": None, "caller_name": None, "session": None}
+
+    async def _is_open_to(self, scope: Scope) -> bool:
+        if not self._is_open_here or not _is_on_this_host(scope):
+            return False
+        has_tokens, believed_until = self._has_tokens
+        if self._clock() >= believed_until:
+            has_tokens = await self._access.has_tokens()
+            self._has_tokens = (has_tokens, self._clock() + TOKENS_BELIEVED_S)
+        return not has_tokens
+
+    async def _admit(self, scope: Scope) -> dict[str, Any]:
         token = _bearer(scope)
         if token is None:
             raise unauthorized("this address needs a token: send it as `Authorization: Bearer <token>`.")
         token_hash = hash_of(token)
+        caller = await self._caller(token, token_hash, _address(scope))
+        return {"token_hash": token_hash, "caller": caller, "caller_name": _name(caller), "session": None}
+
+    async def _caller(self, token: str, token_hash: bytes, address: str) -> Caller:
         believed = self._believed.get(token_hash)
         if believed is not None and self._clock() < believed[1]:
-            return token_hash, believed[0]
+            return believed[0]
         caller = await self._look_up(token, token_hash)
         if caller is None:
             self._failures.add(address)
             raise unauthorized("this token is not known, or was revoked.")
         if isinstance(caller, WorkerCaller) and not caller.has_ended:
             self._believe(token_hash, caller)
-        return token_hash, caller
+        return caller
 
     async def _look_up(self, token: str, token_hash: bytes) -> Caller | None:
         if not any(is_token(token, prefix) for prefix in (WORKER_PREFIX, JOIN_PREFIX, API_PREFIX)):
@@ -117,6 +178,55 @@ class _Failures:
                 "too many wrong tokens came from this address: wait before the next.",
                 retry_after_s=int(FAILURE_FORGOTTEN_S),
             )
+
+
+class Rates:
+    """How often each caller calls: a bucket of one second's worth, filled at the limit."""
+
+    def __init__(self, limit: float, clock: Callable[[], float]) -> None:
+        self._limit = limit
+        self._clock = clock
+        # When each one's bucket will be full again; how much is in it follows from that.
+        self._full_at: OrderedDict[str, float] = OrderedDict()
+
+    def check(self, name: str) -> None:
+        now = self._clock()
+        full_at = max(self._full_at.get(name, now), now) + 1.0 / self._limit
+        if full_at > now + max(1.0, 1.0 / self._limit):
+            raise ApiError(
+                429, http.TOO_MANY, f"more than {self._limit:g} requests a second: slow down.", retry_after_s=1
+            )
+        self._full_at[name] = full_at
+        self._full_at.move_to_end(name)
+        while len(self._full_at) > MAX_ADDRESSES:
+            self._full_at.popitem(last=False)
+
+
+def _address(scope: Scope) -> str:
+    return scope["client"][0] if scope.get("client") else ""
+
+
+def _is_on_this_host(scope: Scope) -> bool:
+    """It, and the name it calls us by: a page from elsewhere may have got its own name to mean this host."""
+    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    return _is_loopback(_address(scope)) and (name == "localhost" or _is_loopback(name))
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _session_of(scope: Scope) -> str | None:
+    try:
+        cookies = SimpleCookie(dict(scope["headers"]).get(b"cookie", b"").decode("latin-1"))
+    except CookieError:
+        return None
+    found = cookies.get(COOKIE)
+    return found.value if found is not None and is_token(found.value, SESSION_PREFIX) else None
 
 
 def _bearer(scope: Scope) -> str | None:
@@ -163,17 +273,48 @@ async def machine_caller(request: Request) -> WorkerCaller | JoinCaller:
     raise forbidden("only a machine's join token or worker token opens this.")
 
 
+async def viewer(request: Request) -> TokenCaller:
+    return _with_rank(request, Role.VIEWER)
+
+
+async def producer(request: Request) -> TokenCaller:
+    return _with_rank(request, Role.PRODUCER)
+
+
 async def operator(request: Request) -> TokenCaller:
     return _with_rank(request, Role.OPERATOR)
 
 
 def _with_rank(request: Request, needed: Role) -> TokenCaller:
     caller = request.state.caller
+    if caller is None:
+        raise unauthorized(
+            "this address needs a token (`Authorization: Bearer <token>`) or a session of the dashboard: "
+            "`windlass up` prints a link to one."
+        )
+    if caller is ON_THIS_HOST and needed is not Role.VIEWER:
+        raise unauthorized(f"only looking is open here; for more, `windlass tokens create NAME --role {needed}`.")
     if not isinstance(caller, TokenCaller) or _RANKS.get(caller.role, -1) < _RANKS[needed]:
         raise forbidden(
             f"this needs a token of role {needed}: `windlass tokens create NAME --role {needed}` makes one."
         )
+    if request.method not in SAFE_METHODS:
+        check_csrf(request, request.headers.get(CSRF_HEADER))
     return caller
+
+
+def csrf_of(request: Request) -> str | None:
+    """What a page of this session must send along with whatever changes something; None without a session."""
+    return csrf_token(request.state.session) if request.state.session is not None else None
+
+
+def check_csrf(request: Request, given: str | None) -> None:
+    """Raise an error for a request of a session that no page of it made. Tokens prove themselves."""
+    expected = csrf_of(request)
+    if expected is not None and not hmac.compare_digest(expected.encode(), (given or "").encode()):
+        raise forbidden(
+            f"the page that sent this is not of your session: reload it ({CSRF_HEADER} is missing or wrong)."
+        )
 
 
 def _living(caller: _Kind) -> _Kind:

@@ -17,15 +17,23 @@ from windlass.ports import http
 
 # Between two pieces of a body. Whoever is slower is not a worker of ours.
 BODY_TIMEOUT_S = 30.0
-HEADERS = [
-    (b"cache-control", b"no-store"),
-    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-]
-# Asked for all day by workers and probes: they are told only when something is wrong.
-_ROUTINE = ("/internal/worker/", "/healthz", "/readyz")
+# Unless a handler has said otherwise.
+HEADERS = {
+    b"cache-control": b"no-store",
+    b"content-security-policy": b"default-src 'none'; frame-ancestors 'none'",
+    b"cross-origin-opener-policy": b"same-origin",
+    b"cross-origin-resource-policy": b"same-origin",
+    b"referrer-policy": b"no-referrer",
+    b"x-content-type-options": b"nosniff",
+    b"x-frame-options": b"DENY",
+}
+# A page may load what we serve, and nothing else; no script stands in it.
+PAGE_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    b"connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+# Asked for all day by workers, probes and pages: they are told only when something is wrong.
+_ROUTINE = ("/internal/worker/", "/healthz", "/readyz", "/metrics", "/static/", "/api/v1/")
 log = structlog.get_logger("windlass.api")
 
 
@@ -94,7 +102,7 @@ class _Exchange:
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message = {**message, "headers": [*message["headers"], *HEADERS]}
+            message = {**message, "headers": _with_ours(message["headers"])}
         await self._send_to_client(message)
 
     async def _answer_instead(self, error: ApiError) -> None:
@@ -104,7 +112,8 @@ class _Exchange:
     def _note(self, duration_s: float) -> None:
         path, status = self._scope["path"], self._status or 0
         is_fine = 200 <= status < 400
-        if is_fine and path.startswith(_ROUTINE):
+        is_looking = self._scope["method"] in ("GET", "HEAD") or path.startswith("/internal/worker/")
+        if is_fine and is_looking and path.startswith(_ROUTINE):
             return
         client = self._scope.get("client")
         fields: dict[str, Any] = {
@@ -116,3 +125,11 @@ class _Exchange:
             "caller": self._scope.get("state", {}).get("caller_name"),
         }
         (log.info if is_fine else log.warning)("request", **fields)
+
+
+def _with_ours(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    given = {name.lower(): value for name, value in headers}
+    ours = dict(HEADERS)
+    if given.get(b"content-type", b"").startswith(b"text/html"):
+        ours[b"content-security-policy"] = PAGE_POLICY
+    return [*headers, *((name, value) for name, value in ours.items() if name not in given)]

@@ -3,9 +3,9 @@
 What is settled is exact. What is not (the last hour or so of workers that are there) is estimated and marked with ~.
 """
 
-from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Annotated, Any
 
 import typer
 
@@ -13,30 +13,16 @@ from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.fleets import check_fleet_is_known
 from windlass.cli.output import print_json, print_table
 from windlass.cli.times import parse_when
+from windlass.cost.asking import MAX_ROWS, Report, look
 from windlass.cost.report import By, Forecast
-from windlass.model.cost import Account, ChargeKind, Cost
+from windlass.model.cost import ChargeKind, Cost
 from windlass.model.money import amount, with_currency
-
-if TYPE_CHECKING:
-    from windlass.store.control import PostgresControlStore
 
 # As many workers, or tasks, as a person would look at; --limit asks for more.
 ROWS_SHOWN = 50
-MAX_ROWS = 100_000
-# What is not settled may move somebody up among those shown, from as far down as this.
-ROWS_TO_CHOOSE_FROM = 1_000
 # What was for no queue or no task in particular.
 NONE_OF_THEM = "(none)"
 KINDS = (ChargeKind.TASK, ChargeKind.BOOT, ChargeKind.IDLE, ChargeKind.TAIL, ChargeKind.AHEAD)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    by: By
-    since: datetime
-    costs: list[Cost]
-    total: list[Cost]
-    forecasts: list[Forecast]
 
 
 @command
@@ -65,49 +51,6 @@ async def cost(
         print_json(_plain(report))
     else:
         _print(report)
-
-
-async def look(
-    store: "PostgresControlStore", by: By, since: datetime, now: datetime, fleet: str | None, limit: int
-) -> Report:
-    from windlass.cost import report as reports
-    from windlass.cost.ledger import estimate
-    from windlass.model.cost import hour_of, month_of
-
-    # Whole hours: the sums are kept by the hour.
-    since = hour_of(since)
-    accounts = await store.open_accounts(fleet=fleet)
-    open_charges = [charge for account in accounts for charge in estimate(account, now) if charge.from_at >= since]
-    settled = await store.costs(by, since, fleet=fleet, limit=max(limit, ROWS_TO_CHOOSE_FROM))
-    costs = reports.merged(settled, reports.add_up(open_charges, by, is_estimate=True))
-    costs.sort(key=lambda cost: (cost.key or "") if by is By.DAY else cost.total_micros, reverse=True)
-    this_month = await store.costs(By.FLEET, month_of(now), fleet=fleet, limit=MAX_ROWS)
-    everything = await store.costs(By.FLEET, since, fleet=fleet, limit=MAX_ROWS)
-    return Report(
-        by,
-        since,
-        costs[:limit],
-        reports.total([*everything, *reports.add_up(open_charges, By.FLEET, is_estimate=True)]),
-        reports.forecasts(this_month, accounts, month_of(now), now),
-    )
-
-
-async def task_cost(store: "PostgresControlStore", task_id: int, now: datetime) -> Cost | None:
-    """What a task has cost in all its attempts; None if it ran on nothing that has a price. For `tasks show`."""
-    from windlass.cost import report as reports
-    from windlass.cost.ledger import estimate
-
-    charges = await store.charges_of_task(task_id)
-    accounts: list[Account] = await store.open_accounts()
-    guessed = [
-        charge
-        for account in accounts
-        if any(span.task_id == task_id for span in account.spans)
-        for charge in estimate(account, now)
-        if charge.task_id == task_id
-    ]
-    costs = reports.merged(reports.add_up(charges, By.TASK), reports.add_up(guessed, By.TASK, is_estimate=True))
-    return max(costs, key=lambda cost: cost.total_micros, default=None)
 
 
 def _print(report: Report) -> None:

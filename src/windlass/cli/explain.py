@@ -2,19 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, printable
 from windlass.model.errors import BadInput
-
-if TYPE_CHECKING:
-    from windlass.control.explain import Story
-    from windlass.store.control import PostgresControlStore
-
-CYCLES_SHOWN = 10
 
 
 @command
@@ -28,10 +22,11 @@ async def explain(
 ) -> None:
     """Tell the story: why is this task waiting, why was this worker ended, why was nobody hired."""
     from windlass import wire
+    from windlass.control.explain import tell
 
     loaded = load(config, data_dir)
     async with wire.control_store(loaded.config, may_create=False) as store:
-        story = await _story(store, what)
+        story = await tell(store, what)
     if as_json:
         print_json({"answer": story.answer, "history": [{"at": at, "what": text} for at, text in story.history]})
         return
@@ -41,38 +36,6 @@ async def explain(
         print()
     for at, text in story.history:
         print(f"{at:%Y-%m-%d %H:%M:%S}  {printable(text)}")
-
-
-async def _story(store: "PostgresControlStore", what: str) -> "Story":
-    from windlass.control import explain as stories
-
-    now = await store.now()
-    fleets = await store.fleets()
-    if what.isdigit():
-        task = await store.task(int(what))
-        if task is None:
-            raise BadInput(f"there is no task {what}: it was never enqueued, or its retention is over.")
-        serving = [fleet for fleet in fleets if task.queue in fleet.queues]
-        last = [(fleet, next(iter(await store.cycles(fleet.name, 1)), None)) for fleet in serving]
-        return stories.explain_task(
-            task,
-            await store.events(task_id=task.id),
-            now=now,
-            ahead=await store.ready_before(task.id),
-            workers=await store.workers(),
-            fleets=last,
-        )
-    worker = await store.worker(what)
-    if worker is not None:
-        seen = await store.last_cycle_with(worker.fleet, worker.id)
-        return stories.explain_worker(worker, await store.events(worker_id=what), cycle=seen)
-    for fleet in fleets:
-        if fleet.name == what:
-            return stories.explain_fleet(fleet, await store.cycles(what, CYCLES_SHOWN), now=now)
-    known = ", ".join(fleet.name for fleet in fleets) or "none yet"
-    raise BadInput(
-        f"there is no task, worker or fleet {what}: fleets are {known}; `windlass workers list` shows workers."
-    )
 
 
 @command

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.common import EXIT_BAD_INPUT, AsJson, ConfigFile, DataDir, command, load
-from windlass.cli.cost import plain_cost, task_cost
+from windlass.cli.cost import plain_cost
 from windlass.cli.output import counted, duration, print_json, print_table, printable, progress, shortened, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.times import parse_span
+from windlass.cost.asking import task_cost
 from windlass.model.errors import BadInput
 from windlass.model.money import with_currency
-from windlass.model.task import Task, TaskStatus, TaskSummary
+from windlass.model.task import MAX_TASK_ID, Task, TaskStatus, TaskSummary
 
 if TYPE_CHECKING:
     from windlass.configure import Loaded
@@ -28,9 +29,7 @@ PAGE = 1_000
 AT_ONCE = 4
 
 Queue = Annotated[str | None, typer.Option("--queue", "-q", help="Only of this queue.", metavar="NAME")]
-# PostgreSQL's bigint.
-MAX_ID = 2**63 - 1
-TaskIds = Annotated[list[int] | None, typer.Argument(help="Ids of tasks.", metavar="ID", min=1, max=MAX_ID)]
+TaskIds = Annotated[list[int] | None, typer.Argument(help="Ids of tasks.", metavar="ID", min=1, max=MAX_TASK_ID)]
 
 
 class Finished(StrEnum):
@@ -47,7 +46,7 @@ async def list_(
     status: Annotated[TaskStatus | None, typer.Option("--status", "-s", help="Only with this status.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.", metavar="N")] = 50,
     before: Annotated[
-        int | None, typer.Option(help="Only older ones than this: the next page.", metavar="ID", min=1, max=MAX_ID)
+        int | None, typer.Option(help="Only older ones than this: the next page.", metavar="ID", min=1, max=MAX_TASK_ID)
     ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -101,7 +100,7 @@ def _progress(task: TaskSummary) -> str | None:
 @app.command()
 @command
 async def show(
-    task_id: Annotated[int, typer.Argument(help="The task's id.", metavar="ID", min=1, max=MAX_ID)],
+    task_id: Annotated[int, typer.Argument(help="The task's id.", metavar="ID", min=1, max=MAX_TASK_ID)],
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,

@@ -79,7 +79,15 @@ async def up(
         check_fleets(loaded, f"{NO_FLEET}, or give --queue and --handler.")
         return loaded
 
-    await wire.run_up(load_again(), load_again, Narrator().tell, is_leaving_workers=leave_workers, version=__version__)
+    await wire.run_up(
+        load_again(),
+        load_again,
+        Narrator().tell,
+        is_leaving_workers=leave_workers,
+        version=__version__,
+        # Not into the log: it lets one browser in.
+        on_link=lambda link: print(f"dashboard: {link}", flush=True),
+    )
 
 
 @command

@@ -15,7 +15,7 @@ import structlog
 
 from windlass.control.act import CALL_TIMEOUT_S, Actor
 from windlass.control.leader import Trust
-from windlass.control.summary import Summary, alerts_of, count_actions, count_status, failures_of
+from windlass.control.summary import Summary, alerts_of, count_actions, count_calls, count_status, failures_of
 from windlass.cost.ledger import settle
 from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
@@ -169,6 +169,7 @@ class FleetCycle:
             hired=sum(worker.slot is not None for worker in snapshot.workers),
             failures=failures_of(decided, [*late, *outcomes]),
             alerts=alerts_of(decided),
+            provider_calls=count_calls(machines is not None, [*late, *outcomes]),
         )
 
     async def _settle_accounts(self, now: datetime) -> None:

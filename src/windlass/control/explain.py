@@ -1,28 +1,66 @@
-"""Why is it so? Sentences about a task, a worker or a fleet, from what was stored. Pure: whoever asks reads the store.
+"""Why is it so? Sentences about a task, a worker or a fleet, from what was stored.
 
-Every sentence is a fact that stands in a row, an event or a cycle's snapshot; nothing is guessed.
+Every sentence is a fact that stands in a row, an event or a cycle's snapshot; nothing is guessed. `tell` reads the
+store; the rest is pure.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
+from typing import Protocol
 
 from windlass.model.action import Drain, Spawn
+from windlass.model.errors import BadInput
 from windlass.model.event import Event
-from windlass.model.record import Cycle, CycleInFull, Fleet
-from windlass.model.task import Task, TaskStatus
+from windlass.model.record import Cycle, CycleInFull, Fleet, Story
+from windlass.model.task import MAX_TASK_ID, Task, TaskStatus
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.policy.derive import WorkerState
 from windlass.policy.draft import begin
 from windlass.policy.stages.guard import CODE as FAILURE_RATE
+from windlass.ports.control import Operations
+from windlass.ports.store import Store
+
+CYCLES_TOLD = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Story:
-    """The answer in a sentence or two, and what led to it, oldest first."""
+class Sources(Store, Operations, Protocol):
+    """What a story is told from."""
 
-    answer: list[str]
-    history: list[tuple[datetime, str]]
+
+async def tell(store: Sources, what: str) -> Story:
+    """The story of a task (by its id), a worker or a fleet. BadInput if there is none of this name."""
+    now = await store.now()
+    fleets = await store.fleets()
+    if what.isascii() and what.isdigit():
+        return await _tell_task(store, int(what), fleets, now)
+    worker = await store.worker(what)
+    if worker is not None:
+        seen = await store.last_cycle_with(worker.fleet, worker.id)
+        return explain_worker(worker, await store.events(worker_id=what), cycle=seen)
+    for fleet in fleets:
+        if fleet.name == what:
+            return explain_fleet(fleet, await store.cycles(what, CYCLES_TOLD), now=now)
+    known = ", ".join(fleet.name for fleet in fleets) or "none yet"
+    raise BadInput(
+        f"there is no task, worker or fleet {what}: fleets are {known}; `windlass workers list` shows workers."
+    )
+
+
+async def _tell_task(store: Sources, task_id: int, fleets: Sequence[Fleet], now: datetime) -> Story:
+    task = await store.task(task_id) if task_id <= MAX_TASK_ID else None
+    if task is None:
+        raise BadInput(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
+    serving = [fleet for fleet in fleets if task.queue in fleet.queues]
+    is_waiting = task.status in (TaskStatus.QUEUED, TaskStatus.ERROR)
+    return explain_task(
+        task,
+        await store.events(task_id=task.id),
+        now=now,
+        ahead=await store.ready_before(task.id) if is_waiting else 0,
+        # Thousands, perhaps: only for a task that waits for one of them.
+        workers=await store.workers() if is_waiting else [],
+        fleets=[(fleet, next(iter(await store.cycles(fleet.name, 1)), None)) for fleet in serving],
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- task

@@ -1,12 +1,24 @@
 """What a cycle did, in the form that programs and people read."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from windlass.model.action import Alert, Fail, Plan, Promote
 from windlass.model.snapshot import Snapshot
 from windlass.model.worker import WorkerStatus
-from windlass.ports.control import Created, CreationRefused, Deleted, Outcome
+from windlass.ports.control import (
+    Created,
+    CreationRefused,
+    CreationUnclear,
+    Deleted,
+    NotDeleted,
+    Outcome,
+    PreparationFailed,
+    PreparationUnclear,
+    Prepared,
+    StrayDeleted,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +42,8 @@ class Summary:
     failures: tuple[tuple[str, str, str], ...] = ()
     # What a person should know: code, reason.
     alerts: tuple[tuple[str, str], ...] = ()
+    # What was asked of the provider, and how it went: call, outcome (ok, refused, error), how often.
+    provider_calls: tuple[tuple[str, str, int], ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
         return {
@@ -73,6 +87,25 @@ def count_status(snapshot: Snapshot) -> dict[str, int]:
         **{f"{status}_workers": count for status, count in by_status.items()},
         "total_workers": len(snapshot.workers),
     }
+
+
+_CALLS: dict[type, tuple[str, str]] = {
+    Created: ("create", "ok"),
+    CreationRefused: ("create", "refused"),
+    CreationUnclear: ("create", "error"),
+    Deleted: ("delete", "ok"),
+    StrayDeleted: ("delete", "ok"),
+    NotDeleted: ("delete", "error"),
+    Prepared: ("prepare", "ok"),
+    PreparationFailed: ("prepare", "refused"),
+    PreparationUnclear: ("prepare", "error"),
+}
+
+
+def count_calls(is_listed: bool, outcomes: list[Outcome]) -> tuple[tuple[str, str, int], ...]:
+    counts = Counter(_CALLS[type(outcome)] for outcome in outcomes)
+    counts["list", "ok" if is_listed else "error"] += 1
+    return tuple((call, outcome, count) for (call, outcome), count in sorted(counts.items()))
 
 
 def failures_of(plan: Plan, outcomes: list[Outcome]) -> tuple[tuple[str, str, str], ...]:

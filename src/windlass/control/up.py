@@ -131,6 +131,11 @@ class Up:
         running = self._daemon.fleets.get(name)
         return running.config if running is not None else None
 
+    @property
+    def fleets(self) -> tuple[str, ...]:
+        """The names of those that are run here."""
+        return tuple(self._daemon.fleets)
+
     def heard(self) -> Mapping[str, Heard]:
         """The last cycle of each fleet that is run here."""
         return {name: heard for name, heard in self._heard.items() if name in self._daemon.fleets}

@@ -15,7 +15,11 @@ from enum import StrEnum
 JOIN_PREFIX = "wlj_"
 WORKER_PREFIX = "wlw_"
 API_PREFIX = "wlt_"
-_TOKEN = re.compile(r"wl[jwt]_[0-9a-f]{64}")
+# A person's browser, and the link that lets it in.
+SESSION_PREFIX = "wls_"
+LINK_PREFIX = "wll_"
+_TOKEN = re.compile(r"wl[jwtsl]_[0-9a-f]{64}")
+_ANY_TOKEN = re.compile(r"\b(wl[jwtsl]_)[0-9a-f]{64}")
 
 
 def new_token(prefix: str, rng: random.Random) -> str:
@@ -25,6 +29,16 @@ def new_token(prefix: str, rng: random.Random) -> str:
 
 def is_token(text: str, prefix: str) -> bool:
     return text.startswith(prefix) and _TOKEN.fullmatch(text) is not None
+
+
+def without_tokens(text: str) -> str:
+    """The text with every token in it made useless; what kind it was can still be seen."""
+    return _ANY_TOKEN.sub(r"\1********", text)
+
+
+def csrf_token(session_token: str) -> str:
+    """What a page of this session sends along to prove that it is one: others cannot read the cookie it is made of."""
+    return hashlib.sha256(f"csrf {session_token}".encode()).hexdigest()
 
 
 def hash_of(token: str) -> bytes:

@@ -35,7 +35,10 @@ class Retention(_Section):
     failed_s: float = Field(default=30 * _DAY_S, ge=0, description="Dead letters.")
     events_s: float = Field(default=30 * _DAY_S, ge=0, description="Events: the story of each task and worker.")
     cycles_s: float = Field(default=2 * _DAY_S, ge=0, description="Snapshots and plans of the control loop.")
-    logs_s: float = Field(default=3 * _DAY_S, ge=0, description="Reserved for log lines; nothing writes any yet.")
+    samples_s: float = Field(default=2 * _DAY_S, ge=0, description="How fleets stood, for charts.")
+    logs_s: float = Field(
+        default=3 * _DAY_S, ge=0, description="Log lines in the database, where `logs.in_database` is set."
+    )
     charges_s: float = Field(default=400 * _DAY_S, ge=0, description="What was paid, and what for.")
 
 
@@ -73,13 +76,35 @@ class ControlConfig(_Section):
 
 
 class ApiConfig(_Section):
-    """The HTTP face of `windlass up`, which machines in a cloud need."""
+    """The HTTP face of `windlass up`: for machines in a cloud, for programs, and for people."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Where to listen: 0.0.0.0 for everywhere.")
     port: int | None = Field(default=None, ge=0, le=65_535, description="Without it, nobody listens.")
     url: str | None = Field(
         default=None, description="Where machines call. Without it: http, control_plane_ip (or host) and the port."
     )
+
+    rate_limit: float = Field(
+        default=500.0, gt=0, description="Requests a second that one token, session or address may make; workers any."
+    )
+    cors_origins: tuple[str, ...] = Field(
+        default=(), description="Web pages of these origins may read with a token. Without it: none."
+    )
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _from_one_line(cls, origins: Any) -> Any:
+        """The environment has only text: origins, separated by commas."""
+        return [origin.strip() for origin in origins.split(",")] if isinstance(origins, str) else origins
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            scheme, _, host = origin.partition("://")
+            if scheme not in ("http", "https") or not host or "/" in host or "*" in host:
+                raise ValueError(f"{origin!r} is no origin: write https://host or http://host:port, without a path")
+        return origins
 
     @field_validator("url")
     @classmethod

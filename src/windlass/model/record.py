@@ -76,3 +76,11 @@ class CycleInFull:
 
     cycle: Cycle
     snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """Why something is as it is: the answer in a sentence or two, and what led to it, oldest first."""
+
+    answer: list[str]
+    history: list[tuple[datetime, str]]

@@ -21,6 +21,8 @@ MAX_UNIQUE_KEY_LENGTH = 200
 # As much as the database keeps of either.
 MAX_NOTE_CHARACTERS = 500
 MAX_ERROR_CHARACTERS = 8_000
+# PostgreSQL's bigint.
+MAX_TASK_ID = 2**63 - 1
 # PostgreSQL's integer.
 _MIN_INTEGER, _MAX_INTEGER = -(2**31), 2**31 - 1
 

@@ -7,6 +7,7 @@ The contract:
   answer may simply ask again; with another worker token it is refused.
 - A worker's token is worth something until the worker is terminated, and nobody has to revoke it. An API token is worth
   something until it is revoked.
+- A link lets one browser in, once, until it expires; the session it opened lasts until it expires or is ended.
 - Every method raises DatabaseUnavailable when the answer did not arrive.
 """
 
@@ -30,3 +31,16 @@ class Access(Protocol):
 
     async def revoke_token(self, name: str) -> bool:
         """False if no token of this name is in use."""
+
+    async def has_tokens(self) -> bool:
+        """Whether any API token is in use."""
+
+    async def create_link(self, link_hash: bytes, ttl_s: float) -> None:
+        """One that may be exchanged for a session for as long."""
+
+    async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
+        """Exchange a link for a session. False if the link is nobody's, was used, or has expired."""
+
+    async def has_session(self, session_hash: bytes) -> bool: ...
+
+    async def end_session(self, session_hash: bytes) -> None: ...

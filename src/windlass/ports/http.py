@@ -1,8 +1,8 @@
 """What workers and the control plane say to each other over HTTP: paths, messages, errors. Both ends read it from here.
 
 Every call is a POST with a JSON body (but the order, which is a GET) and `Authorization: Bearer <token>`. A worker
-names itself nowhere: its token says who it is. An answer that is no success carries `{"error": {"code", "message"}}`
-with one of the codes below; an answer without it came from somebody else on the way and counts as none.
+names itself nowhere: its token says who it is. An answer that is no success is a Problem with one of the codes below;
+one that is not came from somebody else on the way and counts as none.
 
 Payloads, results and errors travel as text, never as JSON within JSON: what the store wrote arrives as it was written.
 """
@@ -41,11 +41,26 @@ UNAUTHORIZED = "UNAUTHORIZED"
 FORBIDDEN = "FORBIDDEN"
 NOT_FOUND = "NOT_FOUND"
 UNKNOWN_WORKER = "UNKNOWN_WORKER"
+CONFLICT = "CONFLICT"
 GONE = "GONE"
 TOO_LARGE = "TOO_LARGE"
 TOO_MANY = "TOO_MANY"
 UNAVAILABLE = "UNAVAILABLE"
 DEFECT = "DEFECT"
+
+PROBLEM_JSON = "application/problem+json"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong, after RFC 9457: `detail` is the sentence, `code` is for programs."""
+
+    title: str
+    status: int
+    code: str
+    detail: str
+    type: str = "about:blank"
+
 
 Queues = Annotated[tuple[str, ...], Field(max_length=1_000)]
 

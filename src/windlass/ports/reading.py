@@ -140,6 +140,23 @@ class Sample:
     currency: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What only metrics tell of a fleet. Provisioning is that of the last fifty it hired."""
+
+    fleet: str
+    provisioning_success_ratio: float | None
+    provisioning_mean_s: float | None
+    # Of all its slots, for as long as anybody remembers.
+    restarts: int
+    failed_slots: int
+    since_last_crash_s: float | None
+    # What the machines that are there have cost so far, by currency.
+    machine_costs: tuple[tuple[str, int], ...]
+    # What the last day's paid time was for, by currency: task, boot, idle, tail.
+    spent: tuple[tuple[str, int, int, int, int], ...]
+
+
 # ---------------------------------------------------------------------------------------------------------------- lists
 
 
@@ -204,6 +221,9 @@ class Reading(Protocol):
 
     async def take_samples(self, overview: Overview) -> None:
         """Write down how the fleets stand, for `history`. Whoever else does so at the same time does no harm."""
+
+    async def measures(self) -> list[Measures]:
+        """One for each fleet."""
 
     async def workers_page(
         self,

@@ -1,4 +1,5 @@
-"""Who may call over HTTP, over PostgreSQL: the functions of migrations/0006_access.sql.
+"""Who may call over HTTP, over PostgreSQL: the functions of migrations/0006_access.sql, the
+sessions of 0009_faces.sql.
 
 store/memory_access.py keeps the same contract; tests/conformance/test_access.py runs over both.
 """
@@ -48,6 +49,26 @@ class PostgresAccessStore(PostgresControlStore):
     async def revoke_token(self, name: str) -> bool:
         async with self._connection("revoking a token") as connection:
             return bool(await connection.fetchval(QUERIES["revoke_token"], name))
+
+    async def has_tokens(self) -> bool:
+        async with self._connection("looking for tokens") as connection:
+            return bool(await connection.fetchval(QUERIES["has_tokens"]))
+
+    async def create_link(self, link_hash: bytes, ttl_s: float) -> None:
+        async with self._connection("creating a link") as connection:
+            await connection.execute(QUERIES["create_link"], link_hash, ttl_s)
+
+    async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
+        async with self._connection("opening a session") as connection:
+            return bool(await connection.fetchval(QUERIES["open_session"], link_hash, session_hash, ttl_s))
+
+    async def has_session(self, session_hash: bytes) -> bool:
+        async with self._connection("checking a session") as connection:
+            return bool(await connection.fetchval(QUERIES["has_session"], session_hash))
+
+    async def end_session(self, session_hash: bytes) -> None:
+        async with self._connection("ending a session") as connection:
+            await connection.execute(QUERIES["end_session"], session_hash)
 
 
 def _token(row: Any) -> ApiToken:

@@ -80,6 +80,39 @@ where name = $1
   and revoked_at is null
 returning true;
 
+-- name: has_tokens
+-- Whether reading is open to whoever is on the host; tokens_name.
+select exists (select from windlass.tokens where revoked_at is null);
+
+-- name: create_link
+-- `windlass up`; primary key.
+insert into windlass.sessions (hash, is_link, expires_at)
+values ($1, true, windlass.now() + make_interval(secs => $2::double precision));
+
+-- name: open_session
+-- The link is gone when the session is there, however many come with it; primary key.
+with used as (
+  delete from windlass.sessions
+  where hash = $1
+    and is_link
+    and expires_at > windlass.now()
+  returning true
+)
+insert into windlass.sessions (hash, is_link, expires_at)
+select $2, false, windlass.now() + make_interval(secs => $3::double precision)
+from used
+returning true;
+
+-- name: has_session
+-- Every request of a browser; primary key.
+select exists (
+  select from windlass.sessions where hash = $1 and not is_link and expires_at > windlass.now()
+);
+
+-- name: end_session
+-- Logging out; primary key.
+delete from windlass.sessions where hash = $1 and not is_link;
+
 -- name: costs_of_hours
 -- `windlass cost --by day|fleet`; spending_hour.
 select

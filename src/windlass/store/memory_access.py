@@ -39,6 +39,9 @@ class MemoryAccessStore(MemoryControlStore):
         super().__init__(clock, retention, chance)
         self._credentials: dict[str, _Credentials] = {}
         self._api_tokens: dict[bytes, ApiToken] = {}
+        # Hash to when it expires.
+        self._links: dict[bytes, datetime] = {}
+        self._sessions: dict[bytes, datetime] = {}
 
     async def caller(self, token_hash: bytes) -> Caller | None:
         for worker_id, credentials in self._credentials.items():
@@ -89,6 +92,27 @@ class MemoryAccessStore(MemoryControlStore):
                 self._api_tokens[token_hash] = replace(token, revoked_at=self._clock())
                 return True
         return False
+
+    async def has_tokens(self) -> bool:
+        return any(token.revoked_at is None for token in self._api_tokens.values())
+
+    async def create_link(self, link_hash: bytes, ttl_s: float) -> None:
+        self._links[link_hash] = self._clock() + _interval(ttl_s)
+
+    async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
+        expires_at = self._links.get(link_hash)
+        if expires_at is None or expires_at <= self._clock():
+            return False
+        del self._links[link_hash]
+        self._sessions[session_hash] = self._clock() + _interval(ttl_s)
+        return True
+
+    async def has_session(self, session_hash: bytes) -> bool:
+        expires_at = self._sessions.get(session_hash)
+        return expires_at is not None and expires_at > self._clock()
+
+    async def end_session(self, session_hash: bytes) -> None:
+        self._sessions.pop(session_hash, None)
 
     async def sweep(self) -> int:
         deleted = await super().sweep()

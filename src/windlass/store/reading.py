@@ -29,6 +29,7 @@ from windlass.ports.reading import (
     FleetStanding,
     Leader,
     LogLine,
+    Measures,
     OpenAlert,
     Overview,
     Page,
@@ -130,6 +131,26 @@ class PostgresReadingStore(PostgresAccessStore):
         rows = [_sample(standing) for standing in overview.fleets]
         async with self._connection("writing samples") as connection:
             await connection.execute(QUERIES["add_samples"], json.dumps(rows), SAMPLE_INTERVAL_S)
+
+    async def sweep_faces(self) -> int:
+        """Apply retention to what only faces need. Returns how many rows went."""
+        kept = self._retention
+        async with self._connection("applying retention") as connection:
+            return int(await connection.fetchval("select windlass.sweep_faces($1, $2)", kept.samples_s, kept.events_s))
+
+    async def measures(self) -> list[Measures]:
+        async with self._connection("measuring") as connection:
+            rows = await connection.fetch(QUERIES["measures"])
+            costs = await connection.fetch(QUERIES["machine_costs"])
+            spent = await connection.fetch(QUERIES["spent_lately"])
+        return [
+            Measures(
+                **row,
+                machine_costs=tuple((c["currency"], c["micros"]) for c in costs if c["fleet"] == row["fleet"]),
+                spent=tuple(tuple(s)[1:] for s in spent if s["fleet"] == row["fleet"]),
+            )
+            for row in rows
+        ]
 
     # ---------------------------------------------------------------------------------------------------- lists
 

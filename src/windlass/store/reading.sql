@@ -169,6 +169,62 @@ where s.fleet = $1
 group by 1
 order by 1;
 
+-- name: measures
+-- Metrics; for each fleet workers_hired, workers_failed, and its slots.
+select
+  f.name as fleet,
+  hired.success_ratio::double precision as provisioning_success_ratio,
+  hired.mean_s::double precision as provisioning_mean_s,
+  slots.restarts, slots.failed_slots,
+  extract(epoch from windlass.now() - crash.failed_at)::double precision as since_last_crash_s
+from windlass.fleets f
+cross join lateral (
+  select
+    count(h.activated_at)::numeric / nullif(count(h.activated_at) + count(*) filter (where h.is_over), 0) as success_ratio,
+    avg(extract(epoch from h.activated_at - h.created_at)) as mean_s
+  from (
+    select w.activated_at, w.created_at, w.activated_at is null and w.status in ('error', 'terminated') as is_over
+    from windlass.workers w
+    where w.fleet = f.name and w.slot is not null
+    order by w.created_at desc
+    limit 50
+  ) as h
+) as hired
+cross join lateral (
+  select coalesce(sum(s.restart_count), 0) as restarts, count(*) filter (where s.status = 'failed') as failed_slots
+  from windlass.slots s
+  where s.fleet = f.name
+) as slots
+left join lateral (
+  select w.failed_at
+  from windlass.workers w
+  where w.fleet = f.name and w.failed_at is not null
+  order by w.failed_at desc
+  limit 1
+) as crash on true
+order by f.name;
+
+-- name: machine_costs
+-- Metrics; workers_live.
+select
+  w.fleet, w.currency,
+  sum(w.price_micros_per_hour * extract(epoch from windlass.now() - w.billed_since) / 3600)::bigint as micros
+from windlass.workers w
+where w.status <> 'terminated'
+  and w.billed_since is not null
+group by w.fleet, w.currency
+order by w.fleet, w.currency;
+
+-- name: spent_lately
+-- Metrics; spending_hour.
+select
+  s.fleet, s.currency, sum(s.task_micros)::bigint as task, sum(s.boot_micros)::bigint as boot,
+  sum(s.idle_micros)::bigint as idle, sum(s.tail_micros)::bigint as tail
+from windlass.spending s
+where s.hour > windlass.now() - interval '1 day'
+group by s.fleet, s.currency
+order by s.fleet, s.currency;
+
 -- name: live_workers
 -- workers_page; workers_by_slot, from the cursor ($3, $4, $5) on.
 select w.id

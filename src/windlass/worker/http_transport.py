@@ -146,8 +146,8 @@ class ControlPlane:
 def _told(response: httpx.Response) -> tuple[str | None, str]:
     """Code and message of an error. Without a code it came from somebody on the way: a proxy, another server."""
     try:
-        error = response.json()["error"]
-        return str(error["code"]), str(error["message"])
+        problem = response.json()
+        return str(problem["code"]), str(problem["detail"])
     except (ValueError, LookupError, TypeError):
         return None, f"{response.status_code}: {response.text[:MAX_SHOWN]!r}"
 

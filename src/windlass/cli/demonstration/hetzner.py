@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from windlass import wire
-from windlass.cli.cost import look
 from windlass.cli.demonstration.hetzner_report import CRASHED, HetznerReport, ServerLine
 from windlass.cli.demonstration.stage import (
     FLEET,
@@ -32,6 +31,7 @@ from windlass.cli.demonstration.stage import (
     guarded_place,
     staged,
 )
+from windlass.cost.asking import look
 from windlass.cost.report import By
 from windlass.emulate.exchange import Emulator
 from windlass.emulate.hetzner import HetznerEmulator, Settings

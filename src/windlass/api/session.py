@@ -1,0 +1,71 @@
+"""A person's browser: let in by a link, known by a cookie, gone by logging out.
+
+The link is good for one browser. What it is exchanged for is a cookie that no script can read and no other site can
+have sent; pages prove themselves by the CSRF token besides (gate.csrf_of).
+"""
+
+import secrets
+from urllib.parse import parse_qsl
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+
+from windlass.api.errors import gone
+from windlass.api.face import Shown
+from windlass.api.gate import COOKIE, check_csrf
+from windlass.model.access import LINK_PREFIX, SESSION_PREFIX, hash_of, is_token, new_token
+from windlass.ports.access import Access
+
+LOGIN = "/login"
+# A link is used when `windlass up` has printed it, or by whoever comes back to that terminal on the same day.
+LINK_TTL_S = 86_400.0
+SESSION_TTL_S = 7 * 86_400.0
+# Not a redirection: a browser that came from another site would not send the cookie to where it is redirected.
+_WELCOME = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/">
+<title>windlass</title><p><a href="/">To the dashboard</a></p></html>"""
+
+
+async def new_link(access: Access, base_url: str) -> str:
+    """The address that lets one browser in."""
+    key = new_token(LINK_PREFIX, secrets.SystemRandom())
+    await access.create_link(hash_of(key), LINK_TTL_S)
+    return f"{base_url}{LOGIN}?key={key}"
+
+
+def session_routes(shown: Shown) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    access = shown.store
+
+    @router.get(LOGIN)
+    async def login(request: Request, key: str = "") -> Response:
+        """Exchange a link for a session, and show the dashboard."""
+        session = new_token(SESSION_PREFIX, secrets.SystemRandom())
+        is_link = is_token(key, LINK_PREFIX)
+        if not is_link or not await access.open_session(hash_of(key), hash_of(session), SESSION_TTL_S):
+            raise gone("this link was used, or has expired: `windlass up` prints another when it starts.")
+        answer = HTMLResponse(_WELCOME)
+        answer.set_cookie(
+            COOKIE,
+            session,
+            max_age=int(SESSION_TTL_S),
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return answer
+
+    @router.post("/logout")
+    async def logout(request: Request) -> Response:
+        answer = RedirectResponse("/", 303)
+        if request.state.session is not None:
+            check_csrf(request, (await form_of(request)).get("csrf"))
+            await access.end_session(hash_of(request.state.session))
+        answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+        return answer
+
+    return router
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """What a page's form sent; of a name that comes twice, the last."""
+    return dict(parse_qsl((await request.body()).decode(errors="replace"), keep_blank_values=True))

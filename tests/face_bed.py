@@ -1,0 +1,138 @@
+"""The control plane's HTTP face over a real PostgreSQL, with a fleet that a provider of the tests' own serves."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from random import Random, SystemRandom
+from typing import Any
+
+import httpx
+
+from windlass.api.app import make_app
+from windlass.api.doorbell import Doorbell
+from windlass.api.face import Face, FleetPulse, Shown
+from windlass.api.live import Live
+from windlass.api.metrics import Metrics
+from windlass.control.cycle import FleetCycle
+from windlass.control.explain import tell
+from windlass.control.summary import Summary
+from windlass.model.access import API_PREFIX, Role, hash_of, new_token
+from windlass.model.config import WorkerConfig
+from windlass.model.errors import BadInput
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.ports.control import Candidate
+from windlass.store.reading import PostgresReadingStore
+
+URL = "http://127.0.0.1:1"
+SECRET = "hunter2"
+FLEET = FleetConfig(queues=("a",), handler="app:work", max_workers=3, env={"API_KEY": SECRET})
+CHANCE = SystemRandom()
+
+
+class Shed:
+    """A provider that does everything at once, for EUR 0.36 an hour."""
+
+    def __init__(self, traits: ProviderTraits) -> None:
+        self.traits = traits
+        self.machines: dict[str, Machine] = {}
+
+    async def create(self, request: MachineRequest) -> Machine:
+        machine = Machine(
+            f"m-{request.name}", request.name, MachineState.RUNNING, price_micros_per_hour=360_000, currency="EUR"
+        )
+        self.machines[machine.id] = machine
+        return machine
+
+    async def list_machines(self) -> tuple[Machine, ...]:
+        return tuple(self.machines.values())
+
+    async def delete(self, machine: Machine) -> None:
+        self.machines.pop(machine.id, None)
+
+    async def close(self) -> None: ...
+
+
+class Bed:
+    def __init__(self, store: PostgresReadingStore, **other: Any) -> None:
+        self.store = store
+        self.live = Live(store, lambda: frozenset({"gpus"}))
+        self.metrics = Metrics(self.live.overview, store.measures)
+        self.summaries: dict[str, Summary] = {}
+        self.shown = Shown(
+            store=store,
+            live=self.live,
+            explain=lambda what: tell(store, what),
+            worker_log=self._worker_log,
+            last_actions=self._last_actions,
+            metrics=self.metrics.read,
+            **{"is_open_here": True, **other},
+        )
+        self.doorbell = Doorbell(store.wait_for_work)
+        self.app = make_app(
+            Face(
+                store=store,
+                access=store,
+                doorbell=self.doorbell,
+                fleet={"gpus": FLEET}.get,
+                worker_defaults=WorkerConfig(),
+                max_payload_bytes=10_000,
+                version="1.0",
+                ask_database=store.now,
+                pulses=lambda: {"gpus": FleetPulse(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)},
+                run_cycle=self.run_cycle,
+                wheel=lambda: None,
+                shown=self.shown,
+            )
+        )
+        shed = Shed(ProviderTraits())
+        self.cycle = FleetCycle("gpus", FLEET, store, shed, Candidate("ann", 3600.0), Random(4))  # noqa: S311
+        # Somebody on this host, and somebody elsewhere.
+        self.here = self.client("127.0.0.1")
+        self.elsewhere = self.client("192.0.2.7")
+
+    def client(self, address: str, **headers: str) -> httpx.AsyncClient:
+        carrier = httpx.ASGITransport(self.app, client=(address, 4711))
+        return httpx.AsyncClient(transport=carrier, base_url=URL, headers=headers, timeout=30)
+
+    async def run_cycle(self) -> list[dict[str, Any]]:
+        summary = await self.cycle.run()
+        self.summaries["gpus"] = summary
+        self.metrics.note_cycle(
+            "gpus",
+            is_leader=summary.is_leader,
+            duration_s=summary.duration_s,
+            actions=summary.actions or {},
+            provider_calls=summary.provider_calls,
+        )
+        self.live.poke()
+        return [summary.to_plain()]
+
+    async def token(self, role: Role) -> dict[str, str]:
+        """Headers of somebody with this role."""
+        token = new_token(API_PREFIX, CHANCE)
+        await self.store.create_token(f"a-{role}-{token[-6:]}", role, hash_of(token))
+        return {"Authorization": f"Bearer {token}"}
+
+    def _last_actions(self) -> Mapping[str, Mapping[str, int]]:
+        return {name: summary.actions or {} for name, summary in self.summaries.items()}
+
+    async def _worker_log(self, fleet: str, worker_id: str, _lines: int) -> AsyncIterator[str]:
+        if fleet != "gpus":
+            raise BadInput(f"there is no log of worker {worker_id} on this host.")
+        yield f"{worker_id} says hello"
+
+    async def close(self) -> None:
+        await self.live.close()
+        await self.doorbell.close()
+        for client in (self.here, self.elsewhere):
+            await client.aclose()
+
+
+@asynccontextmanager
+async def bed_of(dsn: str, clock: Any = None, **other: Any) -> AsyncIterator[Bed]:
+    async with PostgresReadingStore(dsn, virtual_now=clock) as store:
+        bed = Bed(store, **other)
+        try:
+            yield bed
+        finally:
+            await bed.close()
