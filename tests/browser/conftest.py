@@ -1,19 +1,18 @@
 """A real Chromium in front of a real Windlass. One of each for a module."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from house import CLOUD_SQL, House, NewPage
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from house import CLOUD_SQL, House
 from servers import Server, do_without, reachable_temp_dir
 
 # The machine may be busy with other tests.
 PATIENCE_MS = 20_000
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-NewPage = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
@@ -75,4 +74,5 @@ def new_page(house: House, chromium: Browser, session: Any) -> Iterator[NewPage]
     yield make
     for context in contexts:
         context.close()
+    house.release()
     assert complaints == []

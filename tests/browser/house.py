@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import asyncpg
 import httpx
+from playwright.sync_api import Page
 
 from servers import run_aside, wait_until
 from windlass.model.task import Task, TaskStatus, new_task
@@ -25,6 +26,8 @@ from windlass.store.reading import PostgresReadingStore
 
 PATIENCE_S = 30.0
 T = TypeVar("T")
+# Opens a path in a browser of its own: see conftest.py.
+NewPage = Callable[..., Page]
 APP = """
 import time
 from pathlib import Path
@@ -77,14 +80,15 @@ insert into windlass.workers (
   id, fleet, slot, status, queues, activated_at, last_heartbeat, lease_s, instance_type, machine_id, vram_total_mb,
   vram_used_mb, price_micros_per_hour, currency, billing_unit_s, billed_since
 )
-select 'cloud-' || s, 'cloud', s, 'active', '{clips}', now() - interval '39 minutes', now(), 86400, 'cx23', 'm' || s, 24576,
-  8000 * s, 9000, 'EUR', 3600, now() - interval '40 minutes'
+select 'cloud-' || s, 'cloud', s, 'active', '{clips}', now() - interval '39 minutes', now(), 86400, 'cx23', 'm' || s,
+  24576, 8000 * s, 9000, 'EUR', 3600, now() - interval '40 minutes'
 from generate_series(0, 2) as s;
 insert into windlass.spending (fleet, hour, currency, task_micros, boot_micros, idle_micros, tail_micros)
 select 'cloud', date_trunc('hour', now()) - h * interval '1 hour', 'EUR', 27000, 900, 4000, 1100
 from generate_series(1, 60) as h;
 insert into windlass.charges (worker_id, fleet, queue, kind, from_at, until_at, amount_micros, currency)
-select 'cloud-old', 'cloud', 'clips', 'task', now() - h * interval '1 hour', now() - (h - 1) * interval '1 hour', 27000, 'EUR'
+select 'cloud-old', 'cloud', 'clips', 'task', now() - h * interval '1 hour', now() - (h - 1) * interval '1 hour',
+  27000, 'EUR'
 from generate_series(1, 60) as h;
 """
 
@@ -96,7 +100,7 @@ class House:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             self.port: int = taken.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.go = folder / "go"
+        self._held: list[Path] = []
         self._ups: list[subprocess.Popen[bytes]] = []
         (folder / "app.py").write_text(APP)
         (folder / "windlass.toml").write_text(TOML.format(folder=json.dumps(str(folder))))
@@ -131,7 +135,7 @@ class House:
         self._ups[-1].wait(PATIENCE_S)
 
     def end(self) -> None:
-        self.go.touch()
+        self.release()
         if self._ups[-1].poll() is None:
             self._ups[-1].send_signal(signal.SIGTERM)
             self._ups[-1].wait(2 * PATIENCE_S)
@@ -171,10 +175,16 @@ class House:
         return self.ask(lambda store: store.enqueue(new_task(queue, payload, **other)))
 
     def held_task(self) -> int:
-        """One that runs until `go` is there."""
-        task_id = self.enqueue(payload={"go": str(self.go)})
+        """One that runs until it is released."""
+        self._held.append(self.folder / f"go-{len(self._held)}")
+        task_id = self.enqueue(payload={"go": str(self._held[-1])})
         self.until_task(task_id, TaskStatus.RUNNING)
         return task_id
+
+    def release(self) -> None:
+        """Let all that is held finish."""
+        for path in self._held:
+            path.touch()
 
     def dead_letter(self, error: str = "CUDA out of memory") -> int:
         task_id = self.enqueue(payload={"error": error}, max_attempts=1)
@@ -187,7 +197,9 @@ class House:
         return found
 
     def until_task(self, task_id: int, status: TaskStatus) -> Task:
-        wait_until(lambda: self.task(task_id).status is status, PATIENCE_S, f"task {task_id} to be {status}\n{self.log()}")
+        wait_until(
+            lambda: self.task(task_id).status is status, PATIENCE_S, f"task {task_id} to be {status}\n{self.log()}"
+        )
         return self.task(task_id)
 
     def workers(self, fleet: str = "renders") -> list[Worker]:

@@ -25,7 +25,18 @@ from windlass.model.snapshot import Hold, QueueView, Snapshot
 from windlass.model.task import Task, TaskStatus, TaskSummary
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
-from windlass.ports.reading import FleetStanding, Leader, OpenAlert, Overview, Page, Sample, TaskRow, Work, WorkerRow
+from windlass.ports.reading import (
+    Burn,
+    FleetStanding,
+    Leader,
+    OpenAlert,
+    Overview,
+    Page,
+    Sample,
+    TaskRow,
+    Work,
+    WorkerRow,
+)
 
 NOW = datetime(2026, 11, 15, 18, 30, tzinfo=UTC)
 SETTING = Setting(now=NOW, version="1.0", viewer=Viewer(may_act=True, csrf="secret"))
@@ -154,16 +165,17 @@ def sample(seconds: int, **changed: Any) -> Sample:
 
 
 def test_a_fleet_without_prices_shows_what_it_completes_instead_of_what_it_costs() -> None:
-    titles = [chart.title for chart in fleet_charts("a", [sample(0)])]
+    titles = [chart.title for chart in fleet_charts(standing(fleet()), NOW, [sample(-5)])]
     assert titles == ["Tasks", "Workers", "Completed per minute"]
-    priced = fleet_charts("a", [sample(0, currency="EUR", burn_micros_per_hour=2_500_000)])
+    priced = fleet_charts(standing(fleet(), burn=(Burn("EUR", 2_500_000, 1),)), NOW, [])
     assert priced[2].title == "Cost per hour, EUR"
     assert json.loads(priced[2].drawing)["series"][0]["values"] == [2.5]
 
 
 def test_a_chart_says_what_it_shows_to_whoever_cannot_see_it() -> None:
-    chart = fleet_charts("a", [sample(0, queued=57), sample(5, queued=41, running=2)])[0]
-    assert chart.summary == "Tasks over the last hour: now waiting 41, running 2; at most waiting 57, running 2."
+    now = standing(fleet(), work=Work(queued=41, running=2))
+    chart = fleet_charts(now, NOW, [sample(-600, queued=57), sample(-300, queued=50)])[0]
+    assert chart.summary == "Tasks over the last 10 minutes: now waiting 41, running 2; at most waiting 57, running 2."
 
 
 def test_the_bars_of_days_are_as_high_as_what_was_paid() -> None:

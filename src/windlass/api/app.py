@@ -7,6 +7,7 @@ needs a token; who may call a route stands at the route.
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from windlass.api.acts import act_routes
 from windlass.api.compatible import compatible_routes
 from windlass.api.control import control_routes, health_routes
 from windlass.api.documented import describe
@@ -17,6 +18,7 @@ from windlass.api.gate import CSRF_HEADER, Gate
 from windlass.api.guard import Guard
 from windlass.api.looking import looking_routes
 from windlass.api.measuring import measuring_routes
+from windlass.api.pages import asset_routes, page_routes
 from windlass.api.session import session_routes
 from windlass.api.workers import joining_routes, worker_routes
 from windlass.ports.http import max_body_bytes
@@ -54,4 +56,7 @@ def _show(app: FastAPI, face: Face, shown: Shown) -> None:
         app.include_router(routes(face, shown))
     for others in (compatible_routes, measuring_routes, session_routes):
         app.include_router(others(shown))
+    for pages in (page_routes, act_routes):
+        app.include_router(pages(face, shown))
+    app.include_router(asset_routes())
     describe(app)

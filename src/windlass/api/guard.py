@@ -33,7 +33,10 @@ PAGE_POLICY = (
     b"connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 # Asked for all day by workers, probes and pages: they are told only when something is wrong.
-_ROUTINE = ("/internal/worker/", "/healthz", "/readyz", "/metrics", "/static/", "/api/v1/")
+_ROUTINE = (
+    *("/internal/worker/", "/healthz", "/readyz", "/metrics", "/static/", "/api/v1/"),
+    *("/workers", "/tasks", "/decisions", "/cost"),
+)
 log = structlog.get_logger("windlass.api")
 
 
@@ -113,7 +116,7 @@ class _Exchange:
         path, status = self._scope["path"], self._status or 0
         is_fine = 200 <= status < 400
         is_looking = self._scope["method"] in ("GET", "HEAD") or path.startswith("/internal/worker/")
-        if is_fine and is_looking and path.startswith(_ROUTINE):
+        if is_fine and is_looking and (path == "/" or path.startswith(_ROUTINE)):
             return
         client = self._scope.get("client")
         fields: dict[str, Any] = {

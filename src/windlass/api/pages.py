@@ -18,7 +18,7 @@ from windlass.api.gate import csrf_of, viewer
 from windlass.cost.asking import look, task_cost
 from windlass.cost.report import By, forecasts
 from windlass.dashboard import pages
-from windlass.dashboard.charts import HISTORY_POINTS, HISTORY_S
+from windlass.dashboard.charts import HISTORY_POINTS, history_s
 from windlass.dashboard.pages import Budget
 from windlass.dashboard.render import KEPT_S, Setting, Viewer, assets
 from windlass.dashboard.replay import KNOBS, Again, decide_again, knobs
@@ -104,11 +104,14 @@ def _add_overview(router: APIRouter, face: Face, shown: Shown) -> None:
     @router.get("/")
     async def overview(request: Request, _looker: Looker) -> Response:
         found = await shown.live.overview()
-        names = [standing.fleet.name for standing in found.fleets]
-        histories = await asyncio.gather(*(shown.store.history(name, HISTORY_S, HISTORY_POINTS) for name in names))
+        fleets = [standing.fleet for standing in found.fleets]
+        histories = await asyncio.gather(
+            *(shown.store.history(fleet.name, history_s(fleet, found.at), HISTORY_POINTS) for fleet in fleets)
+        )
         events = await shown.store.events_page(limit=EVENTS_SHOWN)
         setting = setting_of(face, request, found.at)
-        return html(request, pages.overview_page(setting, found, dict(zip(names, histories, strict=True)), events.rows))
+        by_fleet = {fleet.name: history for fleet, history in zip(fleets, histories, strict=True)}
+        return html(request, pages.overview_page(setting, found, by_fleet, events.rows))
 
 
 def _add_workers(router: APIRouter, face: Face, shown: Shown) -> None:
@@ -349,12 +352,13 @@ async def _budgets(face: Face, shown: Shown, overview: Overview, now: datetime) 
 def setting_of(face: Face, request: Request, now: datetime, *, is_live: bool = True) -> Setting:
     caller = getattr(request.state, "caller", None)
     csrf = csrf_of(request) if caller is not None else None
+    may_act = csrf is not None and isinstance(caller, TokenCaller) and caller.role is Role.OPERATOR
     theme = request.cookies.get(THEME_COOKIE)
     query = f"?{request.url.query}" if request.url.query else ""
     return Setting(
         now=now,
         version=face.version,
-        viewer=Viewer(may_act=csrf is not None and caller.role is Role.OPERATOR, csrf=csrf or ""),
+        viewer=Viewer(may_act, csrf or ""),
         theme=theme if theme in ("light", "dark") else None,
         stream=STREAM if is_live else None,
         back=f"{request.url.path}{query}",

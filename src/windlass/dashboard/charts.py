@@ -3,14 +3,19 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
+from windlass.dashboard.words import counted
 from windlass.model.cost import ChargeKind, Cost
 from windlass.model.money import MICROS
-from windlass.ports.reading import Sample
+from windlass.model.record import Fleet
+from windlass.model.worker import WorkerStatus
+from windlass.ports.reading import FleetStanding, Sample
 
-# Over this time, in so many points: about as many as a third of a screen can show.
-HISTORY_S = 3_600.0
+# Over an hour, or for as long as a younger fleet is there; in about as many points as a third of a screen shows.
+MAX_HISTORY_S = 3_600.0
+MIN_HISTORY_S = 300.0
 HISTORY_POINTS = 120
 
 
@@ -34,10 +39,14 @@ class Chart:
     unit: str | None = None
 
 
-def fleet_charts(fleet: str, samples: Sequence[Sample]) -> list[Chart]:
-    """Queue depth, workers by state and cost per hour. Without samples there is nothing to draw."""
-    if not samples:
-        return []
+def history_s(fleet: Fleet, now: datetime) -> float:
+    """How far back its charts begin."""
+    return min(MAX_HISTORY_S, max(MIN_HISTORY_S, (now - fleet.created_at).total_seconds()))
+
+
+def fleet_charts(standing: FleetStanding, now: datetime, before: Sequence[Sample]) -> list[Chart]:
+    """Queue depth, workers by state and cost per hour, from `before` to now."""
+    fleet, samples = standing.fleet.name, [*before, _sample(standing, now)]
     at = [round(sample.at.timestamp(), 1) for sample in samples]
     column = _columns(samples)
     tasks = (
@@ -70,6 +79,20 @@ def fleet_charts(fleet: str, samples: Sequence[Sample]) -> list[Chart]:
     return charts
 
 
+def _sample(standing: FleetStanding, now: datetime) -> Sample:
+    work, burn = standing.work, next(iter(standing.burn), None)
+    return Sample(
+        at=now,
+        queued=work.queued,
+        running=work.running,
+        **{str(status): standing.workers.get(status, 0) for status in WorkerStatus if status != "terminated"},
+        completed_per_minute=work.completed_per_minute,
+        wait_p95_s=work.wait_p95_s,
+        burn_micros_per_hour=burn.micros_per_hour if burn is not None else None,
+        currency=burn.currency if burn is not None else None,
+    )
+
+
 def _columns(samples: Sequence[Sample]) -> Callable[[Callable[[Sample], float]], tuple[float, ...]]:
     return lambda value: tuple(round(value(sample), 4) for sample in samples)
 
@@ -98,7 +121,8 @@ def _chart(
     }
     now = ", ".join(f"{s.label} {s.values[-1] or 0:g}" for s in series)
     most = ", ".join(f"{s.label} {max(v or 0 for v in s.values):g}" for s in series)
-    summary = f"{title} over the last hour: now {now}; at most {most}."
+    minutes = max(1, round((at[-1] - at[0]) / 60))
+    summary = f"{title} over the last {counted(minutes, 'minute')}: now {now}; at most {most}."
     return Chart(f"chart-{chart_id}", title, series, summary, json.dumps(drawing, separators=(",", ":")), unit)
 
 

@@ -121,7 +121,7 @@ def _card(standing: FleetStanding, samples: Sequence[Sample], now: datetime) -> 
         state, words = "hiring", "hiring"
     else:
         state, words = "steady", "running"
-    return FleetCard(standing, fleet_charts(fleet.name, samples), state, words, head, rest)
+    return FleetCard(standing, fleet_charts(standing, now, samples), state, words, head, rest)
 
 
 def decision_parts(decision: str) -> tuple[str, str]:

@@ -25,11 +25,6 @@ ASSETS = {
     "uplot.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-# Pages load what is ours and nothing else. The script sets styles by itself; no markup does.
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
-    "base-uri 'none'; frame-ancestors 'none'"
-)
 _CODE = pattern(r"`([^`]+)`")
 
 
@@ -100,7 +95,7 @@ def _environment() -> Environment:
     environment.globals["asset"] = lambda name: _addresses()[name]
     for function in (
         *(words.duration, words.brief, words.count, words.counted, words.percent, words.money, words.moment),
-        *(words.gigabytes, words.last_line, words.plain, query, in_code, amount),
+        *(words.gigabytes, words.last_line, words.gist, words.plain, query, in_code, amount),
     ):
         environment.filters[function.__name__] = function
     return environment

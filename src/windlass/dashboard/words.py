@@ -73,6 +73,12 @@ def last_line(text: str | None) -> str:
     return lines[-1].strip() if lines else ""
 
 
+def gist(text: str) -> str:
+    """A reason that brings a traceback along, without it: what was tried, and the line that names the cause."""
+    begin, found, _ = text.partition("Traceback (most recent call last)")
+    return f"{begin}{last_line(text)}" if found else text
+
+
 def indented_json(text: str | None) -> str:
     """JSON text as people read it; what is none, as it is."""
     try:

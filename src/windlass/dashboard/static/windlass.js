@@ -38,21 +38,21 @@
   // ------------------------------------------------------------------------------- putting a new page into the old one
 
   // What the reader has done to an element is not the server's to undo.
-  const READERS = { DETAILS: ["open"], DIALOG: ["open"], INPUT: ["value", "checked"], TEXTAREA: [], OPTION: ["selected"] };
+  const READERS = { DETAILS: ["open"], INPUT: ["value"], OPTION: ["selected"] };
 
   function morph(from, to) {
     if (from.nodeType === Node.TEXT_NODE) {
       if (from.data !== to.data) from.data = to.data;
       return;
     }
-    const kept = READERS[from.nodeName] ?? [];
+    const kept = from.type === "hidden" ? [] : READERS[from.nodeName] ?? [];
     for (const { name } of [...from.attributes]) {
       if (!to.hasAttribute(name) && !kept.includes(name) && name !== "data-drawn") from.removeAttribute(name);
     }
     for (const { name, value } of to.attributes) {
       if (!kept.includes(name) && from.getAttribute(name) !== value) from.setAttribute(name, value);
     }
-    if (from.dataset.keep !== undefined || from.nodeName === "TEXTAREA") return;
+    if (from.dataset.keep !== undefined) return;
     const wasAtEnd = from.dataset.tail !== undefined && from.scrollTop + from.clientHeight >= from.scrollHeight - 4;
     morphChildren(from, to);
     if (wasAtEnd) from.scrollTop = from.scrollHeight;
@@ -88,7 +88,7 @@
   // --------------------------------------------------------------------------------------------------------- refreshing
 
   // A burst of changes is one refresh; under a steady stream of them there is one in this time.
-  const REFRESH_EVERY_MS = 700;
+  const REFRESH_EVERY_MS = 400;
   const REFRESH_TIMEOUT_MS = 15000;
   // A page that could not be had is asked for again after this time.
   const RETRY_PAGE_MS = 2000;
@@ -103,7 +103,7 @@
       missed = missed || isRefreshing || document.hidden;
       return;
     }
-    const wait = Math.max(60, refreshedAt + REFRESH_EVERY_MS - performance.now());
+    const wait = Math.max(20, refreshedAt + REFRESH_EVERY_MS - performance.now());
     timer = setTimeout(() => { timer = null; refresh(); }, wait);
   }
 
@@ -151,7 +151,7 @@
 
   // Screen readers hear of what is marked as worth it, not of each number that moves.
   function spoken() {
-    return new Map([...main.querySelectorAll("[data-announce]")].map((one) => [one.id, one.textContent.trim()]));
+    return new Map([...main.querySelectorAll("[data-announce]")].map((one) => [one.id, one.innerText.trim()]));
   }
 
   function announce(before) {
@@ -235,7 +235,9 @@
     const form = event.target;
     if (form.dataset.asks === undefined) return;
     event.preventDefault();
-    asked = { form, opener: event.submitter };
+    // As it is now: a refresh may make another form of it before the reader has answered.
+    asked = { address: form.action, body: new URLSearchParams(new FormData(form)), opener: event.submitter };
+    asked.body.set("is_confirmed", "yes");
     dialog.querySelector("h2").textContent = form.elements.ask.value;
     dialog.querySelector("[data-words]").textContent = form.elements.words.value;
     dialog.querySelector(".problem").hidden = true;
@@ -258,10 +260,8 @@
     const button = event.submitter;
     button.disabled = true;
     try {
-      const body = new URLSearchParams(new FormData(asked.form));
-      body.set("is_confirmed", "yes");
-      const answer = await fetch(asked.form.action, {
-        method: "POST", body, headers: { Accept: "application/json" }, signal: AbortSignal.timeout(REFRESH_TIMEOUT_MS),
+      const answer = await fetch(asked.address, {
+        method: "POST", body: asked.body, headers: { Accept: "application/json" }, signal: AbortSignal.timeout(REFRESH_TIMEOUT_MS),
       });
       const told = await answer.json().catch(() => ({}));
       if (!answer.ok) throw new Error(told.detail ?? `the server answered ${answer.status}.`);
