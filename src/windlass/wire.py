@@ -31,12 +31,14 @@ from windlass.store.postgres import PostgresStore
 if TYPE_CHECKING:
     from windlass.api.face import FleetPulse, Shown
     from windlass.api.live import Live
+    from windlass.api.metrics import Metrics
     from windlass.configure import Loaded
     from windlass.control.cycle import FleetCycle
     from windlass.control.summary import Summary
     from windlass.control.up import Up
     from windlass.model.fleet import FleetConfig
     from windlass.model.machine import MachineRequest
+    from windlass.ports.alarm import Receiver
     from windlass.ports.control import Candidate
     from windlass.ports.provider import Provider
     from windlass.providers.hetzner import Account
@@ -574,7 +576,10 @@ async def run_up(
             loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload))
             log = structlog.get_logger("windlass.up")
             log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
-            async with _face(config, dsn, up, listener, version, watchers, on_link):
+            async with (
+                _face(config, dsn, up, listener, version, watchers, on_link) as on_message,
+                _alarm(config, dsn, watchers, on_message),
+            ):
                 await up.run(config.fleets)
             with contextlib.suppress(DatabaseUnavailable):
                 await opened.resign(ourselves)
@@ -619,10 +624,13 @@ async def _face(
     version: str,
     watchers: "list[Callable[[Summary], None]]",
     on_link: Callable[[str], None],
-) -> AsyncIterator[None]:
-    """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`."""
+) -> AsyncIterator[Callable[[str, str], None]]:
+    """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`.
+
+    Gives who counts messages: receiver and outcome.
+    """
     if listener is None:
-        yield
+        yield lambda _receiver, _outcome: None
         return
     from windlass.api.app import make_app
     from windlass.api.doorbell import Doorbell
@@ -639,7 +647,7 @@ async def _face(
     wheel = await asyncio.to_thread(build_wheel)
     async with PostgresReadingStore(dsn, retention=config.retention, max_connections=API_CONNECTIONS) as store:
         doorbell = Doorbell(store.wait_for_work)
-        shown = _shown(config, store, up, watchers)
+        shown, metrics = _shown(config, store, up, watchers)
         face = Face(
             store=store,
             access=store,
@@ -659,7 +667,7 @@ async def _face(
             async with serving(make_app(face), listener):
                 on_link(await new_link(store, _browser_url(config, listener)))
                 try:
-                    yield
+                    yield metrics.note_message
                 finally:
                     # Before the server ends, or it would wait for those who wait.
                     await shown.live.close()
@@ -671,8 +679,8 @@ async def _face(
 
 def _shown(
     config: Config, store: "PostgresReadingStore", up: "Up", watchers: "list[Callable[[Summary], None]]"
-) -> "Shown":
-    """What people see of a running `up`."""
+) -> "tuple[Shown, Metrics]":
+    """What people see of a running `up`, and who counts for them."""
     from windlass.api.face import Shown
     from windlass.api.live import Live
     from windlass.api.metrics import Metrics
@@ -691,7 +699,7 @@ def _shown(
         )
 
     watchers.append(note)
-    return Shown(
+    shown = Shown(
         store=store,
         live=live,
         explain=functools.partial(tell, store),
@@ -702,6 +710,55 @@ def _shown(
         rate_limit=config.api.rate_limit,
         cors_origins=config.api.cors_origins,
     )
+    return shown, metrics
+
+
+@asynccontextmanager
+async def _alarm(
+    config: Config,
+    dsn: str,
+    watchers: "list[Callable[[Summary], None]]",
+    on_message: Callable[[str, str], None],
+) -> AsyncIterator[None]:
+    """People are told what is the matter for as long as this is open."""
+    from windlass.control.alarm import Alarm
+    from windlass.store.alarm import PostgresAlarmStore
+
+    # Its own connections: whatever a receiver does, no cycle waits for one.
+    async with PostgresAlarmStore(dsn, retention=config.retention, max_connections=2) as store:
+        alarm = Alarm(
+            store,
+            receivers(config),
+            dead_letters_allowed=config.alerts.dead_letters_per_hour,
+            ignored=config.alerts.ignored,
+            on_message=on_message,
+        )
+        watchers.append(alarm.note)
+        telling = asyncio.create_task(alarm.run())
+        try:
+            yield
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+
+def receivers(config: Config) -> "list[Receiver]":
+    """Everybody who is to be told what is the matter."""
+    from windlass.configure import secret_variables
+    from windlass.notify.command import Command
+    from windlass.notify.email import Email
+    from windlass.notify.webhook import Slack, Webhook
+
+    alerts, found = config.alerts, list["Receiver"]()
+    if alerts.webhook_url is not None:
+        found.append(Webhook(alerts.webhook_url.get_secret_value()))
+    if alerts.slack_url is not None:
+        found.append(Slack(alerts.slack_url.get_secret_value()))
+    if alerts.email_to and alerts.smtp_url is not None:
+        found.append(Email(alerts.smtp_url.get_secret_value(), alerts.email_from, alerts.email_to))
+    if alerts.command is not None:
+        found.append(Command(alerts.command, tuple(secret_variables())))
+    return found
 
 
 def _browser_url(config: Config, listener: "socket.socket") -> str:

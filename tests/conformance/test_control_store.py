@@ -622,10 +622,10 @@ async def test_a_worker_that_is_heard_was_prepared_whatever_anybody_says(store: 
 
 async def test_a_failed_slot_and_an_alert_are_noted(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
-    await ann.commit(FailSlot(0, "too often"), Alert("SLOT_FAILED", "slot 0 is failed", "w0"))
+    await ann.commit(FailSlot(0, "too often"), Alert("SLOT_FAILED", "slot 0 is failed", "w0", "0"))
     told = {event.code: event for event in await store.events(limit=1000)}
     assert (told["SLOT_FAILED"].reason, told["SLOT_FAILED"].detail) == ("too often", {"slot": 0})
-    assert (told["ALERT"].worker_id, told["ALERT"].detail) == ("w0", {"code": "SLOT_FAILED"})
+    assert (told["ALERT"].worker_id, told["ALERT"].detail) == ("w0", {"code": "SLOT_FAILED", "about": "0"})
 
 
 async def test_what_a_provider_must_do_first_changes_no_worker(store: ControlStores, ann: Leader) -> None:

@@ -5,26 +5,15 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from windlass.dashboard.words import counted, duration
-from windlass.model.record import Fleet
+from windlass.model.alert import Severity
+from windlass.policy.alerts import ADVICE
 from windlass.ports.reading import FleetStanding, OpenAlert, Overview
 
-CRITICAL = "critical"
-# By the code of an alert or a hold. What is not here says all that can be said in its own reason.
-ADVICE = {
-    "FAILURE_RATE": "Read why the last workers broke, mend it, then restart the fleet: that ends the hold.",
-    "BUDGET": "The budget is used up. Raise it in windlass.toml, or wait for the next hour, day or month.",
-    "SLOT_FAILED": "Its workers broke again and again. Read the log of the last one, mend it, then restart the fleet.",
-    "RESTARTS": "Workers of this fleet keep breaking: read the story of one of them.",
-    "ALL_CRASHED": "Every worker of the fleet is broken: read the story of one of them.",
-    "NO_LEADER": "Start `windlass up`: without it nobody hires, heals or lets go. Workers go on with what waits.",
-    "DEAD_LETTERS": "Look at why they failed, mend it, then retry them.",
-    "NEAR_LIMIT": "The fleet is close to its maximum: raise max_workers if more is to be done at once.",
-    "PROVIDER_ERRORS": "The provider refuses or does not answer: look at its status and at the key it is called with.",
-    "Denied": "The provider refuses our key: check it, and what it may do.",
-    "LimitReached": "The provider's own limit is reached: ask it for more, or lower max_workers.",
-    "NoCapacity": "The provider has none left: add other types or places to the fleet's list.",
-    "InvalidRequest": "The provider does not accept what was asked for: check the fleet's settings.",
-}
+# The rest of an advice that fits any matter.
+IN_GENERAL = "it is over by itself when the cause is gone"
+# What a restart of the fleet ends, once the cause is mended.
+MENDED_BY_RESTART = ("FAILURE_RATE", "SLOT_FAILED")
+RETRY = "see why they failed, mend it, then retry them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,85 +36,67 @@ def attention(overview: Overview) -> list[Matter]:
 
 
 def _matters(overview: Overview) -> Iterator[Matter]:
+    told = {alert.code for alert in overview.alerts}
     for alert in overview.alerts:
-        yield _of_alert(alert, "all fleets")
-    if overview.leader is None and overview.fleets and not any(a.code == "NO_LEADER" for a in overview.alerts):
-        yield Matter("no-leader", True, "Nobody runs the control loop.", ADVICE["NO_LEADER"])
+        yield _of_alert(alert)
+    if overview.leader is None and overview.fleets and "NO_LEADER" not in told:
+        yield Matter("no-leader", True, "Nobody runs the control loop.", _advice("NO_LEADER"))
     for standing in overview.fleets:
-        yield from _of_fleet(standing, overview.at, is_led=overview.leader is not None)
+        of_fleet = told | {alert.code for alert in standing.alerts}
+        for alert in standing.alerts:
+            yield _of_alert(alert)
+        yield from _of_fleet(standing, of_fleet)
+        unattended_s = standing.fleet.unattended_s(overview.at)
+        if unattended_s is not None and overview.leader is not None and "UNATTENDED" not in of_fleet:
+            what = f"Nobody has run fleet {standing.fleet.name} for {duration(unattended_s)}."
+            yield Matter(f"unattended-{standing.fleet.name}", True, what, _advice("UNATTENDED"))
 
 
-def _of_fleet(standing: FleetStanding, now: datetime, *, is_led: bool) -> Iterator[Matter]:
-    fleet, told = standing.fleet, {alert.code for alert in standing.alerts}
-    for alert in standing.alerts:
-        yield _of_alert(alert, fleet.name)
-    if fleet.hold is not None and not told & {fleet.hold.code, "HOLD"}:
-        yield Matter(
-            f"hold-{fleet.name}",
-            True,
-            f"Fleet {fleet.name} is on hold: {_sentence(fleet.hold.reason)}",
-            ADVICE.get(fleet.hold.code, "It goes on by itself when the cause is gone."),
-            fleet.hold.since,
-            f"/workers?fleet={fleet.name}",
-            fleet.name if fleet.hold.code == "FAILURE_RATE" else None,
-        )
+def _of_fleet(standing: FleetStanding, told: set[str]) -> Iterator[Matter]:
+    """What is the matter with a fleet, and no alert has told (yet)."""
+    fleet = standing.fleet
+    link = f"/workers?fleet={fleet.name}"
+    if fleet.hold is not None and fleet.hold.code not in told:
+        what = f"Fleet {fleet.name} is on hold: {_sentence(fleet.hold.reason)}"
+        restarts = fleet.name if fleet.hold.code in MENDED_BY_RESTART else None
+        yield Matter(f"hold-{fleet.name}", True, what, _advice(fleet.hold.code), fleet.hold.since, link, restarts)
     if fleet.failed_slots and "SLOT_FAILED" not in told:
-        yield Matter(
-            f"slots-{fleet.name}",
-            True,
-            f"{counted(len(fleet.failed_slots), 'slot')} of fleet {fleet.name} failed too often and stay empty.",
-            ADVICE["SLOT_FAILED"],
-            link=f"/workers?fleet={fleet.name}",
-            restarts=fleet.name,
-        )
-    unattended_s = fleet.unattended_s(now)
-    if unattended_s is not None and is_led:
-        yield Matter(
-            f"unattended-{fleet.name}",
-            True,
-            f"Nobody has run fleet {fleet.name} for {duration(unattended_s)}, though an orchestrator leads.",
-            "See whether its windlass.toml has this fleet.",
-        )
+        what = f"{counted(len(fleet.failed_slots), 'slot')} of fleet {fleet.name} failed too often and stay empty."
+        yield Matter(f"slots-{fleet.name}", True, what, _advice("SLOT_FAILED"), None, link, fleet.name)
     if standing.silent:
-        yield Matter(
-            f"silent-{fleet.name}",
-            False,
-            f"{counted(standing.silent, 'worker')} of fleet {fleet.name} fell silent.",
-            "Their tasks go to others when their lease is over; they are replaced.",
-            link=f"/workers?fleet={fleet.name}",
-        )
-    yield from _quiet_matters(standing, fleet, told)
-
-
-def _quiet_matters(standing: FleetStanding, fleet: Fleet, told: set[str]) -> Iterator[Matter]:
+        what = f"{counted(standing.silent, 'worker')} of fleet {fleet.name} fell silent."
+        advice = "Nothing: when their lease is over their tasks go to others, and they are replaced."
+        yield Matter(f"silent-{fleet.name}", False, what, advice, None, link)
     if fleet.is_paused:
-        yield Matter(
-            f"paused-{fleet.name}",
-            False,
-            f"Fleet {fleet.name} is paused: its workers claim nothing and nobody is hired.",
-            "Resume it when it is to go on.",
-        )
+        what = f"Fleet {fleet.name} is paused: its workers claim nothing and nobody is hired."
+        yield Matter(f"paused-{fleet.name}", False, what, "Resume it when it is to go on.")
     if standing.work.dead and "DEAD_LETTERS" not in told:
-        yield Matter(
-            f"dead-{fleet.name}",
-            False,
-            f"{counted(standing.work.dead, 'dead letter')} in the queues of fleet {fleet.name}.",
-            ADVICE["DEAD_LETTERS"],
-            link="/tasks?which=failed",
-        )
+        what = f"{counted(standing.work.dead, 'dead letter')} in the queues of fleet {fleet.name}."
+        yield Matter(f"dead-{fleet.name}", False, what, _as_sentence(RETRY), None, "/tasks?which=failed")
 
 
-def _of_alert(alert: OpenAlert, fleet: str) -> Matter:
-    link = "/tasks?which=failed" if alert.code == "DEAD_LETTERS" else f"/workers?fleet={alert.fleet}"
+def _of_alert(alert: OpenAlert) -> Matter:
+    is_of_tasks = alert.code == "DEAD_LETTERS"
+    where = f"Fleet {alert.fleet}: " if alert.fleet is not None else ""
+    what = f"{where}{_sentence(alert.reason)}"
+    link = f"/workers?fleet={alert.fleet}" if alert.fleet is not None else None
     return Matter(
         f"alert-{alert.id}",
-        alert.severity == CRITICAL,
-        f"{fleet}: {_sentence(alert.reason)}",
-        ADVICE.get(alert.code, "It is closed by itself when the cause is gone."),
+        alert.severity == Severity.CRITICAL,
+        what[:1].upper() + what[1:],
+        _as_sentence(RETRY) if is_of_tasks else _advice(alert.code),
         alert.since,
-        link if alert.fleet or alert.code == "DEAD_LETTERS" else None,
-        alert.fleet if alert.code in ("FAILURE_RATE", "SLOT_FAILED") else None,
+        "/tasks?which=failed" if is_of_tasks else link,
+        alert.fleet if alert.code in MENDED_BY_RESTART else None,
     )
+
+
+def _advice(code: str) -> str:
+    return _as_sentence(ADVICE.get(code, IN_GENERAL))
+
+
+def _as_sentence(advice: str) -> str:
+    return _sentence(advice[:1].upper() + advice[1:])
 
 
 def _sentence(text: str) -> str:

@@ -114,6 +114,8 @@ class Alert:
     code: str
     reason: str
     worker_id: str | None = None
+    # What it is about, where that is no worker: a slot, an hour. Empty: the fleet.
+    about: str = ""
 
 
 Action = Promote | Fail | Requeue | Drain | Delete | Adopt | Price | Prepare | DeleteStray | FailSlot | Spawn | Alert

@@ -115,6 +115,67 @@ class ApiConfig(_Section):
         return url.rstrip("/") if url is not None else None
 
 
+class AlertsConfig(_Section):
+    """Who is told what is the matter. Everybody who is named is told everything, once, and when it is over."""
+
+    webhook_url: SecretStr | None = Field(default=None, description="Gets each message as JSON, by POST.")
+    slack_url: SecretStr | None = Field(
+        default=None,
+        description="An incoming webhook of Slack, or of what speaks like it (Mattermost, Discord's /slack).",
+    )
+    email_to: tuple[str, ...] = Field(default=(), description="Addresses that get each message as a mail.")
+    email_from: str = Field(default="windlass@localhost", min_length=3, description="Who those mails are from.")
+    smtp_url: SecretStr | None = Field(
+        default=None, description="Through which server: smtp://user:password@host:587, or smtps://."
+    )
+    command: str | None = Field(
+        default=None, min_length=1, description="A command that gets each message as JSON on its standard input."
+    )
+    dead_letters_per_hour: int = Field(
+        default=0, ge=0, description="More dead letters of a queue within an hour than this are told."
+    )
+    ignored: tuple[str, ...] = Field(default=(), description="Codes of alerts that nobody wants to hear of.")
+
+    @field_validator("email_to", "ignored", mode="before")
+    @classmethod
+    def _from_one_line(cls, names: Any) -> Any:
+        """The environment has only text: names, separated by commas."""
+        return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+    @field_validator("webhook_url", "slack_url")
+    @classmethod
+    def _is_web_address(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("https://", "http://")):
+            raise ValueError("it must be an address that begins with https://")
+        return url
+
+    @field_validator("smtp_url")
+    @classmethod
+    def _is_mail_server(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("smtp://", "smtps://")):
+            raise ValueError("it must be an address that begins with smtp:// or smtps://")
+        return url
+
+    @model_validator(mode="after")
+    def _mails_have_a_server(self) -> Self:
+        if self.email_to and self.smtp_url is None:
+            raise ValueError("email_to is set and smtp_url is not: name the server that takes the mails")
+        return self
+
+
+class LogsConfig(_Section):
+    """Log lines of `windlass up`, beside what it prints."""
+
+    in_database: bool = Field(
+        default=False, description="Keep them in the table windlass.logs too, for `retention.logs_s`."
+    )
+    traces_endpoint: str | None = Field(
+        default=None,
+        description="Where traces of cycles and tasks go, by OTLP over HTTP; needs the extra windlass[otel].",
+        json_schema_extra={"env": "OTEL_EXPORTER_OTLP_ENDPOINT"},
+    )
+
+
 class Config(_Section):
     database_url: SecretStr | None = Field(
         default=None,
@@ -156,6 +217,8 @@ class Config(_Section):
     worker: WorkerConfig = WorkerConfig()
     control: ControlConfig = ControlConfig()
     api: ApiConfig = ApiConfig()
+    alerts: AlertsConfig = AlertsConfig()
+    logs: LogsConfig = LogsConfig()
     fleets: dict[str, FleetConfig] = Field(default_factory=dict, description="One table per fleet.")
 
     @field_validator("hetzner_endpoint", "runpod_endpoint")

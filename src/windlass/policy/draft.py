@@ -64,7 +64,7 @@ class Draft:
         told_at = self.snapshot.memory.alerts.get(key)
         is_news = told_at is None or self.age_s(told_at) >= ALERT_AGAIN_S
         self.alerts[key] = self.now if told_at is None or is_news else told_at
-        return [Alert(code, reason, worker_id)] if is_news else []
+        return [Alert(code, reason, worker_id, about)] if is_news else []
 
     @property
     def failed_ids(self) -> set[str]:

@@ -426,8 +426,9 @@ class MemoryControlStore(MemoryStore):
                 if slot is not None:
                     slot.is_failed = True
                 self._note("SLOT_FAILED", reason, fleet=fleet, detail={"slot": number})
-            case Alert(code, reason, worker_id):
-                self._note("ALERT", reason, fleet=fleet, worker_id=worker_id, detail={"code": code})
+            case Alert(code, reason, worker_id, about):
+                detail = {"code": code} | ({"about": about} if about else {})
+                self._note("ALERT", reason, fleet=fleet, worker_id=worker_id, detail=detail)
             case Delete() | DeleteStray() | Spawn():
                 pass  # the provider's to do first
             case _:

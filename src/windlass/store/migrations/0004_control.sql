@@ -677,7 +677,7 @@ begin
           jsonb_build_object('slot', (v_action ->> 'slot')::integer));
       when 'Alert' then
         perform windlass.note('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
-          jsonb_build_object('code', v_action ->> 'code'));
+          jsonb_strip_nulls(jsonb_build_object('code', v_action ->> 'code', 'about', nullif(v_action ->> 'about', ''))));
       else
         null;  -- Delete, DeleteStray and Spawn are the provider's to do first
     end case;

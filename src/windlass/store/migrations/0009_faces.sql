@@ -53,6 +53,89 @@ create table windlass.messages (
 );
 create index messages_due on windlass.messages (due_at) where delivered_at is null and given_up_at is null;
 
+-- Write down what is the matter now, [{"fleet", "key", "code", "severity", "reason"}], and for each beginning and each end
+-- a message to every receiver. What has not been seen for p_resolve_after_s is over: a cause that comes and goes is one.
+-- Whoever was not told that it began is not told that it is over. Returns what began and what ended.
+create function windlass.note_alerts(p_firing jsonb, p_receivers text[], p_resolve_after_s double precision)
+returns table (kind text, fleet text, code text, reason text)
+language plpgsql
+as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := windlass.now();
+begin
+  return query
+    with firing as (
+      select f.fleet, f.key, f.code, f.severity, f.reason
+      from jsonb_to_recordset(p_firing) as f (fleet text, key text, code text, severity text, reason text)
+      -- In one order for all who do this, so that two of them never wait for each other.
+      order by f.fleet, f.key
+    ),
+    noted as (
+      insert into windlass.alerts as a (fleet, key, code, severity, reason)
+      select f.fleet, f.key, f.code, f.severity, f.reason from firing f
+      on conflict (coalesce(fleet, ''), key) where resolved_at is null do update
+        set seen_at = v_now, reason = excluded.reason
+      returning a.id, a.fleet, a.code, a.reason, a.xmax = 0 as is_new
+    ),
+    told as (
+      insert into windlass.messages (alert_id, receiver, kind)
+      select n.id, r, 'firing' from noted n cross join unnest(p_receivers) as r where n.is_new
+    )
+    select 'firing', n.fleet, n.code, n.reason from noted n where n.is_new;
+
+  return query
+    with over as (
+      update windlass.alerts a
+      set resolved_at = v_now
+      where a.resolved_at is null
+        and a.seen_at <= v_now - make_interval(secs => p_resolve_after_s)
+      returning a.id, a.fleet, a.code, a.reason
+    ),
+    untold as (
+      update windlass.messages m
+      set given_up_at = v_now, error = 'it was over before it was told'
+      from over o
+      where m.alert_id = o.id and m.kind = 'firing' and m.delivered_at is null and m.given_up_at is null and m.attempts = 0
+      returning m.alert_id, m.receiver
+    ),
+    told as (
+      insert into windlass.messages (alert_id, receiver, kind)
+      select m.alert_id, m.receiver, 'resolved'
+      from over o
+      join windlass.messages m on m.alert_id = o.id and m.kind = 'firing'
+      where m.receiver = any (p_receivers)
+        and not exists (select from untold u where u.alert_id = m.alert_id and u.receiver = m.receiver)
+    )
+    select 'resolved', o.fleet, o.code, o.reason from over o;
+end
+$$;
+
+-- Take messages that are due, for p_lease_s: whoever takes one says what became of it, or it is due again.
+create function windlass.take_messages(p_receivers text[], p_lease_s double precision, p_limit integer) returns table (
+  id bigint, receiver text, kind text, attempts integer, alert_id bigint, fleet text, code text, severity text, reason text,
+  since timestamptz, resolved_at timestamptz
+)
+language sql
+as $$
+  update windlass.messages m
+  set attempts = m.attempts + 1, due_at = windlass.now() + make_interval(secs => p_lease_s)
+  from windlass.alerts a
+  where m.id = any (array(
+      select d.id
+      from windlass.messages d
+      where d.delivered_at is null
+        and d.given_up_at is null
+        and d.due_at <= windlass.now()
+        and d.receiver = any (p_receivers)
+      order by d.due_at, d.id
+      limit p_limit
+      for update skip locked
+    ))
+    and a.id = m.alert_id
+  returning m.id, m.receiver, m.kind, m.attempts, a.id, a.fleet, a.code, a.severity, a.reason, a.since, a.resolved_at
+$$;
+
 -- A person's browser, by the hash of its cookie; before that, by the hash of the link that `windlass up` printed.
 create table windlass.sessions (
   hash bytea primary key,

@@ -1,0 +1,51 @@
+"""Messages to a command of the operator's: JSON on its standard input, exit code 0 for "delivered"."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+
+from windlass.model.alert import Message
+from windlass.notify.plain import to_plain
+from windlass.ports.alarm import NotDelivered
+
+TIMEOUT_S = 30.0
+
+
+class Command:
+    """`withheld`: names of variables that it does not get: our own secrets are not its business."""
+
+    name = "command"
+
+    def __init__(self, command: str, withheld: tuple[str, ...] = ()) -> None:
+        self._words = shlex.split(command)
+        self._withheld = frozenset(withheld)
+
+    async def send(self, message: Message) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in self._withheld}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._words,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise NotDelivered(f"{self._words[0]} cannot be started ({error.strerror})") from None
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await process.communicate(json.dumps(to_plain(message)).encode())
+        except TimeoutError:
+            raise NotDelivered(f"{self._words[0]} did not end within {TIMEOUT_S:g} s") from None
+        finally:
+            if process.returncode is None:
+                # With all that it started.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if process.returncode != 0:
+            raise NotDelivered(f"{self._words[0]} ended with {process.returncode}")

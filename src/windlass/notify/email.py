@@ -1,0 +1,62 @@
+"""Messages by e-mail, with the standard library's SMTP in a thread: a few a day need no library of their own."""
+
+import asyncio
+import smtplib
+import ssl
+from email.message import EmailMessage
+from urllib.parse import unquote, urlsplit
+
+from windlass.model.alert import Message
+from windlass.notify.plain import to_sentences
+from windlass.ports.alarm import NotDelivered
+
+TIMEOUT_S = 20.0
+_PORTS = {"smtp": 587, "smtps": 465}
+
+
+class Email:
+    """`url`: smtp://user:password@host:587 (encrypted if the server offers it, and always with a password), smtps://
+    from the first byte on."""
+
+    name = "email"
+
+    def __init__(self, url: str, sender: str, recipients: tuple[str, ...]) -> None:
+        parts = urlsplit(url)
+        self._is_encrypted = parts.scheme == "smtps"
+        self._host = parts.hostname or "localhost"
+        self._port = parts.port or _PORTS[parts.scheme]
+        self._user = unquote(parts.username) if parts.username else None
+        self._password = unquote(parts.password or "")
+        self._sender = sender
+        self._recipients = recipients
+
+    async def send(self, message: Message) -> None:
+        try:
+            await asyncio.to_thread(self._send, self._letter(message))
+        except (smtplib.SMTPException, OSError, ssl.SSLError) as error:
+            # What the server says may repeat what we said.
+            raise NotDelivered(f"the mail server at {self._host} did not take it ({type(error).__name__})") from None
+
+    def _letter(self, message: Message) -> EmailMessage:
+        letter = EmailMessage()
+        letter["From"] = self._sender
+        letter["To"] = ", ".join(self._recipients)
+        letter["Subject"] = " ".join(f"windlass {message.title}".split())
+        # The same when it comes twice, and one thread for an alert's beginning and end.
+        letter["Message-ID"] = f"<windlass-{message.alert_id}-{message.kind}-{message.since:%Y%m%d%H%M%S}@{self._host}>"
+        letter.set_content(to_sentences(message))
+        return letter
+
+    def _send(self, letter: EmailMessage) -> None:
+        context = ssl.create_default_context()
+        if self._is_encrypted:
+            server: smtplib.SMTP = smtplib.SMTP_SSL(self._host, self._port, timeout=TIMEOUT_S, context=context)
+        else:
+            server = smtplib.SMTP(self._host, self._port, timeout=TIMEOUT_S)
+        with server:
+            server.ehlo()
+            if not self._is_encrypted and (server.has_extn("starttls") or self._user is not None):
+                server.starttls(context=context)
+            if self._user is not None:
+                server.login(self._user, self._password)
+            server.send_message(letter)

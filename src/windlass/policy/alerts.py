@@ -1,0 +1,104 @@
+"""What is the matter, given what is seen. Pure.
+
+Most of it the plan itself finds out and keeps in its memory while it lasts (slots, limits, budgets, silence). Here it
+is put together with what no plan can know: that there was none, what providers answered, what became of tasks.
+"""
+
+from collections.abc import Iterator
+
+from windlass.model.alert import Firing, Severity, Watched, WatchedFleet
+from windlass.model.snapshot import Hold
+
+# Errors of one kind of call in a row.
+PROVIDER_ERRORS = 3
+# Codes of the plan that cannot wait until tomorrow. What holds a fleet back entirely is always one of them.
+CRITICAL = frozenset(
+    {
+        "ALL_CRASHED",
+        "BUDGET",
+        "DENIED",
+        "FAILURE_RATE",
+        "INVALID_REQUEST",
+        "LIMIT_REACHED",
+        "LIST_SHRANK",
+        "NO_LEADER",
+        "PROVIDER_ERRORS",
+        "SLOT_FAILED",
+        "TOO_MANY_DEAD",
+        "TOO_MANY_STRAYS",
+    }
+)
+
+# What to do first; docs/operations.md has the rest, under the same names.
+ADVICE = {
+    "ALL_CRASHED": "look at the log of one of them: a bad release, image or host breaks all at once",
+    "BUDGET": "raise the budget of the fleet, or wait for the next hour, day or month",
+    "BUDGET_NEAR": "see `windlass cost`, and raise the budget in time if the work is worth it",
+    "DEAD_LETTERS": "see `windlass tasks list --status failed`; mend the cause, then `windlass tasks retry`",
+    "DENIED": "the provider does not take our token: make a new one with the right to read and write",
+    "FAILURE_RATE": "see why workers break (`windlass explain FLEET`), mend it, then `windlass restart FLEET`",
+    "INVALID_REQUEST": "the provider refuses what is asked for: correct the fleet's settings",
+    "LIMIT_REACHED": "ask the provider to raise the account's limit, or lower max_workers",
+    "LIST_SHRANK": "look at the provider's console: are the machines gone, or only the list short?",
+    "LIST_UNKNOWN": "see whether the provider's API answers, and whether the token is still good",
+    "NEAR_MAX": "raise max_workers, and the account's limit, if the queue is to go on growing",
+    "NO_CAPACITY": "add other types or places to the fleet's list, or wait",
+    "NO_LEADER": "start `windlass up`; if it runs, look at its log and at the database",
+    "PROVIDER_ERRORS": "see the provider's status page, and the log for what it answered",
+    "PROVISIONING_TIMEOUT": "see the machine's console or log: it was made and never came to work",
+    "SLOT_FAILED": "look at the log of its last worker, mend the cause, then `windlass restart FLEET`",
+    "SLOT_RESTARTS": "look at the log of its last worker before its restarts are used up",
+    "TOO_MANY_DEAD": "see whether workers can reach the database: they fell silent together",
+    "TOO_MANY_STRAYS": "see whether this is the right database: machines of ours are unknown to it",
+    "UNATTENDED": "see whether the windlass.toml of whoever leads has this fleet",
+    "VRAM_STALE": "look at the worker: its GPU has stopped to answer",
+    "WAS_AWAY": "nothing: whoever lives is heard within two heartbeats",
+}
+
+
+def firing(watched: Watched, dead_letters_allowed: int) -> list[Firing]:
+    """Everything that is the matter, in a stable order. `dead_letters_allowed`: in an hour, of a queue."""
+    found = [problem for fleet in watched.fleets for problem in _of_fleet(fleet, watched)]
+    if not watched.is_led and watched.fleets:
+        found.append(_firing(None, "NO_LEADER", "", "no orchestrator leads: nobody is hired, healed or let go"))
+    for queue, count in sorted(watched.dead_letters.items()):
+        if count > dead_letters_allowed:
+            what = "1 task was" if count == 1 else f"{count} tasks were"
+            found.append(_firing(None, "DEAD_LETTERS", queue, f"{what} given up in queue {queue} within an hour"))
+    return sorted(found, key=lambda problem: (problem.fleet or "", problem.key))
+
+
+def _of_fleet(seen: WatchedFleet, watched: Watched) -> Iterator[Firing]:
+    name = seen.fleet.name
+    unattended_s = seen.fleet.unattended_s(watched.now)
+    if unattended_s is not None:
+        # What its last plan found is as old as that plan.
+        if watched.is_led:
+            yield _firing(name, "UNATTENDED", "", f"fleet {name} has had no cycle for {unattended_s:.0f} s")
+        return
+    codes = set()
+    for key, reason in seen.told.items():
+        code, _, about = key.partition(" ")
+        codes.add(code)
+        yield _firing(name, code, about, reason)
+    hold = seen.fleet.hold
+    if hold is not None and hold.code not in codes:
+        yield _held(name, hold)
+    for call, count in sorted((seen.provider_errors or {}).items()):
+        if count >= PROVIDER_ERRORS:
+            yield _firing(name, "PROVIDER_ERRORS", call, f"{count} calls in a row to {call} a machine went wrong")
+    if seen.provisioning_timeouts:
+        who = ", ".join(seen.provisioning_timeouts[:3])
+        count = len(seen.provisioning_timeouts)
+        what = f"{who} was" if count == 1 else f"{count} workers ({who}{', ...' if count > 3 else ''}) were"
+        yield _firing(name, "PROVISIONING_TIMEOUT", "", f"{what} made and never heard of")
+
+
+def _held(fleet: str, hold: Hold) -> Firing:
+    severity = Severity.CRITICAL if hold.is_total or hold.code in CRITICAL else Severity.WARNING
+    return Firing(fleet, hold.code, hold.code, severity, hold.reason)
+
+
+def _firing(fleet: str | None, code: str, about: str, reason: str) -> Firing:
+    severity = Severity.CRITICAL if code in CRITICAL else Severity.WARNING
+    return Firing(fleet, f"{code} {about}".rstrip(), code, severity, reason)

@@ -1,0 +1,328 @@
+"""People are told: once, also when receivers fail at times, orchestrators are several, or one of them restarts."""
+
+import asyncio
+import json
+import os
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from windlass.api.server import listen
+from windlass.control.alarm import MAX_ATTEMPTS, Alarm
+from windlass.control.summary import Summary
+from windlass.model.action import Alert, Plan
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import Hold, Memory
+from windlass.notify.command import Command
+from windlass.notify.email import Email
+from windlass.notify.webhook import Slack, Webhook
+from windlass.ports.control import Candidate
+from windlass.store.alarm import PostgresAlarmStore
+
+ANN = Candidate("ann", ttl_s=1e6)
+FLEET = FleetConfig(queues=("a",), handler="app:work", poll_interval_s=10)
+SECRET = "s3cr3t"
+
+
+@pytest.fixture
+async def store(dsn: str, clock: Any) -> AsyncIterator[PostgresAlarmStore]:
+    async with PostgresAlarmStore(dsn, virtual_now=clock) as store:
+        yield store
+
+
+async def plan(store: PostgresAlarmStore, *alerts: Alert, hold: Hold | None = None, fleet: str = "gpus") -> None:
+    """A cycle that had this to tell."""
+    observed = await store.observe(ANN, fleet, FLEET)
+    assert isinstance(observed, tuple)
+    term, snapshot = observed
+    told = {f"{alert.code} {alert.about}".rstrip(): snapshot.now for alert in alerts}
+    memory = Memory(planned_at=snapshot.now, next_plan_in_s=1e6, alerts=told, hold=hold)
+    await store.commit_plan(ANN, term, snapshot, Plan(alerts, memory, "x"), [])
+
+
+class Inbox:
+    """A real server that refuses as often as it is told to."""
+
+    def __init__(self) -> None:
+        self.received: list[dict[str, Any]] = []
+        self.refusals = 0
+        self.url = ""
+
+    async def take(self, request: Request) -> Response:
+        if self.refusals > 0:
+            self.refusals -= 1
+            return Response("no", 503)
+        self.received.append(json.loads(await request.body()))
+        return Response(status_code=204)
+
+
+@asynccontextmanager
+async def inbox_of() -> AsyncIterator[Inbox]:
+    inbox = Inbox()
+    listener = listen("127.0.0.1", 0)
+    app = Starlette(routes=[Route(f"/{SECRET}", inbox.take, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    inbox.url = f"http://127.0.0.1:{listener.getsockname()[1]}/{SECRET}"
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        yield inbox
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@pytest.fixture
+async def inbox() -> AsyncIterator[Inbox]:
+    async with inbox_of() as inbox:
+        yield inbox
+
+
+def alarm_of(store: PostgresAlarmStore, *receivers: Any, **other: Any) -> Alarm:
+    return Alarm(store, receivers, dead_letters_allowed=0, rng=Random(1), **other)  # noqa: S311
+
+
+def heard(inbox: Inbox) -> list[tuple[str, str]]:
+    return [(message["status"], message["code"]) for message in inbox.received]
+
+
+async def test_a_beginning_and_an_end_are_told_once(store: PostgresAlarmStore, inbox: Inbox, clock: Any) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store, Alert("SLOT_FAILED", "slot 3 is failed", about="3"))
+    for _ in range(3):
+        await alarm.look()
+        await alarm.send_due()
+        clock.advance(5)
+    assert heard(inbox) == [("firing", "SLOT_FAILED")]
+    (message,) = inbox.received
+    assert (message["fleet"], message["reason"], message["severity"]) == ("gpus", "slot 3 is failed", "critical")
+    assert "windlass restart" in message["advice"]
+    await plan(store)
+    await alarm.look()
+    assert await alarm.send_due() == 0  # it may come back at once
+    clock.advance(61)
+    await alarm.look()
+    await alarm.send_due()
+    assert heard(inbox) == [("firing", "SLOT_FAILED"), ("resolved", "SLOT_FAILED")]
+    assert inbox.received[1]["alert_id"] == inbox.received[0]["alert_id"]
+
+
+async def test_another_slot_is_another_matter(store: PostgresAlarmStore, inbox: Inbox) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store, Alert("SLOT_FAILED", "slot 3 is failed", about="3"))
+    await alarm.look()
+    await plan(
+        store, Alert("SLOT_FAILED", "slot 3 is failed", about="3"), Alert("SLOT_FAILED", "slot 4 is failed", about="4")
+    )
+    await alarm.look()
+    await alarm.send_due()
+    assert sorted(message["reason"] for message in inbox.received) == ["slot 3 is failed", "slot 4 is failed"]
+
+
+async def test_a_restart_tells_nothing_again_and_forgets_nothing(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    first = alarm_of(store, Webhook(inbox.url))
+    await first.look()
+    inbox.refusals = 1
+    await first.send_due()
+    assert heard(inbox) == []
+    after = alarm_of(store, Webhook(inbox.url))  # another process, later
+    clock.advance(60)
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    await after.look()
+    await after.send_due()
+    await after.look()
+    await after.send_due()
+    assert heard(inbox) == [("firing", "NEAR_MAX")]
+
+
+async def test_several_orchestrators_tell_it_once(
+    dsn: str, store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    await plan(store, Alert("NEAR_MAX", "9 of 10"), hold=Hold("NO_CAPACITY", "none", clock()))
+    async with PostgresAlarmStore(dsn, virtual_now=clock) as other:
+        alarms = [alarm_of(each, Webhook(inbox.url)) for each in (store, other)]
+        await asyncio.gather(*(alarm.look() for alarm in alarms for _ in range(3)))
+        await asyncio.gather(*(alarm.send_due() for alarm in alarms))
+    assert sorted(heard(inbox)) == [("firing", "NEAR_MAX"), ("firing", "NO_CAPACITY")]
+
+
+async def test_a_receiver_that_fails_is_tried_again_and_given_up_in_the_end(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    outcomes: list[tuple[str, str]] = []
+    alarm = alarm_of(store, Webhook(inbox.url), on_message=lambda *outcome: outcomes.append(outcome))
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    inbox.refusals = 1_000
+    for _ in range(MAX_ATTEMPTS + 3):
+        await alarm.send_due()
+        clock.advance(900)
+    assert outcomes.count(("webhook", "failed")) == MAX_ATTEMPTS - 1
+    assert outcomes.count(("webhook", "given_up")) == 1
+    assert inbox.refusals == 1_000 - MAX_ATTEMPTS
+
+
+async def test_one_that_does_not_answer_keeps_nobody_from_being_told(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    nowhere = Slack("http://127.0.0.1:9/nobody-listens")
+    alarm = alarm_of(store, nowhere, Webhook(inbox.url))
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    assert await alarm.send_due() == 2
+    assert heard(inbox) == [("firing", "NEAR_MAX")]
+
+
+async def test_what_was_over_before_it_was_told_is_not_told(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    await plan(store)
+    clock.advance(61)
+    await alarm.look()
+    assert await alarm.send_due() == 0
+
+
+async def test_what_nobody_wants_to_hear_of_is_not_told(store: PostgresAlarmStore, inbox: Inbox) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url), ignored=["NEAR_MAX"])
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    assert await alarm.send_due() == 0
+
+
+async def test_provider_errors_dead_letters_and_a_missing_leader(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store)
+    for _ in range(3):
+        alarm.note(Summary("gpus", True, "", provider_calls=(("create", "error", 1), ("list", "ok", 1))))
+    async with store._connection("failing a task") as connection:
+        await connection.execute(
+            "insert into windlass.tasks (queue, status, finished_at, error_code) values"
+            " ('a', 'failed', windlass.now(), 'HANDLER_ERROR'), ('b', 'failed', windlass.now(), 'CANCELLED')"
+        )
+    await alarm.look()
+    await store.resign(ANN)
+    await alarm.look()
+    await alarm.send_due()
+    assert sorted(heard(inbox)) == [("firing", "DEAD_LETTERS"), ("firing", "NO_LEADER"), ("firing", "PROVIDER_ERRORS")]
+
+
+async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresAlarmStore, inbox: Inbox) -> None:
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    running = asyncio.create_task(alarm_of(store, Webhook(inbox.url)).run())
+    async with asyncio.timeout(20):
+        while not inbox.received:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert heard(inbox) == [("firing", "NEAR_MAX")]
+
+
+# ------------------------------------------------------------------------------------------------------- other receivers
+
+
+async def test_slack_gets_words(store: PostgresAlarmStore, inbox: Inbox) -> None:
+    await plan(store, Alert("NEAR_MAX", "9 of <10> & more"))
+    alarm = alarm_of(store, Slack(inbox.url))
+    await alarm.look()
+    await alarm.send_due()
+    (message,) = inbox.received
+    title, reason, advice = message["text"].splitlines()
+    assert (title, reason) == ("*[warning] NEAR_MAX in fleet gpus*", "9 of &lt;10&gt; &amp; more.")
+    assert advice.startswith("What to do: raise max_workers")
+
+
+class MailServer:
+    """Just enough SMTP to be spoken to by the standard library. It is busy as often as it is told to be."""
+
+    def __init__(self) -> None:
+        self.letters: list[str] = []
+        self.refusals = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 ready\r\n")
+        while line := (await reader.readline()).decode().strip():
+            verb = line.split()[0].upper()
+            if verb == "MAIL" and self.refusals > 0:
+                self.refusals -= 1
+                writer.write(b"451 busy\r\n")
+            elif verb == "DATA":
+                writer.write(b"354 go on\r\n")
+                self.letters.append((await reader.readuntil(b"\r\n.\r\n")).decode())
+                writer.write(b"250 taken\r\n")
+            elif verb == "QUIT":
+                writer.write(b"221 bye\r\n")
+                break
+            else:
+                writer.write(b"250 ok\r\n")
+            await writer.drain()
+        writer.close()
+
+
+async def test_mails_are_taken_at_the_second_try(store: PostgresAlarmStore, clock: Any) -> None:
+    server = MailServer()
+    server.refusals = 1
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        alarm = alarm_of(store, Email(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",)))
+        await plan(store, Alert("SLOT_FAILED", "slot 3 is failed", about="3"))
+        await alarm.look()
+        await alarm.send_due()
+        assert server.letters == []
+        clock.advance(30)
+        await alarm.send_due()
+    (letter,) = server.letters
+    assert "Subject: windlass [critical] SLOT_FAILED in fleet gpus" in letter
+    assert "To: ops@example.com" in letter
+    assert "slot 3 is failed." in letter
+
+
+async def test_a_command_gets_json_and_says_by_its_exit_code_whether_it_is_delivered(
+    store: PostgresAlarmStore, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "tell"
+    # Fails the first time; shows what it got, and what it knows of our secrets.
+    script.write_text(f'#!/bin/sh\ncd {tmp_path}\nmkdir once 2>/dev/null && exit 7\ncat > got\necho "$OUR_KEY" > env\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setitem(os.environ, "OUR_KEY", SECRET)
+    alarm = alarm_of(store, Command(f"{script} --now", ("OUR_KEY",)))
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    await alarm.send_due()
+    assert not (tmp_path / "got").exists()
+    clock.advance(30)
+    await alarm.send_due()
+    assert json.loads((tmp_path / "got").read_text())["code"] == "NEAR_MAX"
+    assert (tmp_path / "env").read_text() == "\n"
+
+
+async def test_no_error_of_a_receiver_repeats_its_address(store: PostgresAlarmStore, inbox: Inbox, clock: Any) -> None:
+    inbox.refusals = 1
+    url = inbox.url
+    alarm = alarm_of(store, Webhook(url), Slack(f"http://127.0.0.1:9/{SECRET}"), Command(f"/nowhere/{SECRET[:0]}x"))
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    await alarm.send_due()
+    async with store._connection("reading messages") as connection:
+        errors = [row["error"] for row in await connection.fetch("select error from windlass.messages order by error")]
+    assert errors == [
+        "/nowhere/x cannot be started (No such file or directory)",
+        "the slack cannot be reached (ConnectError)",
+        "the webhook answered 503",
+    ]

@@ -1,0 +1,86 @@
+"""What is the matter, given what is seen: each cause, and that nothing else is told."""
+
+import re
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.model.alert import Severity, Watched, WatchedFleet
+from windlass.model.record import Fleet
+from windlass.model.snapshot import Hold
+from windlass.policy import stages
+from windlass.policy.alerts import ADVICE, firing
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+FLEET = Fleet("gpus", "local", ("a",), 0, 4, False, 0, None, (), NOW, NOW, 10.0, True)
+
+
+def watched(fleet: Fleet = FLEET, *, is_led: bool = True, dead: dict[str, int] | None = None, **seen: Any) -> Watched:
+    return Watched(NOW, is_led, (WatchedFleet(fleet, **{"told": {}, **seen}),), dead or {})
+
+
+def codes(seen: Watched, allowed: int = 0) -> list[tuple[str, str]]:
+    return [(problem.key, problem.severity.value) for problem in firing(seen, allowed)]
+
+
+CASES: dict[str, tuple[Watched, list[tuple[str, str]]]] = {
+    "all is well": (watched(), []),
+    "a slot is failed": (watched(told={"SLOT_FAILED 3": "slot 3"}), [("SLOT_FAILED 3", "critical")]),
+    "restarts": (watched(told={"SLOT_RESTARTS 3": "x"}), [("SLOT_RESTARTS 3", "warning")]),
+    "all workers crashed": (watched(told={"ALL_CRASHED": "x"}), [("ALL_CRASHED", "critical")]),
+    "near the limit": (watched(told={"NEAR_MAX": "41 of 50"}), [("NEAR_MAX", "warning")]),
+    "a budget is spent": (watched(told={"BUDGET today": "x"}), [("BUDGET today", "critical")]),
+    "two provider errors": (watched(provider_errors={"create": 2, "list": 2}), []),
+    "three provider errors in a row": (
+        watched(provider_errors={"create": 3, "list": 0}), [("PROVIDER_ERRORS create", "critical")],
+    ),
+    "a worker never came to work": (watched(provisioning_timeouts=("w1",)), [("PROVISIONING_TIMEOUT", "warning")]),
+    "a hold": (watched(replace(FLEET, hold=Hold("NO_CAPACITY", "none", NOW))), [("NO_CAPACITY", "warning")]),
+    "a total hold": (
+        watched(replace(FLEET, hold=Hold("WAS_AWAY", "x", NOW, is_total=True))), [("WAS_AWAY", "critical")],
+    ),
+    "a hold that the plan tells anyway": (
+        watched(replace(FLEET, hold=Hold("BUDGET", "x", NOW)), told={"BUDGET today": "x"}),
+        [("BUDGET today", "critical")],
+    ),
+    "dead letters": (watched(dead={"a": 1, "b": 0}), [("DEAD_LETTERS a", "warning")]),
+    "nobody leads": (watched(replace(FLEET, is_led=False), is_led=False), [("NO_LEADER", "critical")]),
+    "one leads and this fleet is not run": (
+        watched(replace(FLEET, planned_at=NOW - timedelta(hours=1))), [("UNATTENDED", "warning")],
+    ),
+    "what an old plan told is not told again": (
+        watched(replace(FLEET, planned_at=NOW - timedelta(hours=1)), told={"NEAR_MAX": "x"}),
+        [("UNATTENDED", "warning")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("seen", "expected"), CASES.values(), ids=CASES.keys())
+def test_what_is_the_matter(seen: Watched, expected: list[tuple[str, str]]) -> None:
+    assert codes(seen) == expected
+
+
+def test_as_many_dead_letters_as_are_allowed_are_no_matter() -> None:
+    assert codes(watched(dead={"a": 5}), allowed=5) == []
+    assert codes(watched(dead={"a": 6}), allowed=5) == [("DEAD_LETTERS a", "warning")]
+
+
+def test_there_is_advice_for_everything_that_a_plan_can_tell() -> None:
+    folder = Path(stages.__file__).parent
+    source = "".join(file.read_text() for file in folder.glob("*.py"))
+    named = set(re.findall(r'draft\.(?:alert|hold)\(\s*"([A-Z_]+)"', source))
+    named |= set(re.findall(r'^(?:CODE|LIST_SHRANK|TOO_MANY_STRAYS) = "([A-Z_]+)"', source, re.MULTILINE))
+    assert len(named) > 8
+    assert named - ADVICE.keys() == set()
+
+
+def test_every_advice_stands_in_the_runbook() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    assert [code for code in ADVICE if f"`{code}`" not in text] == []
+
+
+def test_severities_are_two() -> None:
+    assert set(Severity) == {"warning", "critical"}
