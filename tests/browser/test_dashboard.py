@@ -117,7 +117,7 @@ def test_a_worker_tells_its_story_and_shows_its_log(house: House, new_page: NewP
     worker = house.active_worker()
     page = live(new_page(f"/workers/{worker.id}"))
     expect(page.locator("#answer")).to_contain_text(f"Worker {worker.id} is active")
-    expect(page.locator(".story")).to_contain_text("WORKER_HIRED")
+    expect(page.locator(".story")).to_contain_text("hired:")
     expect(page.locator("#log")).to_contain_text("worker")
 
 

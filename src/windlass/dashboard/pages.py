@@ -203,11 +203,16 @@ def worker_page(
         worker=worker,
         row=worker_line(worker, setting.now),
         answer=answer,
-        history=history,
+        # That it was hired is told with its reason by an event, for as long as that is kept.
+        history=[line for line in history if line[1] != "hired" or not _is_hiring_told(history)],
         tasks=tasks,
         log=log,
-        log_problem=log_problem,
+        log_problem=log_problem and log_problem[:1].upper() + log_problem[1:],
     )
+
+
+def _is_hiring_told(history: Sequence[tuple[datetime, str]]) -> bool:
+    return any(text.startswith("WORKER_HIRED") for _, text in history)
 
 
 # ---------------------------------------------------------------------------------------------------------------- tasks

@@ -25,6 +25,8 @@ ASSETS = {
     "uplot.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
+# Events that are marked among others.
+BAD_NEWS = ("WORKER_ERROR", "TASK_ERROR", "TASK_FAILED", "TASK_REQUEUED", "SLOT_FAILED", "MACHINE_REFUSED", "ALERT")
 _CODE = pattern(r"`([^`]+)`")
 
 
@@ -92,10 +94,11 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["BAD_NEWS"] = BAD_NEWS
     environment.globals["asset"] = lambda name: _addresses()[name]
     for function in (
         *(words.duration, words.brief, words.count, words.counted, words.percent, words.money, words.moment),
-        *(words.gigabytes, words.last_line, words.gist, words.plain, query, in_code, amount),
+        *(words.gigabytes, words.last_line, words.gist, words.deed, words.plain, query, in_code, amount),
     ):
         environment.filters[function.__name__] = function
     return environment

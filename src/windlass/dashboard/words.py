@@ -79,6 +79,11 @@ def gist(text: str) -> str:
     return f"{begin}{last_line(text)}" if found else text
 
 
+def deed(code: str) -> str:
+    """What an event's code says that happened: WORKER_ACTIVATED is activated, SLOT_FAILED is slot failed."""
+    return code.removeprefix("WORKER_").removeprefix("TASK_").replace("_", " ").lower()
+
+
 def indented_json(text: str | None) -> str:
     """JSON text as people read it; what is none, as it is."""
     try:

@@ -14,7 +14,7 @@
 
   // Ages are counted by the server's clock, as it was when the page was made.
   let aheadMs = Date.parse(main.dataset.now) - Date.now();
-  let knownAt = new Date();
+  let knownAt = Date.now();
 
   // The same words as the server's: see presentation.py.
   function duration(seconds) {
@@ -88,7 +88,7 @@
   // --------------------------------------------------------------------------------------------------------- refreshing
 
   // A burst of changes is one refresh; under a steady stream of them there is one in this time.
-  const REFRESH_EVERY_MS = 400;
+  const REFRESH_EVERY_MS = 600;
   const REFRESH_TIMEOUT_MS = 15000;
   // A page that could not be had is asked for again after this time.
   const RETRY_PAGE_MS = 2000;
@@ -142,7 +142,7 @@
     }
     document.title = page.title;
     aheadMs = Date.parse(main.dataset.now) - Date.now();
-    knownAt = new Date();
+    knownAt = Date.now();
     if (focused && document.activeElement?.id !== focused) document.getElementById(focused)?.focus({ preventScroll: true });
     draw();
     tick();
@@ -176,7 +176,7 @@
     root.dataset.link = state;
     const element = document.getElementById("link");
     element.dataset.state = state;
-    const at = knownAt.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+    const at = clock(knownAt / 1000);
     const words = state === "live" ? "live" : state === "away" ? "disconnected" : "connecting";
     if (element.textContent !== words) element.textContent = words;
     const banner = document.getElementById("away");
@@ -329,13 +329,20 @@
     for (const box of main.querySelectorAll(".chart[data-series]")) {
       const told = JSON.parse(box.dataset.series);
       const plot = plots.get(box.id);
-      if (plot) {
+      if (plot && names(plot.told) !== names(told)) {
+        plot.chart.destroy();
+        begin(box, told);
+      } else if (plot) {
         plot.told = told;
         plot.chart.setData(columns(told));
       } else {
         begin(box, told);
       }
     }
+  }
+
+  function names({ series }) {
+    return series.map((one) => one.label).join();
   }
 
   // Stacked series are drawn as sums, the tallest first, so that each covers the lower part of the one before.
@@ -365,7 +372,7 @@
       scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.08, told.least ?? 1)] } },
       axes: [
         { stroke: ink, font, size: 24, gap: 4, space: 64, grid: { show: false }, ticks: { show: false },
-          values: (_, marks) => marks.map((mark) => clock(mark)) },
+          values: (_, marks) => marks.map((mark) => clock(mark, marks.length > 1 && marks[1] - marks[0] < 60)) },
         { stroke: ink, font, size: told.unit ? 50 : 34, gap: 4, space: 24, grid: { stroke: line, width: 1 }, ticks: { show: false },
           incrs: told.isWhole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000] : undefined,
           values: (_, marks) => marks.map((mark) => short(mark)) },
@@ -390,8 +397,9 @@
     return rgb.replace("rgb(", "rgba(").replace(")", ", 0.10)");
   }
 
-  function clock(seconds) {
-    return new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+  function clock(seconds, isFine) {
+    const parts = { hour: "2-digit", minute: "2-digit", ...(isFine ? { second: "2-digit" } : {}) };
+    return new Date(seconds * 1000).toLocaleTimeString([], { ...parts, hourCycle: "h23", timeZone: "UTC" });
   }
 
   function short(number) {
@@ -409,7 +417,7 @@
     const { told } = plots.get(box.id) ?? {};
     if (!told) return;
     const title = document.createElement("b");
-    title.textContent = new Date(told.at[idx] * 1000).toLocaleTimeString([], { hourCycle: "h23" });
+    title.textContent = clock(told.at[idx], true);
     const lines = told.series.map((one) => {
       const value = one.values[idx];
       const row = document.createElement("span");
