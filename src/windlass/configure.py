@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -188,6 +189,43 @@ def secret_variables() -> dict[str, Key]:
     secrets = {key for key, field in _fields(Config) if _is_secret(field)}
     aliases = {name: key for name, key in ENVIRONMENT_ALIASES.items() if key in secrets}
     return aliases | {variable_of(key): key for key in secrets}
+
+
+# A variable of a fleet's environment that is named so is taken for a secret.
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+
+
+def secrets_of(config: Config) -> set[str]:
+    """All that no log may hold: secrets, the passwords in them, and what is named so in the environment of workers."""
+    found: set[str] = set()
+    _collect_secrets(config, found)
+    for fleet in config.fleets.values():
+        found |= {value for name, value in fleet.env.items() if _SECRET_NAME.search(name)}
+    return found
+
+
+def _what_is_secret(value: str) -> set[str]:
+    """Of a server's address, its password, also as it stands there; of anything else, everything."""
+    if value.partition("://")[0] not in ("postgres", "postgresql", "smtp", "smtps"):
+        return {value}
+    try:
+        password = urlsplit(value).password
+    except ValueError:
+        return {value}
+    return {password, unquote(password)} if password else set()
+
+
+def _collect_secrets(section: BaseModel, found: set[str]) -> None:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, SecretStr):
+            found |= _what_is_secret(value.get_secret_value())
+        elif isinstance(value, BaseModel):
+            _collect_secrets(value, found)
+        elif isinstance(value, Mapping):
+            for each in value.values():
+                if isinstance(each, BaseModel):
+                    _collect_secrets(each, found)
 
 
 def _converted(name: str, value: str) -> Any:

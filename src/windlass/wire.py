@@ -15,9 +15,10 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
     from windlass.store.reading import PostgresReadingStore
     from windlass.worker.executor import Executor
     from windlass.worker.runtime import Ending, WorkerSettings
+
+# Hands every log line to whoever asks, until they call what they got for it.
+Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
 # Of the machine's memory: what all handlers of a worker may use together when nothing else is configured.
 MEMORY_SHARE = 0.9
@@ -215,7 +219,7 @@ async def run_worker(
     from windlass.worker.runtime import WorkerRuntime
 
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
-    async with database(config) as dsn:
+    async with database(config) as dsn, _traced(config, executor, settings) as traced:
 
         def open_transport() -> PostgresStore:
             return PostgresStore(
@@ -227,12 +231,28 @@ async def run_worker(
                 command_timeout_s=min(COMMAND_TIMEOUT_S, settings.lease_s / 2),
             )
 
-        return await WorkerRuntime(settings, open_transport, executor).run()
+        return await WorkerRuntime(settings, open_transport, traced).run()
+
+
+@asynccontextmanager
+async def _traced(config: Config, executor: "Executor", settings: "WorkerSettings") -> "AsyncIterator[Executor]":
+    """The same executor, whose attempts are told to OpenTelemetry if that is configured."""
+    if config.logs.traces_endpoint is None:
+        yield executor
+        return
+    from windlass.traces import Traces
+    from windlass.worker.traced import TracedExecutor
+
+    traces = Traces(config.logs.traces_endpoint, "windlass-worker", settings.version or "")
+    try:
+        yield TracedExecutor(executor, traces.note)
+    finally:
+        await asyncio.to_thread(traces.close)
 
 
 async def run_joined_worker(join_file: Path, version: str) -> "Ending":
     """One worker over HTTP, until it is told to end. Raises TokenRefused if the control plane does not want it."""
-    from windlass.model.config import WorkerConfig
+    from windlass.model.config import LogsConfig, WorkerConfig
     from windlass.worker.http_transport import HttpTransport
     from windlass.worker.join import join
     from windlass.worker.runtime import WorkerRuntime, WorkerSettings
@@ -260,10 +280,13 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
         version=version,
     )
     config = Config(
-        max_payload_bytes=order.max_payload_bytes, worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb)
+        max_payload_bytes=order.max_payload_bytes,
+        worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb),
+        logs=LogsConfig(traces_endpoint=os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None),
     )
     executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
-    return await WorkerRuntime(settings, lambda: HttpTransport(membership, tls), executor).run()
+    async with _traced(config, executor, settings) as traced:
+        return await WorkerRuntime(settings, lambda: HttpTransport(membership, tls), traced).run()
 
 
 def _executor(
@@ -339,7 +362,7 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         state_dir=data_dir(config),
         database_url=url,
         data_dir=data_dir(config) if url is None else None,
-        settings=environment_of(config, "worker", "retention", "max_payload_bytes"),
+        settings=environment_of(config, "worker", "retention", "max_payload_bytes", "logs"),
         # All that a worker needs to know is where its database is.
         withheld=[name for name, key in secret_variables().items() if key != ("database_url",)],
     )
@@ -540,10 +563,11 @@ async def run_up(
     is_leaving_workers: bool,
     version: str,
     on_link: Callable[[str], None] = lambda _link: None,
+    tap: Tap = lambda _taker: lambda: None,
 ) -> None:
     """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads.
 
-    `on_link` is told, once, the address that lets a person's browser in.
+    `on_link` is told, once, the address that lets a person's browser in. `tap` hands log lines to whoever asks.
     """
     import structlog
 
@@ -577,8 +601,10 @@ async def run_up(
             log = structlog.get_logger("windlass.up")
             log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
             async with (
-                _face(config, dsn, up, listener, version, watchers, on_link) as on_message,
-                _alarm(config, dsn, watchers, on_message),
+                _face(config, dsn, up, listener, version, watchers, on_link) as counts,
+                _alarm(config, dsn, watchers, counts.on_message),
+                _logs_in_database(config, dsn, tap, counts.on_dropped),
+                _traced_cycles(config, version, watchers),
             ):
                 await up.run(config.fleets)
             with contextlib.suppress(DatabaseUnavailable):
@@ -615,6 +641,16 @@ def _listener(config: Config) -> "socket.socket | None":
     return listen(config.api.host, config.api.port)
 
 
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Who counts what others do, for metrics: nobody, without a face."""
+
+    # Receiver and outcome of a message.
+    on_message: Callable[[str, str], None] = lambda _receiver, _outcome: None
+    # Log lines that were not written.
+    on_dropped: Callable[[int], None] = lambda _count: None
+
+
 @asynccontextmanager
 async def _face(
     config: Config,
@@ -624,13 +660,10 @@ async def _face(
     version: str,
     watchers: "list[Callable[[Summary], None]]",
     on_link: Callable[[str], None],
-) -> AsyncIterator[Callable[[str, str], None]]:
-    """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`.
-
-    Gives who counts messages: receiver and outcome.
-    """
+) -> "AsyncIterator[_Counts]":
+    """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`."""
     if listener is None:
-        yield lambda _receiver, _outcome: None
+        yield _Counts()
         return
     from windlass.api.app import make_app
     from windlass.api.doorbell import Doorbell
@@ -667,7 +700,7 @@ async def _face(
             async with serving(make_app(face), listener):
                 on_link(await new_link(store, _browser_url(config, listener)))
                 try:
-                    yield metrics.note_message
+                    yield _Counts(metrics.note_message, metrics.note_dropped_lines)
                 finally:
                     # Before the server ends, or it would wait for those who wait.
                     await shown.live.close()
@@ -740,6 +773,52 @@ async def _alarm(
         finally:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _logs_in_database(
+    config: Config, dsn: str, tap: Tap, on_dropped: Callable[[int], None]
+) -> AsyncIterator[None]:
+    """Log lines go into the database too, if that is configured."""
+    if not config.logs.in_database:
+        yield
+        return
+    from windlass.store.log_sink import LogSink, PostgresLogStore
+
+    async with PostgresLogStore(dsn, retention=config.retention, max_connections=1) as store:
+        sink = LogSink(store, on_dropped)
+        untap, writing = tap(sink.take), asyncio.create_task(sink.run())
+        try:
+            yield
+        finally:
+            untap()
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _traced_cycles(
+    config: Config, version: str, watchers: "list[Callable[[Summary], None]]"
+) -> AsyncIterator[None]:
+    """Cycles are told to OpenTelemetry, if that is configured."""
+    if config.logs.traces_endpoint is None:
+        yield
+        return
+    from windlass.traces import Traces
+
+    traces = Traces(config.logs.traces_endpoint, "windlass", version)
+
+    def note(summary: "Summary") -> None:
+        if summary.is_leader:
+            about = {"fleet": summary.fleet, "cycle.id": summary.cycle_id, "decision": summary.decision}
+            counts = {**(summary.actions or {}), **(summary.status or {})}
+            traces.note("cycle", summary.duration_s, {**about, **counts}, summary.hold)
+
+    watchers.append(note)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(traces.close)
 
 
 def receivers(config: Config) -> "list[Receiver]":

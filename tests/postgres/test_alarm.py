@@ -234,7 +234,7 @@ async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresAlarmSt
     assert heard(inbox) == [("firing", "NEAR_MAX")]
 
 
-# ------------------------------------------------------------------------------------------------------- other receivers
+# ------------------------------------------------------------------------------------------------------ other receivers
 
 
 async def test_slack_gets_words(store: PostgresAlarmStore, inbox: Inbox) -> None:

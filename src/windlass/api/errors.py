@@ -13,6 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from windlass.model.access import without_tokens
+from windlass.model.address import masked
 from windlass.model.errors import BadInput, DatabaseUnavailable, UnknownWorker
 from windlass.ports import http
 
@@ -34,7 +36,8 @@ class ApiError(HTTPException):
 
     def answer(self) -> JSONResponse:
         title = HTTPStatus(self.status_code).phrase
-        problem = http.Problem(title=title, status=self.status_code, code=self.code, detail=self.detail)
+        detail = without_tokens(masked(self.detail))
+        problem = http.Problem(title=title, status=self.status_code, code=self.code, detail=detail)
         return JSONResponse(asdict(problem), self.status_code, dict(self.headers or {}), http.PROBLEM_JSON)
 
 

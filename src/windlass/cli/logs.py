@@ -1,15 +1,25 @@
-"""Log lines: for people on a terminal, JSON elsewhere, always on standard error."""
+"""Log lines: for people on a terminal, JSON elsewhere, always on standard error. Without secrets, whoever logs them.
+
+`tap` hands every line to somebody else too, as what it says and not as text.
+"""
 
 import os
 import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
-from typing import Annotated, Literal, TextIO, cast
+from typing import Annotated, Any, Literal, TextIO, cast
 
 import typer
 
 LogFormat = Annotated[
     Literal["auto", "human", "json"], typer.Option("--log-format", help="auto: human on a terminal, JSON elsewhere.")
 ]
+HIDDEN = "********"
+# Shorter ones would be found in ordinary words.
+MIN_SECRET_LENGTH = 6
+
+_hidden: tuple[str, ...] = ()
+_taps: list[Callable[[Mapping[str, Any]], None]] = []
 
 
 def configure_logs(log_format: Literal["auto", "human", "json"] = "auto") -> None:
@@ -26,14 +36,57 @@ def configure_logs(log_format: Literal["auto", "human", "json"] = "auto") -> Non
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            without_secrets,
+            _hand_on,
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"))
             if is_human
-            else structlog.processors.JSONRenderer(),
+            else structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unbreakable(sys.stderr))),
         cache_logger_on_first_use=True,
     )
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """From now on no line holds any of these."""
+    global _hidden  # noqa: PLW0603 - the log is one for the whole process
+    # The longest first: one may be a part of another.
+    _hidden = tuple(sorted({s for s in secrets if len(s) >= MIN_SECRET_LENGTH}, key=len, reverse=True))
+
+
+def tap(taker: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
+    """Hand every line to somebody who takes no time. Returns how to stop that."""
+    _taps.append(taker)
+    return lambda: _taps.remove(taker)
+
+
+def without_secrets(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    return {name: _masked(value) for name, value in line.items()}
+
+
+def _masked(value: Any) -> Any:
+    from windlass.model.access import without_tokens
+    from windlass.model.address import masked
+
+    if isinstance(value, str):
+        text = without_tokens(masked(value))
+        for secret in _hidden:
+            text = text.replace(secret, HIDDEN)
+        return text
+    if isinstance(value, Mapping):
+        return {name: _masked(each) for name, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_masked(each) for each in value]
+    if isinstance(value, BaseException):
+        return _masked(str(value))
+    return value
+
+
+def _hand_on(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    for taker in _taps:
+        taker(line)
+    return line
 
 
 class _Unbreakable:

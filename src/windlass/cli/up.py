@@ -7,7 +7,7 @@ import typer
 
 from windlass import __version__
 from windlass.cli.common import ConfigFile, DataDir, command, load
-from windlass.cli.logs import LogFormat, configure_logs
+from windlass.cli.logs import LogFormat, configure_logs, hide, tap
 from windlass.cli.output import print_json
 from windlass.model.errors import BadInput, ConfigError
 
@@ -60,6 +60,7 @@ async def up(
     has it too, the same with these settings changed.
     """
     from windlass import wire
+    from windlass.configure import secrets_of
 
     configure_logs(log_format)
 
@@ -77,6 +78,7 @@ async def up(
         of_fleet = {f"fleets.default.{name}": value for name, value in given.items()}
         loaded = load(config, data_dir, **of_fleet, **{"api.host": host, "api.port": port})
         check_fleets(loaded, f"{NO_FLEET}, or give --queue and --handler.")
+        hide(secrets_of(loaded.config))
         return loaded
 
     await wire.run_up(
@@ -87,6 +89,7 @@ async def up(
         version=__version__,
         # Not into the log: it lets one browser in.
         on_link=lambda link: print(f"dashboard: {link}", flush=True),
+        tap=tap,
     )
 
 
@@ -97,9 +100,11 @@ async def cycle(config: ConfigFile = None, data_dir: DataDir = None) -> None:
     While another orchestrator leads nothing is done, and `is_leader` is false: no error, so the exit code is 0.
     """
     from windlass import wire
+    from windlass.configure import secrets_of
 
     configure_logs("auto")
     loaded = load(config, data_dir)
+    hide(secrets_of(loaded.config))
     check_fleets(loaded, f"{NO_FLEET}.")
     summaries = [summary.to_plain() for summary in await wire.run_cycles(loaded.config)]
     print_json(summaries[0] if len(summaries) == 1 else summaries)

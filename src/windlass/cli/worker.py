@@ -11,7 +11,7 @@ import typer
 
 from windlass import __version__
 from windlass.cli.common import EXIT_BAD_INPUT, ConfigFile, DataDir, command, load, say
-from windlass.cli.logs import LogFormat, configure_logs
+from windlass.cli.logs import LogFormat, configure_logs, hide
 from windlass.model.errors import BadInput
 from windlass.model.worker import DEFAULT_FLEET, MAX_CONCURRENCY
 
@@ -75,6 +75,7 @@ async def worker(
     """
     configure_logs(log_format)
     from windlass import wire
+    from windlass.configure import secrets_of
     from windlass.worker.runtime import Ending
 
     if join is not None:
@@ -98,6 +99,7 @@ async def worker(
             "worker.memory_limit_mb": memory_limit_mb,
         },
     )
+    hide(secrets_of(loaded.config))
     if chdir is not None:
         _change_directory(chdir)
     settings = _settings(loaded.config.worker, queue, fleet, worker_id, concurrency)

@@ -121,6 +121,9 @@ class FleetCycle:
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
+        # In every line of this cycle, and of the calls it begins.
+        structlog.contextvars.unbind_contextvars("cycle")
+        structlog.contextvars.bind_contextvars(fleet=self.name)
         late = await self._write_down_late(0.0)
         if self._trust.remaining_s < self._list_timeout_s:
             led = await self._store.lead(self._candidate)
@@ -207,6 +210,7 @@ class FleetCycle:
         now_free, freed_later, join_tokens = self._intents(snapshot, decided)
         committed = await store.commit_plan(candidate, term, snapshot, decided, now_free)
         self._last = (term, committed.cycle_id)
+        structlog.contextvars.bind_contextvars(cycle=committed.cycle_id)
         actor.end_machines(snapshot, decided)
         actor.create_machines(self.name, now_free, committed.granted, join_tokens)
         actor.prepare_machines(snapshot, decided)

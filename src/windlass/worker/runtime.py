@@ -288,6 +288,8 @@ class _Life:
 
     async def register(self) -> None:
         settings = self._settings
+        # In every line from now on.
+        structlog.contextvars.bind_contextvars(worker_id=self._id)
         self._status = await self._transport.register(
             Registration(
                 worker_id=self._id,

@@ -1,0 +1,119 @@
+"""Log lines into the table windlass.logs, by somebody who never makes anybody wait.
+
+A line is put into a bounded queue, from any thread, and written with others once in a while. When the queue is full, or
+the database is away for longer than it has room for, lines are dropped and counted: the log on standard error has them
+all.
+"""
+
+import asyncio
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from windlass.model.errors import WindlassError
+from windlass.model.task import storable
+from windlass.store.postgres import PostgresStore
+from windlass.store.queries import read_queries
+
+QUERIES = read_queries("windlass.store", "log_sink.sql")
+MAX_WAITING = 10_000
+MAX_BATCH = 1_000
+WRITE_INTERVAL_S = 1.0
+MAX_MESSAGE_CHARACTERS = 4_000
+# What names the worker and the cycle of a line.
+_WORKER_FIELDS = ("worker_id", "worker")
+_CYCLE_FIELDS = ("cycle_id", "cycle")
+
+
+class PostgresLogStore(PostgresStore):
+    async def add_logs(self, rows: list[dict[str, Any]]) -> None:
+        async with self._connection("writing log lines") as connection:
+            await connection.execute(QUERIES["add_logs"], json.dumps(rows))
+
+
+class LogSink:
+    """`on_dropped` is told how many lines were lost."""
+
+    def __init__(
+        self, store: PostgresLogStore, on_dropped: Callable[[int], None] = lambda _count: None, limit: int = MAX_WAITING
+    ) -> None:
+        self._store = store
+        self._on_dropped = on_dropped
+        self._limit = limit
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._dropped = 0
+        self._lock = threading.Lock()
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """At once, from any thread."""
+        with self._lock:
+            if len(self._waiting) >= self._limit:
+                self._dropped += 1
+            else:
+                self._waiting.append(dict(line))
+
+    async def run(self) -> None:
+        """Until cancelled; then what waits is written, if the database answers."""
+        try:
+            while True:
+                await asyncio.sleep(WRITE_INTERVAL_S)
+                await self.write()
+        finally:
+            await self.write()
+
+    async def write(self) -> None:
+        """Write what waits. What the database did not take waits for the next time."""
+        for _ in range(self._limit // MAX_BATCH + 1):
+            lines = self._take_batch()
+            if not lines:
+                return
+            try:
+                await self._store.add_logs([_row(line) for line in lines])
+            except WindlassError:
+                self._put_back(lines)
+                return
+
+    def _take_batch(self) -> list[dict[str, Any]]:
+        with self._lock:
+            dropped, self._dropped = self._dropped, 0
+            lines = [self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))]
+        if dropped:
+            self._on_dropped(dropped)
+            lines.append({"level": "warning", "event": f"{dropped} log lines were not written to the database"})
+        return lines
+
+    def _put_back(self, lines: list[dict[str, Any]]) -> None:
+        with self._lock:
+            room = self._limit - len(self._waiting)
+            # The oldest go first when there is no room.
+            kept = lines[max(0, len(lines) - room) :]
+            self._dropped += len(lines) - len(kept)
+            self._waiting.extendleft(reversed(kept))
+
+
+def _row(line: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dict(line)
+    level, message, at = fields.pop("level", "info"), fields.pop("event", ""), fields.pop("timestamp", None)
+    worker_id = next((fields.pop(name) for name in _WORKER_FIELDS if isinstance(fields.get(name), str)), None)
+    cycle_id = next((fields.pop(name) for name in _CYCLE_FIELDS if isinstance(fields.get(name), int)), None)
+    plain = json.loads(json.dumps(fields, default=str))
+    return {
+        "at": at,
+        "level": str(level),
+        "message": storable(str(message)[:MAX_MESSAGE_CHARACTERS]),
+        "worker_id": storable(worker_id) if worker_id is not None else None,
+        "cycle_id": cycle_id,
+        "fields": _storable(plain) or None,
+    }
+
+
+def _storable(value: Any) -> Any:
+    if isinstance(value, str):
+        return storable(value[:MAX_MESSAGE_CHARACTERS])
+    if isinstance(value, dict):
+        return {storable(name): _storable(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_storable(each) for each in value]
+    return value

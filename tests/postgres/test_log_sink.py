@@ -1,0 +1,81 @@
+"""Log lines in the database: all that fit, in batches, and never at anybody's expense."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from windlass.model.errors import DatabaseUnavailable
+from windlass.store.log_sink import LogSink, PostgresLogStore
+from windlass.store.reading import PostgresReadingStore
+
+
+class Flaky(PostgresLogStore):
+    is_away = False
+
+    async def add_logs(self, rows: list[dict[str, Any]]) -> None:
+        if self.is_away:
+            raise DatabaseUnavailable("away")
+        await super().add_logs(rows)
+
+
+@pytest.fixture
+async def store(dsn: str) -> AsyncIterator[Flaky]:
+    async with Flaky(dsn, max_connections=1) as store:
+        yield store
+
+
+async def written(dsn: str) -> list[Any]:
+    async with PostgresReadingStore(dsn) as reading:
+        return list((await reading.logs_page(limit=500)).rows)[::-1]
+
+
+async def test_lines_are_kept_with_their_worker_and_cycle(store: Flaky, dsn: str) -> None:
+    sink = LogSink(store)
+    sink.take({"level": "warning", "event": "attempt failed", "worker_id": "w0", "cycle": 7, "code": "X\x00", "n": 1})
+    sink.take({"level": "info", "event": "up", "timestamp": "2030-01-01T00:00:00Z", "odd": {1, 2}})
+    await sink.write()
+    first, second = await written(dsn)
+    assert (first.level, first.message, first.worker_id, first.cycle_id) == ("warning", "attempt failed", "w0", 7)
+    assert first.fields == {"code": "X\\0", "n": 1}
+    assert second.at.year == 2030
+
+
+async def test_a_database_that_is_away_costs_lines_and_nothing_else(store: Flaky, dsn: str) -> None:
+    dropped: list[int] = []
+    sink = LogSink(store, dropped.append, limit=10)
+    store.is_away = True
+    started = time.monotonic()
+    for number in range(10_000):
+        sink.take({"level": "info", "event": f"line {number}"})
+    assert time.monotonic() - started < 5.0
+    await sink.write()
+    store.is_away = False
+    await sink.write()
+    lines = [line.message for line in await written(dsn)]
+    assert len(lines) <= 12
+    assert "line 9" in lines
+    assert sum(dropped) >= 9_990 - 2
+    assert any("were not written" in line for line in lines)
+
+
+async def test_lines_come_from_any_thread_and_are_written_when_it_ends(store: Flaky, dsn: str) -> None:
+    sink = LogSink(store)
+    running = asyncio.create_task(sink.run())
+
+    def talk() -> None:
+        for number in range(100):
+            sink.take({"level": "info", "event": f"line {number}"})
+
+    threads = [threading.Thread(target=talk) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(await written(dsn)) == 400

@@ -1,0 +1,95 @@
+"""Log lines: without secrets, bound to their cycle and worker, handed on to whoever taps them."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from windlass.cli import logs
+from windlass.configure import load_config, secrets_of
+
+DATABASE = "postgresql://app:pa55word@db.internal:5432/app"
+TOKEN = f"wlt_{'a1' * 32}"
+TOML = """
+runpod_api_key = "rp-secret-1"
+hetzner_api_token = "hz-secret-2"
+[alerts]
+slack_url = "https://hooks.slack.example/T0/B0/sl4ckpath"
+smtp_url = "smtp://mailer:mailpa55@mx.example:587"
+email_to = ["ops@example.com"]
+[fleets.gpus]
+handler = "app:work"
+env = { API_KEY = "handler-secret-3", MODE = "fast-and-loose" }
+"""
+SECRETS = ("rp-secret-1", "hz-secret-2", "sl4ckpath", "mailpa55", "handler-secret-3", "pa55word", "a1a1a1")
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """Where JSON lines go, with the program's own settings; afterwards everything is as it was."""
+    written = io.StringIO()
+    monkeypatch.setattr("sys.stderr", written)
+    monkeypatch.setattr(logs, "_hidden", ())
+    logs.configure_logs("json")
+    yield written
+    structlog.contextvars.clear_contextvars()
+    structlog.reset_defaults()
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_no_secret_reaches_a_line_however_it_is_logged(stream: io.StringIO, tmp_path: Path) -> None:
+    file = tmp_path / "windlass.toml"
+    file.write_text(f'database_url = "{DATABASE}"\n{TOML}')
+    loaded = load_config(file, {})
+    logs.hide(secrets_of(loaded.config))
+    log = structlog.get_logger("test")
+    everything = " ".join(
+        [DATABASE, TOKEN, "rp-secret-1 hz-secret-2", "https://hooks.slack.example/T0/B0/sl4ckpath",
+         "smtp://mailer:mailpa55@mx.example:587", "handler-secret-3"]
+    )  # fmt: skip
+    log.warning(everything, plain=everything, nested={"a": [everything, (everything,)]}, error=ValueError(everything))
+    try:
+        int(everything)
+    except ValueError:
+        log.exception("it broke")
+    text = stream.getvalue()
+    assert len(lines(stream)) == 2
+    for secret in SECRETS:
+        assert secret not in text, secret
+    assert "db.internal" in text
+    assert "wlt_********" in text
+
+
+def test_what_is_no_secret_stays(stream: io.StringIO, tmp_path: Path) -> None:
+    file = tmp_path / "windlass.toml"
+    file.write_text(TOML)
+    logs.hide(secrets_of(load_config(file, {"data_dir": tmp_path}).config))
+    structlog.get_logger("test").info("the mode is fast-and-loose", count=3, ratio=0.5, names=["a", "b"])
+    (line,) = lines(stream)
+    assert line["event"] == "the mode is fast-and-loose"
+    assert (line["count"], line["ratio"], line["names"]) == (3, 0.5, ["a", "b"])
+
+
+def test_cycle_and_worker_are_in_every_line(stream: io.StringIO) -> None:
+    structlog.contextvars.bind_contextvars(fleet="gpus", cycle=7)
+    structlog.get_logger("test").info("machine refused")
+    (line,) = lines(stream)
+    assert (line["fleet"], line["cycle"], line["level"]) == ("gpus", 7, "info")
+
+
+def test_who_taps_gets_what_was_said_until_they_stop(stream: io.StringIO) -> None:
+    heard: list[Any] = []
+    untap = logs.tap(heard.append)
+    log = structlog.get_logger("test")
+    log.info("one", token=TOKEN)
+    untap()
+    log.info("two")
+    assert [(line["event"], line.get("token")) for line in heard] == [("one", "wlt_********")]
+    assert len(lines(stream)) == 2
