@@ -1,8 +1,8 @@
 """Takes the README's picture of the dashboard from a real run: `python tools/screenshot.py`.
 
-It watches `windlass demo --on hetzner` in Chromium and takes the picture when a part of the tasks is complete, while
-others wait, servers boot and one has been crashed. With a folder as its argument it puts pictures of every page there,
-light, dark and as wide as a phone.
+It watches `windlass demo --on hetzner --keep` in Chromium. When the burst is over and its servers are gone, it lets a
+second one arrive and takes the picture in the middle of that. With a folder as its argument it puts pictures of every
+page there, light, dark and as wide as a phone.
 """
 
 import re
@@ -14,12 +14,18 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+import windlass
+
 TARGET = Path(__file__).parent.parent / "docs" / "images" / "dashboard.png"
-DEMO = ("demo", "--on", "hetzner", "--tasks", "700", "--workers", "8", "--hour-s", "120")
-# The demo tells when a quarter is done, and when the half.
-MOMENT = r"(\d+) of \d+ tasks are complete"
-SETTLES_MS = 1_500
+DEMO = ("demo", "--on", "hetzner", "--tasks", "300", "--workers", "6", "--hour-s", "60", "--keep")
+# The demo names its place when its own arc is over.
+PLACE = r"status --watch --data-dir (\S+)"
+SECOND_BURST = 260
+# Taken when fewer than so many are left of it.
+LEFT = 150
+SETTLES_MS = 1_000
 TIMEOUT_S = 300.0
+WAITING = "Number(document.querySelector('.tile dd').textContent)"
 DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
 PAGES = {"overview": "/", "workers": "/workers", "tasks": "/tasks", "decisions": "/decisions", "cost": "/cost?days=1"}
 
@@ -35,8 +41,11 @@ def main() -> None:
             link = wait_for(demo, r"watch it in a browser: (\S+)")
             page = browser.new_page(viewport=DESKTOP, device_scale_factor=1, color_scheme="light")
             page.goto(link)
-            wait_for(demo, MOMENT)
-            wait_for(demo, MOMENT)
+            with windlass.SyncClient(data_dir=wait_for(demo, PLACE)) as client:
+                for number in range(SECOND_BURST):
+                    client.enqueue("demo", {"number": number, "work_s": 0.5, "is_poisonous": False})
+            page.wait_for_function(f"() => {WAITING} > {LEFT}", timeout=TIMEOUT_S * 1_000)
+            page.wait_for_function(f"() => {WAITING} < {LEFT}", timeout=TIMEOUT_S * 1_000)
             page.wait_for_timeout(SETTLES_MS)
             if len(sys.argv) > 1:
                 take_all(browser, page, Path(sys.argv[1]))

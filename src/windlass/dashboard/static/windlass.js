@@ -366,7 +366,7 @@
     const chart = new uPlot({
       width: Math.max(box.clientWidth, 120),
       height: HEIGHT,
-      padding: [8, 16, 2, 0],
+      padding: [8, 26, 2, 0],
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, points: { show: !told.isStacked, size: 7 } },
       scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.08, told.least ?? 1)] } },
