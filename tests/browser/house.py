@@ -20,6 +20,7 @@ import httpx
 from playwright.sync_api import Page
 
 from servers import run_aside, wait_until
+from windlass.api.session import new_link
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import Worker
 from windlass.store.reading import PostgresReadingStore
@@ -151,6 +152,9 @@ class House:
         found = re.search(r"http://[^\s\"]+/login\?key=\w+", self._log_path(len(self._ups) - 1).read_text())
         assert found is not None, self.log()
         return found[0]
+
+    def another_link(self) -> str:
+        return self.ask(lambda store: new_link(store, self.url))
 
     # ------------------------------------------------------------------------------------------------- the database
 

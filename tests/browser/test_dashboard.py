@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from house import House, NewPage
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from servers import wait_until
 from windlass.model.task import TaskStatus
@@ -350,6 +350,21 @@ def test_whoever_did_not_open_the_link_may_look_and_not_touch(house: House, new_
     assert answer.status_code == 401
     elsewhere = {"Host": "evil.example"}
     assert httpx.get(f"{house.url}/", headers=elsewhere, trust_env=False).status_code == 401
+
+
+def test_a_link_lets_one_browser_in_once_and_signing_out_ends_it(
+    house: House, new_page: NewPage, chromium: Browser
+) -> None:
+    page = new_page(house.new_link(), is_operator=False, may_complain=True)
+    expect(page.get_by_text("was used, or has expired")).to_be_visible()
+    context = chromium.new_context(base_url=house.url)
+    try:
+        inside = context.new_page()
+        inside.goto(house.another_link())
+        inside.get_by_role("button", name="Sign out").click()
+        expect(inside.get_by_text("read only")).to_be_visible()
+    finally:
+        context.close()
 
 
 # ------------------------------------------------------------------------------------------------------------ for whom

@@ -7,26 +7,22 @@ JSON.
 
 from collections.abc import Awaitable, Callable
 from typing import Annotated
-from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
 from windlass.api.doing import restart_fleet
-from windlass.api.errors import ApiError, not_found
+from windlass.api.errors import not_found
 from windlass.api.face import Face, Shown
 from windlass.api.gate import check_csrf, check_role
 from windlass.api.pages import SAID_COOKIE, html, page_router, setting_of
+from windlass.api.session import form_of
 from windlass.dashboard.pages import confirm_page
 from windlass.dashboard.words import counted
 from windlass.model.access import Role
 from windlass.model.task import MAX_TASK_ID
 from windlass.model.worker import Worker
-from windlass.ports import http
 
-# A form of ours is a few hundred bytes; what comes after so many is not read.
-MAX_FORM_BYTES = 16_384
-MAX_FIELDS = 20
 # Dead letters put back by one click; whoever has more clicks again.
 RETRY_ROUNDS = 10
 RETRY_AT_ONCE = 1_000
@@ -45,7 +41,7 @@ def act_routes(face: Face, shown: Shown) -> APIRouter:
 
 
 async def _carry_out(face: Face, shown: Shown, request: Request, do: Doing) -> Response:
-    fields = await _form(request)
+    fields = await form_of(request)
     check_role(request, Role.OPERATOR)
     check_csrf(request, fields.get("csrf"))
     back = _way_back(fields.get("back", ""))
@@ -61,14 +57,6 @@ async def _carry_out(face: Face, shown: Shown, request: Request, do: Doing) -> R
     answer = RedirectResponse(back, 303)
     answer.set_cookie(SAID_COOKIE, sentence, max_age=30, httponly=True, samesite="strict")
     return answer
-
-
-async def _form(request: Request) -> dict[str, str]:
-    body = await request.body()
-    try:
-        return dict(parse_qsl(body[:MAX_FORM_BYTES].decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS))
-    except ValueError:
-        raise ApiError(400, http.BAD_INPUT, "this is no form of ours: reload the page.") from None
 
 
 def _way_back(back: str) -> str:
