@@ -1,0 +1,243 @@
+"""The HTTP API beside the control loop: 200 requests a second of status and task lists, while cycles keep their time.
+
+    python -m bench.api                     # 1,000 workers, 1,000,000 tasks, 200 requests a second for 20 s
+    python -m bench.api --rate 400 --seconds 10
+
+One process serves, as `windlass up` does: the API, and a cycle a second over all workers. Another asks, at fixed times,
+whether or not the last answer has come: a request waits from when it was due. Cycles are timed before and meanwhile.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+
+from bench.control import FILL_QUEUE, FINISHED, FLEET, QUEUED, Still, fill
+from bench.figures import percentile, table
+from windlass.api.app import make_app
+from windlass.api.doorbell import Doorbell
+from windlass.api.face import Face, Shown
+from windlass.api.live import Live
+from windlass.api.metrics import Metrics
+from windlass.api.server import listen, serving
+from windlass.cli.logs import configure_logs
+from windlass.control.cycle import FleetCycle
+from windlass.control.explain import tell
+from windlass.model.config import WorkerConfig
+from windlass.model.fleet import FleetConfig
+from windlass.ports.control import Candidate
+from windlass.store.control import PostgresControlStore
+from windlass.store.embedded import EmbeddedPostgres
+from windlass.store.migrate import migrate
+from windlass.store.reading import PostgresReadingStore
+
+WORKERS = 1_000
+CYCLE_INTERVAL_S = 1.0
+TIMEOUT_S = 30.0
+# More than are ever under way at once, unless the server falls behind.
+CONNECTIONS = 32
+# One after another, as tasks finish.
+FILL_TASKS = """
+insert into windlass.tasks (queue, status, attempts, created_at, started_at, finished_at, worker_id, claim_token)
+select 'bench', 'complete', 1, now() - n * interval '50 ms' - interval '2 minutes', now() - n * interval '50 ms' -
+  interval '1 minute', now() - n * interval '50 ms', 'gone', gen_random_uuid()
+from generate_series(1, $1::integer) as n
+"""
+START_TIMEOUT_S = 60.0
+PATHS = (
+    "/api/v1/status",
+    "/api/v1/tasks",
+    "/api/v1/status",
+    "/api/v1/tasks?status=queued",
+    "/api/v1/status",
+    "/api/v1/tasks?status=complete",
+    "/api/v1/status",
+    "/api/v1/tasks?queue=bench&status=running",
+)
+
+
+# ----------------------------------------------------------------------------------------------------------- the server
+
+
+async def serve(dsn: str) -> None:
+    """The API and the cycles. Prints its port, and then what each cycle took, a line each, until it is ended."""
+    configure_logs("json")  # on standard error, so that only figures stand on standard output
+    config = FleetConfig(
+        queues=("bench",), handler="x:y", max_workers=WORKERS, heartbeat_timeout_s=36_000, stuck_timeout_s=36_000
+    )
+    async with PostgresReadingStore(dsn, max_connections=8) as store, PostgresControlStore(dsn) as own:
+        listener = listen("127.0.0.1", 0)
+        live = Live(store, lambda: frozenset({FLEET}))
+        app = make_app(_face(store, live, config))
+        cycle = FleetCycle(FLEET, config, own, Still(WORKERS), Candidate("bench", 600), random.Random(1))
+        async with serving(app, listener):
+            print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+            while True:
+                started = time.perf_counter()
+                await cycle.run()
+                took_s = time.perf_counter() - started
+                print(json.dumps({"cycle_s": took_s}), flush=True)
+                await asyncio.sleep(max(0.0, CYCLE_INTERVAL_S - took_s))
+
+
+def _face(store: PostgresReadingStore, live: Live, config: FleetConfig) -> Face:
+    async def no_cycle() -> list[dict[str, Any]]:
+        return []
+
+    return Face(
+        store=store,
+        access=store,
+        doorbell=Doorbell(store.wait_for_work),
+        fleet={FLEET: config}.get,
+        worker_defaults=WorkerConfig(),
+        max_payload_bytes=1 << 20,
+        version="bench",
+        ask_database=store.now,
+        pulses=dict,
+        run_cycle=no_cycle,
+        wheel=lambda: None,
+        shown=Shown(
+            store=store,
+            live=live,
+            explain=lambda what: tell(store, what),
+            worker_log=lambda *_: _nothing(),
+            last_actions=dict,
+            metrics=Metrics(live.overview, store.measures).read,
+            is_open_here=True,
+            rate_limit=1e6,
+        ),
+    )
+
+
+async def _nothing() -> Any:
+    for line in ():
+        yield line
+
+
+# ----------------------------------------------------------------------------------------------------------- who asks
+
+
+class Server:
+    """The other process, and what its cycles took."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.port = 0
+        self.cycles: list[float] = []
+
+    async def listen(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            said = json.loads(line)
+            if "port" in said:
+                self.port = said["port"]
+            else:
+                self.cycles.append(said["cycle_s"])
+
+    async def until_cycles(self, count: int) -> None:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while len(self.cycles) < count:
+                await asyncio.sleep(0.05)
+
+
+async def ask(port: int, rate: float, seconds: float) -> tuple[list[float], list[int]]:
+    """Seconds from when each request was due to its answer, and what was answered with.
+
+    Over bare connections: an HTTP library takes longer to ask than the server to answer.
+    """
+    waits: list[float] = []
+    statuses: list[int] = []
+    began = time.perf_counter()
+    due = iter(
+        [(began + number / rate, path) for number, path in zip(range(int(rate * seconds)), itertools.cycle(PATHS))]
+    )
+
+    async def one_after_another() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for at, path in due:  # shared: whoever is free takes the next
+            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            async with asyncio.timeout(TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+                await reader.readexactly(length)
+            statuses.append(int(head[9:12]))
+            waits.append(time.perf_counter() - at)
+        writer.close()
+
+    await asyncio.gather(*(one_after_another() for _ in range(CONNECTIONS)))
+    return waits, statuses
+
+
+async def measure(dsn: str, rate: float, seconds: float) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "bench.api",
+        "--serve",
+        dsn,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    server = Server(process)
+    listening = asyncio.create_task(server.listen())
+    try:
+        # The first ones warm caches and plans.
+        await server.until_cycles(3)
+        alone = len(server.cycles)
+        await asyncio.sleep(max(5.0, seconds / 2))
+        before = server.cycles[alone:]
+        asked = len(server.cycles)
+        waits, statuses = await ask(server.port, rate, seconds)
+        meanwhile = server.cycles[asked:]
+    finally:
+        process.terminate()
+        await process.wait()
+        await listening
+    refused = [status for status in statuses if status != 200]
+    print(f"{WORKERS:,} workers, {FINISHED + QUEUED:,} tasks, {rate:g} requests a second for {seconds:g} s")
+    print(f"answered {len(statuses) - len(refused):,} of {len(statuses):,}; not so: {sorted(set(refused)) or 'none'}\n")
+    print(table(["ms", "p50", "p95", "p99", "highest"], list(_rows(waits, before, meanwhile))))
+    print(f"\ncycles meanwhile: {len(meanwhile)} in {seconds:g} s, one a second is due")
+
+
+def _rows(waits: list[float], before: list[float], meanwhile: list[float]) -> Iterator[list[str]]:
+    for name, values in (("request", waits), ("cycle alone", before), ("cycle meanwhile", meanwhile)):
+        figures = [percentile(values, share) for share in (0.5, 0.95, 0.99)] + [max(values)]
+        yield [name, *(f"{1000 * figure:.1f}" for figure in figures)]
+
+
+async def run(rate: float, seconds: float) -> None:
+    with tempfile.TemporaryDirectory(prefix="windlass-bench-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        with EmbeddedPostgres(folder / "data") as postgres:
+            await migrate(postgres.dsn)
+            connection = await asyncpg.connect(postgres.dsn, timeout=60)
+            await connection.execute(FILL_TASKS, FINISHED, timeout=600)
+            await connection.execute(FILL_QUEUE, QUEUED, timeout=600)
+            await connection.close()
+            await fill(postgres.dsn, WORKERS)
+            await measure(postgres.dsn, rate, seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rate", type=float, default=200.0)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--serve", metavar="DSN", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    asyncio.run(serve(given.serve) if given.serve else run(given.rate, given.seconds))
+
+
+if __name__ == "__main__":
+    main()
