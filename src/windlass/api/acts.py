@@ -15,7 +15,7 @@ from windlass.api.doing import restart_fleet
 from windlass.api.errors import not_found
 from windlass.api.face import Face, Shown
 from windlass.api.gate import check_csrf, check_role
-from windlass.api.pages import SAID_COOKIE, html, page_router, setting_of
+from windlass.api.pages import SAID_COOKIE, html, setting_of
 from windlass.api.session import form_of
 from windlass.dashboard.pages import confirm_page
 from windlass.dashboard.words import counted
@@ -33,7 +33,7 @@ Doing = Callable[[], Awaitable[str]]
 
 
 def act_routes(face: Face, shown: Shown) -> APIRouter:
-    router = page_router(face)
+    router = APIRouter(include_in_schema=False)
     _add_workers(router, face, shown)
     _add_fleets(router, face, shown)
     _add_tasks(router, face, shown)

@@ -5,14 +5,13 @@ Whoever may read the API may read these. What goes wrong is told on a page, neve
 
 import asyncio
 import gzip
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from fastapi.routing import APIRoute
 
-from windlass.api.errors import ApiError, as_api_error, not_found
+from windlass.api.errors import ApiError, not_found
 from windlass.api.face import Face, Shown
 from windlass.api.gate import csrf_of, viewer
 from windlass.cost.asking import look, task_cost
@@ -52,32 +51,10 @@ Looker = Annotated[TokenCaller, Depends(viewer)]
 
 
 def page_routes(face: Face, shown: Shown) -> APIRouter:
-    router = page_router(face)
+    router = APIRouter(include_in_schema=False)
     for add in (_add_overview, _add_workers, _add_tasks, _add_decisions, _add_cost):
         add(router, face, shown)
     return router
-
-
-def page_router(face: Face) -> APIRouter:
-    """For routes whose problems are pages too."""
-
-    class PageRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-
-            async def answer(request: Request) -> Response:
-                try:
-                    return await handle(request)
-                except Exception as error:
-                    told = as_api_error(error)
-                    # Whoever asked for JSON, as our script does, gets the problem as that.
-                    if told is None or "application/json" in request.headers.get("accept", ""):
-                        raise
-                    return _problem(face, request, told)
-
-            return answer
-
-    return APIRouter(route_class=PageRoute, include_in_schema=False)
 
 
 def asset_routes() -> APIRouter:
@@ -385,11 +362,15 @@ _TITLES = {
     401: "Who are you?",
     403: "Not with this session",
     404: "Not here",
+    410: "This link is over",
+    429: "Too many at once",
+    500: "This is a defect",
     503: "The database is away",
 }
 
 
-def _problem(face: Face, request: Request, error: ApiError) -> Response:
+def problem(face: Face, request: Request, error: ApiError) -> Response:
+    """What went wrong, as a page."""
     setting = setting_of(face, request, datetime.now(UTC), is_live=False)
     sentence = str(error.detail)
     if error.status_code == 401:

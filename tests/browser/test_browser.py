@@ -356,7 +356,7 @@ def test_a_link_lets_one_browser_in_once_and_signing_out_ends_it(
     house: House, new_page: NewPage, chromium: Browser
 ) -> None:
     page = new_page(house.new_link(), is_operator=False, may_complain=True)
-    expect(page.get_by_text("was used, or has expired")).to_be_visible()
+    expect(page.get_by_role("heading", name="This link is over")).to_be_visible()
     context = chromium.new_context(base_url=house.url)
     try:
         inside = context.new_page()
