@@ -282,7 +282,8 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
     config = Config(
         max_payload_bytes=order.max_payload_bytes,
         worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb),
-        logs=LogsConfig(traces_endpoint=os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None),
+        # The only setting that a fleet's `env` may bring along: a machine far away has no windlass.toml.
+        logs=LogsConfig(traces_endpoint=os.environ.get("WINDLASS_LOGS__TRACES_ENDPOINT") or None),
     )
     executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
     async with _traced(config, executor, settings) as traced:

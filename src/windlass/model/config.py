@@ -172,7 +172,6 @@ class LogsConfig(_Section):
     traces_endpoint: str | None = Field(
         default=None,
         description="Where traces of cycles and tasks go, by OTLP over HTTP; needs the extra windlass[otel].",
-        json_schema_extra={"env": "OTEL_EXPORTER_OTLP_ENDPOINT"},
     )
 
 
