@@ -11,7 +11,7 @@ import pytest
 from house import House, NewPage
 from playwright.sync_api import Browser, Page, expect
 
-from servers import wait_until
+from servers import Server, wait_until
 from windlass.model.task import TaskStatus
 from windlass.model.worker import WorkerStatus
 
@@ -95,6 +95,8 @@ def test_the_overview_tells_what_is_happening_why_and_what_it_costs(house: House
     card = page.locator("#fleet-renders")
     expect(card.locator(".decision")).to_contain_text(re.compile(r"\w+: .*\d"))
     expect(card.locator("canvas")).to_have_count(3)
+    page.locator("#chart-renders-tasks").hover()
+    expect(card.locator(".readout:visible")).to_contain_text("waiting")
     expect(page.locator("#fleet-cloud .fleet-facts")).to_contain_text("EUR 0.0270 / h")
     expect(page.locator(".tile", has_text="Cost now")).to_contain_text("3 machines")
 
@@ -221,6 +223,7 @@ def test_pausing_in_one_browser_is_seen_in_another_within_a_second(house: House,
     expect(chip).to_have_text("paused")
     assert other.evaluate("window.seenAt") - one.evaluate("clickedAt") < 1_000
     expect(one.locator("#fleet-idle .chip")).to_have_text("paused")
+    expect(other.locator("#news")).to_contain_text("Fleet idle is paused")  # so that who cannot see it hears it
     confirm_in(one, "#fleet-idle", "Resume")
     expect(chip).not_to_have_text("paused")
 
@@ -428,6 +431,22 @@ def test_a_server_that_goes_away_is_said_and_its_return_is_noticed(house: House,
     expect(page.locator("#away")).to_be_hidden()
     expect(page.locator(f"#task-{task_id}")).to_be_visible()
     assert page.evaluate("window.mark") == "the same page"
+
+
+def test_a_database_that_goes_away_is_said_and_its_return_is_noticed(
+    house: House, new_page: NewPage, embedded_server: Server
+) -> None:
+    page = live(new_page("/workers", may_complain=True))
+    other = new_page("/cost", may_complain=True)
+    embedded_server.crash()
+    try:
+        expect(page.locator("#away")).to_contain_text("the database does not answer")
+        other.reload()
+        expect(other.get_by_role("heading", level=1)).to_have_text("The database is away")
+    finally:
+        embedded_server.start()
+    live(page)
+    expect(page.locator("#away")).to_be_hidden()
 
 
 def test_ten_thousand_workers_and_many_tasks_stay_usable(house: House, new_page: NewPage) -> None:

@@ -336,6 +336,28 @@ def test_whoever_may_not_act_sees_no_button_that_does() -> None:
     assert "csrf" not in pages.overview_page(Setting(now=NOW, version="1.0"), seen, {}, [])
 
 
+def test_a_budget_says_how_much_of_it_is_used_and_what_happens_then() -> None:
+    spent = Cost(None, "EUR", task_micros=9_000_000)
+    budget = pages.Budget("renders", "day", "EUR", 9_000_000, 10_000_000, "stop-spawning")
+    page = pages.cost_page(
+        SETTING,
+        since=NOW,
+        chosen_days=1,
+        fleet=None,
+        days=["2026-11-15"],
+        by_day=[],
+        by_fleet=[],
+        by_queue=[],
+        totals=[spent],
+        forecasts=[],
+        budgets=[budget],
+    )
+    assert "per day: EUR 9.00 of 10.00" in page
+    assert "90 % of the budget used" in page
+    assert "stop-spawning" in page
+    assert budget.weight == "warn"
+
+
 def test_every_file_that_is_served_names_where_it_is_from() -> None:
     licence = Path(pages.__file__).with_name("static") / "uplot.LICENSE.txt"
     assert "MIT" in licence.read_text()
