@@ -36,10 +36,11 @@ class Network:
         self._rng = rng
         self._latency_s = latency_s
 
-    async def __call__(self, call: Callable[[], T]) -> T:
+    async def __call__(self, call: Callable[[], T], timeout_s: float) -> T:
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         start_outside(self._carry(call, answer))
-        return await answer
+        async with asyncio.timeout(timeout_s):
+            return await answer
 
     async def _carry(self, call: Callable[[], T], answer: "asyncio.Future[T]") -> None:
         await asyncio.sleep(self._rng.uniform(*self._latency_s))

@@ -158,3 +158,20 @@ class Judged:
 
     def next_due(self) -> datetime | None:
         return self.emulator.next_due()
+
+
+class Witnessed(Judged):
+    """What the contract complains about is kept: to the server behind HTTP it would be just another error."""
+
+    def __init__(self, emulator: Emulator, contract: Contract) -> None:
+        super().__init__(emulator, contract)
+        self.complaints: list[str] = []
+
+    def handle(
+        self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes
+    ) -> Response:
+        try:
+            return super().handle(method, path, query, headers, body)
+        except AssertionError as error:
+            self.complaints.append(str(error))
+            raise

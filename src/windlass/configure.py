@@ -77,6 +77,8 @@ class Loaded:
 
     config: Config
     sources: Mapping[Key, Source]
+    # That was read, if any.
+    file: Path | None = None
 
     def settings(self) -> list[Setting]:
         return [
@@ -114,7 +116,8 @@ def load_config(
         raise ConfigError(_explain(error, sources)) from None
     config = _with_plain_database_url(config, sources)
     folder = file.parent if file and sources.get(("data_dir",)) == str(file) else Path()
-    return Loaded(_with_absolute_data_dir(config, folder), sources)
+    read = file or (DEFAULT_FILE if DEFAULT_FILE.exists() else None)
+    return Loaded(_with_absolute_data_dir(config, folder), sources, read)
 
 
 def _with_plain_database_url(config: Config, sources: Mapping[Key, Source]) -> Config:

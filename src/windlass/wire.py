@@ -7,13 +7,16 @@ server, and a worker nothing that only people look at.
 import asyncio
 import contextlib
 import functools
+import importlib.util
 import itertools
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +40,11 @@ if TYPE_CHECKING:
     from windlass.control.cycle import FleetCycle
     from windlass.control.summary import Summary
     from windlass.control.up import Up
+    from windlass.engine.node import NodeSettings
+    from windlass.model.bootstrap import BootstrapSettings
     from windlass.model.fleet import FleetConfig
     from windlass.model.machine import MachineRequest
+    from windlass.model.order import RayHead, RayOrder, WorkOrder
     from windlass.ports.alarm import Receiver
     from windlass.ports.control import Candidate
     from windlass.ports.provider import Provider
@@ -53,6 +59,7 @@ if TYPE_CHECKING:
     from windlass.store.examine import Examination
     from windlass.store.reading import PostgresReadingStore
     from windlass.worker.executor import Executor
+    from windlass.worker.heartbeat import OpenTransport
     from windlass.worker.runtime import Ending, WorkerSettings
 
 # Hands every log line to whoever asks, until they call what they got for it.
@@ -62,6 +69,8 @@ Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 MEMORY_SHARE = 0.9
 # A machine that has joined waits this long for a control plane that went away before it could register.
 JOINED_REGISTRATION_TIMEOUT_S = 900.0
+# Of each raylet on this host: they are many, and Ray's own choice is a third of the memory.
+LOCAL_OBJECT_STORE_MB = 100
 # Connections for all that comes over HTTP, apart from those of the control loop: no flood of calls delays a cycle.
 API_CONNECTIONS = 8
 # A loop that has not turned for so many of its intervals, and at least that long, is not ready.
@@ -278,7 +287,10 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
         registration_timeout_s=JOINED_REGISTRATION_TIMEOUT_S,
         worker_id=order.worker_id,
         version=version,
+        storage_path=order.storage_path,
     )
+    if order.ray is not None:
+        return await _run_joined_node(order, order.ray, lambda: HttpTransport(membership, tls), version)
     config = Config(
         max_payload_bytes=order.max_payload_bytes,
         worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb),
@@ -286,8 +298,39 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
         logs=LogsConfig(traces_endpoint=os.environ.get("WINDLASS_LOGS__TRACES_ENDPOINT") or None),
     )
     executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
+    if not order.is_inline:
+        _stop_looking_for_sniffio()
     async with _traced(config, executor, settings) as traced:
         return await WorkerRuntime(settings, lambda: HttpTransport(membership, tls), traced).run()
+
+
+def _stop_looking_for_sniffio() -> None:
+    """httpcore asks for this module four times a request, and to look for it in vain takes a fifth of the request's
+    time. From now on it is known not to be there; only for a process in which nobody else's code runs."""
+    if importlib.util.find_spec("sniffio") is None:
+        sys.modules["sniffio"] = None  # type: ignore[assignment]
+
+
+async def _run_joined_node(
+    order: "WorkOrder", ray: "RayOrder", open_transport: "OpenTransport", version: str
+) -> "Ending":
+    from windlass.engine.node import Node, NodeSettings
+    from windlass.engine.versions import Versions
+
+    settings = NodeSettings(
+        worker_id=order.worker_id,
+        fleet=order.fleet,
+        queues=order.queues,
+        address=ray.address,
+        ray=ray.settings,
+        concurrency=order.concurrency,
+        heartbeat_interval_s=order.heartbeat_interval_s,
+        lease_s=order.lease_s,
+        registration_timeout_s=JOINED_REGISTRATION_TIMEOUT_S,
+        version=version,
+        head_versions=Versions(ray.ray_version, ray.python_version),
+    )
+    return await Node(settings, open_transport).run()
 
 
 def _executor(
@@ -355,6 +398,8 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
     from windlass.configure import environment_of, secret_variables
     from windlass.providers.local import LocalProvider
 
+    program = _node_program(fleet, config) if fleet.provider == "ray-local" else ("windlass", "worker")
+
     url = config.database_url.get_secret_value() if config.database_url is not None else None
     return LocalProvider(
         name,
@@ -366,6 +411,7 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         settings=environment_of(config, "worker", "retention", "max_payload_bytes", "logs"),
         # All that a worker needs to know is where its database is.
         withheld=[name for name, key in secret_variables().items() if key != ("database_url",)],
+        program=program,
     )
 
 
@@ -394,7 +440,16 @@ def _user_data(fleet: "FleetConfig", config: Config) -> "Callable[[MachineReques
     url = config.machine_url
     if url is None:
         raise AssertionError("check_machines_can_call comes before any provider")
-    return lambda request: render_user_data(fleet.bootstrap, request, url, stop_timeout_s=fleet.stop_timeout_s)
+    bootstrap = _with_ray(fleet.bootstrap) if fleet.engine == "ray" else fleet.bootstrap
+    return lambda request: render_user_data(bootstrap, request, url, stop_timeout_s=fleet.stop_timeout_s)
+
+
+def _with_ray(bootstrap: "BootstrapSettings") -> "BootstrapSettings":
+    """The same, with the Ray that we have: what is asked for otherwise could not work with it."""
+    from windlass.engine.versions import our_versions
+
+    others = [line for line in bootstrap.requirements if not re.match(r"ray\b(?!-)", line, re.IGNORECASE)]
+    return bootstrap.model_copy(update={"requirements": (*others, f"ray=={our_versions().ray}")})
 
 
 def hetzner_account(config: Config, timeout_s: float) -> "Account":
@@ -443,8 +498,11 @@ async def examine_hetzner(config: Config) -> "AsyncIterator[Remark]":
     timeout_s = min(settings.call_timeout_s for settings in fleets.values())
     account = hetzner_account(config, timeout_s)
     instance_id = await _known_instance_id(config)
-    async for remark in examine(account, instance_id, fleets, config.hetzner_network_id):
-        yield remark
+    try:
+        async for remark in examine(account, instance_id, fleets, config.hetzner_network_id):
+            yield remark
+    finally:
+        account.close()
 
 
 def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
@@ -540,7 +598,7 @@ async def run_cycles(config: Config) -> "list[Summary]":
         try:
             return [
                 await _run_once(fleet_cycle(name, fleet, config, store, ourselves, instance_id))
-                for name, fleet in config.fleets.items()
+                for name, fleet in hiring_fleets(config).items()
             ]
         finally:
             await store.resign(ourselves)
@@ -554,6 +612,169 @@ async def _run_once(cycle: "FleetCycle") -> "Summary":
     finally:
         await cycle.close()
     return summary
+
+
+# ---------------------------------------------------------------------------------------------------------------- Ray
+
+
+def _node_program(fleet: "FleetConfig", config: Config) -> tuple[str, ...]:
+    """What makes a process of this host a node of the Ray cluster."""
+    if config.ray_address is None:
+        raise ConfigError("there is no Ray cluster to join: set RAY_ADDRESS, or use `windlass up`, which starts one.")
+    ray = fleet.ray
+    # Many nodes share this host: each offers what its tasks need, not all there is.
+    offered = ray.model_copy(
+        update={
+            "node_cpus": ray.node_cpus or fleet.concurrency * max(ray.num_cpus, 1.0),
+            "node_gpus": ray.node_gpus if ray.node_gpus is not None else fleet.concurrency * ray.num_gpus,
+            "object_store_mb": ray.object_store_mb or LOCAL_OBJECT_STORE_MB,
+        }
+    )
+    return ("windlass", "ray", "node", "--address", config.ray_address, "--settings", offered.model_dump_json())
+
+
+async def run_node(config: Config, settings: "NodeSettings") -> "Ending":
+    """A node of the Ray cluster over the database, until it is told to end."""
+    from windlass.engine.node import Node
+
+    async with database(config) as dsn:
+        return await Node(settings, lambda: PostgresStore(dsn, retention=config.retention, max_connections=2)).run()
+
+
+async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
+    """A fleet's dispatcher, until told to stop. Returns the exit code: after 3 it is to be started again."""
+    import structlog
+
+    from windlass.engine.dispatcher import Dispatch, Dispatcher, HeadLost
+    from windlass.ports.control import LeaseLost
+    from windlass.store.engine import PostgresEngineStore
+
+    chosen = config.fleets[fleet]
+    if config.ray_address is None:
+        raise AssertionError("whoever dispatches has a cluster")
+    if chosen.chdir is not None:
+        os.chdir(chosen.chdir)
+    async with (
+        database(config) as dsn,
+        PostgresEngineStore(dsn, retention=config.retention, max_connections=4) as opened,
+    ):
+        dispatcher = Dispatcher(
+            Dispatch(
+                fleet,
+                chosen,
+                config.ray_address,
+                is_foreign=chosen.provider == "ray",
+                max_result_bytes=config.max_payload_bytes,
+                timeout_s=config.worker.timeout_s,
+                version=version,
+            ),
+            opened,
+            lambda: PostgresStore(
+                dsn,
+                retention=config.retention,
+                max_connections=2,
+                command_timeout_s=min(COMMAND_TIMEOUT_S, chosen.heartbeat_timeout_s / 2),
+            ),
+        )
+        await dispatcher.connect()
+        # Now, because Ray takes signals for itself when it connects.
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, dispatcher.stop)
+        try:
+            await dispatcher.run()
+        except (HeadLost, LeaseLost) as error:
+            structlog.get_logger(__name__).error("dispatching ended", fleet=fleet, error=str(error))
+            return 3
+    return 0
+
+
+@asynccontextmanager
+async def _ray(loaded: "Loaded") -> AsyncIterator[Config]:
+    """What fleets with engine = "ray" need beside their cycles: a head, if there is none, and a dispatcher each. The
+    configuration, with the head's address. Raises ConfigError if the cluster is not one we can work with."""
+    config = loaded.config
+    fleets = {name: fleet for name, fleet in config.fleets.items() if fleet.engine == "ray"}
+    if not fleets:
+        yield config
+        return
+    from windlass.engine.cluster import Cluster
+    from windlass.engine.head import kept_head
+    from windlass.engine.supervise import kept_running
+    from windlass.engine.versions import check_node_image, check_versions, our_versions
+
+    ours = our_versions()
+    for name, fleet in fleets.items():
+        if fleet.provider == "hetzner":
+            check_node_image(ours, fleet.hetzner.image, name)
+    async with contextlib.AsyncExitStack() as stack:
+        if config.ray_address is None:
+            foreign = next((name for name, fleet in fleets.items() if fleet.provider == "ray"), None)
+            if foreign is not None:
+                raise ConfigError(
+                    f"the tasks of fleet {foreign} run on a Ray cluster that is there already, but where is not known: "
+                    "set RAY_ADDRESS to its head, as 10.0.0.5:6379."
+                )
+            head = await stack.enter_async_context(kept_head(config.control_plane_ip))
+            config = config.model_copy(update={"ray_address": head.address})
+        address = config.ray_address
+        if address is None:
+            raise AssertionError("either given or started")
+        check_versions(ours, await Cluster(address).versions(), f"the Ray head at {address}")
+        for name, fleet in fleets.items():
+            await stack.enter_async_context(
+                kept_running(
+                    f"dispatcher of {name}",
+                    _dispatch_command(loaded, name),
+                    {**os.environ, **_given_on_command_line(loaded, name), "RAY_ADDRESS": address},
+                    fleet.stop_timeout_s,
+                )
+            )
+        yield config
+
+
+# What lets a machine into a cluster, by Ray's own names.
+_RAY_CREDENTIALS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_gcs_rpc_server_reconnect_timeout_s")
+
+
+def _ray_head(config: Config) -> "RayHead | None":
+    """For the machines of fleets whose tasks Ray places. Its versions are ours: that was checked."""
+    if config.ray_address is None or not any(fleet.engine == "ray" for fleet in config.fleets.values()):
+        return None
+    from windlass.engine.versions import our_versions
+    from windlass.model.order import RayHead
+
+    ours = our_versions()
+    env = {name: os.environ[name] for name in _RAY_CREDENTIALS if name in os.environ}
+    return RayHead(config.ray_address, ours.ray, ours.python, env)
+
+
+def _dispatch_command(loaded: "Loaded", fleet: str) -> list[str]:
+    import sys
+
+    command = [sys.executable, "-P", "-m", "windlass", "ray", "dispatch", "--fleet", fleet, "--log-format", "json"]
+    if loaded.file is not None:
+        command += ["--config", str(loaded.file.absolute())]
+    if loaded.config.database_url is None:
+        command += ["--data-dir", str(data_dir(loaded.config).absolute())]
+    return command
+
+
+def _given_on_command_line(loaded: "Loaded", fleet: str) -> dict[str, str]:
+    """What `up` was told of the fleet beyond its file, as environment."""
+    from windlass.configure import variable_of
+
+    section = loaded.config.fleets[fleet]
+    plain = section.model_dump(mode="json")
+    told = {
+        key[2]: plain[key[2]]
+        for key, source in loaded.sources.items()
+        if key[:2] == ("fleets", fleet) and source == "command line"
+    }
+    return {
+        variable_of(("fleets", fleet, name)): ",".join(value) if isinstance(value, list) else str(value)
+        for name, value in told.items()
+    }
 
 
 async def run_up(
@@ -579,43 +800,57 @@ async def run_up(
     check_machines_can_call(config)
     # Before anything else: a port that is taken ends the matter.
     listener = _listener(config)
-    async with database(config) as dsn:
-        await migrate_database(dsn)
-        async with PostgresControlStore(dsn, retention=config.retention) as opened:
-            ourselves, instance_id = candidate(config), await opened.instance_id()
-            watchers = [on_summary]
+    async with (
+        database(config) as dsn,
+        _migrated(dsn),
+        _ray(loaded) as config,
+        PostgresControlStore(dsn, retention=config.retention) as opened,
+    ):
+        ourselves, instance_id = candidate(config), await opened.instance_id()
+        watchers = [on_summary]
 
-            def tell_all(summary: "Summary") -> None:
-                for tell in watchers:
-                    tell(summary)
+        def tell_all(summary: "Summary") -> None:
+            for tell in watchers:
+                tell(summary)
 
-            up = Up(
-                opened,
-                lambda name, fleet: fleet_cycle(name, fleet, config, opened, ourselves, instance_id),
-                lambda name, fleet: provider(name, fleet, config, instance_id),
-                tell_all,
-            )
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
-            loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload))
-            log = structlog.get_logger("windlass.up")
-            log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
-            async with (
-                _face(config, dsn, up, listener, version, watchers, on_link) as counts,
-                _alarm(config, dsn, watchers, counts.on_message),
-                _logs_in_database(config, dsn, tap, counts.on_dropped),
-                _traced_cycles(config, version, watchers),
-            ):
-                await up.run(config.fleets)
-            with contextlib.suppress(DatabaseUnavailable):
-                await opened.resign(ourselves)
-            log.info("ended")
+        up = Up(
+            opened,
+            lambda name, fleet: fleet_cycle(name, fleet, config, opened, ourselves, instance_id),
+            lambda name, fleet: provider(name, fleet, config, instance_id),
+            tell_all,
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
+        loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload))
+        log = structlog.get_logger("windlass.up")
+        log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
+        async with (
+            _face(config, dsn, up, listener, version, watchers, on_link) as counts,
+            _alarm(config, dsn, watchers, counts.on_message),
+            _logs_in_database(config, dsn, tap, counts.on_dropped),
+            _traced_cycles(config, version, watchers),
+        ):
+            await up.run(hiring_fleets(config))
+        with contextlib.suppress(DatabaseUnavailable):
+            await opened.resign(ourselves)
+        log.info("ended")
+
+
+@asynccontextmanager
+async def _migrated(dsn: str) -> AsyncIterator[None]:
+    await migrate_database(dsn)
+    yield
+
+
+def hiring_fleets(config: Config) -> "dict[str, FleetConfig]":
+    """Those that have cycles: the nodes of a cluster that others run are not hired."""
+    return {name: fleet for name, fleet in config.fleets.items() if fleet.provider != "ray"}
 
 
 def check_machines_can_call(config: Config) -> None:
     """Raise ConfigError where a fleet's machines work over HTTP and nobody could tell them whom to call."""
-    remote = next((name for name, fleet in config.fleets.items() if fleet.provider != "local"), None)
+    remote = next((name for name, fleet in config.fleets.items() if fleet.provider in ("hetzner", "runpod")), None)
     if remote is None:
         return
     if config.machine_url is None:
@@ -695,6 +930,7 @@ async def _face(
             run_cycle=run_cycle,
             wheel=lambda: wheel,
             shown=shown,
+            ray_head=_ray_head(config),
         )
         sampling = asyncio.create_task(_take_samples(store, shown.live))
         try:
@@ -883,7 +1119,7 @@ def _reconfigure(up: "Up", reload: "Callable[[], Loaded]") -> None:
     try:
         config = reload().config
         check_machines_can_call(config)
-        up.reconfigure(config.fleets)
+        up.reconfigure(hiring_fleets(config))
     except (ConfigError, BadInput) as error:
         import structlog
 

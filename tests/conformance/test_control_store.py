@@ -26,6 +26,7 @@ from windlass.model.action import (
     Drain,
     Fail,
     FailSlot,
+    GrowVolume,
     Plan,
     Prepare,
     Price,
@@ -34,11 +35,11 @@ from windlass.model.action import (
     Spawn,
 )
 from windlass.model.config import Retention
-from windlass.model.cost import Bill, Span, Spending, Tariff
+from windlass.model.cost import Bill, PricePart, Span, Spending, Tariff
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
-from windlass.model.snapshot import Failure, Hold, Memory, Refusal, Snapshot
+from windlass.model.snapshot import Failure, Hold, Memory, Refusal, Snapshot, StorageUse, Suspect
 from windlass.model.task import Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Recovery, Registration, WorkerStatus
 from windlass.ports.control import (
@@ -57,6 +58,8 @@ from windlass.ports.control import (
     Prepared,
     Standby,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
 from windlass.store.control import PostgresControlStore
 from windlass.store.memory_control import MemoryControlStore
@@ -811,7 +814,7 @@ async def test_what_could_not_be_deleted_and_strays_are_noted_and_change_nothing
 ) -> None:
     await ann.hire(0)
     before = await store.workers()
-    await ann.report(NotDeleted("w0", "denied"), StrayDeleted("w7", "nobody's"))
+    await ann.report(NotDeleted("w0", "denied"), StrayDeleted(Machine("m7", "w7", MachineState.RUNNING), "nobody's"))
     assert await store.workers() == before
     assert await events(store, "w0") == ["WORKER_HIRED", "MACHINE_NOT_DELETED"]
     assert await events(store, "w7") == ["STRAY_DELETED"]
@@ -983,9 +986,8 @@ async def test_a_worker_ended_by_hand_is_seen_terminating_since_then(
 
 # ------------------------------------------------------------------------------------------------------- the ledger
 
-PRICED = Machine(
-    "m0", "w0", MachineState.RUNNING, price_micros_per_hour=3_600_000, price_micros_per_month=9_000_000, currency="EUR"
-)
+PARTS = (PricePart(3_000_000, 7_500_000), PricePart(600_000, 1_500_000))
+PRICED = Machine("m0", "w0", MachineState.RUNNING, price_micros_per_hour=3_600_000, price_parts=PARTS, currency="EUR")
 
 
 async def hire_priced(ann: Leader, clock: VirtualClock, slot: int = 0, unit_s: int = 3600, born_s: float = 0) -> None:
@@ -1020,8 +1022,22 @@ async def test_a_machine_with_a_price_has_a_bill_from_its_creation(
     await ann.hire(1)
     await ann.report(Created("w1", Machine("m1", "w1", MachineState.RUNNING)))
     priced, free = (await ann.observe()).workers
-    assert priced.bill == Bill(Tariff(3_600_000, "EUR", 3600, 9_000_000), clock() - timedelta(seconds=7))
+    assert priced.bill == Bill(Tariff(3_600_000, "EUR", 3600, PARTS), clock() - timedelta(seconds=7))
     assert free.bill is None
+
+
+async def test_a_machine_that_nobody_had_is_in_the_ledger_once(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    stray = replace(PRICED, id="m9", name="nobody", created_at=clock() - timedelta(seconds=30))
+    for _ in range(2):
+        await ann.report(StrayDeleted(stray, "nobody's", 60, clock() - timedelta(seconds=10)))
+    clock.advance(60)
+    await settle_all(store)
+    assert await told(store, "worker") == {"stray-m9": (0, 20_000, 0, 40_000)}
+    worker = await store.worker("stray-m9")
+    assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "STRAY")
+    assert worker.reason == "machine of nobody: nobody's"
 
 
 async def test_an_adopted_machine_has_the_bill_of_the_list_it_was_found_in(
@@ -1033,7 +1049,7 @@ async def test_an_adopted_machine_has_the_bill_of_the_list_it_was_found_in(
     ann.snapshot = replace(ann.snapshot, machines=(found,), traits=ProviderTraits(billing_unit_s=60))
     await ann.commit(Adopt("w0", "m0", "found"))
     (view,) = (await ann.observe()).workers
-    assert view.bill == Bill(Tariff(3_600_000, "EUR", 60, 9_000_000), clock() - timedelta(seconds=3))
+    assert view.bill == Bill(Tariff(3_600_000, "EUR", 60, PARTS), clock() - timedelta(seconds=3))
 
 
 async def test_a_price_that_comes_to_light_later_is_paid_from_the_machines_creation_on(
@@ -1048,7 +1064,7 @@ async def test_a_price_that_comes_to_light_later_is_paid_from_the_machines_creat
     ann.snapshot = replace(ann.snapshot, machines=(listed,), traits=ProviderTraits(billing_unit_s=3600))
     await ann.commit(Price("w0", "m0", "known now"))
     (view,) = (await ann.observe()).workers
-    assert view.bill == Bill(Tariff(3_600_000, "EUR", 3600, 9_000_000), born)
+    assert view.bill == Bill(Tariff(3_600_000, "EUR", 3600, PARTS), born)
     ann.snapshot = replace(ann.snapshot, machines=(replace(listed, price_micros_per_hour=1),))
     await ann.commit(Price("w0", "m0", "dearer"))
     (again,) = (await ann.observe()).workers
@@ -1453,6 +1469,197 @@ async def test_what_is_asked_of_an_unknown_fleet_is_refused(store: ControlStores
     assert await store.fleets() == []
 
 
+# --------------------------------------------------------------------------------------------------------- evidence
+
+
+async def fail_one(store: ControlStores, worker_id: str, queue: str = "a", error: str = "boom") -> int:
+    (claim,) = await store.claim(worker_id, (queue,))
+    await store.fail(worker_id, claim.task_id, claim.token, error, jitter=0.0)
+    return claim.task_id
+
+
+async def join(store: ControlStores, *worker_ids: str) -> None:
+    for worker_id in worker_ids:
+        await store.register(Registration(worker_id, ("a", "b"), fleet="f"))
+
+
+async def test_a_worker_on_which_tasks_fail_in_a_row_is_a_suspect_with_how_others_did(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0, 1, 2)
+    await join(store, "w0", "w1", "w2")
+    await do(store, clock, "w0", 1.0)
+    await do(store, clock, "w2", 1.0)
+    clock.advance(1)
+    for queue in "aaa":
+        await store.enqueue(NewTask(queue))
+    since, failed = clock(), []
+    for _ in range(3):
+        failed.append(await fail_one(store, "w0"))
+        clock.advance(1)
+    assert (await ann.observe()).suspects == (Suspect("w0", since, tuple(failed)),)
+    clock.advance(5)
+    # The first comes back: it fails on w1 too. Of the others, w1 completes one; b is completed as well, c is not ours.
+    assert await fail_one(store, "w1") == failed[0]
+    (claim,) = await store.claim("w1", ("a",))
+    assert claim.task_id == failed[1]
+    await store.finish_and_claim("w1", [Finished(claim.task_id, claim.token, None)], (), 0)
+    await do(store, clock, "w1", 1.0, "b")
+    await do(store, clock, "w2", 1.0, "c")
+    (suspect,) = (await ann.observe()).suspects
+    assert suspect == Suspect(
+        "w0", since, tuple(failed), {failed[1]: "w1"}, (failed[0],), others=1, others_completed=2, others_failed=1
+    )
+    assert (await ann.observe(FLEET.model_copy(update={"quarantine_min_failures": 4}))).suspects == ()
+
+
+async def complete_alone(store: ControlStores, worker_id: str) -> None:
+    (claim,) = await store.claim(worker_id, ("b",))
+    await store.finish_and_claim(worker_id, [Finished(claim.task_id, claim.token, None)], (), 0)
+
+
+async def complete_and_claim(store: ControlStores, worker_id: str) -> None:
+    (claim,) = await store.claim(worker_id, ("b",))
+    await store.finish_and_claim(worker_id, [Finished(claim.task_id, claim.token, None)], ("b",), 1)
+
+
+@pytest.mark.parametrize("complete", [complete_alone, complete_and_claim])
+async def test_a_completed_task_ends_a_row_of_failures(
+    store: ControlStores, ann: Leader, complete: Callable[[ControlStores, str], Awaitable[None]]
+) -> None:
+    await ann.hire(0)
+    await join(store, "w0")
+    for queue in "aaaab":
+        await store.enqueue(NewTask(queue))
+    for _ in range(3):
+        await fail_one(store, "w0")
+    assert len((await ann.observe()).suspects) == 1
+    await complete(store, "w0")
+    await fail_one(store, "w0")
+    assert (await ann.observe()).suspects == ()
+
+
+async def test_the_same_task_again_makes_no_longer_row_and_a_long_one_is_kept_in_part(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await join(store, "w0")
+    again = await store.enqueue(NewTask("b", max_attempts=5))
+    for _ in range(3):
+        assert await fail_one(store, "w0", "b") == again
+        clock.advance(60)
+    assert (await ann.observe()).suspects == ()
+    ids = [await store.enqueue(NewTask("a")) for _ in range(101)]
+    for _ in ids:
+        await fail_one(store, "w0")
+    (suspect,) = (await ann.observe()).suspects
+    assert suspect.failed == tuple(ids[-100:])
+
+
+async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0, 1)
+    await join(store, "w0", "w1")
+    before = await store.enqueue(NewTask("b", max_attempts=2))
+    await fail_one(store, "w0", "b")
+    clock.advance(60)
+    await store.enqueue(NewTask("b", priority=1))
+    await do(store, clock, "w0", 1.0, "b")
+    dead = await store.enqueue(NewTask("a", max_attempts=1))
+    waiting = await store.enqueue(NewTask("a"))
+    others = await store.enqueue(NewTask("a", max_attempts=2))
+    cancelled = await store.enqueue(NewTask("a"))
+    for _ in range(4):
+        await fail_one(store, "w0")
+    await store.cancel_task(cancelled, "not needed")
+    clock.advance(0.5)
+    assert await fail_one(store, "w0", "b") == before  # its last attempt, and its first was before the row began
+    clock.advance(10)
+    at_hand = await store.enqueue(NewTask("a", priority=9, max_attempts=1))
+    assert [claim.task_id for claim in await store.claim("w0", ("a",))] == [at_hand]
+    (claim,) = [claim for claim in await store.claim("w1", ("a",), 2) if claim.task_id == others]
+    await store.fail("w1", others, claim.token, "no", jitter=0.0)
+    (suspect,) = (await ann.observe()).suspects
+    committed = await ann.commit(Fail("w0", "QUARANTINED", "all fails here", suspect))
+    assert committed.requeued == 1
+    told = {task_id: await store.task(task_id) for task_id in (before, dead, waiting, others, cancelled, at_hand)}
+    assert {
+        task_id: (task.status, task.attempts, task.worker_id) for task_id, task in told.items() if task is not None
+    } == {
+        before: (TaskStatus.QUEUED, 1, None),
+        dead: (TaskStatus.QUEUED, 0, None),
+        waiting: (TaskStatus.RUNNING, 1, "w1"),
+        others: (TaskStatus.QUEUED, 1, None),
+        cancelled: (TaskStatus.FAILED, 1, "w0"),
+        at_hand: (TaskStatus.QUEUED, 0, None),
+    }
+    (error,) = [event for event in await store.events(worker_id="w0") if event.code == "WORKER_ERROR"]
+    assert error.detail is not None
+    assert error.detail["code"] == "QUARANTINED"
+    assert error.detail["evidence"]["failed"] == list(suspect.failed)
+    acquitted = [event for event in await store.events(worker_id="w0") if event.code == "TASK_ACQUITTED"]
+    assert [event.task_id for event in acquitted] == [before, dead, waiting, others]
+    assert acquitted[0].reason == "1 failed attempts on worker w0 do not count: it is to blame"
+
+
+async def test_a_dead_letter_says_on_whom_it_failed_and_who_has_worked_since(
+    store: ControlStores, clock: VirtualClock
+) -> None:
+    await join(store, "w0", "w1", "w2")
+    task_id = await store.enqueue(NewTask("a", max_attempts=9))
+    await fail_one(store, "w0")
+    await store.retry_task(task_id)  # what was before counts no more
+    for worker_id in ("w0", "w1"):
+        assert await fail_one(store, worker_id) == task_id
+        clock.advance(60)
+    await store.enqueue(NewTask("b"))
+    await do(store, clock, "w0", 1.0, "b")
+    (claim,) = await store.claim("w2", ("a",))
+    await store.fail("w2", task_id, claim.token, "boom", code="HANDLER_ERROR", retry=False)
+    last = (await store.events(task_id=task_id))[-1]
+    assert (last.code, last.reason) == ("TASK_FAILED", "attempt 3 of 9: boom; it failed on w0, w1, w2")
+    assert last.detail is not None
+    assert last.detail["failed_on"] == [
+        {"attempt": 1, "worker_id": "w0", "error_code": "HANDLER_ERROR", "has_worked_since": True},
+        {"attempt": 2, "worker_id": "w1", "error_code": "HANDLER_ERROR", "has_worked_since": False},
+        {"attempt": 3, "worker_id": "w2", "error_code": "HANDLER_ERROR", "has_worked_since": False},
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- storage
+
+
+async def test_the_newest_word_about_storage_is_seen(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    await ann.hire(0, 1, 2)
+    assert (await ann.observe()).storage is None
+    await store.heartbeat("w1", (), {"storage_used_bytes": 10**13, "storage_free_bytes": None})
+    clock.advance(1)
+    await store.heartbeat("w0", (), {"storage_used_bytes": 7})
+    clock.advance(1)
+    for nonsense in ("7", 7.5, True, None, [7]):
+        await store.heartbeat("w2", (), {"storage_used_bytes": nonsense})
+        assert (await ann.observe()).storage == StorageUse("w0", 7, clock() - timedelta(seconds=1))
+    # Whoever no longer knows has nothing to say.
+    await store.heartbeat("w0", (), {"storage_used_bytes": None})
+    assert (await ann.observe()).storage == StorageUse("w1", 10**13, clock() - timedelta(seconds=2))
+    await ann.commit(Fail("w1", "X", "broken"))
+    assert (await ann.observe()).storage is None
+
+
+async def test_a_volume_that_grew_or_did_not_is_noted(store: ControlStores, ann: Leader) -> None:
+    committed = await ann.commit(GrowVolume("v1", 150, "95 of 100 GB are used"))
+    cycle = await store.cycle(committed.cycle_id)
+    assert cycle is not None
+    assert cycle.cycle.finished_at is None
+    await ann.report(VolumeGrown("v1", 150, "95 of 100 GB are used"), VolumeNotGrown("v2", 200, "no funds"))
+    told = [(event.code, event.reason, event.detail) for event in await store.events() if event.detail]
+    assert told == [
+        ("VOLUME_GROWN", "95 of 100 GB are used", {"volume_id": "v1", "size_gb": 150}),
+        ("VOLUME_NOT_GROWN", "no funds", {"volume_id": "v2", "size_gb": 200}),
+    ]
+
+
 # ------------------------------------------------------------------------------------------------- the same histories
 
 
@@ -1495,6 +1702,15 @@ class Twins:
         theirs = await self.postgres.finish_and_claim(worker_id, [Finished(task_id, token_b, None)], (), 0)
         assert len(ours.lost) == len(theirs.lost)
 
+    async def fail_any(self, rng: Random) -> None:
+        if not self.claims:
+            return
+        worker_id, task_id, token_a, token_b = rng.choice(self.claims)
+        jitter = rng.random()
+        ours = await self.memory.fail(worker_id, task_id, token_a, "boom", jitter=jitter)
+        theirs = await self.postgres.fail(worker_id, task_id, token_b, "boom", jitter=jitter)
+        assert ours == theirs
+
     async def beat(self, worker_id: str, held: bool, vitals: dict[str, Any]) -> None:
         own = [claim for claim in self.claims if claim[0] == worker_id] if held else []
         ours = await self.memory.heartbeat(worker_id, [HeldClaim(c[1], c[2]) for c in own], vitals)
@@ -1520,6 +1736,10 @@ class Twins:
         assert sorted(map(_telling, ours)) == sorted(map(_telling, theirs))
 
 
+def quarantine(worker_id: str, since: datetime) -> Fail:
+    return Fail(worker_id, "QUARANTINED", "all fails", Suspect(worker_id, since, (1, 2), {1: "w1"}))
+
+
 def _telling(event: Any) -> tuple[str, ...]:
     named = (event.at, event.code, event.reason, event.fleet, event.worker_id, event.task_id)
     return *map(str, named), json.dumps(event.detail, sort_keys=True)
@@ -1542,6 +1762,7 @@ async def live(twins: Twins, rng: Random) -> None:
         makers: list[Callable[[], Action]] = [
             lambda: Promote(name(), "heard"),
             lambda: Fail(name(), "X", "broke"),
+            lambda: quarantine(name(), twins.clock() - timedelta(seconds=rng.choice([1, 300]))),
             lambda: Requeue(name(), "lost"),
             lambda: Drain(name(), "IDLE", "idle"),
             lambda: Delete(name(), rng.choice([None, *machines]), "X", "x"),
@@ -1569,7 +1790,8 @@ async def live(twins: Twins, rng: Random) -> None:
             lambda: CreationRefused(name(), rng.choice(["Refused", "NoCapacity", "LimitReached"]), "no"),
             lambda: Deleted(name(), rng.choice([None, *machines]), "D", "deleted"),
             lambda: NotDeleted(name(), "denied"),
-            lambda: StrayDeleted(name(), "stray"),
+            lambda: StrayDeleted(Machine(rng.choice(machines), name(), MachineState.RUNNING), "stray"),
+            lambda: StrayDeleted(replace(priced(), name=name()), "stray", 60, twins.clock()),
             lambda: Prepared(name(), rng.choice(machines), rng.choice([None, "key 1", "key 2"])),
             lambda: PreparationFailed(name(), rng.choice(machines), "DISK_FULL", "full", "df", rng.choice([None, "k"])),
             lambda: PreparationUnclear(name(), "unclear"),
@@ -1578,10 +1800,10 @@ async def live(twins: Twins, rng: Random) -> None:
 
     def priced() -> Machine:
         born = rng.choice([None, twins.clock() - timedelta(seconds=rng.randrange(9))])
-        price, cap = rng.choice([1, 5_000, 3_600_001]), rng.choice([None, 10_000])
+        price = rng.choice([1, 5_000, 3_600_001])
         return Machine(
             rng.choice(machines), "x", MachineState.RUNNING, born, price_micros_per_hour=price,
-            price_micros_per_month=cap, currency=rng.choice([None, "EUR"]),
+            price_parts=rng.choice([(), (PricePart(price, 10_000),), PARTS]), currency=rng.choice([None, "EUR"]),
         )  # fmt: skip
 
     async def close_accounts() -> None:
@@ -1625,10 +1847,11 @@ async def live(twins: Twins, rng: Random) -> None:
         twins.clock.advance(rng.choice([0.25, 1.0, 10.0, 31.0, 250.0]))
 
     def vitals() -> dict[str, Any]:
-        return rng.choice([{}, {"idle_s": 1.5}, {"vram_total_mb": 4, "vram_used_mb": 1}, {"pid": 7}])
+        return rng.choice([{}, {"idle_s": 1.5}, {"vram_total_mb": 4}, {"pid": 7}, {"storage_used_bytes": 9}])
 
     steps: list[Callable[[], Awaitable[Any]]] = [
         commit, commit, commit, report, report, work, work, finish, advance, advance, advance,
+        lambda: twins.fail_any(rng),
         lambda: twins.beat(name(), rng.random() < 0.8, vitals()),
         lambda: twins.beat(rng.choice(hired[:6]), True, vitals()),
         lambda: twins.both("enqueue", NewTask(rng.choice(["a", "b", "c"]), priority=rng.randrange(2))),

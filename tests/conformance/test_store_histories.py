@@ -151,7 +151,7 @@ class Histories(RuleBasedStateMachine):
     @rule(task=tasks, delay_s=st.sampled_from([None, None, -1.0, 0.0, 3.0, 60.0]))
     def enqueue(self, task: NewTask, delay_s: float | None) -> None:
         if delay_s is not None:
-            task = replace(task, run_after=self.clock() + timedelta(seconds=delay_s))
+            task = task._replace(run_after=self.clock() + timedelta(seconds=delay_s))
         one, other = self.both(self.postgres.enqueue(task), self.memory.enqueue(task))
         assert self.task_ids.setdefault(one, other) == other
 

@@ -129,7 +129,9 @@ def control_plane() -> Iterator[ControlPlane]:
 
 
 class Fetched:
-    def __init__(self, folder: Path, url: str, token: str = TOKEN, **more: str) -> None:
+    def __init__(
+        self, folder: Path, url: str, token: str = TOKEN, env: dict[str, str] | None = None, **more: str
+    ) -> None:
         folder.mkdir(exist_ok=True)
         join_file = folder / "join.json"
         join_file.write_text(json.dumps({"worker_id": "w", "url": url, "join_token": token, **more}))
@@ -138,6 +140,7 @@ class Fetched:
             [sys.executable, "-I", fetch_wheel.__file__, join_file, self.wheels, "--first-wait-s", "0.001"],
             capture_output=True,
             text=True,
+            env={**os.environ, **(env or {})},
             timeout=TIMEOUT_S,
             check=False,
         )
@@ -159,6 +162,14 @@ def test_the_wheel_is_fetched_with_the_join_token_and_its_path_is_printed(
         ("/internal/wheel", f"Bearer {TOKEN}"),
         (f"/internal/wheel/{WHEEL}", f"Bearer {TOKEN}"),
     ]
+
+
+def test_the_token_goes_through_no_proxy(tmp_path: Path, control_plane: ControlPlane) -> None:
+    with serving(b"") as proxy:
+        environment = {"http_proxy": proxy.url, "HTTP_PROXY": proxy.url, "all_proxy": proxy.url, "no_proxy": ""}
+        fetched = Fetched(tmp_path, control_plane.url, env=environment)
+    assert proxy.requests == []
+    assert (fetched.code, fetched.files) == (0, [WHEEL])
 
 
 def test_a_control_plane_that_is_just_restarting_is_asked_again(tmp_path: Path, control_plane: ControlPlane) -> None:
@@ -295,6 +306,7 @@ class Root:
         stubs = {
             "systemctl": record,
             "useradd": record,
+            "passwd": record,
             "apt-get": record,
             "docker": record + 'case "$*" in *bad*) exit 1 ;; esac\n',
             "sleep": "",
@@ -377,6 +389,8 @@ def test_a_boot_ends_with_windlass_installed_and_the_worker_started(
     assert "could not pull example.org/bad:1: going on without it" in booted.stdout
     assert root.called("systemctl") == ["daemon-reload", ENABLE_WORKER]
     assert root.called("apt-get") == []
+    # The password that a provider makes for root where there is no key opens nothing, from the first step on.
+    assert root.calls.read_text().splitlines()[0] == "passwd -l root"
     # Only the worker's user may see the token, and the boot does not print it.
     assert root.path("/etc/windlass").stat().st_mode & 0o777 == 0o700
     assert root.path("/etc/windlass/join.json").stat().st_mode & 0o777 == 0o600

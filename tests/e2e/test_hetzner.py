@@ -4,17 +4,17 @@ contract between the control plane and the emulated cloud."""
 import asyncio
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from command_line import CommandLine
 from test_demo import remains_of
 
-from hetzner_contract import Contract, Judged
+from hetzner_contract import Contract
 from servers import wait_until
+from vendor_contract import Witnessed
 from windlass.cli.demonstration.hetzner import SECOND_BURST, HetznerDemonstration
-from windlass.emulate.exchange import Emulator, Response
+from windlass.emulate.exchange import Emulator
 
 TASKS, SERVERS, HOUR_S = 40, 2, 30
 # For an hour of whoever came last and the second hour of somebody who was late; it takes half of that.
@@ -28,21 +28,6 @@ def windlass(reachable_path: Path) -> CommandLine:
     return CommandLine(reachable_path, {"TMPDIR": str(reachable_path / "tmp"), "HCLOUD_TOKEN": "not for the emulator"})
 
 
-class Witnessed(Judged):
-    """What the contract complains about is kept: to the server behind HTTP it would be just another error."""
-
-    complaints: list[str]
-
-    def handle(
-        self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes
-    ) -> Response:
-        try:
-            return super().handle(method, path, query, headers, body)
-        except AssertionError as error:
-            self.complaints.append(str(error))
-            raise
-
-
 async def test_servers_are_hired_crash_are_replaced_and_leave_before_their_next_hour() -> None:
     told: list[str] = []
     judges: list[Witnessed] = []
@@ -52,7 +37,6 @@ async def test_servers_are_hired_crash_are_replaced_and_leave_before_their_next_
         if contract is None:  # the rest is worth seeing all the same
             return emulator
         judges.append(Witnessed(emulator, contract))
-        judges[-1].complaints = []
         return judges[-1]
 
     demonstration = HetznerDemonstration(TASKS, SERVERS, told.append, hour_s=HOUR_S, front=judged)

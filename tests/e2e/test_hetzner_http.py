@@ -85,9 +85,7 @@ def test_the_doctor_says_what_stands_in_the_way(
     assert TOKEN not in done.out
 
 
-def test_the_doctor_warns_of_what_is_out_and_of_servers_nobody_looks_after(
-    windlass: CommandLine, emulator: HetznerEmulator
-) -> None:
+def test_the_doctor_warns_of_what_is_out(windlass: CommandLine, emulator: HetznerEmulator) -> None:
     configure(windlass)
     emulator.faults.no_capacity("cx23", "*")
     assert findings(windlass("doctor", "--json"))["server type"] == ("warn", "cx23 is out in fsn1, hel1, nbg1 now")

@@ -41,6 +41,7 @@ heartbeat_timeout_s = 20
 spawn_timeout_s = 40
 min_scaling_interval_s = 0
 stop_timeout_s = 5
+storage_check_interval_cycles = 2
 auto_start_worker = {is_ssh}
 
 [fleets.gpu.runpod]
@@ -144,11 +145,22 @@ async def end(site: Site, up: "subprocess.Popen[str]") -> None:
 async def test_an_image_that_starts_the_worker_works(site: Site, processes: "list[subprocess.Popen[str]]") -> None:
     site.configure(is_ssh=False)
     site.emulator.faults.no_capacity(GPU)
+    site.emulator.fill_volume(site.volume_id, 90.0)
     processes.append(site.up())
     await site.work(6)
     workers = [worker for worker in await site.store.workers() if worker.slot is not None]
     assert {worker.vram_total_mb for worker in workers if worker.vram_total_mb is not None} == {24_564}
+
+    async def has_grown() -> bool:
+        return len(await site.told("VOLUME_GROWN")) > 0
+
+    await until(has_grown, "its storage has grown, by the word of a worker")
+    await site.work(2)
     await end(site, processes[0])
+    assert [event.detail for event in await site.told("VOLUME_GROWN")] == [
+        {"volume_id": site.volume_id, "size_gb": 150}
+    ]
+    assert site.emulator.account.volumes[site.volume_id].size_gb == 150
     accounts = {account.worker_id: account.bill for account in await site.store.open_accounts(fleet="gpu")}
     lines = {line["name"]: line for line in site.emulator.bill()["pods"]}
     assert set(accounts) == set(lines)

@@ -9,6 +9,7 @@ import requests
 from emulated_project import ORDER, ProjectUnderTest
 from hcloud.images import Image
 from hcloud.locations import Location
+from hcloud.networks.domain import NetworkSubnet
 from hcloud.server_types import ServerType
 
 from windlass.emulate.exchange import NoAnswer
@@ -175,6 +176,37 @@ def test_a_server_may_boot_slowly_or_run_with_nothing_in_it(project: ProjectUnde
     project.clock.advance(1000)
     project.emulator.settle()
     assert set(project.host.running) == {slow}
+
+
+def test_an_action_may_fail_after_it_was_accepted(project: ProjectUnderTest) -> None:
+    faults = project.emulator.faults
+    net = project.sdk.networks.create(name="inside", ip_range="10.0.0.0/16")
+    net.add_subnet(NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central"))
+    faults.next_action("start_server")
+    faults.next_action("attach_to_network", code="no_subnet_available")
+    answered = project.ask("POST", "/servers", {**ORDER, "networks": [net.id]})
+    assert answered.status == 201
+    server_id = answered.json["server"]["id"]
+    project.clock.advance(60)
+    assert project.status(server_id) == "off"
+    assert project.ask("GET", f"/servers/{server_id}").json["server"]["private_net"] == []
+    actions = {each["command"]: each for each in project.ask("GET", f"/servers/{server_id}/actions").json["actions"]}
+    assert {command: each["status"] for command, each in actions.items()} == {
+        "create_server": "success",
+        "start_server": "error",
+        "attach_to_network": "error",
+    }
+    assert actions["attach_to_network"]["error"]["code"] == "no_subnet_available"
+    project.ask("POST", f"/servers/{server_id}/actions/poweron")
+    project.clock.advance(60)
+    assert project.status(server_id) == "running"
+    faults.next_action("delete_server")
+    assert project.ask("DELETE", f"/servers/{server_id}").status == 200
+    project.clock.advance(60)
+    assert project.status(server_id) == "running"
+    assert project.emulator.bill()["servers"][0]["deleted"] is None
+    with pytest.raises(ValueError, match="reboot_server does not fail here"):
+        faults.next_action("reboot_server")
 
 
 def test_a_crashed_server_looks_as_if_it_ran(project: ProjectUnderTest) -> None:

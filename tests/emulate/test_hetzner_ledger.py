@@ -5,11 +5,17 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from emulated_project import ProjectUnderTest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hetzner_contract import Contract
-from windlass.emulate.hetzner import Settings
+from windlass.emulate.hetzner import HetznerEmulator, Settings
 from windlass.emulate.hetzner.catalog import DEFAULT_CATALOG
-from windlass.emulate.hetzner.ledger import MICROS, hours_by_month
+from windlass.emulate.hetzner.ledger import MICROS, Ledger, Line, hours_by_month
+from windlass.model.cost import Tariff
+from windlass.model.hetzner import Choice
+from windlass.policy.billing import cost
+from windlass.providers.hetzner.catalog import PriceList, read_prices
 
 HOUR = timedelta(hours=1)
 CX23, IPV4 = 5_600, 800
@@ -155,3 +161,34 @@ def test_every_price_is_a_whole_number_of_micros() -> None:
     for rate in (*rates, DEFAULT_CATALOG.primary_ipv4):
         for price in (rate.hourly, rate.monthly):
             assert price.net * MICROS % 1 == price.gross * MICROS % 1 == 0
+
+
+def _published() -> PriceList:
+    emulator = HetznerEmulator(lambda: datetime(2030, 1, 1, tzinfo=UTC))
+    answer = emulator.handle("GET", "/v1/pricing", [], {"authorization": "Bearer any"}, b"")
+    return read_prices(json.loads(answer.body)["pricing"], "net")
+
+
+PUBLISHED = _published()
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(
+    choice=st.sampled_from(sorted(PUBLISHED.servers)),
+    has_ipv4=st.booleans(),
+    since=st.datetimes(datetime(2030, 1, 1), datetime(2030, 3, 31)).map(lambda naive: naive.replace(tzinfo=UTC)),
+    hours=st.one_of(st.integers(0, 1_500), st.integers(610, 630)),
+)
+def test_we_reckon_as_the_vendor_does_also_where_a_month_is_capped(
+    choice: Choice, has_ipv4: bool, since: datetime, hours: int
+) -> None:
+    """Server and address reach their caps in different hours."""
+    ledger, until = Ledger(3600.0), since + hours * HOUR
+    rates = DEFAULT_CATALOG.server_type(choice.server_type)
+    assert rates is not None
+    ledger.open(Line("server", 1, "s", rates.rates[choice.location], since, ""))
+    if has_ipv4:
+        ledger.open(Line("primary_ip", 2, "i", DEFAULT_CATALOG.primary_ipv4, since, "", 1))
+    parts = PUBLISHED.of(choice, has_ipv4=has_ipv4)
+    tariff = Tariff(sum(part.price_micros_per_hour for part in parts), "EUR", 3600, parts)
+    assert cost(tariff, since, until) == ledger.micros_of_server(1, until)

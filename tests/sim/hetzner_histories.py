@@ -35,6 +35,7 @@ from windlass.sim.loop import EPOCH, moment, virtual_now
 from windlass.sim.orchestrators import GatedProvider, SimOrchestrator
 from windlass.sim.scenario import Scenario, Surroundings, draw, draw_paid
 from windlass.sim.watch import USED_SHARE
+from windlass.sim.workers import Luck, SimWorker
 from windlass.sim.world import World
 
 # What the provider's traits allow for: how old a list may be, and how late a server may come.
@@ -116,6 +117,8 @@ class Project(InProcess):
         method, path = request.method or "", urlsplit(request.url or "").path
         cloud = self._cloud_of(request, method, path)
         lag_s, self.emulator.faults.lag_s = self.emulator.faults.lag_s, 0.0
+        # Meant for a request that was refused.
+        self.emulator.faults.action_troubles.clear()
         breaks = self._draw(method, path, cloud) if cloud is not None and not self.is_calm else None
         if breaks == "late":
             delay_s = self.rng.uniform(0.0, MAX_LATE_S)
@@ -163,8 +166,12 @@ class Project(InProcess):
                 return kind
             if roll < rates.create_unclear + rates.create_refused:
                 return self._script(method, path, rng.choice(REFUSALS), cloud)
+            if roll > 1 - rates.create_unclear / 2:
+                self._fail_action("start_server", cloud)
         elif method == "DELETE":
-            if roll < rates.delete_failed:
+            if roll > 1 - rates.delete_failed / 4:
+                self._fail_action("delete_server", cloud)
+            elif roll < rates.delete_failed:
                 code = rng.choice(NOT_DELETED)
                 is_lost = code in NO_ANSWERS
                 after = " after" if is_lost and rng.random() < 0.5 else ""
@@ -175,6 +182,17 @@ class Project(InProcess):
             self.emulator.faults.lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
             self.told.add("list old")
         return None
+
+    def _fail_action(self, command: str, cloud: HetznerCloud) -> None:
+        """The request is answered well, and nothing comes of it."""
+        self.told.add(f"{command} failed")
+        cloud.story.tell("hetzner", f"{command} is accepted and fails")
+        self.emulator.faults.next_action(command)
+
+    def never_starts(self, machine_id: str) -> bool:
+        about = ("server", int(machine_id))
+        actions = self.emulator.project.actions.values()
+        return any(each.command == "start_server" and each.error and about in each.resources for each in actions)
 
     def _script(self, method: str, path: str, kind: str, cloud: HetznerCloud) -> None:
         word, _, after = kind.partition(" ")
@@ -230,10 +248,10 @@ class Project(InProcess):
                 self.emulator.project.power_off(server, 0.0)
 
     def forget_an_address(self) -> None:
-        """Somebody turns the automatic deletion of one of our Primary IPs off."""
-        labelled = [ip for ip in self.emulator.project.primary_ips.values() if "windlass-worker" in ip.labels]
-        if labelled:
-            self.rng.choice(labelled).is_auto_deleted = False
+        """Somebody turns the automatic deletion of a Primary IP off, whether it is labelled yet or not."""
+        addresses = list(self.emulator.project.primary_ips.values())
+        if addresses:
+            self.rng.choice(addresses).is_auto_deleted = False
             self.told.add("forgotten address")
 
     def bill(self) -> Any:
@@ -307,6 +325,11 @@ class HetznerHistory(World):
         cloud.on_begun, cloud.on_ending = usual.on_begun, usual.on_ending
         cloud.move_in = lambda entry: self._move_in(cloud, around, entry)
         return cloud
+
+    def _move_in(self, cloud: Cloud, around: Surroundings, entry: Entry) -> SimWorker:
+        if self.project.never_starts(entry.id):
+            self._next_lucks.appendleft(Luck(never_joins=True))
+        return super()._move_in(cloud, around, entry)
 
     def _ends(self, entry: Entry) -> None:
         self.watch.machine_ends(entry)

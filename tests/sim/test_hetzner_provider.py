@@ -1,7 +1,7 @@
 """The Hetzner provider against the emulated API in virtual time: what it asks for, and what it makes of the answers."""
 
 import asyncio
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import hcloud
 import pytest
@@ -10,12 +10,16 @@ from hcloud.networks.domain import NetworkSubnet
 from hetzner_histories import HetznerHistory
 
 from hetzner_bed import Bed, request_for, virtually
+from windlass.model.cost import PricePart
 from windlass.model.errors import Ambiguous, Denied, LimitReached, NoCapacity, Refused, Throttled, Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import Machine, MachineState
+from windlass.providers.allowance import PAUSE_FIRST_S
+from windlass.providers.hetzner.addresses import LABEL_TRIES
 from windlass.providers.hetzner.examine import examine
-from windlass.providers.hetzner.limiter import BURST, PAUSE_FIRST_S, Limiter
+from windlass.providers.hetzner.limiter import BURST, Limiter
+from windlass.providers.hetzner.provider import HetznerProvider
 from windlass.sim.loop import virtual_now
 from windlass.sim.scenario import Scenario, Surroundings
 from windlass.sim.workers import Habits
@@ -50,7 +54,7 @@ async def test_a_server_is_what_was_asked_for_and_what_it_costs_is_known() -> No
         instance_type="cx23",
         place="nbg1",
         price_micros_per_hour=CX23 + IPV4,
-        price_micros_per_month=3_490_000 + 500_000,
+        price_parts=(PricePart(CX23, 3_490_000), PricePart(IPV4, 500_000)),
         currency="EUR",
     )
     await asyncio.sleep(20)
@@ -63,10 +67,11 @@ async def test_an_hour_of_a_minute_costs_as_much_as_an_hour() -> None:
     """In rehearsals: the emulator asks the same for its short hours, so an hour of the clock costs sixty times that."""
     bed = Bed(billing_hour_s=60)
     whole = await bed.provider().create(request_for())
+    assert whole.price_parts == (PricePart(CX23, 3_490_000), PricePart(IPV4, 500_000))
     minutes = await bed.provider("blue", billing_hour_s=60).create(request_for(fleet="blue"))
     assert whole.price_micros_per_hour == CX23 + IPV4
     assert minutes.price_micros_per_hour == 60 * (CX23 + IPV4)
-    assert minutes.price_micros_per_month == whole.price_micros_per_month
+    assert minutes.price_parts == (PricePart(60 * CX23, 3_490_000), PricePart(60 * IPV4, 500_000))
 
 
 @virtually
@@ -487,6 +492,73 @@ def test_a_deletion_without_an_answer_is_not_gone_until_it_is(takes_effect: bool
 
 
 @virtually
+async def test_a_deletion_that_fails_after_it_was_accepted_is_sent_again() -> None:
+    bed = Bed(boot_s=0)
+    provider = bed.provider()
+    machine = await provider.create(request_for())
+    await asyncio.sleep(60)
+    bed.faults.next_action("delete_server")
+    asked_at = virtual_now()
+    stopped_at = await provider.delete(machine)
+    assert len(bed.asked("DELETE")) == 2
+    assert stopped_at is not None
+    assert stopped_at - asked_at > timedelta(seconds=0.5)  # by the second, not by the first
+    (line,) = bed.emulator.bill()["servers"]
+    assert line["deleted"] == stopped_at.isoformat()
+
+
+@virtually
+async def test_a_deletion_is_found_among_many_actions() -> None:
+    bed = Bed(boot_s=0, action_s=0)
+    provider = bed.provider(account=bed.account(limiter=Limiter(rate_per_s=100, burst=1000)))
+    machine, other = [await provider.create(request_for(slot)) for slot in range(2)]
+    await asyncio.sleep(60)
+    bed.faults.next_delete("server_error", takes_effect=True)
+    asked_at = virtual_now()
+    with pytest.raises(Unavailable):
+        await provider.delete(machine)
+    for _ in range(120):
+        bed.client.servers.get_by_id(int(other.id)).power_on()
+        await asyncio.sleep(1)
+    stopped_at = await provider.delete(machine)
+    assert stopped_at is not None
+    assert abs(stopped_at - asked_at) < timedelta(seconds=1)
+
+
+@virtually
+async def test_a_server_whose_start_failed_has_exited_and_one_without_its_network_has_no_private_address() -> None:
+    bed = Bed(boot_s=0)
+    network = bed.client.networks.create(name="inside", ip_range="10.0.0.0/16")
+    network.add_subnet(NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central"))
+    provider = bed.provider(network_id=network.id, list_reuse_s=0.0)
+    bed.faults.next_action("start_server")
+    await provider.create(request_for(0))
+    bed.faults.next_action("attach_to_network")
+    await provider.create(request_for(1))
+    await asyncio.sleep(90)
+    off, alone = await provider.list_machines()
+    assert (off.state, off.note) == (MachineState.EXITED, "its server is off")
+    assert alone.state is MachineState.RUNNING
+    assert alone.address is not None
+    assert not alone.address.startswith("10.")
+
+
+@virtually
+async def test_a_server_that_lost_its_labels_is_not_gone() -> None:
+    bed = Bed(boot_s=0, delete_s=0, action_s=0)
+    provider = bed.provider(list_reuse_s=0.0)
+    machine = await provider.create(request_for())
+    bed.client.servers.get_by_id(int(machine.id)).update(labels={"team": "a"})
+    await asyncio.sleep(60)
+    assert await provider.list_machines() == ()
+    with pytest.raises(
+        Refused, match="created for red-0-aa, does not carry our labels any more: delete it in .* it is paid for"
+    ):
+        await provider.delete(machine)
+    assert len(bed.servers) == 1
+
+
+@virtually
 async def test_when_nobody_says_since_when_a_server_is_gone_that_is_not_known() -> None:
     bed = Bed()
     provider = bed.provider()
@@ -506,17 +578,17 @@ async def test_a_primary_ip_that_was_left_behind_is_found_by_its_labels_and_dele
     bed = Bed(boot_s=0, delete_s=0, action_s=0)
     provider = bed.provider(list_reuse_s=0.0)
     machine = await provider.create(request_for())
-    await provider.list_machines()
+    await _tended(provider)
     (address,) = bed.emulator.project.primary_ips.values()
     assert address.labels["windlass-worker"] == "red-0-aa"
     address.is_auto_deleted = False
     await provider.delete(machine)
     assert list(bed.emulator.project.primary_ips.values()) == [address]
     await asyncio.sleep(300)
-    await bed.provider("blue", list_reuse_s=0.0).list_machines()
-    await bed.provider(identity="other", list_reuse_s=0.0).list_machines()
+    await _tended(bed.provider("blue", list_reuse_s=0.0))
+    await _tended(bed.provider(identity="other", list_reuse_s=0.0))
     assert len(bed.emulator.project.primary_ips) == 1  # nobody else's business
-    await bed.provider(list_reuse_s=0.0).list_machines()
+    await _tended(bed.provider(list_reuse_s=0.0))
     assert bed.emulator.project.primary_ips == {}
 
 
@@ -536,6 +608,74 @@ async def test_primary_ips_of_others_and_of_living_servers_stay() -> None:
     assert len(bed.asked("GET", "/primary_ips")) <= 5
 
 
+@pytest.mark.parametrize("whose", ["of a creation without an answer", "made before a restart"])
+def test_the_address_of_every_server_of_ours_is_labelled_whoever_had_it_made(whose: str) -> None:
+    @virtually
+    async def label() -> None:
+        bed = Bed(boot_s=0, delete_s=0, action_s=0)
+        provider = bed.provider(list_reuse_s=0.0)
+        if whose == "of a creation without an answer":
+            bed.faults.next_create(times_out_after_taking_effect=True)
+            with pytest.raises(Ambiguous):
+                await provider.create(request_for())
+        else:
+            await bed.provider().create(request_for())
+        (machine,) = await _tended(provider)
+        (address,) = bed.emulator.project.primary_ips.values()
+        assert address.labels["windlass-worker"] == "red-0-aa"
+        address.is_auto_deleted = False
+        await provider.delete(machine)
+        await asyncio.sleep(300)
+        await _tended(provider)
+        assert bed.emulator.project.primary_ips == {}
+
+    label()
+
+
+@virtually
+async def test_an_address_that_a_person_gave_to_a_server_of_ours_stays_theirs() -> None:
+    bed = Bed(boot_s=0, delete_s=0, action_s=0)
+    mine = {"type": "ipv4", "name": "mine", "location": "nbg1", "assignee_type": "server", "auto_delete": False}
+    theirs = bed.client.request("POST", "/primary_ips", json=mine)["primary_ip"]["id"]
+    await asyncio.sleep(600)
+    machine = await bed.provider().create(request_for())
+    server = bed.client.servers.get_by_id(int(machine.id))
+    server.power_off()
+    bed.client.primary_ips.unassign(server.public_net.primary_ipv4)
+    bed.client.request(
+        "POST", f"/primary_ips/{theirs}/actions/assign", json={"assignee_id": server.id, "assignee_type": "server"}
+    )
+    provider = bed.provider(list_reuse_s=0.0)
+    for _ in range(20):
+        await _tended(provider)
+        await asyncio.sleep(60)
+    await provider.delete(machine)
+    await asyncio.sleep(600)
+    await _tended(provider)
+    address = bed.emulator.project.primary_ips[theirs]
+    assert address.labels == {}
+    assert len(bed.asked("GET", f"/primary_ips/{theirs}")) <= 5
+
+
+@virtually
+async def test_an_address_that_cannot_be_labelled_keeps_no_other_waiting() -> None:
+    bed = Bed()
+    provider = bed.provider(list_reuse_s=0.0)
+    for slot in range(3):
+        await provider.create(request_for(slot))
+    first, *others = bed.emulator.project.primary_ips.values()
+    bed.faults.next("server_error", path=f"/v1/primary_ips/{first.id}", times=1000)
+    for _ in range(12):
+        await asyncio.sleep(10)
+        await _tended(provider)
+    assert [address.labels["windlass-worker"] for address in others] == ["red-1-aa", "red-2-aa"]
+    assert len(bed.asked("PUT", f"/primary_ips/{first.id}")) == LABEL_TRIES
+    bed.faults.clear()
+    await asyncio.sleep(300)
+    await _tended(provider)
+    assert first.labels["windlass-worker"] == "red-0-aa"
+
+
 @virtually
 async def test_trouble_with_addresses_is_no_reason_not_to_list() -> None:
     bed = Bed()
@@ -543,6 +683,24 @@ async def test_trouble_with_addresses_is_no_reason_not_to_list() -> None:
     await provider.create(request_for())
     bed.faults.next("server_error", path="/v1/primary_ips.*", times=1000)
     assert len(await provider.list_machines()) == 1
+
+
+@virtually
+async def test_a_list_does_not_wait_for_addresses_that_nobody_answers_for() -> None:
+    bed = Bed()
+    provider = bed.provider(list_reuse_s=0.0)
+    await provider.create(request_for())
+    bed.faults.next(None, path="/v1/primary_ips.*", times=1000)
+    for _ in range(6):
+        began = virtual_now()
+        assert len(await provider.list_machines()) == 1
+        assert virtual_now() - began < timedelta(seconds=2)
+        await asyncio.sleep(3)
+    assert len(bed.asked(path="/primary_ips")) == 2  # one at a time
+    await provider.close()
+    asked = len(bed.emulator.requests)
+    await asyncio.sleep(60)
+    assert len(bed.emulator.requests) == asked
 
 
 # ----------------------------------------------------------------------------------------------------------- account
@@ -581,6 +739,13 @@ async def test_every_request_has_a_time_limit() -> None:
     assert set(limits) == {(5.0, 20.0)}
 
 
+async def _tended(provider: HetznerProvider) -> tuple[Machine, ...]:
+    """A list, and the time to do what is done after it."""
+    machines = await provider.list_machines()
+    await asyncio.sleep(10)
+    return machines
+
+
 def _named(name: str) -> object:
     return type("Named", (), {"id_or_name": name})()
 
@@ -605,12 +770,12 @@ async def test_everything_it_asks_is_as_the_vendor_published_it() -> None:
     )
     machine = await provider.create(request_for())
     assert (await provider.create(request_for())).id == machine.id
-    await provider.list_machines()
+    await _tended(provider)
     (address,) = bed.emulator.project.primary_ips.values()
     address.is_auto_deleted = False
     await asyncio.sleep(301)
     await provider.delete(machine)
-    await provider.list_machines()
+    await _tended(provider)
     assert bed.emulator.project.primary_ips == {}
     account = bed.account()
     remarks = [remark async for remark in examine(account, "this", {"red": HetznerSettings()}, network.id)]
@@ -618,7 +783,63 @@ async def test_everything_it_asks_is_as_the_vendor_published_it() -> None:
     assert getattr(bed.front, "judged", 0) > 12
 
 
+@virtually
+async def test_the_doctor_finds_servers_nobody_looks_after() -> None:
+    bed = Bed()
+    await bed.provider("blue").create(request_for(fleet="blue"))
+    await bed.provider("red").create(request_for())
+    await bed.provider("green", identity="other").create(request_for(fleet="green"))
+    remark = await anext(examine(bed.account(), "this", {"red": HetznerSettings()}, None))
+    assert (remark.what, remark.is_grave) == ("there are servers of fleets that are not configured: blue", False)
+    assert remark.do == "nobody looks after them: delete them, or configure the fleets again"
+    # Whose they are cannot be told without the database.
+    remark = await anext(examine(bed.account(), None, {"red": HetznerSettings()}, None))
+    assert (remark.what, remark.do) == ("the token is good; 3 servers are ours", "")
+
+
 # ------------------------------------------------------------------------------------------------------------ thrift
+
+
+@virtually
+async def test_deletions_of_one_fleet_do_not_wait_for_the_hirings_of_another() -> None:
+    bed = Bed(server_limit=1000)
+    account = bed.account()
+    hiring, ending = bed.provider("red", account=account), bed.provider("blue", account=account)
+    ended = [await ending.create(request_for(slot, "blue")) for slot in range(10)]
+    await asyncio.sleep(600)
+    slots = iter(range(1000))
+
+    async def hire() -> None:
+        while True:
+            try:
+                await hiring.create(request_for(next(slots)))
+            except Throttled as throttled:
+                await asyncio.sleep(throttled.retry_after_s)
+
+    hirings = [asyncio.create_task(hire()) for _ in range(16)]
+    await asyncio.sleep(3)
+    began = virtual_now()
+    await asyncio.gather(*map(ending.delete, ended))
+    for each in hirings:
+        each.cancel()
+    lines = {line["id"]: line for line in bed.emulator.bill()["servers"]}
+    paid_until = max(datetime.fromisoformat(lines[int(machine.id)]["deleted"]) for machine in ended)
+    assert paid_until - began < timedelta(seconds=25)
+
+
+@virtually
+async def test_fleets_that_share_a_token_share_what_can_be_deleted() -> None:
+    bed = Bed()
+    account = bed.account()
+    alone = bed.provider(account=account)
+    one_per_s = alone.traits.deletions_per_s
+    assert one_per_s == pytest.approx(0.35)
+    others = [bed.provider(f"blue{n}", account=account) for n in range(3)]
+    again = bed.provider("blue0", account=account)  # whose settings changed
+    assert alone.traits.deletions_per_s == pytest.approx(0.9 / 4 / 2 / 4)
+    for each in (*others, again):
+        await each.close()
+    assert alone.traits.deletions_per_s == one_per_s
 
 
 def test_a_hundred_servers_boot_run_and_leave_on_less_than_a_request_a_second() -> None:

@@ -15,10 +15,12 @@ from windlass.model.errors import (
     InvalidRequest,
     LimitReached,
     NoCapacity,
+    ProviderError,
+    Refused,
     Throttled,
     Unavailable,
 )
-from windlass.model.machine import Machine, MachineState
+from windlass.model.machine import Machine, MachineState, Volume
 from windlass.model.runpod import RunpodSettings
 from windlass.providers.runpod.examine import examine
 from windlass.providers.runpod.limiter import Limiter
@@ -477,7 +479,8 @@ def test_a_deletion_that_is_denied_is_not_gone(status: int, error: type[Exceptio
 async def test_what_is_not_ours_is_not_touched_whatever_we_are_told() -> None:
     bed = Bed()
     theirs = bed.client.post("/pods", json={"name": "red-0-aa", "image": "i", "gpu": {"id": GPU}}).json()
-    assert await bed.provider().delete(Machine(theirs["id"], "red-0-aa", MachineState.RUNNING)) is None
+    with pytest.raises(Refused, match="does not carry our mark any more: terminate it in Runpod's console"):
+        await bed.provider().delete(Machine(theirs["id"], "red-0-aa", MachineState.RUNNING))
     assert theirs["id"] in bed.pods
     assert bed.asked("DELETE") == []
 
@@ -556,3 +559,38 @@ async def test_a_limiter_spreads_what_is_left_over_the_time_until_it_is_renewed(
     limiter.learn(200, {})
     await asyncio.sleep(5)
     await limiter.wait(0)
+
+
+# ---------------------------------------------------------------------------------------------------------- storage
+
+
+def make_volume(bed: Bed, size_gb: int) -> str:
+    body = {"name": "models", "size": size_gb, "dataCenter": "EU-RO-1"}
+    return str(bed.client.post("/network-volumes", json=body).json()["id"])
+
+
+@virtually
+async def test_a_volume_grows_to_a_size_and_no_further_however_often_it_is_asked_for() -> None:
+    bed = Bed(is_judged=True)
+    volume_id = make_volume(bed, 100)
+    provider = bed.provider(network_volume_id=volume_id)
+    assert await provider.volume() == Volume(volume_id, 100)
+    # Whether the first took effect nobody knows, and the second is harmless.
+    bed.faults.next(500, method="PATCH", path="/v2/network-volumes/.*", takes_effect=True)
+    with pytest.raises(Ambiguous):
+        await provider.grow_volume(volume_id, 150)
+    assert await provider.grow_volume(volume_id, 150) == Volume(volume_id, 150)
+    assert await provider.grow_volume(volume_id, 120) == Volume(volume_id, 150)
+    assert await provider.volume() == Volume(volume_id, 150)
+    assert len(bed.asked("PATCH")) == 1
+
+
+@virtually
+async def test_a_volume_that_is_not_there_is_unknown_and_cannot_grow() -> None:
+    bed = Bed()
+    provider = bed.provider(network_volume_id="none")
+    with pytest.raises(Unavailable, match="looking at network volume none: .*not found"):
+        await provider.volume()
+    with pytest.raises(ProviderError, match="growing network volume none to 150 GB: .*not found"):
+        await provider.grow_volume("none", 150)
+    assert await bed.provider().volume() is None

@@ -32,6 +32,8 @@ def quiet_world(
     is_cloud: bool = True,
     lucks: Lucks = Lucks(),
     task_s: tuple[float, float] = (10.0, 20.0),
+    fails: float = 0.0,
+    max_attempts: int = 100,
     ttl_s: float = TTL_S,
     **config: Any,
 ) -> World:
@@ -40,8 +42,9 @@ def quiet_world(
         max_list_age_s=LIST_AGE_S if is_cloud else 0.0,
         max_late_s=LATE_S if is_cloud else 0.0,
         lucks=lucks,
-        habits=Habits(task_s=task_s),
+        habits=Habits(task_s=task_s, fails=fails),
         arrivals=arrivals,
+        max_attempts=max_attempts,
     )
     return World(Scenario(0, {"red": around}, orchestrators=orchestrators, ttl_s=ttl_s, faults_end_s=lasts_s))
 
@@ -122,6 +125,20 @@ def test_a_provider_that_asks_for_a_pause_is_left_alone() -> None:
     (entry,) = red(world).books.values()
     assert 60.0 < entry.began_at < 75.0
     assert red(world).created_calls == 2
+
+
+def test_a_pause_in_hiring_delays_no_deletion() -> None:
+    """Deletions have their own turn at the provider: a machine that stays is paid for."""
+    world = quiet_world(max_workers=2, arrivals=((1.0, 2),))
+
+    def refuse_the_second() -> None:
+        red(world).next_create()
+        red(world).next_create(raises=Throttled("too many requests", retry_after_s=200.0))
+
+    script(world, (0, refuse_the_second))
+    world.run()
+    (entry,) = red(world).books.values()
+    assert entry.gone_at < 150.0
 
 
 def test_a_fault_in_the_adapter_is_an_unclear_creation() -> None:
@@ -683,3 +700,48 @@ def test_status_of_machines_is_as_old_as_the_list() -> None:
         (30.0, MachineState.EXITED),
         (40.0, False),
     ]
+
+
+# -------------------------------------------------------------------------------------------------------- evidence
+
+
+def test_a_machine_that_fails_every_task_is_quarantined_and_loses_no_task() -> None:
+    world = quiet_world(
+        min_workers=4,
+        max_workers=4,
+        arrivals=((20.0, 60),),
+        lasts_s=600.0,
+        task_s=(10.0, 15.0),
+        max_attempts=3,
+        # So long that tasks fail on it for the last time before anybody looks.
+        poll_interval_s=60.0,
+        heartbeat_timeout_s=180.0,
+    )
+    script(world, (0, lambda: world.next_worker(boots_s=2.0, fails_tasks=True)))
+    world.run()
+    (culprit,) = world.watch.quarantined
+    assert culprit == names(world)[0]
+    tasks = world.watch.tasks.values()
+    # It took more than its share, some of them until they were dead letters, and none is lost.
+    assert sum(culprit in task.failed_on for task in tasks) > 20
+    assert max(sum(worker_id == culprit for worker_id, _ in task.claims) for task in tasks) == 3
+    assert all(task.accepted is not None for task in tasks)
+    assert len(red(world).books) == 5
+
+
+def test_tasks_that_fail_everywhere_cost_one_machine_to_see_and_no_more() -> None:
+    world = quiet_world(
+        min_workers=3, max_workers=3, arrivals=((20.0, 30),), task_s=(1.0, 2.0), fails=1.0, max_attempts=3
+    )
+    world.run()
+    assert len(world.watch.quarantined) == 1
+    assert all(task.is_dead for task in world.watch.tasks.values())
+    assert len(red(world).books) == 4
+
+
+def test_the_only_worker_on_which_every_task_fails_is_replaced_to_see_how_they_fare_on_another() -> None:
+    world = quiet_world(min_workers=1, max_workers=1, arrivals=((20.0, 20),), task_s=(1.0, 2.0), max_attempts=3)
+    script(world, (0, lambda: world.next_worker(boots_s=2.0, fails_tasks=True)))
+    world.run()
+    assert world.watch.quarantined == names(world)[:1]
+    assert all(task.accepted is not None for task in world.watch.tasks.values())

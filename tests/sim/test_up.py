@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from windlass.control.cycle import FleetCycle
-from windlass.control.up import STOP_MARGIN_S, Up
+from windlass.control.up import END_S, STOP_MARGIN_S, Up
 from windlass.model.fleet import FleetConfig
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, Worker, WorkerStatus
@@ -181,23 +181,20 @@ def test_a_fleet_left_out_of_the_configuration_is_wound_down_and_no_other() -> N
     in_a_bed(live)
 
 
-def test_a_fleet_that_does_not_end_in_its_time_stops_nobody_else() -> None:
+def test_a_fleet_that_was_left_out_and_does_not_end_is_not_given_up_and_stops_nobody_else() -> None:
     async def live(bed: Bed) -> None:
         up = bed.start()
         await asyncio.sleep(SOON_S)
         bed.make_immortal("blue")
         up.up.reconfigure({"red": bed.fleets["red"]})
-        # Told twice, it is wound down once: its time does not begin anew.
-        await asyncio.sleep(STOP_S)
-        up.up.reconfigure({"red": bed.fleets["red"]})
-        await asyncio.sleep(STOP_MARGIN_S + SOON_S)
+        await asyncio.sleep(STOP_S + STOP_MARGIN_S + SOON_S)
         asked = bed.clouds["blue"].deleted_calls
         for worker_id in await bed.active("red"):
             await bed.store.end_worker(worker_id, "killed")
         await asyncio.sleep(SOON_S)
         assert not up.task.done()
         assert len(await bed.active("red")) == 1, "the dead are replaced"
-        assert bed.clouds["blue"].deleted_calls == asked, "the other is given up"
+        assert bed.clouds["blue"].deleted_calls > asked, "its machines are paid for as long as they are there"
 
     in_a_bed(live)
 
@@ -210,7 +207,7 @@ def test_the_first_signal_to_stop_is_the_first_whatever_was_left_out_before() ->
         up.up.reconfigure({"red": bed.fleets["red"]})
         await asyncio.sleep(1.0)
         up.up.stop()
-        took_s = await up.ends_within(STOP_S + STOP_MARGIN_S + 1.0)
+        took_s = await up.ends_within(STOP_S + STOP_MARGIN_S + 2 * END_S)
         assert took_s > STOP_S, "what was left out before has its whole time"
         assert await bed.workers("red") == []
         assert len(await bed.workers("blue")) == 1

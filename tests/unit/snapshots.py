@@ -17,6 +17,7 @@ from windlass.model.action import (
     Drain,
     Fail,
     FailSlot,
+    GrowVolume,
     Plan,
     Prepare,
     Price,
@@ -26,7 +27,7 @@ from windlass.model.action import (
 )
 from windlass.model.cost import Bill, Tariff
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine, MachineState
+from windlass.model.machine import Machine, MachineState, Volume
 from windlass.model.snapshot import Hiring, Memory, QueueView, RunningView, SlotView, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
@@ -174,6 +175,7 @@ class _World:
         self.refusal = seen.refusal
         self.ended_bills = seen.ended_bills
         self.preparing = seen.preparing
+        self.volume = seen.volume
 
     def carry_out(self, action: Action) -> None:  # noqa: PLR0912 - one branch for each kind of action
         now = self.seen.now
@@ -208,6 +210,8 @@ class _World:
             case Spawn(slot):
                 self._hire(slot)
                 self.refusal = None
+            case GrowVolume(volume_id, size_gb):
+                self.volume = Volume(volume_id, size_gb)
             case Alert():
                 pass
 
@@ -285,6 +289,7 @@ class _World:
             refusal=self.refusal,
             ended_bills=self.ended_bills,
             preparing=self.preparing,
+            volume=self.volume,
             memory=memory,
         )
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.model.cost import Bill, Tariff, hour_of, month_of, next_month
+from windlass.model.cost import Bill, PricePart, Tariff, hour_of, month_of, next_month
 from windlass.model.money import amount, to_micros, with_currency
 from windlass.policy import billing
 
 T0 = datetime(2026, 3, 1, 10, 20, tzinfo=UTC)
-HOURLY = Tariff(6_000, "EUR", 3600, 3_790_000)
+HOURLY = Tariff(6_000, "EUR", 3600, (PricePart(6_000, 3_790_000),))
 BY_MINUTE = Tariff(6_001, "EUR", 60)
 BY_SECOND = Tariff(1_234_567, "USD", 1)
 
@@ -21,7 +21,7 @@ tariffs = st.builds(
     price_micros_per_hour=st.integers(1, 10**8),
     currency=st.just("EUR"),
     unit_s=st.sampled_from((1, 60, 600, 3600, 7200)),
-    price_micros_per_month=st.one_of(st.none(), st.integers(1, 10**9)),
+    parts=st.lists(st.builds(PricePart, st.integers(1, 10**8), st.integers(1, 10**9)), max_size=3).map(tuple),
 )
 moments = st.datetimes(datetime(2026, 1, 30), datetime(2026, 4, 2)).map(lambda naive: naive.replace(tzinfo=UTC))
 spans = st.one_of(st.timedeltas(timedelta(0), timedelta(hours=5)), st.timedeltas(timedelta(0), timedelta(days=75)))
@@ -64,9 +64,9 @@ def test_a_life_costs_what_a_clerk_would_count_unit_by_unit(tariff: Tariff, sinc
         begins += timedelta(seconds=tariff.unit_s)
     total = 0
     for units in counts.values():
-        micros, rest = divmod(tariff.price_micros_per_hour * units * tariff.unit_s, 3600)
-        micros += rest >= 1800
-        total += micros if tariff.price_micros_per_month is None else min(micros, tariff.price_micros_per_month)
+        for price, cap in tariff.parts or ((tariff.price_micros_per_hour, 10**18),):
+            micros, rest = divmod(price * units * tariff.unit_s, 3600)
+            total += min(micros + (rest >= 1800), cap)
     assert billing.cost(tariff, since, since + lived) == total
 
 

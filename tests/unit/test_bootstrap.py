@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from windlass.model.bootstrap import BootstrapSettings
+from windlass.model.bootstrap import MAX_USER_DATA_BYTES, BootstrapSettings
 from windlass.model.errors import BadInput, ConfigError, WindlassError
 from windlass.model.machine import MachineRequest
-from windlass.worker.bootstrap import MAX_USER_DATA_BYTES, quoted, render_user_data
+from windlass.worker.bootstrap import quoted, render_user_data
 
 TOKEN = "wjt_3f1c9a"
 URL = "https://control.example.org:8443"
@@ -68,7 +68,8 @@ def test_the_token_stands_in_the_join_file_and_nowhere_else() -> None:
 
 def test_without_wishes_there_is_only_what_a_worker_needs() -> None:
     content = rendered(BootstrapSettings())
-    assert set(content) == {"package_update", "packages", "write_files", "runcmd"}
+    assert set(content) == {"ssh_pwauth", "package_update", "packages", "write_files", "runcmd"}
+    assert content["ssh_pwauth"] is False
     assert content["packages"] == ["ca-certificates", "python3-venv"]
     assert set(written(content)) == {
         "/etc/windlass/join.json",

@@ -1,6 +1,7 @@
 """The parts of the Hetzner provider that think: what an answer means, what things are called, cost, and may ask for."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from hcloud import APIException
 from windlass.model.errors import Refused, Throttled
 from windlass.model.hetzner import Choice
 from windlass.model.machine import MachineRequest
+from windlass.providers.allowance import PAUSE_FIRST_S, PAUSE_LONGEST_S
 from windlass.providers.hetzner import naming
-from windlass.providers.hetzner.catalog import Price, in_order, read_prices
-from windlass.providers.hetzner.limiter import BURST, PAUSE_LONGEST_S, RATE_PER_S, Limiter
+from windlass.providers.hetzner.catalog import in_order, read_prices
+from windlass.providers.hetzner.limiter import BURST, RATE_PER_S, Limiter
 from windlass.providers.hetzner.problems import Kind, problem_of
+from windlass.providers.runpod.limiter import Limiter as RunpodLimiter
 from windlass.sim.loop import run
 
 # ---------------------------------------------------------------------------------------------------------- problems
@@ -167,16 +170,16 @@ def test_prices_are_whole_micros_with_the_address_where_there_is_one() -> None:
     prices = read_prices(PRICING, "net")
     nuremberg = Choice("cx23", "nbg1")
     assert prices.currency == "EUR"
-    assert prices.of(nuremberg, has_ipv4=False) == Price(5_600, 3_490_000)
-    assert prices.of(nuremberg, has_ipv4=True) == Price(6_400, 3_990_000)
-    assert read_prices(PRICING, "gross").of(nuremberg, has_ipv4=False) == Price(9_000_000, 9_000_000)
+    assert prices.of(nuremberg, has_ipv4=False) == ((5_600, 3_490_000),)
+    assert prices.of(nuremberg, has_ipv4=True) == ((5_600, 3_490_000), (800, 500_000))
+    assert read_prices(PRICING, "gross").of(nuremberg, has_ipv4=False) == ((9_000_000, 9_000_000),)
 
 
 def test_half_a_price_is_no_price() -> None:
     prices = read_prices(PRICING, "net")
-    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=True) is None
-    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=False) == Price(0, 1)  # half a micro is one
-    assert prices.of(Choice("cx99", "nbg1"), has_ipv4=False) is None
+    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=True) == ()
+    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=False) == ((0, 1),)  # half a micro is one
+    assert prices.of(Choice("cx99", "nbg1"), has_ipv4=False) == ()
 
 
 def test_choices_keep_their_order_except_for_those_said_to_be_out() -> None:
@@ -257,6 +260,63 @@ def test_a_429_stops_everybody_and_the_next_one_for_twice_as_long() -> None:
         return [*found, limiter.pause_s]
 
     assert run(pauses()) == [10, 20, 40, 80, 160, PAUSE_LONGEST_S, PAUSE_LONGEST_S, PAUSE_LONGEST_S, 10]
+
+
+@pytest.mark.parametrize("limiter", [Limiter, RunpodLimiter])
+def test_a_429_stops_those_who_wait_already_and_one_burst_of_them_is_one_refusal(
+    limiter: Callable[[], Limiter | RunpodLimiter],
+) -> None:
+    async def storm() -> tuple[list[float], int, float]:
+        allowance, loop, sent = limiter(), asyncio.get_running_loop(), []
+
+        async def ask() -> None:
+            await allowance.wait(25.0)
+            sent.append(loop.time())
+            await asyncio.sleep(0.1)
+            allowance.learn(429, {})
+
+        asking = [asyncio.create_task(ask()) for _ in range(40)]
+        await asyncio.sleep(5.0)
+        pause_s = allowance.pause_s + 5.0
+        told = await asyncio.gather(*asking, return_exceptions=True)
+        return sent, sum(isinstance(each, Throttled) for each in told), pause_s
+
+    sent, throttled, pause_s = run(storm())
+    assert [at for at in sent if 0.2 < at < PAUSE_FIRST_S] == []
+    assert pause_s == pytest.approx(PAUSE_FIRST_S + 0.1)
+    # Whoever would have to wait for too long now is told so, and nothing was sent.
+    assert throttled > 0
+    assert len(sent) + throttled == 40
+
+
+def test_a_longer_pause_that_the_vendor_asks_for_is_kept() -> None:
+    async def pause() -> float:
+        limiter = Limiter()
+        limiter.learn(429, {})
+        limiter.learn(429, {"Retry-After": "33"})
+        limiter.learn(200, {})  # sent before either
+        await asyncio.sleep(33)
+        limiter.learn(429, {})
+        return limiter.pause_s
+
+    assert run(pause()) == 2 * PAUSE_FIRST_S
+
+
+def test_deletions_and_lists_go_before_hirings() -> None:
+    async def order() -> list[str]:
+        limiter, went = Limiter(rate_per_s=1, burst=1), []
+
+        async def go(name: str, *, is_urgent: bool) -> None:
+            await limiter.wait(60, is_urgent=is_urgent)
+            went.append(name)
+
+        hirings = [asyncio.create_task(go(f"hiring {n}", is_urgent=False)) for n in range(3)]
+        await asyncio.sleep(0.5)
+        deletions = [asyncio.create_task(go(f"deletion {n}", is_urgent=True)) for n in range(2)]
+        await asyncio.gather(*hirings, *deletions)
+        return went
+
+    assert run(order()) == ["hiring 0", "deletion 0", "deletion 1", "hiring 1", "hiring 2"]
 
 
 def test_the_vendor_may_say_how_long_to_wait() -> None:

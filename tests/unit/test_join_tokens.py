@@ -4,6 +4,7 @@ import json
 from random import Random
 from typing import Any
 
+from windlass.control.act import CALL_TIMEOUT_S
 from windlass.control.cycle import FleetCycle
 from windlass.model.access import JOIN_PREFIX, Activation, hash_of, is_token
 from windlass.model.fleet import FleetConfig
@@ -53,7 +54,7 @@ async def test_a_remote_machine_is_made_with_a_join_token_of_its_own(clock: Any)
 
 async def test_a_join_token_is_good_for_as_long_as_a_worker_may_take_to_start(clock: Any) -> None:
     store, (request, *_) = await hired(clock, is_remote=True)
-    clock.advance(50)
+    clock.advance(50 + CALL_TIMEOUT_S)
     assert await store.activate(request.name, hash_of(request.join_token or ""), TOKEN) is Activation.EXPIRED
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from windlass.cost.ledger import SETTLE_AFTER, apportion, estimate, settle
 from windlass.cost.report import By, add_up, forecasts, merged, total
-from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, Settlement, Span, Tariff
+from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, PricePart, Settlement, Span, Tariff
 from windlass.policy import billing
 
 T0 = datetime(2026, 3, 1, 10, 20, tzinfo=UTC)
@@ -143,7 +143,7 @@ tariffs = st.builds(
     price_micros_per_hour=st.integers(1, 10**7),
     currency=st.just("EUR"),
     unit_s=st.sampled_from((1, 60, 3600)),
-    price_micros_per_month=st.one_of(st.none(), st.integers(1, 10**7)),
+    parts=st.lists(st.builds(PricePart, st.integers(1, 10**7), st.integers(1, 10**7)), max_size=2).map(tuple),
 )
 seconds = st.floats(0, 20_000).map(lambda value: round(value, 6))
 
@@ -233,8 +233,8 @@ def test_costs_are_added_up_by_what_one_asks_for() -> None:
 
 def test_the_month_is_foretold_from_what_is_spent_and_who_is_there() -> None:
     now = datetime(2026, 3, 31, 22, 30, tzinfo=UTC)
-    capped = Tariff(1_000_000, "EUR", 3600, 1_500_000)
-    plain = replace(capped, price_micros_per_month=None)
+    plain = Tariff(1_000_000, "EUR", 3600)
+    capped = replace(plain, parts=(PricePart(1_000_000, 1_500_000),))
     born = datetime(2026, 3, 31, 21, 45, tzinfo=UTC)
     open_accounts = [
         Account("a", "f", Bill(plain, born), None),

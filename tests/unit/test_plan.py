@@ -44,6 +44,7 @@ def test_the_stages_stand_in_the_seeds_order() -> None:
         "promote",
         "brake",
         "doubt_strays",
+        "find_machines",
         "fail_broken",
         "fail_slots",
         "requeue_orphans",
@@ -51,8 +52,9 @@ def test_the_stages_stand_in_the_seeds_order() -> None:
         "end_drained",
         "keep_budget",
         "scale",
-        "reconcile",
+        "end_strays",
         "prepare",
+        "grow_storage",
         "warn",
     ]
 
@@ -305,6 +307,18 @@ def test_a_broken_worker_whose_machine_is_not_known_waits_for_a_list() -> None:
     assert only(plan(snapshot(broken, machines=(), traits=CLOUD), LOCAL), Delete).machine_id is None
     found = plan(snapshot(broken, machines=(machine("w0", id_="there"),), traits=CLOUD), LOCAL)
     assert only(found, Delete).machine_id == "there"
+    assert only(found, Adopt).machine_id == "there", "it is paid for until it is gone"
+
+
+@pytest.mark.parametrize(("asked_s", "is_told"), [(299, False), (300, True)])
+def test_a_machine_that_does_not_go_is_told_of(asked_s: float, is_told: bool) -> None:
+    broken = worker(status="error", code="X", reason="broken")
+    first = plan(snapshot(broken, traits=CLOUD), LOCAL)
+    assert first.memory.ending_since == {"m-w0": NOW}
+    again = plan(snapshot(broken, traits=CLOUD, memory={"ending_since": {"m-w0": ago(asked_s)}}), LOCAL)
+    assert [alert.code for alert in of_kind(again.actions, Alert)] == ["NOT_DELETED"] * is_told
+    gone = plan(snapshot(broken, machines=(), traits=CLOUD, memory={"ending_since": {"m-w0": ago(900)}}), LOCAL)
+    assert gone.memory.ending_since == {}
 
 
 def test_a_machine_of_ours_without_a_worker_is_deleted_after_its_grace() -> None:

@@ -263,6 +263,18 @@ def test_as_long_as_no_price_is_known_one_worker_is_hired_to_learn_it() -> None:
     assert kinds(plan(seen(priceless, queued=9), config)) == ["Spawn"] * 3
 
 
+def test_rented_machines_whose_price_is_not_known_do_not_lift_the_budget() -> None:
+    config = fleet(budget_per_day="5", max_workers=9)
+    rented = replace(HOURLY, is_remote=True)
+    unpriced = worker("s0", 0, claimed=50, running=(task(),))
+    alone = plan(seen(unpriced, queued=9, traits=rented), config)
+    assert alone.actions == ()
+    assert alone.hold is not None
+    assert alone.hold.code == "BUDGET"
+    beside = plan(seen(unpriced, paid("w1", 1, 100), queued=9, spending=spent(day=1), traits=rented), config)
+    assert len(of_kind(beside.actions, Spawn)) == 2, "3 are left, and one of them may be what the other costs"
+
+
 def test_a_drain_by_budget_lets_everybody_go_when_what_is_paid_is_used_up() -> None:
     config = fleet(budget_per_day="5", budget_action="drain", min_workers=4, stop_timeout_s=600)
     views = [

@@ -60,8 +60,21 @@ def test_the_memory_of_all_gpus_is_added_up(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(cards))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda index: cards[index])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda index, **_: cards[index])
     assert vitals_after_start() == {"vram_total_mb": 72, "vram_used_mb": 12}
+
+
+def test_an_old_driver_is_asked_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory(_index: int, version: int | None = None) -> SimpleNamespace:
+        if version is not None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return SimpleNamespace(total=24 * MIB, used=5 * MIB)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory)
+    assert vitals_after_start() == {"vram_total_mb": 24, "vram_used_mb": 5}
 
 
 def test_a_driver_that_hangs_holds_nobody_up_and_what_it_once_said_is_forgotten(

@@ -4,9 +4,12 @@ It takes ports and knows nobody behind them. Whoever adds a route adds it to the
 needs a token; who may call a route stands at the route.
 """
 
+import functools
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from windlass.api.acts import act_routes
 from windlass.api.compatible import compatible_routes
 from windlass.api.control import control_routes, health_routes
 from windlass.api.documented import describe
@@ -17,6 +20,7 @@ from windlass.api.gate import CSRF_HEADER, Gate
 from windlass.api.guard import Guard
 from windlass.api.looking import looking_routes
 from windlass.api.measuring import measuring_routes
+from windlass.api.pages import asset_routes, page_routes, problem
 from windlass.api.session import session_routes
 from windlass.api.workers import joining_routes, worker_routes
 from windlass.ports.http import max_body_bytes
@@ -29,7 +33,8 @@ def make_app(face: Face) -> FastAPI:
         app.include_router(routes(face))
     if face.shown is not None:
         _show(app, face, face.shown)
-    add_error_handlers(app)
+    as_page = functools.partial(problem, face) if face.shown is not None else None
+    add_error_handlers(app, as_page)
     if face.shown is not None:
         app.add_middleware(
             Gate, access=face.access, is_open_here=face.shown.is_open_here, rate_limit=face.shown.rate_limit
@@ -45,7 +50,7 @@ def make_app(face: Face) -> FastAPI:
     else:
         app.add_middleware(Gate, access=face.access)
     # Added last, so it stands first.
-    app.add_middleware(Guard, max_body_bytes=max_body_bytes(face.max_payload_bytes))
+    app.add_middleware(Guard, max_body_bytes=max_body_bytes(face.max_payload_bytes), as_page=as_page)
     return app
 
 
@@ -54,4 +59,7 @@ def _show(app: FastAPI, face: Face, shown: Shown) -> None:
         app.include_router(routes(face, shown))
     for others in (compatible_routes, measuring_routes, session_routes):
         app.include_router(others(shown))
+    for pages in (page_routes, act_routes):
+        app.include_router(pages(face, shown))
+    app.include_router(asset_routes())
     describe(app)

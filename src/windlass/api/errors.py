@@ -3,12 +3,13 @@
 In the form of RFC 9457, `application/problem+json`, with our code beside it.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -39,6 +40,11 @@ class ApiError(HTTPException):
         detail = without_tokens(masked(self.detail))
         problem = http.Problem(title=title, status=self.status_code, code=self.code, detail=detail)
         return JSONResponse(asdict(problem), self.status_code, dict(self.headers or {}), http.PROBLEM_JSON)
+
+
+# How a problem looks as a page.
+AsPage = Callable[[Request, ApiError], Response]
+_FOR_PROGRAMS = ("/api/", "/internal/")
 
 
 def unauthorized(message: str) -> ApiError:
@@ -92,12 +98,18 @@ def _what_is_wrong(error: RequestValidationError) -> str:
     return f"the request is not as expected: {where}: {problem['msg']}."
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    async def answer(_request: Request, error: Exception) -> JSONResponse:
+def answer_to(request: Request, error: ApiError, as_page: AsPage | None) -> Response:
+    """A page for whoever looks at pages, a Problem for programs."""
+    is_looking = "text/html" in request.headers.get("accept", "") and not request.url.path.startswith(_FOR_PROGRAMS)
+    return as_page(request, error) if as_page is not None and is_looking else error.answer()
+
+
+def add_error_handlers(app: FastAPI, as_page: AsPage | None) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
         told = as_api_error(error)
         if told is None:
             raise error
-        return told.answer()
+        return answer_to(request, told, as_page)
 
     for kind in (HTTPException, RequestValidationError, BadInput, UnknownWorker, DatabaseUnavailable):
         app.add_exception_handler(kind, answer)

@@ -12,6 +12,7 @@ from windlass.api.live import Live
 from windlass.api.wheel import Wheel
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
+from windlass.model.order import RayHead
 from windlass.model.record import Story
 from windlass.ports.access import Access
 from windlass.ports.control import Operations
@@ -79,6 +80,8 @@ class Face:
     wheel: Callable[[], Wheel | None]
     # None: only for machines.
     shown: Shown | None = None
+    # What the machines of fleets join whose tasks Ray places.
+    ray_head: RayHead | None = None
 
 
 def answering(kind: Any) -> Callable[[Any], Response]:

@@ -286,6 +286,14 @@ async def operator(request: Request) -> TokenCaller:
 
 
 def _with_rank(request: Request, needed: Role) -> TokenCaller:
+    caller = check_role(request, needed)
+    if request.method not in SAFE_METHODS:
+        check_csrf(request, request.headers.get(CSRF_HEADER))
+    return caller
+
+
+def check_role(request: Request, needed: Role) -> TokenCaller:
+    """Raise an error unless the caller has this role, or a higher one. Forms bring their CSRF token elsewhere."""
     caller = request.state.caller
     if caller is None:
         raise unauthorized(
@@ -298,8 +306,6 @@ def _with_rank(request: Request, needed: Role) -> TokenCaller:
         raise forbidden(
             f"this needs a token of role {needed}: `windlass tokens create NAME --role {needed}` makes one."
         )
-    if request.method not in SAFE_METHODS:
-        check_csrf(request, request.headers.get(CSRF_HEADER))
     return caller
 
 

@@ -10,9 +10,10 @@ import time
 from typing import Any
 
 import structlog
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.api.errors import ApiError, as_api_error
+from windlass.api.errors import ApiError, AsPage, answer_to, as_api_error
 from windlass.ports import http
 
 # Between two pieces of a body. Whoever is slower is not a worker of ours.
@@ -33,18 +34,22 @@ PAGE_POLICY = (
     b"connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 # Asked for all day by workers, probes and pages: they are told only when something is wrong.
-_ROUTINE = ("/internal/worker/", "/healthz", "/readyz", "/metrics", "/static/", "/api/v1/")
+_ROUTINE = (
+    *("/internal/worker/", "/healthz", "/readyz", "/metrics", "/static/", "/api/v1/"),
+    *("/workers", "/tasks", "/decisions", "/cost"),
+)
 log = structlog.get_logger("windlass.api")
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, as_page: AsPage | None = None) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._as_page = as_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _Exchange(self._app, self._max_body_bytes, scope, receive, send).carry_out()
+            await _Exchange(self._app, self._max_body_bytes, self._as_page, scope, receive, send).carry_out()
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})
 
@@ -52,9 +57,18 @@ class Guard:
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_body_bytes: int,
+        as_page: AsPage | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._as_page = as_page
         self._scope = scope
         self._receive_from_client = receive
         self._send_to_client = send
@@ -107,13 +121,14 @@ class _Exchange:
 
     async def _answer_instead(self, error: ApiError) -> None:
         if self._status is None:  # what has begun cannot be taken back
-            await error.answer()(self._scope, self._receive, self._send)
+            answer = answer_to(Request(self._scope), error, self._as_page)
+            await answer(self._scope, self._receive, self._send)
 
     def _note(self, duration_s: float) -> None:
         path, status = self._scope["path"], self._status or 0
         is_fine = 200 <= status < 400
         is_looking = self._scope["method"] in ("GET", "HEAD") or path.startswith("/internal/worker/")
-        if is_fine and is_looking and path.startswith(_ROUTINE):
+        if is_fine and is_looking and (path == "/" or path.startswith(_ROUTINE)):
             return
         client = self._scope.get("client")
         fields: dict[str, Any] = {

@@ -51,6 +51,7 @@ def joining_routes(face: Face) -> APIRouter:
                 face.worker_defaults,
                 max_payload_bytes=face.max_payload_bytes,
                 version=face.version,
+                ray_head=face.ray_head,
             )
         )
 
@@ -89,12 +90,14 @@ def worker_routes(face: Face) -> APIRouter:
         registration = Registration(
             worker_id=worker.worker_id,
             queues=call.queues,
-            fleet=call.fleet,
+            # Whoever hired it knows where it belongs.
+            fleet=worker.fleet,
             concurrency=call.concurrency,
             lease_s=call.lease_s,
             host=call.host,
             pid=call.pid,
             version=call.version,
+            kind=call.kind,
         )
         return _registered(http.Registered(await store.register(registration)))
 

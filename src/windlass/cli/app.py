@@ -23,6 +23,7 @@ from windlass.cli import (
     enqueue,
     explain,
     fleets,
+    ray,
     status,
     tasks,
     tokens,
@@ -66,6 +67,7 @@ app.add_typer(emulate.app, name="emulate")
 app.add_typer(db.app, name="db")
 app.add_typer(config.app, name="config")
 app.add_typer(bootstrap.app, name="bootstrap")
+app.add_typer(ray.app, name="ray")
 
 
 def _show_version(wanted: bool) -> None:

@@ -15,18 +15,22 @@ if TYPE_CHECKING:
 
     from windlass.cli.demonstration.hetzner import HetznerDemonstration
     from windlass.cli.demonstration.local import LocalDemonstration
+    from windlass.cli.demonstration.ray import RayDemonstration
     from windlass.cli.demonstration.report import Report
+    from windlass.cli.demonstration.runpod import RunpodDemonstration
     from windlass.cli.demonstration.stage import Place
 
 
 class On(StrEnum):
     LOCAL = "local"
     HETZNER = "hetzner"
+    RUNPOD = "runpod"
+    RAY = "ray"
 
 
 @command
 async def demo(
-    on: Annotated[On, typer.Option("--on", help="Where workers live: here, or on servers of an emulated cloud.")] = (
+    on: Annotated[On, typer.Option("--on", help="Where workers live: here, on an emulated cloud, in Ray.")] = (
         On.LOCAL
     ),
     tasks: Annotated[int, typer.Option(min=50, max=5_000, help="How many tasks arrive.", metavar="N")] = 200,
@@ -46,6 +50,12 @@ async def demo(
     With `--on hetzner` workers are servers of a Hetzner Cloud that is emulated on this host, paid by hours of a minute.
     They are created through the vendor's own SDK, boot from cloud-init, join by a token, work over HTTP, and are
     deleted before another hour is charged. The vendor's bill and our ledger must be equal.
+
+    With `--on runpod` they are GPU pods of an emulated Runpod, paid by the second and prepared over SSH. One never
+    claims, one loses its GPU, one gets stuck and one is asked to end: each is ended for its own reason and replaced.
+
+    With `--on ray` workers are nodes of a Ray cluster on this host: a head is started, raylets are hired for the burst,
+    Ray places the tasks, and one node is killed in the middle. Needs `pip install "windlass[ray]"`.
 
     Uses a PostgreSQL of its own in a temporary directory, which is gone afterwards.
     """
@@ -81,24 +91,32 @@ async def demo(
 
 def _demonstration(
     on: On, tasks: int, workers: int, hour_s: int, tell: "Callable[[str], None]"
-) -> "LocalDemonstration | HetznerDemonstration":
+) -> "LocalDemonstration | HetznerDemonstration | RunpodDemonstration | RayDemonstration":
     if on is On.HETZNER:
         from windlass.cli.demonstration.hetzner import HetznerDemonstration
 
         return HetznerDemonstration(tasks, workers, tell, hour_s=hour_s)
+    if on is On.RUNPOD:
+        from windlass.cli.demonstration.runpod import RunpodDemonstration
+
+        return RunpodDemonstration(tasks, workers, tell)
+    if on is On.RAY:
+        from windlass.cli.demonstration.ray import RayDemonstration
+
+        return RayDemonstration(tasks, workers, tell)
     from windlass.cli.demonstration.local import LocalDemonstration
 
     return LocalDemonstration(tasks, workers, tell)
 
 
 def _print(report: "Report") -> None:
-    from windlass.cli.demonstration.hetzner_report import HEADINGS, NUMBERS, HetznerReport
+    from windlass.cli.demonstration.rented_report import RentedReport
 
     print()
     print_table(report.lines())
-    if isinstance(report, HetznerReport):
+    if isinstance(report, RentedReport):
         print()
-        print_table(report.table(), *HEADINGS, right=NUMBERS)
+        print_table(report.table(), *report.headings, right=report.numbers)
     print(flush=True)
 
 

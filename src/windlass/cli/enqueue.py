@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -73,7 +73,7 @@ async def enqueue(
         unique_key=unique_key,
     )
     if source is None:
-        task = replace(template, payload=_checked(payload or "", "the payload", max_bytes))
+        task = template._replace(payload=_checked(payload or "", "the payload", max_bytes))
         task_id, is_new = await _add_one(loaded.config, task, when)
         if as_json:
             print_json({"id": task_id, "queue": queue, "is_new": is_new})
@@ -220,7 +220,7 @@ async def _add_many(config: Any, template: "NewTask", lines: Lines, when: dateti
 
             async def stream() -> AsyncIterator["NewTask"]:
                 for payload in lines:
-                    yield replace(scheduled, payload=payload)
+                    yield scheduled._replace(payload=payload)
                     advance(1)
 
             return await store.enqueue_many(stream())
@@ -228,4 +228,4 @@ async def _add_many(config: Any, template: "NewTask", lines: Lines, when: dateti
 
 async def _scheduled(task: "NewTask", when: datetime | timedelta | None, store: "PostgresStore") -> "NewTask":
     """A span counts from the database's time, the only one that workers go by."""
-    return replace(task, run_after=await store.now() + when) if isinstance(when, timedelta) else task
+    return task._replace(run_after=await store.now() + when) if isinstance(when, timedelta) else task

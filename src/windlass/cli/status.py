@@ -13,11 +13,13 @@ from windlass.cli.output import TextTable, duration, print_json, print_text_tabl
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.tasks import Queue
 from windlass.model.errors import DatabaseUnavailable
+from windlass.model.worker import WorkerKind
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from windlass.model.event import QueueDepth
+    from windlass.model.node import NodeView
     from windlass.model.record import Cycle, Fleet
     from windlass.model.task import TaskStatus
     from windlass.model.worker import Worker
@@ -155,6 +157,8 @@ def _print(standing: Standing) -> None:
         elif empty:
             print(empty)
     print(_last_hour(standing))
+    for url in _ray_dashboards(standing):
+        print(f"Ray's dashboard: {url}")
 
 
 def _tables(standing: Standing, *, is_short: bool = False) -> list[tuple[TextTable, str]]:
@@ -163,6 +167,7 @@ def _tables(standing: Standing, *, is_short: bool = False) -> list[tuple[TextTab
         (_queues(standing), "nothing waits and nothing runs"),
         (_fleets(standing, is_short=is_short), ""),
         (_workers(standing, is_short=is_short), "no workers; start some with `windlass up` or `windlass worker`"),
+        (_nodes(standing), ""),
     ]
 
 
@@ -215,7 +220,7 @@ def _workers(standing: Standing, *, is_short: bool) -> TextTable:
         "worker": lambda worker: worker.id,
         "status": lambda worker: _state(worker, standing.at),
         "queues": lambda worker: ", ".join(worker.queues),
-        "tasks at once": lambda worker: worker.concurrency,
+        "tasks at once": lambda worker: None if worker.kind is WorkerKind.DISPATCHER else worker.concurrency,
         "last heard": lambda worker: duration(_silent_s(worker, standing.at)),
         "gpu memory": _vram,
         "at work on": lambda worker: ", ".join(map(str, standing.at_hand.get(worker.id, ()))),
@@ -227,9 +232,43 @@ def _workers(standing: Standing, *, is_short: bool) -> TextTable:
     return TextTable(rows, tuple(columns), ("tasks at once", "last heard", "gpu memory"))
 
 
+def _nodes(standing: Standing) -> TextTable:
+    """What Ray says of the workers whose tasks it places."""
+    rows = [
+        (
+            worker.id,
+            worker.node.state.value + (f": {worker.node.note}" if worker.node.note else ""),
+            *(_used(worker.node, name) for name in ("CPU", "GPU", "memory")),
+            ", ".join(
+                f"{name} {_used(worker.node, name)}"
+                for name in worker.node.total
+                if name not in ("CPU", "GPU", "memory")
+            ),
+            duration((standing.at - worker.node.at).total_seconds()),
+        )
+        for worker in standing.workers
+        if worker.node is not None
+    ]
+    numbers = ("cpus", "gpus", "memory")
+    return TextTable(rows, ("node", "in ray", *numbers, "other", "said"), (*numbers, "said"))
+
+
+def _used(node: "NodeView", name: str) -> str | None:
+    total, used = node.total.get(name), node.used.get(name, 0.0)
+    if total is None:
+        return None
+    if name == "memory":
+        return f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB"
+    return f"{used:g} of {total:g}"
+
+
 def _last_hour(standing: Standing) -> str:
     counts = ", ".join(f"{count:,} {status.value}" for status, count in standing.finished.items())
     return f"last hour{' (all queues)' if standing.queue else ''}: {counts}"
+
+
+def _ray_dashboards(standing: Standing) -> list[str]:
+    return sorted({url for worker in standing.workers if (url := worker.metadata.get("ray_dashboard"))})
 
 
 def _plain(standing: Standing) -> dict[str, Any]:
@@ -255,12 +294,15 @@ def _plain(standing: Standing) -> dict[str, Any]:
             }
             for worker in standing.workers
         ],
+        "ray_dashboards": _ray_dashboards(standing),
         "last_hour": {status.value: count for status, count in standing.finished.items()},
     }
 
 
 def _state(worker: "Worker", now: datetime) -> str:
-    notes = ["paused"] if worker.is_paused else []
+    notes = [] if worker.kind is WorkerKind.WORKER else [worker.kind.value]
+    if worker.is_paused:
+        notes.append("paused")
     if _is_silent(worker, now):
         notes.append("silent")
     return ", ".join([worker.status.value, *notes])

@@ -119,7 +119,7 @@ def check_fleets(loaded: "Loaded", otherwise: str) -> None:
     for name, fleet in fleets.items():
         if fleet.handler is None and fleet.exec is None:
             raise BadInput(f"fleet {name} has nothing to run: set its handler or exec.")
-        if fleet.provider == "local" and fleet.chdir is not None and not fleet.chdir.is_dir():
+        if fleet.is_of_this_host and fleet.chdir is not None and not fleet.chdir.is_dir():
             source = loaded.source(f"fleets.{name}.chdir")
             raise ConfigError(f"fleets.{name}.chdir (from {source}) is {fleet.chdir}: there is no such folder.")
 

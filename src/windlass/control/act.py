@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from windlass.control.leader import Trust
-from windlass.model.action import Delete, DeleteStray, Plan, Prepare
+from windlass.model.action import Delete, DeleteStray, GrowVolume, Plan, Prepare
 from windlass.model.errors import NoCapacity, NotPrepared, ProviderError, Refused, Throttled
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.snapshot import Snapshot
@@ -35,8 +35,10 @@ from windlass.ports.control import (
     PreparationUnclear,
     Prepared,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
-from windlass.ports.provider import Provider
+from windlass.ports.provider import Provider, SharesVolume
 
 # Adapters keep their own limits; this one is for an adapter that does not.
 CALL_TIMEOUT_S = 60.0
@@ -46,6 +48,9 @@ MAX_CONCURRENT_CALLS = 16
 PREPARE_TIMEOUT_S = 1800.0
 MAX_CONCURRENT_PREPARATIONS = 32
 LOST = "the lead was lost before it was ended"
+# A machine whose deletion is refused outright is asked to go again after this, then after twice as long, up to this.
+REFUSED_AGAIN_S = 20.0
+REFUSED_AGAIN_MAX_S = 300.0
 _PREPARING = "prepare "
 log = structlog.get_logger(__name__)
 
@@ -83,7 +88,11 @@ class Actor:
         # Those that the present cycle began and waits for.
         self._begun: set[asyncio.Task[Outcome]] = set()
         # By the loop's clock.
-        self._throttled_until = float("-inf")
+        # The provider's pauses: one in hiring keeps nobody from being deleted, who would be paid for again.
+        self._hires_from = float("-inf")
+        self._ends_from = float("-inf")
+        # Machines whose deletion was refused: how long to wait with the next one, and until when.
+        self._spared: dict[str, tuple[float, float]] = {}
 
     def exchange_provider(self, provider: Provider) -> None:
         """For the calls to come. Those under way go on with the one they were begun with."""
@@ -96,8 +105,9 @@ class Actor:
         for action in plan.actions:
             if isinstance(action, Delete):
                 gone_at = gone.get(action.worker_id)
-                self._begin(action.machine_id or action.worker_id, self._delete(action, machines, gone_at))
-            elif isinstance(action, DeleteStray):
+                if not self._is_spared(action.machine_id):
+                    self._begin(action.machine_id or action.worker_id, self._delete(action, machines, gone_at))
+            elif isinstance(action, DeleteStray) and not self._is_spared(action.machine_id):
                 self._begin(action.machine_id, self._delete_stray(action, machines))
 
     def create_machines(
@@ -119,6 +129,12 @@ class Actor:
                 machine = machines[action.machine_id]
                 call = self._prepare(action.worker_id, machine, host_keys.get(action.worker_id))
                 self._begin(_PREPARING + action.worker_id, call, is_waited_for=False)
+
+    def grow_volumes(self, plan: Plan) -> None:
+        """Begin what of a plan makes storage larger."""
+        for action in plan.actions:
+            if isinstance(action, GrowVolume):
+                self._begin(f"volume {action.volume_id}", self._grow(action))
 
     @property
     def preparing(self) -> tuple[str, ...]:
@@ -186,7 +202,7 @@ class Actor:
                     return CreationRefused(worker_id, "LEASE_LOST", "the lead was lost before it was hired")
                 if asyncio.get_running_loop().time() >= begin_by:
                     return CreationRefused(worker_id, "NOT_BEGUN", "too many others were being hired before it")
-                self._check_throttle()
+                _check_throttle(max(self._hires_from, self._ends_from))
                 provider = self._provider
                 traits = provider.traits
                 machine = await provider.create(request)
@@ -197,7 +213,7 @@ class Actor:
                     billing_unit_s=traits.billing_unit_s,
                 )
         except (Refused, NoCapacity, Throttled) as error:
-            self._heed(error)
+            self._hires_from = max(self._hires_from, _next_call(error))
             # Whoever writes the summary down says it aloud.
             log.info("machine refused", worker_id=worker_id, error=str(error))
             return CreationRefused(worker_id, type(error).__name__, str(error))
@@ -220,8 +236,11 @@ class Actor:
         return Deleted(action.worker_id, action.machine_id, action.code, action.reason, ended_at)
 
     async def _delete_stray(self, action: DeleteStray, machines: dict[str, Machine]) -> Outcome:
-        ended = await self._end(machines[action.machine_id])
-        return NotDeleted(action.name, ended) if isinstance(ended, str) else StrayDeleted(action.name, action.reason)
+        machine, traits = machines[action.machine_id], self._provider.traits
+        ended = await self._end(machine)
+        if isinstance(ended, str):
+            return NotDeleted(action.name, ended)
+        return StrayDeleted(machine, action.reason, traits.billing_unit_s, ended.at or self._now())
 
     async def _end(self, machine: Machine) -> "_Ended | str":
         """That it is gone, or why it is not."""
@@ -229,10 +248,14 @@ class Actor:
             async with self._places_to_end, asyncio.timeout(self._call_timeout_s):
                 if not self._trust.is_valid:
                     return LOST
-                self._check_throttle()
-                return _Ended(await self._provider.delete(machine))
+                _check_throttle(self._ends_from)
+                ended_at = await self._provider.delete(machine)
+                self._spared.pop(machine.id, None)
+                return _Ended(ended_at)
         except Exception as error:
-            self._heed(error)
+            self._ends_from = max(self._ends_from, _next_call(error))
+            if isinstance(error, Refused):
+                self._spare(machine.id)
             problem = self._describe(error)
             log.warning("machine not deleted", machine_id=machine.id, error=problem)
             return problem
@@ -250,20 +273,46 @@ class Actor:
             log.warning("preparation unclear", worker_id=worker_id, error=problem)
             return PreparationUnclear(worker_id, problem)
 
-    def _heed(self, error: Exception) -> None:
-        if isinstance(error, Throttled):
-            until = asyncio.get_running_loop().time() + error.retry_after_s
-            self._throttled_until = max(self._throttled_until, until)
+    def _spare(self, machine_id: str) -> None:
+        """Asking at once would be answered as before; the provider has others to answer, and so have we."""
+        wait_s, _ = self._spared.get(machine_id, (REFUSED_AGAIN_S / 2, 0.0))
+        wait_s = min(wait_s * 2, REFUSED_AGAIN_MAX_S)
+        self._spared[machine_id] = (wait_s, asyncio.get_running_loop().time() + wait_s)
 
-    def _check_throttle(self) -> None:
-        left_s = self._throttled_until - asyncio.get_running_loop().time()
-        if left_s > 0:
-            raise Throttled(f"the provider asked for a pause; {left_s:.0f} s of it are left", left_s)
+    async def _grow(self, action: GrowVolume) -> Outcome:
+        volume_id, size_gb = action.volume_id, action.size_gb
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                if not self._trust.is_valid:
+                    return VolumeNotGrown(volume_id, size_gb, "the lead was lost before it grew")
+                if not isinstance(self._provider, SharesVolume):
+                    return VolumeNotGrown(volume_id, size_gb, "its provider was exchanged meanwhile")
+                grown = await self._provider.grow_volume(volume_id, size_gb)
+                return VolumeGrown(volume_id, grown.size_gb, action.reason)
+        except Exception as error:
+            self._hires_from = max(self._hires_from, _next_call(error))
+            problem = self._describe(error)
+            log.warning("volume not grown", volume_id=volume_id, size_gb=size_gb, error=problem)
+            return VolumeNotGrown(volume_id, size_gb, problem)
+
+    def _is_spared(self, machine_id: str | None) -> bool:
+        return machine_id in self._spared and asyncio.get_running_loop().time() < self._spared[machine_id][1]
 
     def _describe(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return str(error) or f"no answer within {self._call_timeout_s:g} s"
         return str(error) if isinstance(error, ProviderError) else f"{type(error).__name__}: {error}"
+
+
+def _next_call(error: Exception) -> float:
+    """From when on the provider may be asked again."""
+    return asyncio.get_running_loop().time() + error.retry_after_s if isinstance(error, Throttled) else float("-inf")
+
+
+def _check_throttle(until: float) -> None:
+    left_s = until - asyncio.get_running_loop().time()
+    if left_s > 0:
+        raise Throttled(f"the provider asked for a pause; {left_s:.0f} s of it are left", left_s)
 
 
 def _gone_since(snapshot: Snapshot, plan: Plan) -> dict[str, datetime]:

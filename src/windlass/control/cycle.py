@@ -20,11 +20,11 @@ from windlass.cost.ledger import settle
 from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine, ProviderTraits
+from windlass.model.machine import Machine, ProviderTraits, Volume
 from windlass.model.snapshot import Snapshot
 from windlass.policy.plan import plan
 from windlass.ports.control import Candidate, ControlStore, Deleted, Intent, LeaseLost, Outcome, Standby
-from windlass.ports.provider import Provider
+from windlass.ports.provider import Provider, SharesVolume
 
 LIST_TIMEOUT_S = 60.0
 # Of a lease, what a list may take: the rest is for what follows it, or a slow list would cost us the lead, and whoever
@@ -73,6 +73,8 @@ class FleetCycle:
         self._last = (0, 0)
         # The database's time, and when it was so by the loop's clock.
         self._clock: tuple[datetime, float] | None = None
+        # Until storage that its machines share is looked at again.
+        self._cycles_to_look = 0
         # The fleet is to end: everybody is let go and nobody hired, whatever waits.
         self.is_winding_down = False
 
@@ -131,7 +133,7 @@ class FleetCycle:
                 return self._stand_by(led)
         # Machines first: what is written down after this list was asked for is judged by a later one.
         listing = loop.time()
-        machines = await self._list_machines()
+        machines, volume = await asyncio.gather(self._list_machines(), self._look_at_volume())
         observing = loop.time()
         observed = await self._store.observe(self._candidate, self.name, self.config)
         if isinstance(observed, Standby):
@@ -143,6 +145,7 @@ class FleetCycle:
         snapshot = replace(
             seen,
             machines=machines,
+            volume=volume,
             listed_at=listed_at,
             traits=self._traits(),
             is_winding_down=self.is_winding_down,
@@ -214,6 +217,7 @@ class FleetCycle:
         actor.end_machines(snapshot, decided)
         actor.create_machines(self.name, now_free, committed.granted, join_tokens)
         actor.prepare_machines(snapshot, decided)
+        actor.grow_volumes(decided)
         outcomes = await actor.outcomes(patience_s)
         gone = {outcome.worker_id for outcome in outcomes if isinstance(outcome, Deleted)}
         replacements = [intent for worker_id, intent in freed_later if worker_id in gone]
@@ -261,7 +265,9 @@ class FleetCycle:
             )
             if self._provider.traits.is_remote:
                 token = join_tokens[intent.worker_id] = new_token(JOIN_PREFIX, self._rng)
-                intent = replace(intent, join_token_hash=hash_of(token), join_ttl_s=self.config.spawn_timeout_s)
+                # Its machine has all its time to boot, however long it took to be made.
+                join_ttl_s = self._call_timeout_s + self.config.spawn_timeout_s
+                intent = replace(intent, join_token_hash=hash_of(token), join_ttl_s=join_ttl_s)
             if action.slot in holders:
                 freed_later.append((holders[action.slot], intent))
             else:
@@ -285,3 +291,19 @@ class FleetCycle:
             # Whatever went wrong, the list is not known: an error nobody foresaw is no reason to conclude anything.
             log.warning("machines unknown", fleet=self.name, error=str(error) or type(error).__name__)
             return None
+
+    async def _look_at_volume(self) -> Volume | None:
+        """In every so many cycles. What cannot be known is looked at again in the next one."""
+        if not isinstance(self._provider, SharesVolume):
+            return None
+        self._cycles_to_look -= 1
+        if self._cycles_to_look > 0:
+            return None
+        try:
+            async with asyncio.timeout(self._list_timeout_s):
+                volume = await self._provider.volume()
+        except Exception as error:
+            log.warning("volume unknown", fleet=self.name, error=str(error) or type(error).__name__)
+            return None
+        self._cycles_to_look = self.config.storage_check_interval_cycles
+        return volume

@@ -2,11 +2,12 @@
 
 Fleets are run until told to stop. A stop lets the workers finish and leave, within their time, if it is us who lead;
 whoever stands by just leaves. A changed configuration is taken over between cycles: a fleet that is left out of it is
-wound down, whatever becomes of that concerns no other fleet, and one that is put back stays.
+wound down, however long that takes, and one that is put back stays.
 """
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,10 +29,14 @@ WAKE_INTERVAL_S = 0.5
 LOOK_OUT_S = 60.0
 # Retention is applied in small bites all day.
 SWEEP_INTERVAL_S = 60.0
+# How often a person is told of workers that nobody here lets go.
+FORGOTTEN_INTERVAL_S = 3600.0
 # A cycle that was asked for ends within this time: it waits for its provider no longer than a few seconds.
 CYCLE_TIMEOUT_S = 60.0
 # Beyond a worker's own time to stop: for the cycles that notice and the processes that end.
 STOP_MARGIN_S = 15.0
+# And for each machine: clouds let us delete about one a second.
+END_S = 2.0
 log = structlog.get_logger(__name__)
 
 
@@ -64,8 +69,8 @@ class Up:
         self._empty: set[str] = set()
         # Fleets whose last cycle found that another orchestrator leads.
         self._standing_by: set[str] = set()
-        # Fleets on their way out, and when they are given up.
-        self._leaving: dict[str, asyncio.TimerHandle] = {}
+        # When each fleet is given up, once we are about to end.
+        self._farewells: list[asyncio.TimerHandle] = []
         self._is_stopping = False
         self._beside: set[asyncio.Task[None]] = set()
         self._heard: dict[str, Heard] = {}
@@ -76,14 +81,14 @@ class Up:
         """Until stopped."""
         for name, config in fleets.items():
             self._daemon.add(self._make_cycle(name, config))
-        for work in (self._wake_for_tasks, self._sweep):
+        for work in (self._wake_for_tasks, self._sweep, self._look_for_the_forgotten):
             self._begin(work())
         try:
             await self._daemon.run()
         finally:
             for task in self._beside:
                 task.cancel()
-            for timer in self._leaving.values():
+            for timer in self._farewells:
                 timer.cancel()
 
     def reconfigure(self, fleets: Mapping[str, FleetConfig]) -> None:
@@ -98,7 +103,8 @@ class Up:
                 self._daemon.add(self._make_cycle(name, config))
                 changes.setdefault("new", []).append(name)
                 continue
-            self._keep(running)
+            # Whoever was told to leave, while it was left out, does; others are hired.
+            running.is_winding_down = False
             if running.config != config:
                 changed = [
                     key for key in FleetConfig.model_fields if getattr(running.config, key) != getattr(config, key)
@@ -106,7 +112,8 @@ class Up:
                 changes.setdefault("changed", []).append(f"{name} ({', '.join(changed)})")
                 running.reconfigure(config, self._make_provider(name, config))
         for name in sorted(set(self._daemon.fleets) - set(fleets)):
-            self._wind_down(name)
+            # For as long as it takes: whoever it leaves behind would be nobody's, and paid for.
+            self._daemon.wind_down(name)
             changes.setdefault("removed", []).append(name)
         log.info("configuration reloaded" if changes else "configuration reloaded: no fleet has changed", **changes)
         self._daemon.wake()
@@ -154,30 +161,19 @@ class Up:
         return [heard.summary for heard in self.heard().values()]
 
     def _wind_down(self, name: str) -> None:
+        """Within the time that its workers have to stop, and its provider may need to end their machines."""
         fleet = self._daemon.fleets[name]
-        if fleet.is_winding_down:
-            return
-        limit_s = fleet.config.stop_timeout_s + STOP_MARGIN_S
+        hired = self._heard[name].summary.hired if name in self._heard else None
+        limit_s = fleet.config.stop_timeout_s + STOP_MARGIN_S + (hired or 0) * END_S
         log.info("winding down", fleet=name, limit_s=limit_s)
         self._daemon.wind_down(name)
-        self._cancel_farewell(name)
-        self._leaving[name] = asyncio.get_running_loop().call_later(limit_s, self._give_up, fleet)
+        self._farewells.append(asyncio.get_running_loop().call_later(limit_s, self._give_up, fleet))
 
     def _give_up(self, fleet: FleetCycle) -> None:
         """Its time is over. What is left of it is no reason to stop, or to keep, any other."""
         if self._daemon.fleets.get(fleet.name) is fleet:
             log.error("some workers are still there; they are left to the next start", fleet=fleet.name)
             self._daemon.remove(fleet.name)
-
-    def _keep(self, fleet: FleetCycle) -> None:
-        """It is to stay, if it was on its way out. Whoever was told to leave does; others are hired."""
-        fleet.is_winding_down = False
-        self._cancel_farewell(fleet.name)
-
-    def _cancel_farewell(self, name: str) -> None:
-        timer = self._leaving.pop(name, None)
-        if timer is not None:
-            timer.cancel()
 
     def _begin(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -203,6 +199,19 @@ class Up:
             if self._empty:
                 self._daemon.wake()
             await asyncio.sleep(WAKE_INTERVAL_S)
+
+    async def _look_for_the_forgotten(self) -> None:
+        """Workers of fleets that no configuration here has any more are nobody's to let go, and may be paid for."""
+        while True:
+            with contextlib.suppress(WindlassError):
+                hired = Counter(worker.fleet for worker in await self._store.workers() if worker.slot is not None)
+                for name in sorted(hired.keys() - self._daemon.fleets.keys()):
+                    log.error(
+                        "a fleet with workers is not configured here: put it back, or nobody lets them go",
+                        fleet=name,
+                        workers=hired[name],
+                    )
+            await asyncio.sleep(FORGOTTEN_INTERVAL_S)
 
     async def _sweep(self) -> None:
         while True:

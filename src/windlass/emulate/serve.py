@@ -130,6 +130,8 @@ def make_server(emulator: Emulator) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         proxy_headers=False,
+        # The server's own is up to a second late; an emulator that has a clock says when it was.
+        date_header=False,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
     )
     return uvicorn.Server(config)

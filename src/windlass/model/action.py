@@ -1,12 +1,12 @@
 """What a plan can ask for. Each action prints as a sentence and carries its reason in words."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from windlass.model.snapshot import Hold, Memory
+from windlass.model.snapshot import Hold, Memory, Suspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Fail:
     worker_id: str
     code: str
     reason: str
+    # That what failed on it failed because of it: since then, no task's attempt there counts as one.
+    evidence: Suspect | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,15 @@ class DeleteStray:
 
 
 @dataclass(frozen=True, slots=True)
+class GrowVolume:
+    """Storage that a fleet's machines share gets larger. To a size, not by one: asked for twice, it grows once."""
+
+    volume_id: str
+    size_gb: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class FailSlot:
     """A slot's restarts are used up: nothing is put into it until `windlass restart`."""
 
@@ -118,13 +129,30 @@ class Alert:
     about: str = ""
 
 
-Action = Promote | Fail | Requeue | Drain | Delete | Adopt | Price | Prepare | DeleteStray | FailSlot | Spawn | Alert
+Action = (
+    Promote
+    | Fail
+    | Requeue
+    | Drain
+    | Delete
+    | Adopt
+    | Price
+    | Prepare
+    | GrowVolume
+    | DeleteStray
+    | FailSlot
+    | Spawn
+    | Alert
+)
 _ADAPTERS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
 
 
 def actions_to_plain(actions: Sequence[Action]) -> list[dict[str, Any]]:
     """Actions as they are stored with their cycle, and printed: each with its kind."""
-    return [{"kind": type(action).__name__, **asdict(action)} for action in actions]
+    return [
+        {"kind": name, **_ADAPTERS[name].dump_python(action, mode="json")}
+        for action, name in ((action, type(action).__name__) for action in actions)
+    ]
 
 
 def actions_from_plain(actions: Sequence[dict[str, Any]]) -> tuple[Action, ...]:

@@ -10,6 +10,8 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+# What Hetzner takes as user data; others take at least half of it.
+MAX_USER_DATA_BYTES = 32 * 1024
 # None of these may begin with a dash: apt and docker would take it for an option.
 _PACKAGE = re.compile(r"[a-z0-9][A-Za-z0-9+.:~=/_-]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]*")

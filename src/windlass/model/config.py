@@ -3,6 +3,7 @@
 Where values come from (file, environment, command line) is no concern of this module: see configure.py.
 """
 
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -206,6 +207,9 @@ class Config(_Section):
         json_schema_extra={"env": "HCLOUD_ENDPOINT"},
     )
     hetzner_network_id: int | None = _from_environment("HETZNER_NETWORK_ID", "The private network of Hetzner fleets.")
+    ray_address: str | None = _from_environment(
+        "RAY_ADDRESS", "The head of a Ray cluster, as host:port. Without it, `up` starts one where a fleet needs it."
+    )
     control_plane_ip: str | None = _from_environment(
         "RGRID_CONTROL_PLANE_IP", "Where machines in a private network find the control plane."
     )
@@ -227,6 +231,14 @@ class Config(_Section):
             usual = HETZNER_ENDPOINT if field.field_name == "hetzner_endpoint" else RUNPOD_ENDPOINT
             raise ValueError("it must be an address that begins with https://, such as " + usual)
         return endpoint.rstrip("/")
+
+    @field_validator("ray_address")
+    @classmethod
+    def _address_of_head(cls, address: str | None) -> str | None:
+        if address is not None and not re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}", address):
+            hint = ": Ray Client cannot be used, the dispatcher is a driver" if address.startswith("ray://") else ""
+            raise ValueError(f"it must be the head's own address, as 10.0.0.5:6379{hint}")
+        return address
 
     @field_validator("fleets")
     @classmethod

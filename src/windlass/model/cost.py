@@ -3,6 +3,15 @@
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from typing import NamedTuple
+
+
+class PricePart(NamedTuple):
+    """What is charged by itself: a server, its address."""
+
+    price_micros_per_hour: int
+    # At most this much for the units that begin in one calendar month (UTC).
+    price_micros_per_month: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +22,8 @@ class Tariff:
     currency: str
     # 3600: per started hour.
     unit_s: int = 1
-    # At most this much for the units that begin in one calendar month (UTC).
-    price_micros_per_month: int | None = None
+    # Where a month costs no more than so much: what the price is made of, each part with its own limit.
+    parts: tuple[PricePart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.errors import BadInput
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.money import to_micros
+from windlass.model.ray import RaySettings
 from windlass.model.runpod import RunpodSettings
 from windlass.model.task import check_queue_name
 from windlass.model.worker import MAX_CONCURRENCY
@@ -51,6 +52,23 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "spawn_grace_s": 0.0,
         "scale_down_grace_s": 0.0,
     },
+    # Raylets of this host: processes as of local, but they start Ray, which takes some seconds.
+    "ray-local": {
+        "engine": "ray",
+        "min_workers": 0,
+        "max_workers": 4,
+        "poll_interval_s": 10.0,
+        "heartbeat_interval_s": 5.0,
+        "heartbeat_timeout_s": 30.0,
+        "spawn_timeout_s": 60.0,
+        "stop_timeout_s": 30.0,
+        "min_scaling_interval_s": 0.0,
+        "spawn_grace_s": 0.0,
+        "scale_down_grace_s": 0.0,
+        "stuck_timeout_s": None,
+    },
+    # The nodes of a cluster that others run: nobody is hired, so nothing of the rest matters.
+    "ray": {"engine": "ray", "heartbeat_interval_s": 5.0, "heartbeat_timeout_s": 30.0, "stop_timeout_s": 30.0},
     # A pod takes minutes to start and costs from its first second: patience, and no haste either way.
     "runpod": {
         "policy": "buffered",
@@ -80,7 +98,12 @@ def _setting(default: Any, description: str, *, env: str | None = None, **constr
 class FleetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    provider: Literal["local", "hetzner", "runpod"] = _setting("local", "Who rents the machines.")
+    provider: Literal["local", "hetzner", "runpod", "ray-local", "ray"] = _setting(
+        "local", "Who rents the machines. `ray`: nobody, tasks run on a Ray cluster that is there already."
+    )
+    engine: Literal["ray"] | None = _setting(
+        None, "`ray`: tasks are placed by Ray on the fleet's machines. Without it: workers claim for themselves."
+    )
     queues: tuple[str, ...] = _setting(("default",), "The queues its workers serve.", min_length=1)
     policy: Literal["threshold", "buffered", "clear-time"] = _setting("buffered", "How many workers are wanted.")
 
@@ -195,6 +218,16 @@ class FleetConfig(BaseModel):
     max_restarts: int = _setting(5, "Restarts of a slot in the restart window; one more and it is failed.", ge=1)
     restart_window_s: float = _setting(300.0, "The window of the restart limit.", gt=0)
 
+    quarantine_min_failures: int = _setting(
+        3, "Different tasks that fail on a worker, and none completed between, before it is suspected.", ge=2
+    )
+    quarantine_max_chance: float = _setting(
+        0.001,
+        "A worker is replaced when such a row of failures would happen to the others with at most this probability.",
+        gt=0,
+        lt=1,
+    )
+
     # --- storage that its workers share, and how their program is started: for providers that have such things
     auto_start_worker: bool = _setting(
         False,
@@ -203,26 +236,26 @@ class FleetConfig(BaseModel):
     )
     storage_check_interval_cycles: int = _setting(
         10,
-        "Runpod: cycles from one look at the network volume to the next. No effect with local.",
+        "Runpod: cycles from one look at the network volume to the next. No effect elsewhere.",
         env="STORAGE_CHECK_INTERVAL_CYCLES",
         ge=1,
     )
     storage_min_free_gb: int = _setting(
         50,
-        "Runpod: a network volume with less free than this grows. No effect with local.",
+        "Runpod: a network volume with less free than this grows. No effect elsewhere.",
         env="STORAGE_MIN_FREE_GB",
         ge=0,
     )
     storage_max_percent_used: int = _setting(
         85,
-        "Runpod: a network volume of which more than this is used grows. No effect with local.",
+        "Runpod: a network volume of which more than this is used grows. No effect elsewhere.",
         env="STORAGE_MAX_PERCENT_USED",
         gt=0,
         le=100,
     )
     storage_expansion_increment_gb: int = _setting(
         50,
-        "Runpod: by how much a network volume grows. No effect with local.",
+        "Runpod: by how much a network volume grows. No effect elsewhere.",
         env="STORAGE_EXPANSION_INCREMENT_GB",
         gt=0,
     )
@@ -232,6 +265,7 @@ class FleetConfig(BaseModel):
     # --- providers' own
     hetzner: HetznerSettings = HetznerSettings()
     runpod: RunpodSettings = RunpodSettings()
+    ray: RaySettings = RaySettings()
 
     @model_validator(mode="before")
     @classmethod
@@ -292,6 +326,7 @@ class FleetConfig(BaseModel):
             raise ValueError(
                 "provider is 'runpod' and neither runpod.image nor runpod.template_id is set: name an image"
             )
+        self._check_engine()
         if self.handler is not None and self.exec is not None:
             raise ValueError("both handler and exec are set: a worker runs one of them")
         if self.is_inline and self.exec is not None:
@@ -301,6 +336,27 @@ class FleetConfig(BaseModel):
                 f"concurrency is {self.concurrency} and has_gpu is set: a GPU runs exactly one task at a time"
             )
         return self
+
+    def _check_engine(self) -> None:
+        if self.engine is None:
+            if self.provider in ("ray-local", "ray"):
+                raise ValueError(f'provider is {self.provider!r}, which needs engine = "ray"')
+            if self.ray != RaySettings():
+                raise ValueError('ray is set and engine is not: set engine = "ray"')
+            return
+        if self.provider in ("local", "runpod"):
+            other = ' (provider = "ray-local" starts Ray\'s nodes on this host)' if self.provider == "local" else ""
+            raise ValueError(f"engine is 'ray', which provider {self.provider!r} cannot do{other}")
+        if self.is_inline:
+            raise ValueError("is_inline goes without an engine: Ray runs handlers in its own processes")
+        for name in self.ray.queues:
+            if name not in self.queues:
+                raise ValueError(f"ray.queues names {name}, which is not among the fleet's queues")
+
+    @property
+    def is_of_this_host(self) -> bool:
+        """Whether its machines are processes here."""
+        return self.provider in ("local", "ray-local")
 
     @property
     def promotion_age_s(self) -> float:

@@ -43,7 +43,9 @@ class HetznerSettings(BaseModel):
     is_ipv4_on: bool = Field(default=True, description="A public IPv4 address. It costs extra.")
     is_ipv6_on: bool = Field(default=False, description="A public IPv6 address.")
     ssh_keys: tuple[str, ...] = Field(
-        default=(), description="Names or ids of SSH keys that may log in. None: nobody can."
+        default=(),
+        description="Names or ids of SSH keys that may log in. None: nobody can; the password that Hetzner then makes "
+        "for root is locked at first boot.",
     )
     firewall_ids: tuple[int, ...] = Field(default=(), description="Firewalls before the public addresses.")
     labels: dict[str, str] = Field(default={}, description="More labels for its servers, beside those windlass needs.")

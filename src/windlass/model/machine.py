@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from windlass.model.cost import PricePart
+
 
 class MachineState(StrEnum):
     BOOTING = "booting"  # exists, and is billed, but cannot run anything yet
@@ -23,8 +25,8 @@ class Machine:
     instance_type: str | None = None
     place: str | None = None
     price_micros_per_hour: int | None = None
-    # Where the provider caps a calendar month.
-    price_micros_per_month: int | None = None
+    # What the price is made of, where the provider caps a calendar month of each.
+    price_parts: tuple[PricePart, ...] = ()
     currency: str | None = None
     # What the provider says about why it exited, for the event.
     note: str | None = None
@@ -39,6 +41,14 @@ class MachineRequest:
     slot: int
     # What a machine that is to work over HTTP shows to join, once. In memory and on the machine, nowhere else.
     join_token: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """Storage that a fleet's machines share."""
+
+    id: str
+    size_gb: int
 
 
 @dataclass(frozen=True, slots=True)

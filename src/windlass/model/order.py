@@ -8,6 +8,27 @@ from dataclasses import dataclass, field
 
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
+from windlass.model.ray import RaySettings
+
+
+@dataclass(frozen=True, slots=True)
+class RayHead:
+    """The cluster that nodes join. `env` lets them in: it is a secret."""
+
+    address: str
+    ray_version: str
+    python_version: str
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RayOrder:
+    """Be a node of this cluster, and claim nothing. Its versions are to be the machine's own."""
+
+    address: str
+    ray_version: str
+    python_version: str
+    settings: RaySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +48,12 @@ class WorkOrder:
     is_inline: bool = False
     # On the machine.
     chdir: str | None = None
+    # Storage that the fleet's machines share, where it is mounted: how much of it is used is told with heartbeats.
+    storage_path: str | None = None
     timeout_s: float | None = None
     memory_limit_mb: int | None = None
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    ray: RayOrder | None = None
 
 
 def work_order(
@@ -41,8 +65,10 @@ def work_order(
     *,
     max_payload_bytes: int,
     version: str,
+    ray_head: RayHead | None = None,
 ) -> WorkOrder:
-    """`queues` are those the worker was hired for: a worker keeps what it was started with."""
+    """`queues` are those the worker was hired for: a worker keeps what it was started with. `ray_head`: what machines
+    of a fleet with that engine join."""
     return WorkOrder(
         worker_id=worker_id,
         fleet=fleet_name,
@@ -57,7 +83,15 @@ def work_order(
         exec=fleet.exec,
         is_inline=fleet.is_inline,
         chdir=str(fleet.chdir) if fleet.chdir is not None else None,
+        storage_path=fleet.runpod.volume_path if fleet.runpod.network_volume_id is not None else None,
         timeout_s=defaults.timeout_s,
         memory_limit_mb=defaults.memory_limit_mb,
-        env=dict(fleet.env),
+        env={**fleet.env, **(ray_head.env if ray_head is not None and fleet.engine == "ray" else {})},
+        ray=_ray_order(fleet, ray_head),
     )
+
+
+def _ray_order(fleet: FleetConfig, head: RayHead | None) -> RayOrder | None:
+    if head is None or fleet.engine != "ray":
+        return None
+    return RayOrder(head.address, head.ray_version, head.python_version, fleet.ray)

@@ -11,7 +11,8 @@ from typing import Any
 
 from windlass.model.cost import Bill, Spending
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine, ProviderTraits
+from windlass.model.machine import Machine, ProviderTraits, Volume
+from windlass.model.node import NodeView
 from windlass.model.worker import WorkerStatus
 
 
@@ -65,6 +66,28 @@ class WorkerView:
     prepare_reason: str | None = None
     # Who its machine proved to be when it first let us in.
     host_key: str | None = None
+    # What its engine last said of it, where tasks are placed by one.
+    node: NodeView | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A worker that has completed nothing since several tasks failed on it, and how others did meanwhile."""
+
+    worker_id: str
+    # When the first of them failed.
+    since: datetime
+    # Different tasks, the newest last; of a long row only the newest.
+    failed: tuple[int, ...]
+    # Of those, which others have completed since, and who.
+    completed_by: dict[int, str] = field(default_factory=dict)
+    # Of those, which failed on others too that completed tasks meanwhile.
+    failed_elsewhere: tuple[int, ...] = ()
+    # Others that completed tasks of the fleet's queues meanwhile; how many they completed, and how many attempts of
+    # theirs failed.
+    others: int = 0
+    others_completed: int = 0
+    others_failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +173,24 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageUse:
+    """How much of the storage that a fleet shares is used, by the word of one of its workers."""
+
+    worker_id: str
+    used_bytes: int
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """That a volume was to grow to this size."""
+
+    volume_id: str
+    size_gb: int
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """The explicit memory of plan(): in with the snapshot, out with the plan, stored with the fleet."""
 
@@ -173,9 +214,15 @@ class Memory:
     idle_since: dict[str, datetime] = field(default_factory=dict)
     # Worker id to the first of the cycles, without a break, that saw tasks waiting and it without any claim ever.
     unclaimed_since: dict[str, datetime] = field(default_factory=dict)
+    # Machine id to the first of the cycles, without a break, that asked for its end and still saw it listed.
+    ending_since: dict[str, datetime] = field(default_factory=dict)
+    # When a worker on which all tasks fail was last replaced to see how they fare on another.
+    tried_at: datetime | None = None
     # Since when no list of machines could be had.
     unlisted_since: datetime | None = None
     guard: Guard = Guard()
+    # What was asked for when its storage was last looked at.
+    growth: Growth | None = None
     refused: Pause | None = None
     # What a person has been told, and when. A cause that is gone is forgotten.
     alerts: dict[str, datetime] = field(default_factory=dict)
@@ -200,6 +247,12 @@ class Snapshot:
     # None as soon as a machine was had after it.
     refusal: Refusal | None = None
     last_failure: Failure | None = None
+    # Storage that its machines share: None where there is none, or it was not looked at in this cycle.
+    volume: Volume | None = None
+    # The newest word about how much of it is used.
+    storage: StorageUse | None = None
+    # Workers on which tasks fail, one after another.
+    suspects: tuple[Suspect, ...] = ()
     # Names in which tasks run although no live worker has them.
     orphaned: tuple[str, ...] = ()
     # Workers whose machines this orchestrator is preparing at this moment.

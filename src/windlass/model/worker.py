@@ -7,6 +7,8 @@ from enum import StrEnum
 from typing import Any
 from uuid import UUID
 
+from windlass.model.node import NodeView
+
 # The fleet of those who name none.
 DEFAULT_FLEET = "default"
 # Tasks of one worker at the same time. Each of its heartbeats names all of them, and they are given back one by one.
@@ -19,6 +21,12 @@ class WorkerStatus(StrEnum):
     TERMINATING = "terminating"
     ERROR = "error"
     TERMINATED = "terminated"
+
+
+class WorkerKind(StrEnum):
+    WORKER = "worker"  # claims and runs tasks itself
+    NODE = "node"  # runs what a dispatcher places on it
+    DISPATCHER = "dispatcher"  # claims tasks and places them on nodes
 
 
 LIVE = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
@@ -36,6 +44,7 @@ class Registration:
     host: str | None = None
     pid: int | None = None
     version: str | None = None
+    kind: WorkerKind = WorkerKind.WORKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,9 @@ class Worker:
     vram_used_mb: int | None
     late_results: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    kind: WorkerKind = WorkerKind.WORKER
+    # Of a node: what its engine last said of it.
+    node: NodeView | None = None
 
 
 @dataclass(frozen=True, slots=True)

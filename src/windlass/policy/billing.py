@@ -5,6 +5,7 @@ A provider counts whole units from the machine's creation and charges each when 
     units(t)    ceil((t - since) / unit)                       that begin before t; at least one for a machine that was
     charged(t)  sum over calendar months (UTC) of
                 min(price * units of that month * unit / 3600, monthly cap)
+                of each part of the price that has a cap of its own
 
 An idle worker of a fleet that pays by long units is worth keeping until what is paid is nearly used up: it costs
 nothing more and claims what comes. Then it must go in time. From the cycle that lets it go to the end of its machine:
@@ -81,9 +82,15 @@ def charged_between(bill: Bill, since: datetime, now: datetime) -> int:
 
 def _price(tariff: Tariff, units: int) -> int:
     """Rounded once for all units of a month, so that the rounding of single units never adds up."""
-    micros = tariff.price_micros_per_hour * units * tariff.unit_s
-    micros = (2 * micros + _SECONDS_PER_HOUR) // (2 * _SECONDS_PER_HOUR)
-    return micros if tariff.price_micros_per_month is None else min(micros, tariff.price_micros_per_month)
+    if not tariff.parts:
+        return _rounded(tariff.price_micros_per_hour * units * tariff.unit_s)
+    parts = ((_rounded(hour * units * tariff.unit_s), month) for hour, month in tariff.parts)
+    return sum(min(micros, cap) for micros, cap in parts)
+
+
+def _rounded(micro_seconds: int) -> int:
+    """Micros per hour times seconds, in micros."""
+    return (2 * micro_seconds + _SECONDS_PER_HOUR) // (2 * _SECONDS_PER_HOUR)
 
 
 # ------------------------------------------------------------------------------------------------- closing the books

@@ -73,9 +73,9 @@ def has_budget(fleet: FleetConfig) -> bool:
 
 
 def affordable(snapshot: Snapshot, fleet: FleetConfig, found: list[Budget]) -> int | None:
-    """How many more workers the budgets have room for: each costs a unit at the highest price known, and those hired
-    whose machine is not known yet have theirs still before them. As long as no price is known, one, which will tell
-    it. None: no limit, or machines that have no price."""
+    """How many more workers the budgets have room for: each costs a unit at the highest price known, and so does each
+    of those hired whose price is not known yet. As long as no price is known, one, which will tell it. None: no limit,
+    or machines that have no price."""
     if not has_budget(fleet):
         return None
     prices: dict[str, int] = {}
@@ -83,7 +83,7 @@ def affordable(snapshot: Snapshot, fleet: FleetConfig, found: list[Budget]) -> i
         price = cost(bill.tariff, bill.since, bill.since)
         prices[bill.tariff.currency] = max(price, prices.get(bill.tariff.currency, 0))
     unknown = [worker for worker in snapshot.workers if worker.slot is not None and worker.bill is None]
-    if any(worker.machine_id is not None for worker in unknown):
+    if not snapshot.traits.is_remote and any(worker.machine_id is not None for worker in unknown):
         return None
     rooms = [budget.left_micros // prices[budget.currency] for budget in found if prices.get(budget.currency)]
     return max(0, min(rooms, default=1) - len(unknown)) if rooms or not prices else None

@@ -14,8 +14,10 @@ from enum import StrEnum
 
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
+from windlass.model.node import NodeState
 from windlass.model.snapshot import RunningView, WorkerView
 from windlass.model.worker import LIVE, WorkerStatus
+from windlass.policy.evidence import QUARANTINED
 
 # A task's own limit is kept by its worker; only a worker that fails at that is stuck, and this is its time to act.
 TASK_LIMIT_MARGIN_S = 60.0
@@ -30,6 +32,9 @@ class Lifecycle(StrEnum):
     SPAWNING_POD_PENDING = "spawning_pod_pending"  # its machine does not run yet
     SPAWNING_SCRIPT_PENDING = "spawning_script_pending"  # its machine runs, the worker's program was not started
     SPAWNING_SCRIPT_RUNNING = "spawning_script_running"  # started, not heard of yet
+    # heard of, where an engine places tasks
+    NODE_JOINING = "node_joining"  # its engine has not seen it yet
+    NODE_DEAD = "node_dead"  # its engine has given it up, whatever its heartbeat says
     # heard of
     ACTIVE_INITIALIZING = "active_initializing"  # no word about its GPU yet
     ACTIVE_GPU_NOT_DETECTED = "active_gpu_not_detected"  # a GPU of zero memory
@@ -122,10 +127,12 @@ def derive_worker_state(
     *,
     idle_since: datetime | None = None,
     unclaimed_since: datetime | None = None,
+    blamed: str | None = None,
 ) -> WorkerState:
     """Everything there is to say about a worker. `queued`: tasks that wait in the queues its fleet serves.
 
-    `idle_since`, `unclaimed_since`: what the last cycle's state of it said.
+    `idle_since`, `unclaimed_since`: what the last cycle's state of it said. `blamed`: why it is to blame for
+    the tasks that failed on it, if it is.
     """
     heartbeat_age_s = _age_s(worker.last_heartbeat, now)
     is_silent = heartbeat_age_s is not None and heartbeat_age_s > _silence_limit_s(worker, fleet)
@@ -133,7 +140,7 @@ def derive_worker_state(
     is_recent = heartbeat_age_s is not None and heartbeat_age_s < fleet.promotion_age_s
     idle_since = None if worker.running else idle_since or now
     unclaimed_since = (unclaimed_since or now) if _is_unclaimed(worker, lifecycle, queued) else None
-    code, reason = _trouble(worker, machine, presence, lifecycle, fleet, now, queued, unclaimed_since)
+    code, reason = _trouble(worker, machine, presence, lifecycle, fleet, now, queued, unclaimed_since, blamed)
     return WorkerState(
         worker=worker,
         lifecycle=lifecycle,
@@ -151,7 +158,7 @@ def derive_worker_state(
         # A worker that finishes its last tasks can fall silent too; a crashed one is worse than silent.
         is_stale=is_silent and worker.status in LIVE and lifecycle is not Lifecycle.CRASHED,
         is_booting=_is_booting(worker, lifecycle, fleet, now),
-        is_proven=_is_proven(worker, lifecycle, fleet) and code != "GPU_READY_NOT_CLAIMING",
+        is_proven=_is_proven(worker, lifecycle, fleet) and code not in ("GPU_READY_NOT_CLAIMING", QUARANTINED),
         should_promote=worker.status is WorkerStatus.SPAWNING and is_recent and lifecycle in PROMOTABLE,
         should_terminate=code is not None,
         reason=reason,
@@ -181,6 +188,8 @@ def _lifecycle(
         return Lifecycle.SPAWNING_SCRIPT_RUNNING if worker.prepared_at else Lifecycle.SPAWNING_SCRIPT_PENDING
     if is_silent:
         return Lifecycle.ACTIVE_STALE
+    if fleet.engine is not None and worker.slot is not None:
+        return _lifecycle_of_node(worker, fleet)
     if not fleet.has_gpu or worker.slot is None:
         return Lifecycle.ACTIVE_READY
     if worker.vram_at is None:
@@ -188,7 +197,18 @@ def _lifecycle(
     return Lifecycle.ACTIVE_READY if worker.vram_total_mb else Lifecycle.ACTIVE_GPU_NOT_DETECTED
 
 
-def _trouble(
+def _lifecycle_of_node(worker: WorkerView, fleet: FleetConfig) -> Lifecycle:
+    if worker.node is None or worker.node.state is NodeState.ABSENT:
+        return Lifecycle.NODE_JOINING
+    if worker.node.state is NodeState.DEAD:
+        return Lifecycle.NODE_DEAD
+    # What a node has is its engine's word, not its own.
+    if fleet.has_gpu and not worker.node.total.get("GPU"):
+        return Lifecycle.ACTIVE_GPU_NOT_DETECTED
+    return Lifecycle.ACTIVE_READY
+
+
+def _trouble(  # noqa: PLR0912 - one for each way to be broken
     worker: WorkerView,
     machine: Machine | None,
     presence: Presence,
@@ -197,6 +217,7 @@ def _trouble(
     now: datetime,
     queued: int,
     unclaimed_since: datetime | None,
+    blamed: str | None,
 ) -> tuple[str | None, str | None]:
     """Why this worker must end: a code for machines and a reason in words. (None, None) if it need not."""
     if lifecycle in (Lifecycle.ERROR, Lifecycle.TERMINATED, Lifecycle.TERMINATING):
@@ -210,9 +231,13 @@ def _trouble(
         return _not_heard(worker, presence, fleet, now, queued)
     if worker.slot is None:
         return None, None
+    if lifecycle in (Lifecycle.NODE_JOINING, Lifecycle.NODE_DEAD):
+        return _given_up(worker, lifecycle, fleet, now)
     stuck = _stuck_task(worker, fleet, now)
     if stuck is not None:
         return "STUCK_TASK", f"Stuck task {stuck.task_id} ({(now - stuck.started_at).total_seconds():.0f}s)"
+    if blamed is not None:
+        return QUARANTINED, blamed
     age_s = _effective_age_s(worker, now)
     if lifecycle is Lifecycle.ACTIVE_GPU_NOT_DETECTED and age_s > fleet.gpu_not_detected_timeout_s:
         return "GPU_NOT_DETECTED", f"GPU not detected (VRAM=0) after {age_s:.0f}s"
@@ -254,8 +279,25 @@ def _not_heard(
         return "NO_MACHINE_ID", f"No machine id, and no machine appeared for it ({age_s:.0f}s)"
     if worker.prepare_code is not None:
         return worker.prepare_code, worker.prepare_reason or "its machine could not be prepared"
+    # Before it was made it could not boot, and providers take their time.
+    boot_s = (now - (worker.machine_at or worker.created_at)).total_seconds()
+    if boot_s > fleet.spawn_timeout_s:
+        return "SPAWNING_TIMEOUT", f"Spawning timeout ({boot_s:.0f}s)"
+    return None, None
+
+
+def _given_up(
+    worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig, now: datetime
+) -> tuple[str | None, str | None]:
+    """A node that its engine has never seen, or sees no more. An engine nobody has looked at lately says nothing."""
+    node = worker.node
+    if node is None or (now - node.at).total_seconds() > fleet.heartbeat_timeout_s:
+        return None, None
+    if lifecycle is Lifecycle.NODE_DEAD:
+        return "NODE_DEAD", f"Its node is dead: {node.note or 'no word why'}"
+    age_s = (now - worker.created_at).total_seconds()
     if age_s > fleet.spawn_timeout_s:
-        return "SPAWNING_TIMEOUT", f"Spawning timeout ({age_s:.0f}s)"
+        return "NODE_NOT_JOINED", f"Booted, but never joined its cluster ({age_s:.0f}s)"
     return None, None
 
 
@@ -276,7 +318,9 @@ def _is_booting(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig, no
         return False
     # One that has no word of its GPU after all its time is no longer expected: it may be let go like any other.
     is_still_expected = _effective_age_s(worker, now) <= fleet.startup_grace_s
-    return lifecycle in SPAWNING or (lifecycle in NOT_READY and is_still_expected)
+    if lifecycle in SPAWNING or lifecycle is Lifecycle.NODE_JOINING:
+        return True
+    return lifecycle in NOT_READY and is_still_expected
 
 
 def _is_proven(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig) -> bool:

@@ -10,6 +10,7 @@ from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hold, Memory, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.policy.derive import Presence, WorkerState, derive_worker_state
+from windlass.policy.evidence import blames
 
 # A list that lost more than half of what it had, and at least this many, is doubted before it is believed.
 SHRUNK_MIN = 3
@@ -66,6 +67,12 @@ class Draft:
         self.alerts[key] = self.now if told_at is None or is_news else told_at
         return [Alert(code, reason, worker_id, about)] if is_news else []
 
+    def keep_alerts(self, *codes: str) -> None:
+        """Whether the cause is still there is not known in this cycle: what a person was told of it stays."""
+        for key, told_at in self.snapshot.memory.alerts.items():
+            if key.split(" ", 1)[0] in codes:
+                self.alerts[key] = told_at
+
     @property
     def failed_ids(self) -> set[str]:
         return {action.worker_id for action in self.actions if isinstance(action, Fail)}
@@ -116,6 +123,9 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> Draft:
     own = {worker_id: machine for worker_id, machine in found if machine is not None}
     draft = Draft(snapshot, fleet, memory, {}, by_name, own)
     presences = _presences(draft)
+    hired = {worker.id for worker in snapshot.workers if worker.slot is not None}
+    suspects = [suspect for suspect in snapshot.suspects if suspect.worker_id in hired]
+    blamed = blames(suspects, fleet, memory.tried_at, snapshot.now)
     for worker in snapshot.workers:
         draft.states[worker.id] = derive_worker_state(
             worker,
@@ -126,6 +136,7 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> Draft:
             snapshot.queue.queued,
             idle_since=snapshot.memory.idle_since.get(worker.id),
             unclaimed_since=snapshot.memory.unclaimed_since.get(worker.id),
+            blamed=blamed.get(worker.id),
         )
     states = draft.states.values()
     draft.remember(

@@ -20,6 +20,7 @@ STAGES: tuple[Stage, ...] = (
     stages.promote,
     stages.brake,
     stages.doubt_strays,
+    stages.find_machines,
     stages.fail_broken,
     stages.fail_slots,
     stages.requeue_orphans,
@@ -27,8 +28,9 @@ STAGES: tuple[Stage, ...] = (
     stages.end_drained,
     stages.keep_budget,
     stages.scale,
-    stages.reconcile,
+    stages.end_strays,
     stages.prepare,
+    stages.grow_storage,
     stages.warn,
 )
 

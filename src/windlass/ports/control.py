@@ -111,8 +111,13 @@ class NotDeleted:
 
 @dataclass(frozen=True, slots=True)
 class StrayDeleted:
-    name: str
+    """A machine that no worker had is gone. It was paid for all the same."""
+
+    machine: Machine
     reason: str
+    billing_unit_s: int = 1
+    # As in Deleted.
+    ended_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,22 @@ class PreparationUnclear:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class VolumeGrown:
+    volume_id: str
+    size_gb: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeNotGrown:
+    """`reason`: why, in the provider's words."""
+
+    volume_id: str
+    size_gb: int
+    reason: str
+
+
 Outcome = (
     Created
     | CreationUnclear
@@ -154,6 +175,8 @@ Outcome = (
     | Prepared
     | PreparationFailed
     | PreparationUnclear
+    | VolumeGrown
+    | VolumeNotGrown
 )
 
 

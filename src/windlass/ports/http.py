@@ -15,7 +15,7 @@ from uuid import UUID
 from pydantic import Field
 
 from windlass.model.task import Claim, Finished, TaskStatus
-from windlass.model.worker import HeldClaim, WorkerStatus
+from windlass.model.worker import HeldClaim, WorkerKind, WorkerStatus
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
 ORDER = "/internal/worker/order"
@@ -88,8 +88,7 @@ class RegisterCall:
     host: str | None = None
     pid: int | None = None
     version: str | None = None
-    # Read for workers that nobody hired; a hired one is in the fleet it was hired for.
-    fleet: str = "default"
+    kind: WorkerKind = WorkerKind.WORKER
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ The contract:
   been started on the machine, by this call or another: it is started once, however often and by however many it is
   asked for. It raises NotPrepared if that cannot be; after anything else it is asked for again. It alone may take
   minutes.
-- No call takes longer than the adapter's own time limit. A machine without our tags is never touched.
+- No call takes longer than the adapter's own time limit. A machine without our tags is never touched. One that is
+  there and paid for, and has lost them, is not gone: deleting it raises Refused.
 """
 
 from datetime import datetime
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
+from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits, Volume
 
 
 class Provider(Protocol):
@@ -35,3 +36,14 @@ class Provider(Protocol):
         """`host_key`: what an earlier call returned for it, or raised with."""
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class SharesVolume(Protocol):
+    """A provider whose machines may share storage that can grow, and only grow."""
+
+    async def volume(self) -> Volume | None:
+        """As it is now. None: this fleet has none. Raises ProviderError if that cannot be known."""
+
+    async def grow_volume(self, volume_id: str, size_gb: int) -> Volume:
+        """At least so large from now on; one that is so already stays as it is. Raises ProviderError."""

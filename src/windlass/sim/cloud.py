@@ -19,6 +19,7 @@ from math import floor
 from random import Random
 from typing import Any, Protocol
 
+from windlass.model.cost import PricePart
 from windlass.model.errors import Ambiguous, NoCapacity, ProviderError, Refused, Throttled, Unavailable
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.sim.loop import moment
@@ -289,6 +290,11 @@ class Cloud:
         cap = self.price_micros_per_month
         return sum(months) if cap is None else sum(min(month, cap) for month in months)
 
+    @property
+    def _price_parts(self) -> tuple[PricePart, ...]:
+        price, cap = self.price_micros_per_hour, self.price_micros_per_month
+        return () if price is None or cap is None else (PricePart(price, cap),)
+
     def _machine(self, entry: Entry, as_of: float) -> Machine:
         return Machine(
             entry.id,
@@ -297,7 +303,7 @@ class Cloud:
             created_at=moment(entry.began_at),
             instance_type="sim",
             price_micros_per_hour=self.price_micros_per_hour,
-            price_micros_per_month=self.price_micros_per_month,
+            price_parts=self._price_parts,
             currency=None if self.price_micros_per_hour is None else "EUR",
         )
 

@@ -19,6 +19,7 @@ class Lucks:
     crashes: float = 0.0
     freezes: float = 0.0
     ignores_drain: float = 0.0
+    fails_tasks: float = 0.0
 
     def draw(self, rng: Random, fleet: FleetConfig) -> Luck:
         luck = Luck(boots_s=rng.uniform(1.0, 15.0))
@@ -36,7 +37,10 @@ class Lucks:
             frozen_s = fleet.heartbeat_timeout_s * rng.uniform(0.8, 2.0)
             return replace(luck, freezes_at_s=rng.uniform(5.0, 150.0), frozen_s=frozen_s)
         roll -= self.freezes
-        return replace(luck, ignores_drain=roll < self.ignores_drain)
+        if roll < self.ignores_drain:
+            return replace(luck, ignores_drain=True)
+        roll -= self.ignores_drain
+        return replace(luck, fails_tasks=roll < self.fails_tasks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Surroundings:
     billing_unit_s: int = 1
     # When tasks arrive, and how many at once.
     arrivals: tuple[tuple[float, int], ...] = ()
+    # Of each task: none may end as a dead letter because the world was rough.
+    max_attempts: int = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +109,14 @@ def draw(seed: int) -> Scenario:
     is_succession = dice.theme == "succession"
     faults_end_s = rng.uniform(300.0, 900.0)
     names = ["red"] if rng.random() < 0.85 else ["red", "blue"]
+    fleets = {name: _draw_surroundings(dice, name, faults_end_s) for name in names}
+    fails_tasks = _Dice(Random(f"{seed} fails"), dice.theme).share(0.3, "machines")  # noqa: S311
     return Scenario(
         seed=seed,
-        fleets={name: _draw_surroundings(dice, name, faults_end_s) for name in names},
+        fleets={
+            name: replace(around, lucks=replace(around.lucks, fails_tasks=fails_tasks))
+            for name, around in fleets.items()
+        },
         orchestrators=rng.choice([2, 3]) if is_succession else rng.choice([1, 2, 2]),
         ttl_s=rng.choice([5.0, 10.0, 20.0]),
         faults_end_s=faults_end_s,

@@ -20,13 +20,13 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from windlass.model.action import Adopt, DeleteStray, Drain, Plan, Spawn
+from windlass.model.action import Adopt, DeleteStray, Drain, Fail, Plan, Spawn
 from windlass.model.cost import Bill
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Snapshot
 from windlass.model.task import Claim, Finished, Turn
 from windlass.model.worker import LIVE, Pulse, WorkerStatus
-from windlass.ports.control import Committed, Created, Deleted, Intent, Outcome
+from windlass.ports.control import Committed, Created, Deleted, Intent, Outcome, StrayDeleted
 from windlass.sim.cloud import Cloud, Entry
 from windlass.sim.loop import EPOCH, moment
 from windlass.sim.workers import SimWorker
@@ -51,6 +51,9 @@ class TaskEntry:
     claims: list[tuple[str, UUID]] = field(default_factory=list)
     accepted: UUID | None = None
     is_dead: bool = False
+    failed_on: set[str] = field(default_factory=set)
+    # Somebody it failed on was found to be to blame: it may live again.
+    is_pardoned: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -79,10 +82,12 @@ class Watch:
     # Worker id to its machine, to when that was gone as far as anybody told us, and to when it was let go as spare.
     machine_of: dict[str, str] = field(default_factory=dict)
     ended_at: dict[str, datetime] = field(default_factory=dict)
+    strays_ended: dict[str, datetime] = field(default_factory=dict)
     spared_at: dict[str, float] = field(default_factory=dict)
     claimed_at: dict[str, float] = field(default_factory=dict)
     last_term: int = 0
     late_results: int = 0
+    quarantined: list[str] = field(default_factory=list)
 
     # ----------------------------------------------------------------------------------------------------- machines
 
@@ -130,7 +135,7 @@ class Watch:
                 self._finished(arguments[0], arguments[1], result)
             case "fail":
                 self._is_done(arguments[0], arguments[2])
-                self._failed(arguments[1], result)
+                self._failed(arguments[0], arguments[1], result)
             case "heartbeat":
                 self._beat(arguments[0], result)
             case "leave":
@@ -145,6 +150,8 @@ class Watch:
         for claim in claims:
             self.claimed_at[worker_id] = self._now()
             task = self.tasks[claim.task_id]
+            if task.is_pardoned:
+                task.is_dead = task.is_pardoned = False
             if task.is_finished:
                 self._break(f"task {claim.task_id} is finished and was claimed again by {worker_id}")
             for before, token in task.claims:
@@ -168,6 +175,8 @@ class Watch:
         for done in finished:
             task = self.tasks[done.task_id]
             self._is_done(worker_id, done.token)
+            if done.token not in turn.lost and worker_id in self.by_id:
+                self.by_id[worker_id].conduct.failed_in_a_row.clear()
             if done.token in turn.lost:
                 self.late_results += 1
             elif task.accepted not in (None, done.token) or task.is_dead:
@@ -184,9 +193,18 @@ class Watch:
         if worker is not None:
             worker.conduct.at_work.pop(token, None)
 
-    def _failed(self, task_id: int, status: str | None) -> None:
-        if status == "failed":
-            self.tasks[task_id].is_dead = True
+    def _failed(self, worker_id: str, task_id: int, status: str | None) -> None:
+        if status is None:
+            return
+        if worker_id in self.by_id:
+            self.by_id[worker_id].conduct.failed_in_a_row.add(task_id)
+        self.tasks[task_id].failed_on.add(worker_id)
+        self.tasks[task_id].is_dead = status == "failed"
+
+    def _pardon(self, worker_id: str) -> None:
+        self.quarantined.append(worker_id)
+        for task in self.tasks.values():
+            task.is_pardoned = task.is_pardoned or worker_id in task.failed_on
 
     def _beat(self, worker_id: str, pulse: Pulse) -> None:
         worker = self.by_id.get(worker_id)
@@ -236,6 +254,8 @@ class Watch:
         for action in plan.actions:
             if isinstance(action, Adopt):
                 self.machine_of.setdefault(action.worker_id, action.machine_id)
+            if isinstance(action, Fail) and action.evidence is not None:
+                self._pardon(action.worker_id)
             if isinstance(action, Drain):
                 self.told_to_end_at.setdefault(action.worker_id, self._now())
         self._hired(intents, committed.granted)
@@ -271,6 +291,8 @@ class Watch:
             match outcome:
                 case Created(worker_id, machine):
                     self.machine_of.setdefault(worker_id, machine.id)
+                case StrayDeleted(machine, _, _, ended_at):
+                    self.strays_ended.setdefault(machine.id, ended_at or moment(self._now()))
                 case Deleted(worker_id, _, _, _, ended_at) if worker_id in self.machine_of:
                     self.ended_at.setdefault(worker_id, ended_at or moment(self._now()))
                 case _:
@@ -288,6 +310,7 @@ class Watch:
         """Compare what we say that each worker cost with the cloud's ledger. Returns who has another bill than the
         cloud's because nobody ever told us when it ended: a machine that vanished, an answer that was lost."""
         cloud, guessed = self.clouds[fleet], []
+        self._audit_strays(cloud, ours, since_calm)
         for worker_id, ended_at in self.ended_at.items():
             entry = cloud.books.get(self.machine_of[worker_id])
             if entry is None:
@@ -301,6 +324,17 @@ class Watch:
                     self._break(f"{worker_id} cost {theirs} micros, and our ledger has {with_our_end}")
             self._check_in_time(cloud, entry, worker_id, since_calm)
         return guessed
+
+    def _audit_strays(self, cloud: Cloud, ours: dict[str, int], since_calm: float) -> None:
+        """Machines that never became a worker's cost money too. What went while we were dead nobody can know."""
+        known = set(self.machine_of.values())
+        for entry in cloud.books.values():
+            if entry.id in known or entry.id not in self.strays_ended:
+                continue
+            theirs, ended = cloud.charged(entry, moment(entry.gone_at)), self.strays_ended[entry.id]
+            with_our_end, booked = cloud.charged(entry, ended), ours.get(f"stray-{entry.id}", 0)
+            if booked != with_our_end or (entry.gone_at > since_calm and theirs != with_our_end):
+                self._break(f"stray {entry.id} cost {theirs} micros, and our ledger has {booked}")
 
     def _check_in_time(self, cloud: Cloud, entry: Entry, worker_id: str, since_calm: float) -> None:
         """Where nothing goes wrong, who is let go as spare is gone before it is paid for again."""

@@ -24,6 +24,8 @@ from windlass.sim.story import Story
 
 # An idle worker looks for work this often even when nobody tells it to.
 LOOKS_EVERY_S = 30.0
+# What a task takes on a worker on which all fail.
+FAILS_WITHIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,13 @@ class Luck:
     freezes_at_s: float | None = None
     frozen_s: float = 0.0
     ignores_drain: bool = False
+    # Its GPU is dead: every task it takes fails, and at once.
+    fails_tasks: bool = False
 
     @property
     def is_good(self) -> bool:
-        return not (self.never_joins or self.ignores_drain or self.crashes_at_s or self.freezes_at_s)
+        is_bad = self.never_joins or self.ignores_drain or self.fails_tasks or self.crashes_at_s or self.freezes_at_s
+        return not is_bad
 
 
 @dataclass(slots=True)
@@ -56,6 +61,8 @@ class Conduct:
     at_work: dict[UUID, float] = field(default_factory=dict)
     # When the store first told it, or others, that it should end.
     told_to_end_at: float | None = None
+    # Different tasks that failed on it since it last completed one.
+    failed_in_a_row: set[int] = field(default_factory=set)
     is_over: bool = False
 
     def heard(self, now: float) -> None:
@@ -77,7 +84,8 @@ class Conduct:
         stuck_s = fleet.stuck_timeout_s
         if stuck_s is not None and any(now - since > stuck_s for since in self.at_work.values()):
             return "stuck"
-        return None
+        # By chance, tasks that fail anywhere may fail on one worker, one after another.
+        return "unlucky with tasks" if len(self.failed_in_a_row) >= fleet.quarantine_min_failures else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +248,8 @@ class SimWorker:
         """Work on it; returns what is to be done next."""
         self._held[claim.token] = claim
         self.conduct.at_work[claim.token] = self._now()
-        attempt = asyncio.create_task(asyncio.sleep(self._rng.uniform(*self._habits.task_s)))
+        takes_s = self._rng.uniform(*self._habits.task_s)
+        attempt = asyncio.create_task(asyncio.sleep(FAILS_WITHIN_S if self._luck.fails_tasks else takes_s))
         self._attempts[claim.token] = attempt
         try:
             await asyncio.wait([attempt])
@@ -256,7 +265,7 @@ class SimWorker:
                 self._idle_since = self._now()
 
     async def _deliver(self, claim: Claim) -> list[Claim]:
-        if self._rng.random() < self._habits.fails:
+        if self._rng.random() < self._habits.fails or self._luck.fails_tasks:
             await self._insist(
                 lambda: self._transport.fail(self.id, claim.task_id, claim.token, "it did not work out", jitter=0.5)
             )

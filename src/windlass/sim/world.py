@@ -19,7 +19,7 @@ from windlass.model.worker import WorkerStatus
 from windlass.ports.provider import Provider
 from windlass.sim.cloud import Cloud, Entry
 from windlass.sim.link import Remote, Weather
-from windlass.sim.loop import EPOCH, run, virtual_now
+from windlass.sim.loop import EPOCH, moment, run, virtual_now
 from windlass.sim.orchestrators import SimOrchestrator, Wrap
 from windlass.sim.processes import Process, start_outside, track_processes
 from windlass.sim.scenario import Scenario, Surroundings
@@ -28,11 +28,11 @@ from windlass.sim.watch import Broken, Watch
 from windlass.sim.workers import Luck, SimWorker
 from windlass.store.memory_control import MemoryControlStore
 
-# Attempts of a simulated task: none may end as a dead letter because the world was rough.
-MAX_ATTEMPTS = 100
 # From the end of all faults until everything is at rest: all tasks done, fleets at their minimum. Long, since a fleet
 # whose machines all failed may be held for up to an hour before it tries again.
 REST_LIMIT_S = 4 * 3600.0
+# Of a worker at rest, the longest silence.
+SILENT_BEATS = 2
 LOOKS_EVERY_S = 5.0
 CYCLES_AT_REST = 10
 # From rest until the last account is closed: a minute of patience and a few cycles.
@@ -323,6 +323,10 @@ class World:
             # One that is still starting may never come, and be replaced.
             if worker.status is not WorkerStatus.ACTIVE:
                 return f"{worker.id} is {worker.status}"
+            # One that stood still when the faults ended may be missed, and replaced.
+            patience_s = SILENT_BEATS * self.scenario.fleets[worker.fleet].config.heartbeat_interval_s
+            if worker.last_heartbeat is None or moment(self._now() - patience_s) > worker.last_heartbeat:
+                return f"{worker.id} is silent"
         return await self._leaked()
 
     def _break(self, what: str) -> None:
@@ -344,7 +348,7 @@ class World:
         for at, count in around.arrivals:
             await asyncio.sleep(max(0.0, at - self._now()))
             for _ in range(count):
-                task_id = await self.store.enqueue(NewTask(around.config.queues[0], max_attempts=MAX_ATTEMPTS))
+                task_id = await self.store.enqueue(NewTask(around.config.queues[0], max_attempts=around.max_attempts))
                 self.watch.enqueued(task_id)
             self.story.tell("producer", f"{count} tasks for {around.config.queues[0]}")
 

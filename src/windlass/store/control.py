@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import asyncpg
 from pydantic import TypeAdapter
 
 from windlass.model.action import Plan, actions_from_plain, actions_to_plain
-from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, Settlement, Span, Tariff
+from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, PricePart, Settlement, Span, Tariff
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
@@ -37,8 +38,10 @@ from windlass.ports.control import (
     Prepared,
     Standby,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
-from windlass.store.postgres import PostgresStore
+from windlass.store.postgres import PostgresStore, node_view
 from windlass.store.queries import read_queries
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ _BILL_COLUMNS = (
     "price_micros_per_hour",
     "currency",
     "billing_unit_s",
-    "price_micros_per_month",
+    "price_parts",
     "billed_since",
     "settled_until",
 )
@@ -88,7 +91,7 @@ class PostgresControlStore(PostgresStore):
     async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
         async with self._connection("observing the fleet") as connection:
             header, *workers = await connection.fetch(
-                "select * from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+                "select * from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
                 candidate.lease,
                 candidate.holder,
                 candidate.ttl_s,
@@ -99,6 +102,7 @@ class PostgresControlStore(PostgresStore):
                 config.max_workers,
                 config.failure_window_s,
                 config.restart_window_s,
+                config.quarantine_min_failures,
             )
         observed = json.loads(header["header"])
         if observed["term"] is None:
@@ -266,7 +270,7 @@ def _worker_view(rows: Sequence[Any]) -> WorkerView:
     row = rows[0]
     running = () if row["task_id"] is None else tuple(RunningView(*task[-3:]) for task in rows)
     known = [row["id"], row["slot"], _STATUSES[row["status"]], *row[4:19], running, *row[19:22]]
-    fields: list[Any] = [*known, _bill(row), *row[28:32]]
+    fields: list[Any] = [*known, _bill(row), *row[28:32], node_view(row["node"])]
     return WorkerView(*fields)
 
 
@@ -274,12 +278,18 @@ def _bill(row: Any) -> Bill | None:
     """Of a machine that is there, if it costs anything."""
     if row["billed_since"] is None:
         return None
-    price, currency, unit_s, per_month, since, settled_until = (row[name] for name in _BILL_COLUMNS)
-    return Bill(Tariff(price, currency, unit_s, per_month), since, None, settled_until)
+    price, currency, unit_s, parts, since, settled_until = (row[name] for name in _BILL_COLUMNS)
+    return Bill(Tariff(price, currency, unit_s, _price_parts(parts)), since, None, settled_until)
+
+
+@lru_cache(maxsize=1000)
+def _price_parts(text: str) -> tuple[PricePart, ...]:
+    """Few prices, and thousands of workers in every cycle."""
+    return tuple(PricePart(*part) for part in json.loads(text))
 
 
 def _account(row: Any) -> Account:
-    tariff = Tariff(row["price_micros_per_hour"], row["currency"], row["unit_s"], row["price_micros_per_month"])
+    tariff = Tariff(row["price_micros_per_hour"], row["currency"], row["unit_s"], _price_parts(row["price_parts"]))
     spans = zip(row["task_ids"] or (), row["queues"] or (), row["begun"] or (), row["ended"] or (), strict=True)
     return Account(
         row["worker_id"],
@@ -358,14 +368,24 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
             kind = "deleted"
         case NotDeleted():
             kind = "not_deleted"
-        case StrayDeleted():
-            kind = "stray_deleted"
+        case StrayDeleted(machine, reason, unit_s, ended_at):
+            return {
+                "kind": "stray_deleted",
+                "machine": _MACHINE.dump_python(machine, mode="json"),
+                "reason": reason,
+                "billing_unit_s": unit_s,
+                "ended_at": ended_at.isoformat() if ended_at is not None else None,
+            }
         case Prepared():
             kind = "prepared"
         case PreparationFailed():
             kind = "preparation_failed"
         case PreparationUnclear():
             kind = "preparation_unclear"
+        case VolumeGrown():
+            kind = "volume_grown"
+        case VolumeNotGrown():
+            kind = "volume_not_grown"
     return {"kind": kind, **_PLAIN.dump_python(asdict(outcome), mode="json")}
 
 

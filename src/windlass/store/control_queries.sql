@@ -7,7 +7,7 @@ select
   nullif(f.memory -> 'hold', 'null') as hold,
   (f.memory ->> 'planned_at')::timestamptz as planned_at,
   (f.memory ->> 'next_plan_in_s')::double precision as next_plan_in_s,
-  exists (select from windlass.leases l where l.expires_at > windlass.now()) as is_led,
+  exists (select from windlass.leases l where l.expires_at > windlass.now() and l.name not like 'ray:%') as is_led,
   array(
     select s.slot from windlass.slots s where s.fleet = f.name and s.status = 'failed' order by s.slot
   ) as failed_slots

@@ -25,6 +25,7 @@ from uuid import UUID
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event, QueueDepth
+from windlass.model.node import NodeView
 from windlass.model.task import (
     MAX_ERROR_CHARACTERS,
     MAX_NOTE_CHARACTERS,
@@ -39,7 +40,7 @@ from windlass.model.task import (
     check_queue_name,
     storable,
 )
-from windlass.model.worker import LIVE, HeldClaim, Pulse, Recovery, Registration, Worker, WorkerStatus
+from windlass.model.worker import LIVE, HeldClaim, Pulse, Recovery, Registration, Worker, WorkerKind, WorkerStatus
 from windlass.policy.backoff import retry_delay_s
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ if TYPE_CHECKING:
 MAX_DUE_PER_CLAIM = 1000
 MAX_RECOVERED_PER_CALL = 100
 MAX_SWEPT_PER_KIND = 1000
+MAX_FAILED_TASKS = 100
+MAX_ATTEMPTS_TOLD = 20
+MAX_WORKERS_NAMED = 5
+FAILED_ATTEMPTS = frozenset({"TASK_ERROR", "TASK_REQUEUED", "TASK_FAILED"})
 MAX_REASON_CHARACTERS, REASON_BEGINS, REASON_ENDS = 300, 100, 200
 # As windlass.unnoticed_gap_s: of a lease, the longest silence that says nothing.
 UNNOTICED_GAP = 0.4
@@ -155,6 +160,10 @@ class _WorkerRow:
     vram_used_mb: int | None = None
     late_results: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
+    failed_tasks: list[int] = field(default_factory=list)
+    failing_since: datetime | None = None
+    kind: WorkerKind = WorkerKind.WORKER
+    node: NodeView | None = None
 
     @property
     def lease(self) -> timedelta:
@@ -191,6 +200,8 @@ class _WorkerRow:
             vram_used_mb=self.vram_used_mb,
             late_results=self.late_results,
             metadata=dict(self.metadata),
+            kind=self.kind,
+            node=self.node,
         )
 
 
@@ -370,7 +381,7 @@ class MemoryStore:
         elif row.status not in LIVE:
             return row.status
         row.queues, row.concurrency, row.lease_s = r.queues, r.concurrency, r.lease_s
-        row.host, row.pid, row.version = r.host, r.pid, r.version
+        row.host, row.pid, row.version, row.kind = r.host, r.pid, r.version, r.kind
         where = r.host if r.host is not None else "an unknown host"
         self._note(
             "WORKER_REGISTERED",
@@ -459,6 +470,10 @@ class MemoryStore:
         for done in finished:
             _check_json("finishing tasks", done.result)
         accepted = {done.token for done in finished if self._complete(done)}
+        for done in finished:
+            doer = self._workers.get(self._tasks[done.task_id].worker_id or "") if done.token in accepted else None
+            if doer is not None:
+                doer.failed_tasks, doer.failing_since = [], None
         lost = [
             done.token
             for done in finished
@@ -496,10 +511,18 @@ class MemoryStore:
             self._let_wait(row, retry_delay_s(row.attempts, jitter), code, error)
         else:
             self._end(row, TaskStatus.FAILED, code=code, error=error)
+        self._note_failure(row.worker_id or "", task_id)
         self._note_attempt(
-            "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED", row, worker_id, code, error
+            "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED", row, row.worker_id, code, error
         )
         return row.status
+
+    def _note_failure(self, worker_id: str, task_id: int) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            new = [] if task_id in worker.failed_tasks else [task_id]
+            worker.failed_tasks = [*worker.failed_tasks, *new][-MAX_FAILED_TASKS:]
+            worker.failing_since = worker.failing_since or self._clock()
 
     def _let_wait(self, row: _TaskRow, delay_s: float, code: str, error: str) -> None:
         now = self._clock()
@@ -564,7 +587,9 @@ class MemoryStore:
             elif progress is not None:
                 row.progress = progress
                 row.progress_note = storable(claim.note)[:MAX_NOTE_CHARACTERS] if claim.note is not None else None
-        for token, row in sorted(held.items(), key=lambda item: item[1].id):
+        # What runs on a node is known to its dispatcher, who beats for it.
+        own = held if worker.kind is not WorkerKind.NODE else {}
+        for token, row in sorted(own.items(), key=lambda item: item[1].id):
             if token not in named and row.started_at is not None and row.started_at < now - worker.lease:
                 self._release(row, worker_id, "claimed by a worker that never received it")
         return Pulse(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost))
@@ -627,7 +652,7 @@ class MemoryStore:
     def _recover(self, worker: _WorkerRow, judge_id: str) -> Recovery:
         reason = f"no heartbeat for {_whole_seconds(self._clock() - worker.heard_at())} s"
         self._note("WORKER_LOST", reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
-        recovery = self._take_back_all(worker.id, f"worker {worker.id} was lost")
+        recovery = self._take_back_all(worker.id, f"worker {worker.id} was lost", self._lost_with(worker))
         if worker.slot is None:
             worker.code, worker.reason = "STALE_HEARTBEAT", reason
             self._terminate(worker)
@@ -646,8 +671,14 @@ class MemoryStore:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.status in LIVE
 
-    def _take_back_all(self, worker_id: str, reason: str) -> Recovery:
-        tasks = self._held_in_order(worker_id)
+    def _lost_with(self, worker: _WorkerRow) -> list[str]:
+        """The nodes whose tasks are lost with this dispatcher. Here nobody leads, so no other has taken its place."""
+        if worker.kind is not WorkerKind.DISPATCHER:
+            return []
+        return [w.id for w in self._not_terminated.values() if (w.fleet, w.kind) == (worker.fleet, WorkerKind.NODE)]
+
+    def _take_back_all(self, worker_id: str, reason: str, node_ids: Sequence[str] = ()) -> Recovery:
+        tasks = [row for id_ in (worker_id, *node_ids) for row in self._held_in_order(id_)]
         for row in tasks:
             self._take_back(row, "WORKER_LOST", reason)
         failed = sum(row.status is TaskStatus.FAILED for row in tasks)
@@ -865,13 +896,29 @@ class MemoryStore:
         return sorted(self._running[worker_id].values(), key=lambda row: row.id)
 
     def _note_attempt(self, event: str, row: _TaskRow, worker_id: str | None, code: str, error: str) -> None:
-        self._note(
-            event,
-            f"attempt {row.attempts} of {row.max_attempts}: {_shortened(error)}",
-            worker_id=worker_id,
-            task_id=row.id,
-            detail={"attempt": row.attempts, "error_code": code, "error": error},
-        )
+        detail: dict[str, Any] = {"attempt": row.attempts, "error_code": code, "error": error}
+        reason = f"attempt {row.attempts} of {row.max_attempts}: {_shortened(error)}"
+        if event == "TASK_FAILED":
+            detail["failed_on"] = self._failed_on(row, worker_id, code)
+            reason += _in_words(detail["failed_on"])
+        self._note(event, reason, worker_id=worker_id, task_id=row.id, detail=detail)
+
+    def _failed_on(self, row: _TaskRow, worker_id: str | None, code: str) -> list[dict[str, Any]]:
+        """Every attempt that failed since the task was enqueued or retried, the last one included."""
+        earlier = takewhile(lambda event: event.code != "TASK_RETRIED", reversed(self._events_of_task[row.id]))
+        failed = [event for event in earlier if event.code in FAILED_ATTEMPTS][: MAX_ATTEMPTS_TOLD - 1]
+        told = [
+            {
+                "attempt": (event.detail or {}).get("attempt"),
+                "worker_id": event.worker_id,
+                "error_code": (event.detail or {}).get("error_code"),
+                "has_worked_since": event.worker_id in self._workers
+                and row.id not in self._workers[event.worker_id].failed_tasks,
+            }
+            for event in reversed(failed)
+        ]
+        last = {"attempt": row.attempts, "worker_id": worker_id, "error_code": code, "has_worked_since": False}
+        return [*told, last]
 
     def _note(
         self,
@@ -1004,6 +1051,15 @@ def _check_registration(registration: Registration) -> None:
 if TYPE_CHECKING:
     # mypy compares every signature with the contract's.
     _: type[Store] = MemoryStore
+
+
+def _in_words(failed_on: list[dict[str, Any]]) -> str:
+    """As windlass.failed_on_in_words."""
+    workers = list(dict.fromkeys(str(attempt["worker_id"]) for attempt in failed_on))
+    if len(workers) < 2:
+        return ""
+    more = f" and {len(workers) - MAX_WORKERS_NAMED} more" if len(workers) > MAX_WORKERS_NAMED else ""
+    return f"; it failed on {', '.join(workers[:MAX_WORKERS_NAMED])}{more}"
 
 
 def _shortened(error: str) -> str:

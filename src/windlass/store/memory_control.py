@@ -5,14 +5,16 @@ tests/conformance/test_control_store.py runs the same histories over both. What 
 kept as the values they are: nothing passes through JSON.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from itertools import islice
+from itertools import islice, takewhile
 from random import Random
 from typing import TYPE_CHECKING, Any, assert_never
 from uuid import uuid4
+
+from pydantic import TypeAdapter
 
 from windlass.model.action import (
     Action,
@@ -23,6 +25,7 @@ from windlass.model.action import (
     Drain,
     Fail,
     FailSlot,
+    GrowVolume,
     Plan,
     Prepare,
     Price,
@@ -58,6 +61,8 @@ from windlass.model.snapshot import (
     RunningView,
     SlotView,
     Snapshot,
+    StorageUse,
+    Suspect,
     WorkerView,
 )
 from windlass.model.task import TaskStatus
@@ -78,6 +83,8 @@ from windlass.ports.control import (
     Prepared,
     Standby,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
 from windlass.store.memory import MAX_SWEPT_PER_KIND, MemoryStore, _interval, _TaskRow, _WorkerRow
 
@@ -94,6 +101,9 @@ MAX_CYCLES_SEARCHED = 200
 MAX_ANSWERS = 50
 # Refusals that are not about one machine.
 FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
+MAX_SUSPECTS = 50
+MAX_EVENTS_WEIGHED = 1000
+MAX_ACQUITTED = 10_000
 MAX_ENDED_BILLS = 1000
 MAX_SPANS = 20_000
 FIRST_SETTLED_AFTER = timedelta(hours=1, minutes=1)
@@ -110,6 +120,7 @@ LEGAL_MOVES = {
 }
 
 
+_SUSPECT = TypeAdapter(Suspect)
 # A fleet, an hour of the clock and a currency.
 _Hour = tuple[str, datetime, str]
 
@@ -197,7 +208,8 @@ class MemoryControlStore(MemoryStore):
         return lease.term
 
     def _leaderless_s(self) -> float:
-        expired = max((lease.expires_at for lease in self._leases.values()), default=None)
+        # Dispatchers have leases too, but judge nobody.
+        expired = max((lease.expires_at for name, lease in self._leases.items() if _is_a_leaders(name)), default=None)
         return (self._clock() - expired).total_seconds() if expired is not None else float("inf")
 
     async def resign(self, candidate: Candidate) -> None:
@@ -232,6 +244,8 @@ class MemoryControlStore(MemoryStore):
             hirings=self._observe_hirings(hired, now - _interval(config.failure_window_s)),
             refusal=self._last_refusal(hired),
             last_failure=self._observe_last_failure(hired),
+            storage=self._observe_storage(workers),
+            suspects=self._observe_suspects(workers, config),
             orphaned=self._observe_orphaned(fleet, config.queues),
             is_paused=row.is_paused,
             boot_p50_s=_median(
@@ -301,6 +315,7 @@ class MemoryControlStore(MemoryStore):
             prepare_code=hired.prepare_code,
             prepare_reason=hired.prepare_reason,
             host_key=hired.host_key,
+            node=worker.node,
         )
 
     def _observe_spending(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
@@ -348,6 +363,61 @@ class MemoryControlStore(MemoryStore):
             return None
         return Failure(worker.id, worker.code or "", worker.reason or "", at)
 
+    def _observe_storage(self, workers: list[_WorkerRow]) -> StorageUse | None:
+        told = [
+            (worker.last_heartbeat, worker.id, worker.metadata.get("storage_used_bytes"))
+            for worker in workers
+            if worker.status in LIVE and worker.last_heartbeat is not None
+        ]
+        known = [(at, id_, used) for at, id_, used in told if isinstance(used, int) and not isinstance(used, bool)]
+        newest = max(known, key=lambda each: each[:2], default=None)
+        return None if newest is None else StorageUse(newest[1], newest[2], newest[0])
+
+    def _observe_suspects(self, workers: list[_WorkerRow], config: FleetConfig) -> tuple[Suspect, ...]:
+        failing = [
+            (worker.failing_since, worker.id)
+            for worker in workers
+            if worker.failing_since is not None
+            and worker.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
+            and len(worker.failed_tasks) >= config.quarantine_min_failures
+        ]
+        return tuple(self._suspect(self._workers[id_], config.queues) for _, id_ in sorted(failing)[:MAX_SUSPECTS])
+
+    def _suspect(self, worker: _WorkerRow, queues: Sequence[str]) -> Suspect:
+        since = worker.failing_since
+        assert since is not None  # noqa: S101
+        completed = [
+            row.worker_id
+            for row in islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_DURATIONS)
+            if row.queue in queues and row.finished_at and row.finished_at >= since and row.worker_id != worker.id
+        ]
+        others = set(completed)
+        failed = [
+            e for e in islice(reversed(self._events), MAX_EVENTS_WEIGHED) if e.code in ("TASK_ERROR", "TASK_FAILED")
+        ]
+        rows = [row for id_ in sorted(worker.failed_tasks) if (row := self._tasks.get(id_)) is not None]
+        return Suspect(
+            worker_id=worker.id,
+            since=since,
+            failed=tuple(worker.failed_tasks),
+            completed_by={
+                row.id: row.worker_id
+                for row in rows
+                if row.status is TaskStatus.COMPLETE and row.worker_id is not None and row.worker_id != worker.id
+            },
+            failed_elsewhere=tuple(
+                id_
+                for id_ in sorted(worker.failed_tasks)
+                if any(
+                    event.code in ("TASK_ERROR", "TASK_FAILED") and event.worker_id in others
+                    for event in self._events_of_task.get(id_, ())
+                )
+            ),
+            others=len(others),
+            others_completed=len(completed),
+            others_failed=sum(event.at >= since and event.worker_id in others for event in failed),
+        )
+
     def _observe_orphaned(self, fleet: str, queues: Sequence[str]) -> tuple[str, ...]:
         orphaned = []
         for worker_id, tasks in self._running.items():
@@ -382,7 +452,7 @@ class MemoryControlStore(MemoryStore):
 
     def _store_cycle(self, term: int, snapshot: Snapshot, plan: Plan) -> int:
         self._last_cycle_id += 1
-        is_over = not any(isinstance(action, Delete | DeleteStray | Spawn) for action in plan.actions)
+        is_over = not any(isinstance(action, Delete | DeleteStray | Spawn | GrowVolume) for action in plan.actions)
         cycle = Cycle(
             id=self._last_cycle_id,
             fleet=snapshot.fleet,
@@ -407,8 +477,8 @@ class MemoryControlStore(MemoryStore):
     def _carry_out(self, fleet: str, action: Action, snapshot: Snapshot) -> int:
         """What of an action needs no provider. Returns how many tasks it took from their workers."""
         match action:
-            case Fail(worker_id, code, reason):
-                return self._fail_worker(worker_id, code, reason, counts=True)
+            case Fail(worker_id, code, reason, evidence):
+                return self._fail_worker(worker_id, code, reason, counts=True, evidence=evidence)
             case Requeue(worker_id, reason):
                 return self._requeue_tasks_of(worker_id, "WORKER_LOST", reason)
             case Promote():
@@ -429,7 +499,7 @@ class MemoryControlStore(MemoryStore):
             case Alert(code, reason, worker_id, about):
                 detail = {"code": code} | ({"about": about} if about else {})
                 self._note("ALERT", reason, fleet=fleet, worker_id=worker_id, detail=detail)
-            case Delete() | DeleteStray() | Spawn():
+            case Delete() | DeleteStray() | Spawn() | GrowVolume():
                 pass  # the provider's to do first
             case _:
                 assert_never(action)
@@ -474,9 +544,7 @@ class MemoryControlStore(MemoryStore):
         hired = self._hired[worker_id]
         if machine.price_micros_per_hour is None or hired.bill is not None or worker_id not in self._not_terminated:
             return
-        tariff = Tariff(
-            machine.price_micros_per_hour, machine.currency or "XXX", unit_s, machine.price_micros_per_month
-        )
+        tariff = Tariff(machine.price_micros_per_hour, machine.currency or "XXX", unit_s, machine.price_parts)
         hired.bill = Bill(tariff, machine.created_at or self._clock())
         hired.settle_at = hired.bill.since + FIRST_SETTLED_AFTER
 
@@ -486,18 +554,44 @@ class MemoryControlStore(MemoryStore):
             hired.bill = replace(hired.bill, until=max(ended_at, hired.bill.since))
             hired.settle_at = self._clock() + SETTLED_AFTER_END
 
-    def _fail_worker(self, worker_id: str, code: str, reason: str, *, counts: bool) -> int:
+    def _fail_worker(
+        self, worker_id: str, code: str, reason: str, *, counts: bool, evidence: Suspect | None = None
+    ) -> int:
         worker, now = self._in(worker_id, *LIVE), self._clock()
         if worker is None:
             return 0
         self._move(worker, WorkerStatus.ERROR)
         worker.code, worker.reason = code, reason
         self._hired[worker_id].failed_at = now if counts else None
-        self._note("WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code})
+        told = {} if evidence is None else {"evidence": _SUSPECT.dump_python(evidence, mode="json")}
+        self._note("WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code, **told})
         if counts and worker.slot is not None:
             slot = self._fleets[worker.fleet].slots[worker.slot]
             slot.restarts = [*slot.restarts, now][-MAX_RESTARTS_KEPT:]
+        if evidence is not None:
+            self._acquit_tasks(worker_id, evidence.since)
+            held = self._held_in_order(worker_id)
+            for row in held:
+                self._release(row, worker_id, "its worker is to blame for failures")
+            return len(held)
         return self._requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
+
+    def _acquit_tasks(self, worker_id: str, since: datetime) -> None:
+        events = (e for e in reversed(self._events_of_worker[worker_id]) if e.code in ("TASK_ERROR", "TASK_FAILED"))
+        blamed = islice(takewhile(lambda event: event.at >= since, events), MAX_ACQUITTED)
+        for task_id, count in sorted(Counter(event.task_id for event in blamed if event.task_id is not None).items()):
+            row = self._tasks.get(task_id)
+            if row is None or row.status is TaskStatus.COMPLETE or row.error_code == "CANCELLED":
+                continue
+            row.attempts = max(row.attempts - count, 1 if row.status is TaskStatus.RUNNING else 0)
+            has_left = row.status is TaskStatus.FAILED and row.attempts < row.max_attempts
+            if has_left or (row.status is TaskStatus.ERROR and row.worker_id == worker_id):
+                self._finished[TaskStatus.FAILED].pop(task_id, None)
+                row.token = row.worker_id = row.started_at = row.finished_at = None
+                self._make_ready(row)
+                self._announce(row.queue)
+            reason = f"{count} failed attempts on worker {worker_id} do not count: it is to blame"
+            self._note("TASK_ACQUITTED", reason, worker_id=worker_id, task_id=task_id)
 
     def _requeue_tasks_of(self, worker_id: str, code: str, reason: str) -> int:
         tasks = self._held_in_order(worker_id)
@@ -591,12 +685,33 @@ class MemoryControlStore(MemoryStore):
                     self._note("WORKER_TERMINATED", reason, fleet=fleet, worker_id=worker_id)
             case NotDeleted(worker_id, reason):
                 self._note("MACHINE_NOT_DELETED", reason, fleet=fleet, worker_id=worker_id)
-            case StrayDeleted(name, reason):
-                self._note("STRAY_DELETED", reason, fleet=fleet, worker_id=name)
+            case StrayDeleted():
+                self._write_down_stray(fleet, outcome)
             case Prepared() | PreparationFailed() | PreparationUnclear():
                 self._write_down_preparation(fleet, outcome)
+            case VolumeGrown(volume_id, size_gb, reason) | VolumeNotGrown(volume_id, size_gb, reason):
+                code = "VOLUME_GROWN" if isinstance(outcome, VolumeGrown) else "VOLUME_NOT_GROWN"
+                self._note(code, reason, fleet=fleet, detail={"volume_id": volume_id, "size_gb": size_gb})
             case _:
                 assert_never(outcome)
+
+    def _write_down_stray(self, fleet: str, outcome: StrayDeleted) -> None:
+        machine, now = outcome.machine, self._clock()
+        self._note("STRAY_DELETED", outcome.reason, fleet=fleet, worker_id=machine.name)
+        worker_id = f"stray-{machine.id}"
+        if machine.price_micros_per_hour is None or worker_id in self._workers:
+            return
+        row = _WorkerRow(
+            worker_id, fleet, None, WorkerStatus.TERMINATING, created_at=machine.created_at or now, code="STRAY",
+            reason=f"machine of {machine.name}: {outcome.reason}",
+        )  # fmt: skip
+        self._workers[worker_id] = self._not_terminated[worker_id] = row
+        hired = self._hired[worker_id]
+        hired.machine_id, hired.machine_at = machine.id, now
+        self._open_bill(worker_id, machine, outcome.billing_unit_s)
+        self._close_bill(worker_id, outcome.ended_at or now)
+        hired.settle_at = now
+        self._terminate(row)
 
     def _write_down_preparation(self, fleet: str, outcome: Prepared | PreparationFailed | PreparationUnclear) -> None:
         if isinstance(outcome, PreparationUnclear):
@@ -768,7 +883,9 @@ class MemoryControlStore(MemoryStore):
                 created_at=row.created_at,
                 planned_at=row.memory.planned_at,
                 next_plan_in_s=row.memory.next_plan_in_s,
-                is_led=any(lease.expires_at > self._clock() for lease in self._leases.values()),
+                is_led=any(
+                    lease.expires_at > self._clock() for name, lease in self._leases.items() if _is_a_leaders(name)
+                ),
             )
             for name, row in sorted(self._fleets.items())
         ]
@@ -905,6 +1022,10 @@ def _observe_slots(fleet: _FleetRow, since: datetime) -> tuple[SlotView, ...]:
         for number, slot in sorted(fleet.slots.items())
     )
     return tuple(view for view in views if view.is_failed or view.restarts)
+
+
+def _is_a_leaders(lease: str) -> bool:
+    return not lease.startswith("ray:")
 
 
 def _span_length(span: Span) -> timedelta:

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from datetime import datetime, timedelta
-from operator import attrgetter
 from typing import Any, Self
 from uuid import UUID
 
@@ -23,8 +22,9 @@ import asyncpg
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event, QueueDepth
+from windlass.model.node import NodeState, NodeView
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, TaskSummary, Turn, storable
-from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerStatus
+from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerKind, WorkerStatus
 from windlass.store.connect import (
     COMMAND_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
@@ -55,8 +55,7 @@ POOLED_LIMITS = "set local lock_timeout = '20s'; set local idle_in_transaction_s
 # longer than reading it.
 READ_BYTES = 1 << 16
 # Columns of the table and fields of NewTask alike.
-COPY_COLUMNS = ("queue", "payload", "priority", "run_after", "max_attempts", "timeout_s", "unique_key")
-_copy_row = attrgetter(*COPY_COLUMNS)
+COPY_COLUMNS = NewTask._fields
 
 
 QUERIES = read_queries("windlass.store", "queries.sql")
@@ -167,8 +166,8 @@ class PostgresStore:
         if isinstance(tasks, AsyncIterable):
             # It may be larger than memory, and whether a key comes is not known before its end.
             return await self._enqueue_by_staging(_numbered(tasks))
-        rows = [_copy_row(task) for task in tasks]
-        if any(row[-1] is not None for row in rows):
+        rows = tasks if isinstance(tasks, list) else list(tasks)
+        if any(row.unique_key is not None for row in rows):
             return await self._enqueue_by_staging((position, *row) for position, row in enumerate(rows))
         # With nothing to be unique, straight into the table.
         async with self._connection("enqueueing tasks") as connection:
@@ -226,7 +225,7 @@ class PostgresStore:
         r = registration
         async with self._connection("registering the worker") as connection:
             status = await connection.fetchval(
-                "select windlass.register_worker($1, $2, $3, $4, $5, $6, $7, $8)",
+                "select windlass.register_worker($1, $2, $3, $4, $5, $6, $7, $8, $9)",
                 r.worker_id,
                 r.fleet,
                 list(r.queues),
@@ -235,6 +234,7 @@ class PostgresStore:
                 r.host,
                 r.pid,
                 r.version,
+                r.kind,
             )
         return WorkerStatus(status)
 
@@ -471,7 +471,7 @@ async def enqueue_on(connection: Any, task: NewTask) -> int:
 async def _numbered(tasks: AsyncIterable[NewTask]) -> AsyncIterator[tuple[Any, ...]]:
     position = 0
     async for task in tasks:
-        yield position, *_copy_row(task)
+        yield position, *task
         position += 1
 
 
@@ -504,7 +504,17 @@ def _worker(row: Any) -> Worker:
     fields["queues"] = tuple(row["queues"])
     fields["status"] = WorkerStatus(row["status"])
     fields["metadata"] = json.loads(row["metadata"])
+    fields["kind"] = WorkerKind(row["kind"])
+    fields["node"] = node_view(row["node"])
     return Worker(**fields)
+
+
+def node_view(text: str | None) -> NodeView | None:
+    if text is None:
+        return None
+    said = json.loads(text)
+    moments = {name: datetime.fromisoformat(said[name]) for name in ("since", "at")}
+    return NodeView(**{**said, **moments, "state": NodeState(said["state"])})
 
 
 def _event(row: Any) -> Event:

@@ -114,7 +114,8 @@ select exists (
 -- `windlass status` and worker(); workers_live or primary key.
 select
   id, fleet, slot, status, paused, queues, concurrency, lease_s, created_at, activated_at, last_heartbeat,
-  first_claimed_at, terminated_at, code, reason, host, pid, version, vram_total_mb, vram_used_mb, late_results, metadata
+  first_claimed_at, terminated_at, code, reason, host, pid, version, vram_total_mb, vram_used_mb, late_results, metadata,
+  kind, node
 from windlass.workers
 where ($1::text is null or id = $1)
   and ($2 or status <> 'terminated')

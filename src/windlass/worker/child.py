@@ -8,7 +8,6 @@ and that falls out of the handler ends at once and says nothing.
 import asyncio
 import contextlib
 import faulthandler
-import inspect
 import json
 import os
 import signal
@@ -16,13 +15,14 @@ import socket
 import sys
 import threading
 import time
-import traceback
+from dataclasses import asdict
 from typing import Any
 
-from windlass.model.errors import BadInput, HandlerNotFound
-from windlass.model.task import to_json
+from windlass.model.errors import HandlerNotFound
 from windlass.worker import frames
-from windlass.worker.handler import DoNotRetry, Handler, ReportProgress, RunningTask, last_words, load_handler
+from windlass.worker.attempt import run_handler
+from windlass.worker.executor import Success
+from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
 # More often than this nobody looks; a handler that reports every iteration costs itself nothing.
 PROGRESS_INTERVAL_S = 0.1
@@ -50,27 +50,13 @@ class Child:
 
     def _attempt(self, given: dict[str, Any]) -> tuple[int, bytes]:
         task = RunningTask(**given, _report=self._progress_reporter(given["claim_token"]))
-        try:
-            result = self._handler(task)
-            if result is not None and inspect.isawaitable(result):
-                result = self._runner.run(_awaited(result))
-            return self._accept(result)
-        except DoNotRetry as error:
-            return _failed("DO_NOT_RETRY", str(error) or "the handler said: do not retry", retry=False)
-        except MemoryError:
-            return _failed("OUT_OF_MEMORY", traceback.format_exc())
-        except SystemExit as error:
-            return _failed("HANDLER_ERROR", f"the handler called sys.exit({error.code!r})")
-        except BaseException:
-            return _failed("HANDLER_ERROR", traceback.format_exc())
+        outcome = run_handler(self._handler, task, self._max_result_bytes, self._wait_for)
+        if isinstance(outcome, Success):
+            return frames.RESULT, (outcome.result or "null").encode()
+        return frames.FAILED, json.dumps(asdict(outcome)).encode()
 
-    def _accept(self, result: Any) -> tuple[int, bytes]:
-        if result is None:
-            return frames.RESULT, b"null"
-        try:
-            return frames.RESULT, to_json(result, "the handler's result", self._max_result_bytes).encode()
-        except BadInput as error:
-            return _failed("BAD_RESULT", str(error))
+    def _wait_for(self, result: Any) -> Any:
+        return self._runner.run(_awaited(result))
 
     def _progress_reporter(self, claim_token: str) -> ReportProgress:
         sent_at = 0.0
@@ -92,10 +78,6 @@ class Child:
 
 async def _awaited(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _failed(code: str, error: str, *, retry: bool = True) -> tuple[int, bytes]:
-    return frames.FAILED, json.dumps({"code": code, "error": last_words(error), "retry": retry}).encode()
 
 
 def _be_first_to_go() -> None:

@@ -26,12 +26,16 @@ class Failure:
 Outcome = Success | Failure
 
 
+class NotBegun(Exception):
+    """Raised by `run`: the attempt did not begin, and will not here. Its task is given back, the attempt uncounted."""
+
+
 class Executor(Protocol):
     async def start(self) -> None:
         """Get ready. Raises HandlerNotFound when there is nothing to run."""
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
-        """Run one attempt to its end. Raises HandlerNotFound when the handler can no longer be started at all."""
+        """Run one attempt to its end. Raises NotBegun, or HandlerNotFound when the handler cannot be started at all."""
 
     async def close(self) -> None:
         """End everything that was started."""

@@ -6,6 +6,7 @@ there is no NVIDIA driver nothing is reported; where there is one but no GPU ans
 
 import threading
 import time
+from typing import Any
 
 import pynvml
 
@@ -53,9 +54,17 @@ def _read() -> dict[str, int]:
     total = used = 0
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
-            memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
+            memory = _memory(pynvml.nvmlDeviceGetHandleByIndex(index))
             total += int(memory.total)
             used += int(memory.used)
     except pynvml.NVMLError:
         return {"vram_total_mb": 0, "vram_used_mb": 0}
     return {"vram_total_mb": total // _MIB, "vram_used_mb": used // _MIB}
+
+
+def _memory(gpu: Any) -> Any:
+    """As nvidia-smi counts it: the first form of the call adds what the driver keeps for itself to what is used."""
+    try:
+        return pynvml.nvmlDeviceGetMemoryInfo(gpu, version=pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError_FunctionNotFound:  # drivers before 510
+        return pynvml.nvmlDeviceGetMemoryInfo(gpu)

@@ -7,11 +7,9 @@ means that this worker is over: a heartbeat tells so as of any worker nobody kno
 """
 
 import asyncio
-import importlib.util
 import json
 import random
 import ssl
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,11 +31,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from windlass.ports.transport import WorkerTransport
-
-# httpcore asks for this module four times a request, and to look for it in vain takes a fifth of the request's time.
-# Now it is known not to be there.
-if importlib.util.find_spec("sniffio") is None:
-    sys.modules.setdefault("sniffio", None)  # type: ignore[arg-type]
 
 CONNECT_TIMEOUT_S = 10.0
 # Longer than the control plane gives its database.
@@ -175,7 +168,7 @@ class HttpTransport:
     async def register(self, registration: Registration) -> WorkerStatus:
         self._check_name(registration.worker_id)
         r = registration
-        call = http.RegisterCall(r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.fleet)
+        call = http.RegisterCall(r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.kind)
         try:
             registered = await self._post("registering the worker", http.REGISTER, call, _REGISTERED)
         except TokenRefused:

@@ -41,13 +41,22 @@ _GUARD = 'trap "" HUP INT TERM; read -r word || kill -KILL "-$1"'
 class Group(asyncio.SubprocessProtocol):
     """One process with all it forked. asyncio's own Process does not say that it has exited while a pipe is open."""
 
-    def __init__(self, memory_limit_bytes: int | None, max_answer_bytes: int | None) -> None:
+    def __init__(
+        self,
+        memory_limit_bytes: int | None,
+        max_answer_bytes: int | None,
+        max_output_bytes: float = MAX_OUTPUT_BYTES,
+        *,
+        is_passed_on: bool = True,
+    ) -> None:
         self.returncode: int | None = None
         self.breach: Failure | None = None
         # Standard output, where it is an answer and not for people.
         self.answer = bytearray()
         self._memory_limit_bytes = memory_limit_bytes
         self._max_answer_bytes = max_answer_bytes
+        self._max_output_bytes = max_output_bytes
+        self._is_passed_on = is_passed_on
         self._attempts = 0
         self._tail = b""
         self._output_bytes = 0
@@ -186,8 +195,10 @@ class Group(asyncio.SubprocessProtocol):
     def _pass_on(self, data: bytes) -> None:
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         self._output_bytes += len(data)
-        if self._output_bytes > MAX_OUTPUT_BYTES:
+        if self._output_bytes > self._max_output_bytes:
             self._end_for("OUTPUT_LIMIT", f"more than {MAX_OUTPUT_BYTES >> 20} MiB were printed in one attempt")
+            return
+        if not self._is_passed_on:
             return
         # Output that nobody can read any more is no reason to end the work.
         with contextlib.suppress(OSError):
@@ -238,12 +249,14 @@ async def start_group(
     pass_fds: Sequence[int] = (),
     memory_limit_bytes: int | None = None,
     max_answer_bytes: int | None = None,
+    max_output_bytes: float = MAX_OUTPUT_BYTES,
+    is_passed_on: bool = True,
 ) -> Group:
     """Start a process that leads its own session. With `max_answer_bytes` its standard output is its answer and it
     reads standard input; otherwise both its streams are output. Raises OSError."""
     has_answer = max_answer_bytes is not None
     _, group = await asyncio.get_running_loop().subprocess_exec(
-        lambda: Group(memory_limit_bytes, max_answer_bytes),
+        lambda: Group(memory_limit_bytes, max_answer_bytes, max_output_bytes, is_passed_on=is_passed_on),
         *command,
         stdin=subprocess.PIPE if has_answer else subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -18,7 +18,7 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -35,13 +35,14 @@ from windlass.model.errors import (
     WindlassError,
 )
 from windlass.model.task import Claim, Finished, Turn
-from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerStatus
+from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerKind, WorkerStatus
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
-from windlass.worker.executor import Executor, Failure, Outcome, Success
+from windlass.worker.executor import Executor, Failure, NotBegun, Outcome, Success
 from windlass.worker.gpu import GpuReader
 from windlass.worker.handler import last_words
 from windlass.worker.heartbeat import Heartbeat, OpenTransport
+from windlass.worker.storage import StorageReader
 
 # An idle worker looks for work this often even when no notification comes.
 POLL_INTERVAL_S = 5.0
@@ -51,6 +52,8 @@ POLL_MIN_INTERVAL_S = 0.05
 CANCEL_TIMEOUT_S = 15.0
 FOREVER = float("inf")
 News = TypeVar("News", Pulse, SchemaMismatch)
+# From how many attempts have not ended to how many more may begin.
+FreePlaces = Callable[[int], int]
 log = structlog.get_logger(__name__)
 
 
@@ -73,6 +76,11 @@ class WorkerSettings:
     # Given to a worker that was hired; one started by hand makes its own.
     worker_id: str | None = None
     version: str | None = None
+    # Storage that is shared with other machines, and watched.
+    storage_path: str | None = None
+    kind: WorkerKind = WorkerKind.WORKER
+    # Told with each heartbeat, for people to read.
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
 
 class Ending(enum.Enum):
@@ -106,11 +114,21 @@ class _Orders:
 
 
 class WorkerRuntime:
-    def __init__(self, settings: WorkerSettings, open_transport: OpenTransport, executor: Executor) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        open_transport: OpenTransport,
+        executor: Executor,
+        free_places: FreePlaces | None = None,
+    ) -> None:
+        """`free_places`: for one whose places come and go; `look_again` when there may be more."""
+        self._free_places = free_places or (lambda running: settings.concurrency - running)
         self._settings = settings
         self._open_transport = open_transport
         self._executor = executor
-        self._gpu = GpuReader()
+        self._readers: list[GpuReader | StorageReader] = [GpuReader()]
+        if settings.storage_path is not None:
+            self._readers.append(StorageReader(settings.storage_path))
         self._orders = _Orders()
         self._signals_seen = 0
 
@@ -120,20 +138,32 @@ class WorkerRuntime:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         try:
-            if not await self._start_executor():
-                return Ending.LEFT
-            await asyncio.to_thread(self._gpu.start)
-            async with self._open_transport() as transport:
-                return await self._live_on(transport)
+            return await self.work()
         finally:
-            self._gpu.stop()
-            await self._executor.close()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    def drain(self, why: str) -> None:
-        """Finish what is at hand, then leave."""
-        self._orders.drain(why, self._settings.drain_timeout_s)
+    async def work(self) -> Ending:
+        """The same for whoever hears signals itself."""
+        try:
+            if not await self._start_executor():
+                return Ending.LEFT
+            for reader in self._readers:
+                await asyncio.to_thread(reader.start)
+            async with self._open_transport() as transport:
+                return await self._live_on(transport)
+        finally:
+            for reader in self._readers:
+                reader.stop()
+            await self._executor.close()
+
+    def drain(self, why: str, limit_s: float | None = None) -> None:
+        """Finish what is at hand, then leave. Within the limit, or the one of the settings."""
+        self._orders.drain(why, self._settings.drain_timeout_s if limit_s is None else limit_s)
+
+    def look_again(self) -> None:
+        """There may be more places than there were."""
+        self._orders.changed.set()
 
     def _on_signal(self, name: str) -> None:
         self._signals_seen += 1
@@ -154,7 +184,7 @@ class WorkerRuntime:
         return False
 
     async def _live_on(self, transport: WorkerTransport) -> Ending:
-        life = _Life(self._settings, self._orders, self._executor, self._gpu, transport, self._open_transport)
+        life = self._new_life(transport)
         if not await self._has_registered(life):
             return Ending.LEFT
         while True:
@@ -162,9 +192,20 @@ class WorkerRuntime:
             if ending is Ending.LEFT or self._settings.worker_id is not None:
                 return ending
             log.warning("declared lost; joining again under a new name")
-            life = _Life(self._settings, self._orders, self._executor, self._gpu, transport, self._open_transport)
+            life = self._new_life(transport)
             if not await self._has_joined_again(life):
                 return ending
+
+    def _new_life(self, transport: WorkerTransport) -> "_Life":
+        return _Life(
+            self._settings,
+            self._orders,
+            self._executor,
+            self._readers,
+            transport,
+            self._open_transport,
+            self._free_places,
+        )
 
     async def _has_registered(self, life: "_Life") -> bool:
         """False when told to end meanwhile. Raises DatabaseUnavailable when the time for it is over."""
@@ -226,17 +267,19 @@ class _Life:
         settings: WorkerSettings,
         orders: _Orders,
         executor: Executor,
-        gpu: GpuReader,
+        readers: Sequence[GpuReader | StorageReader],
         transport: WorkerTransport,
         open_transport: OpenTransport,
+        free_places: FreePlaces,
     ) -> None:
         self._settings = settings
+        self._count_free = free_places
         # One call claims for at most half of the places: the other half works while the database does.
         self._claim_limit = (settings.concurrency + 1) // 2
         self._orders = orders
         self._transport = transport
         self._executor = executor
-        self._gpu = gpu
+        self._readers = readers
         self._id = settings.worker_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{uuid4().hex[:6]}"
         # Every claim that is ours until the database has said otherwise: running, or ended and not yet delivered.
         self._held: dict[UUID, _Attempt] = {}
@@ -300,6 +343,7 @@ class _Life:
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 version=settings.version,
+                kind=settings.kind,
             )
         )
         log.info(
@@ -333,7 +377,7 @@ class _Life:
     def _free_places(self) -> int:
         if self._orders.is_draining or self._is_paused:
             return 0
-        return self._settings.concurrency - len(self._running)
+        return self._count_free(len(self._running))
 
     async def _wait_for_change(self, *, is_looking_for_work: bool) -> None:
         if is_looking_for_work and (self._look_out is None or self._look_out.done()):
@@ -515,7 +559,7 @@ class _Life:
 
         try:
             self._file(claim, await self._executor.run(claim, report))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, NotBegun):
             self._outbox.given_back.append(claim)
         except HandlerNotFound as error:
             self._outbox.given_back.append(claim)
@@ -565,7 +609,10 @@ class _Life:
     def _vitals(self) -> dict[str, Any]:
         # For how long it has had nothing to do; the control loop lets the most idle go first.
         idle_s = 0.0 if self._running else round(time.monotonic() - self._idle_since, 1)
-        return {"pid": os.getpid(), "idle_s": idle_s, **self._gpu.vitals()}
+        vitals: dict[str, Any] = {"pid": os.getpid(), "idle_s": idle_s, **self._settings.remarks}
+        for reader in self._readers:
+            vitals |= reader.vitals()
+        return vitals
 
     def _on_pulse(self, pulse: Pulse) -> None:
         for token in pulse.lost & self._running.keys():

@@ -46,8 +46,9 @@ select
   (select count(*) from windlass.tasks where status not in ('complete', 'failed')) as unfinished,
   (select count(*) from windlass.tasks) as enqueued,
   (select count(*) from windlass.cycles) as cycles,
-  (select count(*) from windlass.workers where status = 'active') as ready,
-  (select count(*) from windlass.workers where status <> 'terminated') as workers;
+  (select count(*) from windlass.workers where status = 'active' and slot is not null) as ready,
+  (select count(*) from windlass.workers where status = 'active' and kind = 'dispatcher') as dispatchers,
+  (select count(*) from windlass.workers where status <> 'terminated' and slot is not null) as workers;
 
 -- name: at_work
 -- Whom to kill: workers with a process and a task at hand that does nothing worse than take its time.
@@ -55,9 +56,22 @@ select w.id, w.pid, w.machine_id, min(t.id) as task_id
 from windlass.workers w
 join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
 where w.status = 'active'
+  and w.kind <> 'dispatcher'
   and not (t.payload ->> 'is_poisonous')::boolean
+  and not coalesce((t.payload ->> 'is_stuck')::boolean, false)
 group by w.id, w.pid, w.machine_id
 order by w.created_at
+limit 1;
+
+-- name: just_begun
+-- Whom to ask to end: the worker that is at its task for the shortest time, and is not $1.
+select w.id
+from windlass.workers w
+join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
+where w.status = 'active'
+  and w.id is distinct from $1
+  and not (t.payload ->> 'is_stuck')::boolean
+order by t.started_at desc
 limit 1;
 
 -- name: report
@@ -78,11 +92,17 @@ select
   (select count(*) from per_task where accepted = 1) as accepted_once,
   (select count(*) from per_task where accepted > 1) as accepted_twice,
   (select coalesce(sum(attempts), 0)::bigint from per_task) as attempts,
-  (select count(*) from windlass.events where code in ('TASK_REQUEUED', 'TASK_FAILED')) as lost_attempts,
+  (
+    select count(*) from windlass.events where code in ('TASK_REQUEUED', 'TASK_FAILED', 'TASK_ERROR', 'TASK_RELEASED')
+  ) as lost_attempts,
   (select percentile_cont(0.5) within group (order by wait_s) from per_task)::double precision as wait_p50_s,
   (select percentile_cont(0.95) within group (order by wait_s) from per_task)::double precision as wait_p95_s,
   (select count(*) from windlass.workers where slot is not null) as workers_hired,
-  (select count(*) from windlass.workers where status <> 'terminated') as workers_left;
+  (select count(*) from windlass.workers where status <> 'terminated' and slot is not null) as workers_left;
+
+-- name: nodes_at_work
+-- How many nodes completed a task.
+select count(distinct worker_id) from windlass.tasks where status = 'complete';
 
 -- name: poison
 -- The task that took its workers along, and whom, in their order.
@@ -105,9 +125,9 @@ from windlass.tasks t
 where t.worker_id = $1
   and t.status = 'running';
 
--- name: servers
--- Whose machine each server was, and why it was ended.
-select w.id as worker_id, w.machine_id::bigint as server_id, w.code
+-- name: machines
+-- Whose machine each was, and why it was ended.
+select w.id as worker_id, w.machine_id, w.code
 from windlass.workers w
 where w.machine_id is not null
 order by w.created_at, w.slot;
@@ -121,6 +141,28 @@ select
   (
     select extract(epoch from min(e.at) - $3::timestamptz)::double precision
     from windlass.events e
-    where e.code = 'TASK_REQUEUED' and e.task_id = $2 and e.worker_id = $1
+    where e.code in ('TASK_REQUEUED', 'TASK_ERROR') and e.task_id = $2 and e.worker_id = $1
   ) as noticed_after_s,
   (select t.worker_id from windlass.tasks t where t.id = $2 and t.status = 'complete') as completed_by;
+
+-- name: stuck
+-- The first worker that was ended for a task that did not end, the task, and since when it had been at it.
+select e.worker_id, t.task_id, h.at
+from windlass.events e
+join windlass.events t on t.worker_id = e.worker_id and t.code = 'TASK_REQUEUED'
+join demo.history h on h.task_id = t.task_id and h.worker_id = e.worker_id and h.status = 'running'
+where e.code = 'WORKER_ERROR'
+  and e.detail ->> 'code' = 'STUCK_TASK'
+order by e.id, h.at
+limit 1;
+
+-- name: broken
+-- The codes of workers that broke.
+select coalesce(array_agg(detail ->> 'code'), '{}') from windlass.events where code = 'WORKER_ERROR';
+
+-- name: prepared
+-- How often a worker's program was started over SSH, by what was written down.
+select count(*) from windlass.events where code = 'MACHINE_PREPARED';
+
+-- name: completed_by
+select worker_id from windlass.tasks where id = $1 and status = 'complete';

@@ -7,7 +7,6 @@ before another hour of theirs would begin. An hour lasts a minute, so that one c
 """
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from windlass import wire
 from windlass.cli.demonstration.hetzner_report import CRASHED, HetznerReport, ServerLine
+from windlass.cli.demonstration.rented import WORK_S, burst, free_port, our_costs
 from windlass.cli.demonstration.stage import (
     FLEET,
     HANDLER,
@@ -31,13 +30,10 @@ from windlass.cli.demonstration.stage import (
     guarded_place,
     staged,
 )
-from windlass.cost.asking import look
-from windlass.cost.report import By
 from windlass.emulate.exchange import Emulator
 from windlass.emulate.hetzner import HetznerEmulator, Settings
 from windlass.emulate.process_host import ProcessHost
 from windlass.emulate.serve import serving
-from windlass.model.task import new_task
 
 # What is yours to change for real servers stands first.
 TOML = """\
@@ -69,7 +65,6 @@ billing_hour_s = {hour_s}  # the emulator's hours; a real one has 3600 s
 choices = ["cx23@nbg1", "cx23@fsn1"]
 """
 BOOT_S = 3.0
-WORK_S = (0.4, 0.5, 0.6)
 # One server is crashed when this share is done: early, so that there is enough left for the one that replaces it.
 CRASH_AT = 1 / 10
 # From a crash until nothing that its worker had sent is still on its way.
@@ -78,7 +73,6 @@ CRASH_SETTLES_S = 0.5
 SECOND_BURST = 8
 # A worker's share of the tasks twice over, the hour of whoever came last and another one, and a minute for the rest.
 RUN_TIMEOUT_S = 60.0
-MAX_COSTS = 1000
 TOLD = {
     "WORKER_JOINED": "{worker}: its server has booted and joined by its token",
     "WORKER_ACTIVATED": "{worker} is ready for work, over HTTP",
@@ -154,7 +148,7 @@ class HetznerDemonstration:
         return TOML.format(
             endpoint=f"{cloud.address}/v1",
             data_dir=place.data_dir,
-            port=_free_port(),
+            port=free_port(),
             fleet=FLEET,
             queue=QUEUE,
             handler=HANDLER,
@@ -169,27 +163,18 @@ class HetznerDemonstration:
             await self._teller.tell_news(stage, standing)
             if not standing["enqueued"]:
                 if standing["cycles"]:
-                    await self._enqueue(stage, self._task_count)
+                    await stage.enqueue(burst(self._task_count))
                     self._tell(f"a burst of {self._task_count} tasks arrives, and there is nobody to do them")
             elif self._lost is None and standing["complete"] >= CRASH_AT * self._task_count:
                 await self._crash_one_at_work(stage, cloud)
             elif not standing["unfinished"] and not self._has_come_again:
                 self._has_come_again = True
-                await self._enqueue(stage, SECOND_BURST)
+                await stage.enqueue(burst(SECOND_BURST))
                 self._tell(f"the queue is empty; {SECOND_BURST} more tasks arrive, for whoever is idle and paid anyway")
             elif not standing["unfinished"] and not standing["workers"] and not cloud.emulator.project.servers:
                 self._tell("the queue is empty and every server is gone, each before another hour of it began")
                 return
             await asyncio.sleep(LOOK_INTERVAL_S)
-
-    async def _enqueue(self, stage: Stage, count: int) -> None:
-        works_s = [WORK_S[number % len(WORK_S)] for number in range(count)]
-        await stage.enqueue(
-            [
-                new_task(QUEUE, {"number": number, "work_s": work_s, "is_poisonous": False})
-                for number, work_s in enumerate(works_s)
-            ]
-        )
 
     async def _crash_one_at_work(self, stage: Stage, cloud: Cloud) -> None:
         chosen = await stage.database.fetchrow(QUERIES["at_work"])
@@ -215,7 +200,7 @@ class HetznerDemonstration:
             servers_left=len(cloud.emulator.project.servers),
             addresses_left=len(cloud.emulator.project.primary_ips),
             bill_micros=bill["total_micros"],
-            ledger_micros=sum((await _our_costs(stage)).values()),
+            ledger_micros=sum((await our_costs(stage)).values()),
             currency=bill["currency"],
             hour_s=self._hour_s,
             requests=len(cloud.emulator.requests),
@@ -224,8 +209,8 @@ class HetznerDemonstration:
 
     async def _servers(self, stage: Stage, bill: dict[str, Any]) -> list[ServerLine]:
         """Line by line: what the emulator bills for each, and what our ledger has for its worker."""
-        workers = {row["server_id"]: row for row in await stage.database.fetch(QUERIES["servers"])}
-        ours = await _our_costs(stage)
+        workers = {int(row["machine_id"]): row for row in await stage.database.fetch(QUERIES["machines"])}
+        ours = await our_costs(stage)
         lines = []
         for line in bill["servers"]:
             worker = workers.get(line["id"])
@@ -244,17 +229,3 @@ class HetznerDemonstration:
                 )
             )
         return lines
-
-
-async def _our_costs(stage: Stage) -> dict[str, int]:
-    """By worker. Of machines that are gone this is exact, whether or not their accounts are closed yet."""
-    async with wire.control_store(stage.config) as store:
-        now = await store.now()
-        report = await look(store, By.WORKER, now - timedelta(hours=2), now, FLEET, MAX_COSTS)
-    return {str(cost.key): cost.total_micros for cost in report.costs}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-    return port

@@ -7,6 +7,7 @@ started ends with the demonstration, however that ends.
 
 import asyncio
 import os
+import re
 import secrets
 import sys
 import time
@@ -31,12 +32,14 @@ from windlass.store.queries import read_queries
 QUEUE = FLEET = "demo"
 HANDLER = "windlass.cli.demonstration.handlers:work"
 LOOK_INTERVAL_S = 0.1
+START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 NOTE_WIDTH = 160
 # How decisions begin that change nothing.
 QUIET = ("steady", "full")
 QUERIES = read_queries("windlass.cli.demonstration", "demo.sql")
 Tell = Callable[[str], None]
+_LINK = re.compile(r"^dashboard: (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,11 @@ class Storyteller:
         self._seen = {"cycle": 0, "event": 0}
         self.started = time.monotonic()
 
+    def expect(self, more: int) -> None:
+        """So many tasks more than were announced."""
+        self._task_count += more
+        self._quarters = 4
+
     async def tell_news(self, stage: Stage, standing: Any) -> None:
         for row in await stage.database.fetch(QUERIES["news"], self._seen["cycle"], self._seen["event"]):
             self._seen[row["source"]] = row["id"]
@@ -162,11 +170,24 @@ async def staged(place: Place, toml: str, what: str, tell: Tell, secrets: Mappin
         tell(f"starting `windlass up`: {what}")
         place.toml.write_text(toml, encoding="utf-8")
         up = await _start_up(place, secrets)
+        tell(f"watch it in a browser: {await _link(place, up)}")
         yield Stage(place, config, database, up)
         tell("the end: `windlass up` lets its workers go and leaves")
         up.terminate()
         with suppress(TimeoutError):
             await asyncio.wait_for(up.wait(), STOP_TIMEOUT_S)
+
+
+async def _link(place: Place, up: Process) -> str:
+    """What `windlass up` prints once it listens: the address that lets one browser in."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            log = (place.folder / "up.log").read_text(errors="replace")
+            if (found := _LINK.search(log)) is not None:
+                return found[1]
+            if up.returncode is not None:
+                raise WindlassError(f"the demo's `windlass up` did not start: {shortened(log, NOTE_WIDTH)}")
+            await asyncio.sleep(LOOK_INTERVAL_S)
 
 
 async def _start_up(place: Place, secrets: Mapping[str, str]) -> Process:

@@ -29,12 +29,24 @@ class BootTrouble:
     is_dead: bool
 
 
+# Actions that can fail, with what they leave undone.
+_FALLIBLE = ("start_server", "attach_to_network", "delete_server")
+
+
+@dataclass(slots=True)
+class ActionTrouble:
+    command: str
+    code: str
+    times: int
+
+
 @dataclass
 class Faults:
     now: datetime
     script: Script = field(default_factory=Script)
     shortages: dict[tuple[str, str], Shortage] = field(default_factory=dict)
     boot_troubles: list[BootTrouble] = field(default_factory=list)
+    action_troubles: list[ActionTrouble] = field(default_factory=list)
     lag_s: float = 0.0
     server_limit_override: int | None = None
     wants_drained_bucket: bool = False
@@ -142,11 +154,19 @@ class Faults:
         """The next server to be created takes longer until its program starts, or it runs and never starts it."""
         self.boot_troubles.append(BootTrouble(extra_s, is_dead))
 
+    def next_action(self, command: str, code: str = "action_failed", *, times: int = 1) -> None:
+        """The next actions of this command are accepted and fail: a server that was to start is off, one that was to
+        be in a network is not, one that was to be deleted is still there. All of them are paid for."""
+        if command not in _FALLIBLE:
+            raise ValueError(f"{command} does not fail here; only {', '.join(_FALLIBLE)}")
+        self.action_troubles.append(ActionTrouble(command, code, times))
+
     def clear(self) -> None:
         """All is well from now on."""
         self.script.entries.clear()
         self.shortages.clear()
         self.boot_troubles.clear()
+        self.action_troubles.clear()
         self.lag_s = 0.0
         self.server_limit_override = None
 
@@ -158,6 +178,16 @@ class Faults:
 
     def take_boot_trouble(self) -> BootTrouble | None:
         return self.boot_troubles.pop(0) if self.boot_troubles else None
+
+    def take_action_trouble(self, command: str) -> str | None:
+        """With which code an action that begins now will fail; counted."""
+        trouble = next((each for each in self.action_troubles if each.command == command), None)
+        if trouble is None:
+            return None
+        trouble.times -= 1
+        if trouble.times <= 0:
+            self.action_troubles.remove(trouble)
+        return trouble.code
 
     def shortage(self, server_type: str, location: str) -> Shortage | None:
         places = ((server_type, location), (server_type, "*"), ("*", location), ("*", "*"))
@@ -174,11 +204,14 @@ class Faults:
             "list_lags_by_s": self.lag_s,
             "server_limit": self.server_limit_override,
             "next_boots": [{"extra_s": each.extra_s, "is_dead": each.is_dead} for each in self.boot_troubles],
+            "next_actions": [
+                {"command": each.command, "code": each.code, "times": each.times} for each in self.action_troubles
+            ],
         }
 
 
 # What can be called over HTTP.
 METHODS = (
     "next", "next_create", "next_delete", "next_list", "burst", "drain_rate_limit", "no_capacity", "capacity",
-    "list_lags", "server_limit", "next_boot", "clear",
+    "list_lags", "server_limit", "next_boot", "next_action", "clear",
 )  # fmt: skip

@@ -35,6 +35,8 @@ class Action:
     resources: Sequence[tuple[str, int]]
     started: datetime
     finishes: datetime
+    # The code with which it fails when it finishes.
+    error: str | None = None
 
     def is_running(self, now: datetime) -> bool:
         return now < self.finishes
@@ -180,8 +182,10 @@ class Project:
         return self.now.replace(microsecond=0)
 
     def act(self, command: str, resources: Sequence[tuple[str, int]], takes_s: float) -> Action:
-        """A new action. A server among its resources is locked until it ends."""
-        action = Action(self.new_id(), command, resources, self.now, self.now + timedelta(seconds=takes_s))
+        """A new action. A server among its resources is locked until it ends. Whoever began it must not do what it is
+        for where it has an error."""
+        error = self.faults.take_action_trouble(command)
+        action = Action(self.new_id(), command, resources, self.now, self.now + timedelta(seconds=takes_s), error)
         self.actions[action.id] = action
         while len(self.actions) > MAX_ACTIONS:
             self.actions.popitem(last=False)
@@ -341,6 +345,9 @@ class Project:
         address = self._free_address(server, network, ip)
         mac = f"86:00:00:{(server.id >> 16) & 255:02x}:{(server.id >> 8) & 255:02x}:{server.id & 255:02x}"
         server.private_nets.append(PrivateNet(network.id, address, alias_ips, mac))
+
+    def detach(self, server: Server, network_id: int) -> None:
+        server.private_nets = [net for net in server.private_nets if net.network_id != network_id]
 
     def _free_address(self, server: Server, network: Network, wanted: str | None) -> str:
         taken = {

@@ -179,15 +179,16 @@ def pricing(project: Project) -> Json:
 
 def action(project: Project, value: Action) -> Json:
     is_running = value.is_running(project.now)
+    has_failed = value.error is not None and not is_running
     return {
         "id": value.id,
         "command": value.command,
-        "status": "running" if is_running else "success",
+        "status": "running" if is_running else "error" if has_failed else "success",
         "started": moment(value.started),
         "finished": None if is_running else moment(value.finishes),
         "progress": value.progress(project.now),
         "resources": [{"id": id_, "type": kind} for kind, id_ in value.resources],
-        "error": None,
+        "error": {"code": value.error, "message": "Action failed"} if has_failed else None,
     }
 
 

@@ -62,7 +62,8 @@ def delete(project: Project, call: Call) -> Answer:
     if server.is_delete_protected:
         raise ApiError("protected", "server is protected from deletion")
     action = project.act("delete_server", [("server", server.id)], project.settings.delete_s)
-    project.begin_deletion(server)
+    if action.error is None:
+        project.begin_deletion(server)
     return Answer(200, {"action": render.action(project, action)})
 
 
@@ -217,13 +218,21 @@ def _build(project: Project, order: _Order) -> tuple[Server, list[Action]]:
     initializing_s = settings.boot_s * _INITIALIZING_SHARE
     this = ("server", server.id)
     actions = [project.act("create_server", [this], initializing_s)]
-    actions += [
-        project.act("attach_to_network", [this, ("network", each.id)], initializing_s) for each in order.networks
-    ]
-    if order.is_started:
+    actions += [_attached(project, server, each.id, initializing_s) for each in order.networks]
+    is_started = order.is_started
+    if is_started:
         actions.append(project.act("start_server", [this], settings.boot_s))
-    project.begin(server, initializing_s, settings.boot_s - initializing_s, is_started=order.is_started)
+        is_started = actions[-1].error is None
+    project.begin(server, initializing_s, settings.boot_s - initializing_s, is_started=is_started)
     return server, actions
+
+
+def _attached(project: Project, server: Server, network_id: int, takes_s: float) -> Action:
+    """The action of a server that has been put into a network; out of which it is again where that fails."""
+    action = project.act("attach_to_network", [("server", server.id), ("network", network_id)], takes_s)
+    if action.error is not None:
+        project.detach(server, network_id)
+    return action
 
 
 def _equip(project: Project, server: Server, given: PrimaryIp | None, type_: str) -> int:
@@ -251,9 +260,10 @@ def _acted(project: Project, server: Server, command: str, takes_s: float) -> An
 def poweron(project: Project, call: Call) -> Answer:
     server = _unlocked(project, call.ids[0])
     takes_s = 0.0 if server.status == "running" else project.settings.action_s
-    if server.status != "running":
+    action = project.act("start_server", [("server", server.id)], takes_s)
+    if server.status != "running" and action.error is None:
         project.power_on(server, takes_s)
-    return _acted(project, server, "start_server", takes_s)
+    return Answer(201, {"action": render.action(project, action)})
 
 
 def poweroff(project: Project, call: Call) -> Answer:
@@ -322,9 +332,7 @@ def attach_to_network(project: Project, call: Call) -> Answer:
     if network is None:
         raise AssertionError("finish() has refused this")
     project.attach(server, network, ip, alias_ips)
-    action = project.act(
-        "attach_to_network", [("server", server.id), ("network", network.id)], project.settings.action_s
-    )
+    action = _attached(project, server, network.id, project.settings.action_s)
     return Answer(201, {"action": render.action(project, action)})
 
 
@@ -335,5 +343,5 @@ def detach_from_network(project: Project, call: Call) -> Answer:
     if not any(net.network_id == network_id for net in server.private_nets):
         inputs.refuse("network", "the server is not attached to this network")
     inputs.finish()
-    server.private_nets = [net for net in server.private_nets if net.network_id != network_id]
+    project.detach(server, network_id or 0)
     return _acted(project, server, "detach_from_network", project.settings.action_s)

@@ -9,7 +9,8 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
+from email.utils import format_datetime
 
 from windlass.emulate.exchange import Json, Response, json_response
 from windlass.emulate.runpod.account import Account
@@ -103,15 +104,17 @@ class RunpodEmulator:
                 return control(self, method, path, body)
             self.requests.append((self.account.now, method, path))
             lowered = {name.lower(): value for name, value in headers.items()}
+            # When it was answered is when it was done.
+            date = {"Date": format_datetime(self.account.now.astimezone(UTC), usegmt=True)}
             try:
                 self._authorize(lowered)
             except Problem as problem:
-                return problem.response({})
+                return problem.response(date)
             try:
                 answer = self._answer(method, path, query, lowered, body)
             except Problem as problem:
-                return problem.response(self._rate_limit())
-            return _response(answer, self._rate_limit())
+                return problem.response({**date, **self._rate_limit()})
+            return _response(answer, {**date, **self._rate_limit()})
 
     def _answer(
         self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes

@@ -26,6 +26,8 @@ def keep_budget(draft: Draft) -> list[Action]:
         return alerts
     draft.affordable = affordable(draft.snapshot, draft.fleet, found)
     if not found:
+        if draft.affordable == 0:
+            draft.hold(CODE, "what its machines cost is not known, and so not whether there is room for another")
         return alerts
     worst = found[0]
     if worst.is_spent:

@@ -2,10 +2,11 @@
 
 from collections import Counter
 
-from windlass.model.action import Action, Fail, FailSlot, Promote, Requeue
+from windlass.model.action import Action, Delete, DeleteStray, Fail, FailSlot, Promote, Requeue
 from windlass.model.worker import LIVE
 from windlass.policy.derive import Lifecycle, WorkerState
 from windlass.policy.draft import LIST_SHRANK, Draft
+from windlass.policy.evidence import LONELY_FAILURES, QUARANTINED, describe, is_lonely
 
 # Fewer silent workers than this are an ordinary misfortune; this many, and more than half, look like our own blindness.
 MANY_DEAD_MIN = 3
@@ -18,6 +19,8 @@ UNLISTED_TO_TELL = 3
 # More than this share of the maximum in use is worth a word; of small fleets it is their everyday life.
 NEAR_MAX_SHARE = 0.8
 NEAR_MAX_MIN = 10
+# How long a machine may take to go before a person should know.
+UNDELETED_TO_TELL_S = 300.0
 
 
 def promote(draft: Draft) -> list[Action]:
@@ -74,8 +77,17 @@ def fail_broken(draft: Draft) -> list[Action]:
     """Broken workers become `error`, and their tasks go to others."""
     if draft.is_stopped:
         return []
+    suspects = {suspect.worker_id: suspect for suspect in draft.snapshot.suspects}
+    quarantined = [suspects[s.worker.id] for s in draft.states.values() if s.code == QUARANTINED]
+    if any(is_lonely(suspect) for suspect in quarantined):
+        draft.remember(tried_at=draft.now)
     return [
-        Fail(state.worker.id, state.code or "BROKEN", state.reason or "broken")
+        Fail(
+            state.worker.id,
+            state.code or "BROKEN",
+            state.reason or "broken",
+            suspects[state.worker.id] if state.code == QUARANTINED else None,
+        )
         for state in draft.states.values()
         if state.should_terminate and not has_no_machine(state)
     ]
@@ -124,11 +136,17 @@ def warn(draft: Draft) -> list[Action]:
             actions += draft.alert(
                 "VRAM_STALE", "no word about its GPU's memory for too long", worker_id=state.worker.id
             )
+    for suspect in draft.snapshot.suspects:
+        # A person may know whose fault it is: what they sent, what they started, or the handler everywhere.
+        if suspect.worker_id not in draft.failed_ids and len(suspect.failed) >= LONELY_FAILURES:
+            actions += draft.alert("TASKS_FAILING", describe(suspect), worker_id=suspect.worker_id)
     actions += _warn_of_slots(draft)
     working = [s for s in draft.states.values() if s.is_hired and (s.lifecycle is Lifecycle.CRASHED or s.is_healthy)]
     if len(working) > 1 and all(s.lifecycle is Lifecycle.CRASHED for s in working):
         actions += draft.alert("ALL_CRASHED", f"all {len(working)} workers crashed at the same time")
     actions += _warn_of_maximum(draft)
+    actions += _warn_of_undeleted(draft)
+    actions += _warn_of_engine(draft)
     unlisted_since = draft.memory.unlisted_since
     if unlisted_since and draft.age_s(unlisted_since) >= UNLISTED_TO_TELL * draft.fleet.poll_interval_s:
         actions += draft.alert(
@@ -143,6 +161,42 @@ def _warn_of_maximum(draft: Draft) -> list[Action]:
     if not draft.snapshot.traits.is_remote or limit < NEAR_MAX_MIN or hired <= NEAR_MAX_SHARE * limit:
         return []
     return draft.alert("NEAR_MAX", f"{hired} of at most {limit} workers are hired")
+
+
+def _warn_of_undeleted(draft: Draft) -> list[Action]:
+    """Machines that were asked to go, in every cycle for minutes, and have not gone."""
+    if draft.snapshot.machines is None:
+        return []
+    listed = {machine.id for machine in draft.snapshot.machines}
+    asked = {
+        action.machine_id: action.worker_id if isinstance(action, Delete) else action.name
+        for action in draft.actions
+        if isinstance(action, Delete | DeleteStray) and action.machine_id in listed
+    }
+    before = draft.snapshot.memory.ending_since
+    since = {machine_id: before.get(machine_id, draft.now) for machine_id in asked if machine_id is not None}
+    draft.remember(ending_since=since)
+    actions: list[Action] = []
+    for machine_id, name in asked.items():
+        if machine_id is not None and draft.age_s(since[machine_id]) >= UNDELETED_TO_TELL_S:
+            why = (
+                f"machine {machine_id} of {name} was asked to go at {since[machine_id]:%H:%M:%S} UTC and is there: "
+                f"`windlass explain {name}` says what the provider answered; delete it by hand if that does not end it"
+            )
+            actions += draft.alert("NOT_DELETED", why, about=machine_id)
+    return actions
+
+
+def _warn_of_engine(draft: Draft) -> list[Action]:
+    """Of nodes that nobody places tasks on: they are paid for, and no state of theirs says so."""
+    nodes = [s.worker for s in draft.states.values() if s.is_hired and s.has_heartbeat and s.worker.status in LIVE]
+    if draft.fleet.engine is None or not nodes:
+        return []
+    since = max((node.node.at for node in nodes if node.node is not None), default=min(n.created_at for n in nodes))
+    if draft.age_s(since) <= max(draft.fleet.heartbeat_timeout_s, draft.fleet.poll_interval_s):
+        return []
+    what = f"nobody has looked at its nodes in Ray since {since:%H:%M:%S} UTC: its dispatcher is not there"
+    return draft.alert("ENGINE_SILENT", what)
 
 
 def _warn_of_slots(draft: Draft) -> list[Action]:

@@ -79,11 +79,10 @@ def _end(draft: Draft, state: WorkerState, code: str, reason: str) -> list[Actio
     return [Delete(worker.id, machine_id, code, reason)] if machine_id is not None else []
 
 
-def reconcile(draft: Draft) -> list[Action]:
-    """Find the machines of unanswered creations, and prices that were not known; end machines that have no worker."""
+def find_machines(draft: Draft) -> list[Action]:
+    """The machines of unanswered creations, and prices that were not known."""
     if draft.snapshot.machines is None or draft.is_stopped:
         return []
-    ending = draft.deleted_ids
     actions: list[Action] = []
     for name, state in draft.states.items():
         own = draft.machine_of(state.worker)
@@ -91,10 +90,11 @@ def reconcile(draft: Draft) -> list[Action]:
             continue
         if state.worker.machine_id is not None and state.worker.bill is None and own.price_micros_per_hour is not None:
             actions.append(Price(name, own.id, "what its machine costs is known now"))
-        if state.worker.machine_id is None and name not in ending:
+        # Also if it is about to be ended: it is paid for until then.
+        if state.worker.machine_id is None:
             is_prepared = not draft.snapshot.traits.has_prepare_step
             actions.append(Adopt(name, own.id, "found for a creation that was never answered", is_prepared))
-    return actions + _end_strays(draft)
+    return actions
 
 
 def prepare(draft: Draft) -> list[Action]:
@@ -115,8 +115,10 @@ def prepare(draft: Draft) -> list[Action]:
     return actions
 
 
-def _end_strays(draft: Draft) -> list[Action]:
-    """As many as may change at once: if we are wrong about them, somebody has time to notice."""
+def end_strays(draft: Draft) -> list[Action]:
+    """Machines without a worker, as many as may change at once: if we are wrong about them, somebody can notice."""
+    if draft.snapshot.machines is None or draft.is_stopped:
+        return []
     strays = [DeleteStray(double.id, double.name, f"a double of {keep}") for double, keep in draft.doubles]
     if not draft.are_strays_doubted:
         strays += [

@@ -31,8 +31,9 @@ BUSY_PAUSE_S = 1.0
 PAGE_SIZE = 50
 # 5,000 of anything: far beyond any project's limit.
 MAX_PAGES = 100
-# Few calls are under way at the same time at one request a second; slow ones must not hold up a list.
-MAX_THREADS = 8
+# More than the limiter lets be under way at once: a burst, and what comes back while the slowest of them is waited for.
+# Slow creations must not hold up a list.
+MAX_THREADS = 80
 CONNECT_TIMEOUT_S = 5.0
 # The SDK's time limit is for the next byte of an answer. An answer that trickles is given up after this much more.
 TRICKLE_S = 10.0
@@ -48,9 +49,9 @@ T = TypeVar("T")
 
 
 class Run(Protocol):
-    """Carries out a blocking call without blocking."""
+    """Carries out a blocking call without blocking. Raises TimeoutError this long after the call has begun."""
 
-    def __call__(self, call: Callable[[], T]) -> Awaitable[T]: ...
+    def __call__(self, call: Callable[[], T], timeout_s: float) -> Awaitable[T]: ...
 
 
 class _Ear(BaseAdapter):
@@ -60,7 +61,7 @@ class _Ear(BaseAdapter):
         super().__init__()
         self._inner = inner
         # Written by threads, read by the loop.
-        self.heard: deque[tuple[int, Mapping[str, str]]] = deque(maxlen=MAX_THREADS * 4)
+        self.heard: deque[tuple[int, Mapping[str, str]]] = deque(maxlen=MAX_THREADS)
 
     def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
         response = self._inner.send(request, *arguments, **options)
@@ -91,6 +92,7 @@ class Account:
         self._ear = _Ear(adapter or HTTPAdapter(pool_maxsize=MAX_THREADS))
         self.api = _connect(token, endpoint, timeout_s, self._ear)
         self._pool: ThreadPoolExecutor | None = None
+        self._users = 0
         self._run: Run = run or self._run_in_thread
         # By choice, when it may be tried again.
         self._exhausted: dict[Choice, float] = {}
@@ -100,22 +102,21 @@ class Account:
         self._hints_due: dict[str, float] = {}
         self._asking = asyncio.Lock()
 
-    async def call(self, call: Callable[[], T], *, max_wait_s: float) -> T:
+    async def call(self, call: Callable[[], T], *, max_wait_s: float, is_urgent: bool = False) -> T:
         """One request. Raises whatever the SDK does, TimeoutError, or Throttled: nothing was sent then."""
-        await self.limiter.wait(max_wait_s)
+        await self.limiter.wait(max_wait_s, is_urgent=is_urgent)
         try:
-            async with asyncio.timeout(self.timeout_s + TRICKLE_S):
-                return await self._run(call)
+            return await self._run(call, self.timeout_s + TRICKLE_S)
         finally:
             while self._ear.heard:
                 self.limiter.learn(*self._ear.heard.popleft())
 
-    async def ask(self, call: Callable[[], T], *, tries: int = 1) -> T:
+    async def ask(self, call: Callable[[], T], *, tries: int = 1, is_urgent: bool = False) -> T:
         """The same, for whoever waits. Sent again where the vendor says that it collided with something. Raises
         Trouble, or Throttled."""
         for attempt in range(1, tries + 1):
             try:
-                return await self.call(call, max_wait_s=MAX_WAIT_S)
+                return await self.call(call, max_wait_s=MAX_WAIT_S, is_urgent=is_urgent)
             except Throttled:
                 raise
             except Exception as error:
@@ -125,10 +126,29 @@ class Account:
             await asyncio.sleep(BUSY_PAUSE_S * attempt * (0.5 + self._rng.random()))
         raise AssertionError("the last try returns or raises")
 
-    async def _run_in_thread(self, call: Callable[[], T]) -> T:
+    async def _run_in_thread(self, call: Callable[[], T], timeout_s: float) -> T:
+        """Also raises Throttled, where all threads were taken: nothing was sent then."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="hetzner")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def begin() -> T:
+            loop.call_soon_threadsafe(begun.set)
+            return call()
+
+        job = self._pool.submit(begin)
+        try:
+            try:
+                async with asyncio.timeout(MAX_WAIT_S):
+                    await begun.wait()
+            except TimeoutError:
+                if job.cancel():
+                    raise Throttled("too many requests are waiting for their answers", BUSY_PAUSE_S) from None
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(job)
+        finally:
+            # Where nobody waits any more: what has not begun never does.
+            job.cancel()
 
     # -------------------------------------------------------------------------------------------------- capacity
 
@@ -177,16 +197,30 @@ class Account:
         loop = asyncio.get_running_loop()
         self._prices_due = loop.time() + ASK_PRICES_AGAIN_S
         try:
-            answer = await self.call(lambda: self.api.request("GET", "/pricing"), max_wait_s=max_wait_s)
+            answer = await self.call(lambda: self.api.request("GET", "/pricing"), max_wait_s=max_wait_s, is_urgent=True)
             self._prices = {kind: read_prices(answer["pricing"], kind) for kind in ("net", "gross")}
             self._prices_due = loop.time() + PRICES_FRESH_S
         except Exception as error:
             log.warning("prices are not known", error=_said(error))
 
+    # ------------------------------------------------------------------------------------------------------ users
+
+    def join(self, fleet: str) -> None:
+        """From now on a provider of this fleet uses it."""
+        self._users += 1
+        self.limiter.join(fleet)
+
+    def leave(self, fleet: str) -> None:
+        self._users -= 1
+        self.limiter.leave(fleet)
+        if self._users == 0:
+            self.close()
+
     def close(self) -> None:
-        """Without waiting for what is under way."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        """Without waiting for what is under way. Whoever asks again opens it again."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
         self._ear.close()
 
 

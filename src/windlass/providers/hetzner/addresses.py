@@ -2,16 +2,22 @@
 
 The vendor makes one with a server and deletes it with the server, so nothing is left behind by a crash of ours. What
 can be left behind all the same (somebody turned the automatic deletion off, or it failed) is found by our labels. The
-vendor does not label what it makes by itself: we do, with requests that nobody else needs at that moment. Only those
-made by our own request are labelled: of any other we cannot know whose it is.
+vendor does not label what it makes by itself: we do, for every server of ours that is listed, whoever had it made, with
+requests that nobody else needs at that moment. An address that is not as old as its server was brought by a person: it
+is left alone.
+
+What it does not do: an address whose server was gone before anybody listed it, and which the vendor did not delete
+with it, has no label, and is not found.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from functools import partial
 
 import structlog
-from hcloud.primary_ips.client import PrimaryIPsPageResult
+from hcloud.primary_ips.client import BoundPrimaryIP, PrimaryIPsPageResult
 from hcloud.primary_ips.domain import PrimaryIP
 from hcloud.servers.client import BoundServer
 
@@ -23,55 +29,112 @@ from windlass.providers.hetzner.problems import Kind, Trouble
 # From one look for those left behind to the next. An address costs a tenth of a cent an hour.
 SWEEP_INTERVAL_S = 300.0
 TEND_TIMEOUT_S = 15.0
+CLOSE_PATIENCE_S = 2.0
+# Between an address and the server that it was made with. For another one to be put in its place, a server must be off.
+MADE_TOGETHER = timedelta(seconds=30)
+# Before an address that cannot be labelled is left alone until the next sweep.
+LABEL_TRIES = 5
 log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Unlabelled:
+    labels: Mapping[str, str]
+    server_created: datetime | None
+    # It was made by a request of ours. Of any other it must be asked.
+    is_ours: bool
+    tries: int = 0
 
 
 class Addresses:
     def __init__(self, account: Account, labels: Mapping[str, str]) -> None:
         self._account = account
         self._labels = labels
-        self._unlabelled: dict[int, dict[str, str]] = {}
+        self._unlabelled: dict[int, _Unlabelled] = {}
+        # Nothing to do about these until the next sweep: they are labelled, or a person's, or they cannot be.
+        self._settled: set[int] = set()
         self._sweep_due = float("-inf")
+        self._tending: asyncio.Task[None] | None = None
 
     def made_with(self, server: BoundServer) -> None:
         """A server that we just had made has these; they will be labelled."""
-        net, worker_id = server.public_net, (server.labels or {})[naming.WORKER]
-        for address in (net.primary_ipv4, net.primary_ipv6) if net is not None else ():
-            if address is not None and address.id is not None:
-                self._unlabelled[address.id] = {**self._labels, naming.WORKER: worker_id}
+        for address_id in _addresses_of(server):
+            self._unlabelled[address_id] = self._wanted(server, is_ours=True)
 
-    async def tend(self) -> None:
-        """Delete those left behind, now and then, and label new ones. Never for long, and never a reason to fail."""
+    def tend(self, servers: Sequence[BoundServer]) -> None:
+        """Begin to delete those left behind, now and then, and to label those of these servers of ours that are not.
+        Nobody waits for it: however slow the vendor is with addresses, whoever lists has a list."""
+        if self._tending is None or self._tending.done():
+            self._tending = asyncio.create_task(self._tend(servers))
+
+    async def close(self) -> None:
+        """Where a process lives for one cycle only, this is all the time there is."""
+        if self._tending is not None:
+            await asyncio.wait([self._tending], timeout=CLOSE_PATIENCE_S)
+            self._tending.cancel()
+            await asyncio.wait([self._tending])
+
+    async def _tend(self, servers: Sequence[BoundServer]) -> None:
+        """Never for long, and never a reason to fail."""
         loop, limiter = asyncio.get_running_loop(), self._account.limiter
         try:
             async with asyncio.timeout(TEND_TIMEOUT_S):
                 if loop.time() >= self._sweep_due and limiter.spare() > 0:
                     self._sweep_due = loop.time() + SWEEP_INTERVAL_S
                     await self._sweep()
-                for address_id in list(self._unlabelled)[: limiter.spare()]:
-                    await self._label(address_id)
+                self._notice(servers)
+                for address_id in list(self._unlabelled):
+                    if limiter.spare() > 0:
+                        await self._label(address_id)
         except (Trouble, Throttled, TimeoutError) as error:
             log.info("addresses not tended", error=str(error) or "no answer in time")
 
+    def _notice(self, servers: Sequence[BoundServer]) -> None:
+        for server in servers:
+            for address_id in _addresses_of(server):
+                if address_id not in self._settled and address_id not in self._unlabelled:
+                    self._unlabelled[address_id] = self._wanted(server, is_ours=False)
+
+    def _wanted(self, server: BoundServer, *, is_ours: bool) -> _Unlabelled:
+        labels = {**self._labels, naming.WORKER: (server.labels or {})[naming.WORKER]}
+        return _Unlabelled(labels, server.created, is_ours)
+
     async def _label(self, address_id: int) -> None:
-        labels = self._unlabelled[address_id]
+        """Or, where that does not work, leave it for a later time: it keeps nobody else waiting."""
+        address = self._unlabelled[address_id]
+        address.tries += 1
         try:
-            await self._account.ask(
-                lambda: self._account.api.primary_ips.update(PrimaryIP(id=address_id), labels=labels)
-            )
+            labels = address.labels if address.is_ours else await self._labels_for(address_id, address)
+            if labels is not None:
+                await self._account.ask(
+                    lambda: self._account.api.primary_ips.update(PrimaryIP(id=address_id), labels=dict(labels))
+                )
         except Trouble as trouble:
             if trouble.problem.kind is not Kind.NOT_FOUND:
-                raise
-        self._unlabelled.pop(address_id, None)
+                log.info("Primary IP not labelled", primary_ip=address_id, error=trouble.problem.words)
+                if address.tries < LABEL_TRIES:
+                    return
+        del self._unlabelled[address_id]
+        self._settled.add(address_id)
+
+    async def _labels_for(self, address_id: int, address: _Unlabelled) -> Mapping[str, str] | None:
+        """None where there is nothing to label."""
+        found: BoundPrimaryIP = await self._account.ask(lambda: self._account.api.primary_ips.get_by_id(address_id))
+        if found.created is None or address.server_created is None:
+            return None
+        is_persons = abs(found.created - address.server_created) > MADE_TOGETHER
+        labels = {**(found.labels or {}), **address.labels}
+        return None if is_persons or labels == found.labels else labels
 
     async def _sweep(self) -> None:
         page: int | None = 1
-        left_behind: list[int] = []
+        labelled: list[BoundPrimaryIP] = []
         while page is not None and page <= MAX_PAGES:
             found = await self._account.ask(partial(self._list_page, page))
-            left_behind += [ip.id for ip in found.primary_ips if ip.id is not None and ip.assignee_id is None]
+            labelled += found.primary_ips
             page = found.meta.pagination.next_page if found.meta and found.meta.pagination else None
-        for address_id in left_behind:
+        self._settled = {ip.id for ip in labelled if ip.id is not None}
+        for address_id in [ip.id for ip in labelled if ip.id is not None and ip.assignee_id is None]:
             log.warning("deleting a Primary IP that was left behind", primary_ip=address_id)
             try:
                 await self._account.ask(partial(self._account.api.primary_ips.delete, PrimaryIP(id=address_id)))
@@ -82,3 +145,9 @@ class Addresses:
         return self._account.api.primary_ips.get_list(
             label_selector=naming.selector(self._labels), page=page, per_page=PAGE_SIZE
         )
+
+
+def _addresses_of(server: BoundServer) -> list[int]:
+    net = server.public_net
+    made = (net.primary_ipv4, net.primary_ipv6) if net is not None else ()
+    return [address.id for address in made if address is not None and address.id is not None]

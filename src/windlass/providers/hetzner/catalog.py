@@ -5,36 +5,27 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
 from typing import Any
 
+from windlass.model.cost import PricePart
 from windlass.model.hetzner import Choice
 
 _MICROS = Decimal(1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
-    """In micros of the currency; each part of it rounded half up, as it stands on the bill."""
-
-    per_hour: int
-    # No calendar month costs more.
-    per_month: int
-
-    def __add__(self, other: "Price") -> "Price":
-        return Price(self.per_hour + other.per_hour, self.per_month + other.per_month)
-
-
-@dataclass(frozen=True, slots=True)
 class PriceList:
-    currency: str
-    servers: Mapping[Choice, Price]
-    # By location.
-    ipv4: Mapping[str, Price]
+    """In micros of the currency; each part rounded half up, as it stands on the bill."""
 
-    def of(self, choice: Choice, *, has_ipv4: bool) -> Price | None:
-        """None if any part of it is not known: half a price is no price."""
+    currency: str
+    servers: Mapping[Choice, PricePart]
+    # By location.
+    ipv4: Mapping[str, PricePart]
+
+    def of(self, choice: Choice, *, has_ipv4: bool) -> tuple[PricePart, ...]:
+        """What is paid for a server, and for its address. Nothing if any of it is not known: half a price is none."""
         server, address = self.servers.get(choice), self.ipv4.get(choice.location)
         if server is None or (has_ipv4 and address is None):
-            return None
-        return server + address if has_ipv4 and address is not None else server
+            return ()
+        return (server, address) if has_ipv4 and address is not None else (server,)
 
 
 def read_prices(pricing: Mapping[str, Any], kind: str) -> PriceList:
@@ -51,8 +42,8 @@ def read_prices(pricing: Mapping[str, Any], kind: str) -> PriceList:
     )
 
 
-def _price(price: Mapping[str, Any], kind: str) -> Price:
-    return Price(_micros(price["price_hourly"][kind]), _micros(price["price_monthly"][kind]))
+def _price(price: Mapping[str, Any], kind: str) -> PricePart:
+    return PricePart(_micros(price["price_hourly"][kind]), _micros(price["price_monthly"][kind]))
 
 
 def _micros(amount: str) -> int:

@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 
+from windlass.model.bootstrap import MAX_USER_DATA_BYTES
 from windlass.model.errors import Refused
 from windlass.model.hetzner import problem_of_label
 from windlass.model.machine import MachineRequest
@@ -18,7 +19,6 @@ FLEET = "windlass-fleet"
 WORKER = "windlass-worker"
 SLOT = "windlass-slot"
 MAX_NAME = 63
-MAX_USER_DATA_BYTES = 32 * 1024
 # RFC 1123: what can be a host's name.
 _HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _NOT_IN_LABELS = re.compile(r"[^A-Za-z0-9_.-]")
@@ -69,6 +69,7 @@ def server_name(worker_id: str, installation: str) -> str:
 
 
 def check_user_data(worker_id: str, user_data: str) -> str:
+    """Whoever rendered it: a request that the vendor would not take is not sent. Raises Refused."""
     size = len(user_data.encode())
     if size > MAX_USER_DATA_BYTES:
         raise Refused(

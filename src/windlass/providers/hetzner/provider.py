@@ -21,6 +21,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import structlog
+from hcloud.actions.client import ActionsPageResult, BoundAction
 from hcloud.firewalls.domain import Firewall
 from hcloud.images.domain import Image
 from hcloud.locations.domain import Location
@@ -30,6 +31,7 @@ from hcloud.servers.client import BoundServer, ServersPageResult
 from hcloud.servers.domain import CreateServerResponse, Server, ServerCreatePublicNetwork
 from hcloud.ssh_keys.domain import SSHKey
 
+from windlass.model.cost import PricePart
 from windlass.model.errors import (
     Ambiguous,
     Denied,
@@ -55,6 +57,8 @@ LIST_TIMEOUT_S = 50.0
 DELETE_TIMEOUT_S = 55.0
 # A creation that collides with something else is sent again this often.
 BUSY_TRIES = 3
+# The last 250 actions of a project, in which a deletion is looked for whose answer was lost: those of a busy hour.
+MAX_ACTION_PAGES = 5
 # From one look at a server that is being deleted to the next; a deletion usually takes a second.
 DELETE_LOOKS_S = (1.5, 2.0, 4.0, 8.0, 12.0, 12.0)
 # A list is given again for this long for each of its pages: lists take at most a fifth of a request a second.
@@ -72,8 +76,10 @@ _CREATION_LATENESS_S = 60.0 + _ABSENCE_GRACE_S
 # A server deleted a moment ago may still be listed, and one made by a newer leader may be listed before its row is
 # seen. Either is settled when the list is no longer old.
 _STRAY_GRACE_S = _ABSENCE_GRACE_S
-# Two requests each, from what lists leave of the allowance.
-_DELETIONS_PER_S = (RATE_PER_S - 1 / LIST_REUSE_S) / 2
+# Of the allowance, what deletions get at the least: where many fleets share it, they do not list that often.
+_LEAST_FOR_DELETIONS_PER_S = RATE_PER_S / 4
+# A deletion, and a look whether it is gone.
+_REQUESTS_TO_DELETE = 2
 
 _STATES = {
     "initializing": MachineState.BOOTING,
@@ -131,6 +137,7 @@ class HetznerProvider:
         # Servers that were seen running: one that is off then has stopped.
         self._have_run: set[str] = set()
         self._addresses = Addresses(account, self._labels)
+        account.join(fleet)
 
     @property
     def traits(self) -> ProviderTraits:
@@ -139,7 +146,7 @@ class HetznerProvider:
             creation_lateness_s=_CREATION_LATENESS_S,
             stray_grace_s=_STRAY_GRACE_S,
             billing_unit_s=self._settings.billing_hour_s,
-            deletions_per_s=_DELETIONS_PER_S,
+            deletions_per_s=_deletions_per_s(self._account.limiter.fleets),
             is_remote=True,
         )
 
@@ -148,7 +155,9 @@ class HetznerProvider:
         return Preparation()
 
     async def close(self) -> None:
-        """Nothing to do: servers go on without us, and the account is shared."""
+        """Servers go on without us. The account is shared: it ends with the last who uses it."""
+        await self._addresses.close()
+        self._account.leave(self._fleet)
 
     # ------------------------------------------------------------------------------------------------------ create
 
@@ -279,7 +288,7 @@ class HetznerProvider:
         self._listing = _Listing({machine.id: machine for machine in machines}, began + reuse_s)
         self._changes = {id_: change for id_, change in self._changes.items() if change[0] >= began}
         self._have_run &= {machine.id for machine in machines}
-        await self._addresses.tend()
+        self._addresses.tend(servers)
         return self._merged(self._listing)
 
     async def _list_servers(self, doing: str) -> list[BoundServer]:
@@ -289,7 +298,7 @@ class HetznerProvider:
             totals: set[int | None] = set()
             page: int | None = 1
             while page is not None and page <= MAX_PAGES:
-                found = await self._account.ask(partial(self._list_page, page))
+                found = await self._account.ask(partial(self._list_page, page), is_urgent=True)
                 servers += found.servers
                 pagination = found.meta.pagination if found.meta is not None else None
                 totals.add(pagination.total_entries if pagination is not None else len(servers))
@@ -326,7 +335,10 @@ class HetznerProvider:
         type_ = str(server.server_type.name) if server.server_type is not None else ""
         place = str(server.location.name) if server.location is not None else ""
         has_ipv4 = server.public_net is not None and server.public_net.ipv4 is not None
-        price = prices.of(Choice(type_, place), has_ipv4=has_ipv4) if prices is not None else None
+        published = prices.of(Choice(type_, place), has_ipv4=has_ipv4) if prices is not None else ()
+        # The emulator asks the price of an hour for whatever it calls one.
+        hours = HOUR_S // self._settings.billing_hour_s
+        parts = tuple(PricePart(part.price_micros_per_hour * hours, part.price_micros_per_month) for part in published)
         state = self._state(server)
         return Machine(
             id=str(server.id),
@@ -336,10 +348,9 @@ class HetznerProvider:
             address=_address(server),
             instance_type=type_,
             place=place,
-            # The emulator asks the price of an hour for whatever it calls one.
-            price_micros_per_hour=price.per_hour * (HOUR_S // self._settings.billing_hour_s) if price else None,
-            price_micros_per_month=price.per_month if price is not None else None,
-            currency=prices.currency if prices is not None and price is not None else None,
+            price_micros_per_hour=sum(part.price_micros_per_hour for part in parts) if parts else None,
+            price_parts=parts,
+            currency=prices.currency if prices is not None and parts else None,
             note=f"its server is {server.status}" if state is MachineState.EXITED else None,
         )
 
@@ -360,29 +371,36 @@ class HetznerProvider:
             return None  # no server has such an id
         try:
             async with asyncio.timeout(DELETE_TIMEOUT_S):
-                return await self._delete(int(machine.id), doing)
+                return await self._delete(int(machine.id), machine.name, doing)
         except TimeoutError:
             raise Unavailable(f"{doing}: it was not gone within {DELETE_TIMEOUT_S:g} s") from None
 
-    async def _delete(self, server_id: int, doing: str) -> datetime | None:
+    async def _delete(self, server_id: int, worker_id: str, doing: str) -> datetime | None:
         """When the vendor began to delete it, which is when it stops to cost. None if nobody says."""
         machine_id = str(server_id)
         status: str | None = None
-        began: datetime | None = None
+        accepted: list[datetime] = []
         if not self._is_known(machine_id):
             server = await self._look_up(server_id, doing)
             if server is None:
                 return await self._deleted_at(server_id)
             if not self._is_ours(server):
-                return None  # not ours to touch
+                # Not ours to touch, and not gone: whoever took our labels off must say what becomes of it.
+                raise Refused(
+                    f"{doing}: server {server.name}, created for {worker_id}, does not carry our labels any more: "
+                    "delete it in Hetzner's console, or restore them; until then it is paid for."
+                )
         for look_s in self._delete_looks_s:
             if status != "deleting":
-                began = await self._send_deletion(server_id, doing) or began
+                accepted += await self._send_deletion(server_id, doing)
             await asyncio.sleep(look_s)
             server = await self._look_up(server_id, doing)
             if server is None:
                 self._note(machine_id, None)
-                return began or await self._deleted_at(server_id)
+                if len(accepted) == 1:
+                    return accepted[0]
+                # Of several, one or the other may have failed after it was accepted.
+                return await self._deleted_at(server_id) or next(iter(accepted), None)
             status = server.status
         raise Unavailable(f"{doing}: it is still {status}")
 
@@ -394,36 +412,42 @@ class HetznerProvider:
     async def _look_up(self, server_id: int, doing: str) -> BoundServer | None:
         """None if the vendor says that there is none."""
         try:
-            return await self._account.ask(lambda: self._account.api.servers.get_by_id(server_id))
+            return await self._account.ask(lambda: self._account.api.servers.get_by_id(server_id), is_urgent=True)
         except Trouble as trouble:
             if trouble.problem.kind is Kind.NOT_FOUND:
                 return None
             raise self._not_deleted(trouble.problem, doing) from trouble
 
-    async def _send_deletion(self, server_id: int, doing: str) -> datetime | None:
+    async def _send_deletion(self, server_id: int, doing: str) -> list[datetime]:
+        """When it began, if it did."""
         try:
-            action = await self._account.ask(lambda: self._account.api.servers.delete(Server(id=server_id)))
+            action = await self._account.ask(
+                lambda: self._account.api.servers.delete(Server(id=server_id)), is_urgent=True
+            )
         except Trouble as trouble:
             # Locked while it is being made: it can be deleted soon. Not found: we look for ourselves.
             if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY):
                 raise self._not_deleted(trouble.problem, doing) from trouble
-            return None
-        return action.started
+            return []
+        return [] if action.started is None else [action.started]
 
     async def _deleted_at(self, server_id: int) -> datetime | None:
         """Of a server whose deletion was not answered, or was somebody else's: as the vendor remembers it. It is gone
         either way, so this is asked once, and trouble with it is no trouble."""
+        page: int | None = 1
         try:
-            page = await self._account.ask(
-                lambda: self._account.api.servers.actions.get_list(sort=["started:desc"], per_page=PAGE_SIZE)
-            )
+            while page is not None and page <= MAX_ACTION_PAGES:
+                found = await self._account.ask(partial(self._actions_page, page), is_urgent=True)
+                began = [action.started for action in found.actions if action.started and _deletes(action, server_id)]
+                if began:
+                    return min(began)
+                page = found.meta.pagination.next_page if found.meta and found.meta.pagination else None
         except (Trouble, Throttled):
-            return None
-        for action in page.actions:
-            about = [(resource["type"], resource["id"]) for resource in action.resources or ()]
-            if action.command == "delete_server" and ("server", server_id) in about:
-                return action.started
+            pass
         return None
+
+    def _actions_page(self, page: int) -> ActionsPageResult:
+        return self._account.api.servers.actions.get_list(sort=["started:desc"], page=page, per_page=PAGE_SIZE)
 
     def _not_deleted(self, problem: Problem, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
@@ -436,6 +460,18 @@ class HetznerProvider:
                 return Throttled(said, retry_after_s=max(self._account.limiter.pause_s, 2 * BUSY_PAUSE_S))
             case _:
                 return Unavailable(said)
+
+
+def _deletes(action: BoundAction, server_id: int) -> bool:
+    """Or is about to; one that failed does not."""
+    about = [(resource["type"], resource["id"]) for resource in action.resources or ()]
+    return action.command == "delete_server" and action.status != "error" and ("server", server_id) in about
+
+
+def _deletions_per_s(fleets: int) -> float:
+    """For one of so many fleets with one allowance, of what their lists leave. Their hours may end together."""
+    left_per_s = max(RATE_PER_S - fleets / LIST_REUSE_S, _LEAST_FOR_DELETIONS_PER_S)
+    return left_per_s / _REQUESTS_TO_DELETE / fleets
 
 
 def _address(server: BoundServer) -> str | None:

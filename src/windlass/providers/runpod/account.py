@@ -9,6 +9,8 @@ import asyncio
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -78,16 +80,23 @@ class Account:
 
     async def call(self, method: str, path: str, body: Json | None = None, *, max_wait_s: float = MAX_WAIT_S) -> Json:
         """One request, sent at most once. Raises Trouble, or Throttled: nothing was sent then."""
-        await self.limiter.wait(max_wait_s)
+        response = await self._send(method, path, body, max_wait_s)
+        try:
+            return _read(response)
+        except Exception as error:
+            raise Trouble(problem_of_error(error)) from error
+
+    async def _send(self, method: str, path: str, body: Json | None, max_wait_s: float) -> httpx.Response:
+        await self.limiter.wait(max_wait_s, is_urgent=method != "POST")
         try:
             async with asyncio.timeout(self.timeout_s + TRICKLE_S):
                 response = await self._http().request(method, path, json=body)
             self.limiter.learn(response.status_code, response.headers)
-            if response.is_success:
-                return _read(response)
         except Exception as error:
             raise Trouble(problem_of_error(error)) from error
-        raise Trouble(problem_of_answer(response))
+        if not response.is_success:
+            raise Trouble(problem_of_answer(response))
+        return response
 
     async def read(self, path: str, *, max_wait_s: float = MAX_WAIT_S) -> Json:
         """A question, asked again if its answer does not come. Raises Trouble, or Throttled."""
@@ -145,6 +154,15 @@ class Account:
                 return None
             raise
         return None if pod.get("status") == "TERMINATED" else pod
+
+    async def delete_pod(self, pod_id: str) -> datetime | None:
+        """Ask for its end. In which second that was answered, by the vendor's clock, if it says so. Raises as call."""
+        response = await self._send("DELETE", f"/pods/{pod_id}", None, MAX_WAIT_S)
+        try:
+            moment = parsedate_to_datetime(response.headers["Date"])
+        except (KeyError, ValueError):
+            return None
+        return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
     # -------------------------------------------------------------------------------------------------- capacity
 

@@ -29,10 +29,11 @@ from windlass.model.errors import (
     LimitReached,
     NoCapacity,
     ProviderError,
+    Refused,
     Throttled,
     Unavailable,
 )
-from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
+from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits, Volume
 from windlass.model.runpod import RunpodSettings
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Account, Json, Listing
@@ -293,8 +294,15 @@ class RunpodProvider:
 
     async def _delete(self, machine: Machine, doing: str) -> datetime | None:
         """When it was seen to go, which is when it stops to cost. None if that was not in answer to us."""
-        if not await self._is_ours(machine.id):
-            return None
+        change = self._changes.get(machine.id)
+        if change is not None and change[1] is None:
+            return None  # we know that it is gone
+        if change is None and not await self._is_ours(machine.id):
+            # Not ours to touch, and not gone: whoever took our mark off must say what becomes of it.
+            raise Refused(
+                f"{doing}: it does not carry our mark any more: terminate it in Runpod's console, or restore its "
+                "environment; until then it is paid for."
+            )
         ended_at: datetime | None = None
         for look_s in self._delete_looks_s:
             asked = asyncio.get_running_loop().time()
@@ -309,21 +317,18 @@ class RunpodProvider:
     async def _is_ours(self, pod_id: str) -> bool:
         """Whether it may be touched. One that is not found may be a new one of ours: it is asked to go all the same,
         since ids are never used again."""
-        change = self._changes.get(pod_id)
-        if change is not None:
-            return change[1] is not None
         pod = self._account.last_seen(pod_id) or await self._account.pod(pod_id)
         return pod is None or naming.worker_of(pod, self._tag) is not None
 
     async def _send_deletion(self, pod_id: str) -> datetime | None:
         try:
-            await self._account.call("DELETE", f"/pods/{pod_id}")
+            second = await self._account.delete_pod(pod_id)
         except Trouble as trouble:
             # Not found, or in a state that will pass: we look for ourselves. No answer: so, too.
             if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY, Kind.LOST):
                 raise
             return None
-        return self._now()
+        return _within(second, self._now())
 
     async def _is_gone(self, machine: Machine, asked: float, *, has_been_told: bool) -> bool:
         if await self._account.pod(machine.id) is not None:
@@ -361,6 +366,29 @@ class RunpodProvider:
 
         return await self._preparer.prepare(f"pod {machine.id} of {machine.name}", where, host_key)
 
+    # ----------------------------------------------------------------------------------------------------- storage
+
+    async def volume(self) -> Volume | None:
+        volume_id = self._settings.network_volume_id
+        if volume_id is None:
+            return None
+        doing = f"looking at network volume {volume_id}"
+        try:
+            return _volume(await self._account.read(f"/network-volumes/{volume_id}"), doing)
+        except Trouble as trouble:
+            raise Unavailable(f"{doing}: {trouble.problem.words}") from trouble
+
+    async def grow_volume(self, volume_id: str, size_gb: int) -> Volume:
+        doing = f"growing network volume {volume_id} to {size_gb} GB"
+        try:
+            found = _volume(await self._account.read(f"/network-volumes/{volume_id}"), doing)
+            if found.size_gb >= size_gb:
+                return found
+            # To a size, not by one: sent twice, it has the effect of once.
+            return _volume(await self._account.call("PATCH", f"/network-volumes/{volume_id}", {"size": size_gb}), doing)
+        except Trouble as trouble:
+            raise self._refusal(trouble.problem, doing) from trouble
+
     def _endpoint(self, pod: Json) -> Endpoint | None:
         """Where its own sshd answers. The vendor's proxy carries no commands."""
         direct = (pod.get("ssh") or {}).get("direct")
@@ -375,6 +403,21 @@ def _state(pod: Json, status: str) -> MachineState:
     # RUNNING without a runtime is a promise. What nobody knows is not gone.
     is_running = status == "RUNNING" and pod.get("runtime") is not None
     return MachineState.RUNNING if is_running else MachineState.BOOTING
+
+
+def _within(second: datetime | None, moment: datetime) -> datetime:
+    """When a pod was ended: by our clock, but in the second that the vendor's clock showed. Each second is paid for, so
+    neither what the answer's way took nor a clock that is wrong may add one."""
+    if second is None:
+        return moment
+    return min(max(moment, second), second + timedelta(seconds=1) - timedelta.resolution)
+
+
+def _volume(answer: Json, doing: str) -> Volume:
+    try:
+        return Volume(str(answer["id"]), int(answer["size"]))
+    except (KeyError, TypeError, ValueError):
+        raise Unavailable(f"{doing}: an answer that cannot be read") from None
 
 
 def _moment(value: Any) -> datetime | None:

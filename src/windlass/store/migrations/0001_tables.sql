@@ -78,6 +78,10 @@ create table windlass.workers (
     check (status in ('spawning', 'active', 'terminating', 'error', 'terminated')),
   paused boolean not null default false,
   queues text[] not null default '{}',
+  -- A worker claims and runs tasks itself. A node runs what a dispatcher places on it; a dispatcher claims, and places.
+  kind text not null default 'worker' check (kind in ('worker', 'node', 'dispatcher')),
+  -- Of a node: what its engine last said of it (see report_nodes).
+  node jsonb,
   concurrency integer not null default 1 check (concurrency >= 1),
   -- Silent for longer than this, a worker counts as lost and its tasks go to others.
   lease_s double precision not null default 30 check (lease_s > 0),
@@ -103,8 +107,8 @@ create table windlass.workers (
   vram_at timestamptz,
   late_results integer not null default 0,
   price_micros_per_hour bigint,
-  -- At most this much for a calendar month.
-  price_micros_per_month bigint,
+  -- What the price is made of, where a calendar month of each part has a limit: [[micros per hour, per month]].
+  price_parts jsonb not null default '[]',
   currency text,
   -- Its machine is paid in whole units of this length, from then on, and until it was gone.
   billing_unit_s integer,

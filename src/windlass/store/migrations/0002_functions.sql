@@ -241,7 +241,8 @@ create function windlass.register_worker(
   p_lease_s double precision default 30,
   p_host text default null,
   p_pid integer default null,
-  p_version text default null
+  p_version text default null,
+  p_kind text default 'worker'
 ) returns text
 language plpgsql
 as $$
@@ -252,13 +253,14 @@ begin
   insert into windlass.fleets (name) values (p_fleet) on conflict do nothing;
 
   insert into windlass.workers as w (
-    id, fleet, status, paused, queues, concurrency, lease_s, activated_at, host, pid, version
+    id, fleet, status, paused, queues, kind, concurrency, lease_s, activated_at, host, pid, version
   )
-  select p_worker_id, p_fleet, 'active', f.paused, p_queues, p_concurrency, p_lease_s, windlass.now(), p_host, p_pid, p_version
+  select p_worker_id, p_fleet, 'active', f.paused, p_queues, p_kind, p_concurrency, p_lease_s, windlass.now(), p_host, p_pid,
+    p_version
   from windlass.fleets f
   where f.name = p_fleet
   on conflict (id) do update
-    set queues = excluded.queues, concurrency = excluded.concurrency, lease_s = excluded.lease_s,
+    set queues = excluded.queues, kind = excluded.kind, concurrency = excluded.concurrency, lease_s = excluded.lease_s,
         host = excluded.host, pid = excluded.pid, version = excluded.version
     where w.status in ('spawning', 'active', 'terminating')
   returning w.status, w.fleet into v_status, v_fleet;
@@ -335,6 +337,7 @@ begin
     return windlass.is_repeat(p_worker_id, p_task_id, p_token, array['complete']);
   end if;
   perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_task.finished_at);
+  perform windlass.note_successes(array[p_task_id], v_task.finished_at);
   return true;
 end
 $$;
@@ -358,6 +361,7 @@ declare
   -- The end of an error is where the cause stands; 8,000 characters hold a long traceback.
   v_error text := right(p_error, 8000);
   v_task windlass.tasks;
+  v_failed_on jsonb;
 begin
   update windlass.tasks t
   set status = case when p_retry and t.attempts < t.max_attempts then 'error' else 'failed' end,
@@ -375,11 +379,17 @@ begin
     return null;
   end if;
   perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_now);
+  perform windlass.note_failure(v_task.worker_id, p_task_id);
+  if v_task.status = 'failed' then
+    v_failed_on := windlass.failed_on(p_task_id, v_task.worker_id, v_task.attempts, p_code);
+  end if;
   perform windlass.note(
     case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
-    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass.shortened(v_error)),
-    null, p_worker_id, p_task_id,
-    jsonb_build_object('attempt', v_task.attempts, 'error_code', p_code, 'error', v_error)
+    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass.shortened(v_error))
+      || coalesce(windlass.failed_on_in_words(v_failed_on), ''),
+    null, v_task.worker_id, p_task_id,
+    jsonb_strip_nulls(jsonb_build_object(
+      'attempt', v_task.attempts, 'error_code', p_code, 'error', v_error, 'failed_on', v_failed_on))
   );
   return v_task.status;
 end
@@ -414,16 +424,15 @@ begin
 end
 $$;
 
--- The attempts that a worker completes now, as spans, if its time has a price.
-create function windlass.note_spans(p_worker_id text, p_task_ids bigint[], p_until_at timestamptz) returns void
+-- The attempts that are completed now, as spans of the workers they ran on, where their time has a price.
+create function windlass.note_spans(p_task_ids bigint[], p_until_at timestamptz) returns void
 language sql
 as $$
   insert into windlass.spans (worker_id, task_id, queue, from_at, until_at)
   select t.worker_id, t.id, t.queue, t.started_at, p_until_at
-  from windlass.workers w
-  join windlass.tasks t on t.worker_id = w.id
-  where w.id = p_worker_id
-    and (w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null))
+  from windlass.tasks t
+  join windlass.workers w on w.id = t.worker_id
+  where (w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null))
     and t.id = any (p_task_ids)
     and t.status = 'complete'
     and t.finished_at = p_until_at
@@ -489,14 +498,18 @@ begin
   end if;
   if p_task_ids is not null and p_limit <= 0 then
     if v_count > 0 then
-      perform windlass.note_spans(p_worker_id, p_task_ids, v_now);
+      perform windlass.note_spans(p_task_ids, v_now);
+      perform windlass.note_successes(p_task_ids, v_now);
     end if;
     return;
   end if;
 
   select w.status, w.paused or w.status not in ('spawning', 'active') as is_barred, w.first_claimed_at is null as is_first,
-    -- The ledger is no concern of a worker without a price, nor does it cost one anything.
-    w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null) as has_price,
+    -- The ledger is no concern of a worker without a price, nor does it cost one anything. What a dispatcher finishes was
+    -- done by nodes, which may have one.
+    w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null) or w.kind = 'dispatcher'
+      as has_price,
+    w.failing_since is not null or w.kind = 'dispatcher' as is_failing,
     exists (
       select from windlass.tasks t
       where t.queue = any (p_queues)
@@ -510,7 +523,10 @@ begin
       using errcode = 'no_data_found';
   end if;
   if v_worker.has_price and v_count > 0 then
-    perform windlass.note_spans(p_worker_id, p_task_ids, v_now);
+    perform windlass.note_spans(p_task_ids, v_now);
+  end if;
+  if v_worker.is_failing and v_count > 0 then
+    perform windlass.note_successes(p_task_ids, v_now);
   end if;
   if v_worker.is_barred then
     if v_worker.status in ('error', 'terminated') and coalesce(cardinality(p_task_ids), 0) = 0 then
@@ -632,6 +648,7 @@ as $$
 declare
   v_now timestamptz := windlass.now();
   v_lease interval;
+  v_kind text;
   v_ids bigint[];
   v_tokens uuid[];
   v_progress real[];
@@ -658,8 +675,8 @@ begin
       metadata = w.metadata || (p_vitals - 'pid' - 'vram_total_mb' - 'vram_used_mb')
   where w.id = p_worker_id
     and w.status in ('spawning', 'active', 'terminating')
-  returning w.status, w.paused, make_interval(secs => w.lease_s)
-  into status, paused, v_lease;
+  returning w.status, w.paused, make_interval(secs => w.lease_s), w.kind
+  into status, paused, v_lease, v_kind;
 
   if not found then
     status := coalesce((select w.status from windlass.workers w where w.id = p_worker_id), 'unknown');
@@ -692,6 +709,11 @@ begin
     for no key update of r skip locked
   ) as news
   where t.id = news.id;
+
+  -- What runs on a node is known to its dispatcher, who beats for it.
+  if v_kind = 'node' then
+    return;
+  end if;
 
   -- Claims that this worker does not know of: the answer to its claim was lost on the way. After a lease nobody can
   -- still be waiting for that answer, and without this the task would run forever in name only.
@@ -777,10 +799,15 @@ begin
   noted as (
     insert into windlass.events (code, reason, worker_id, task_id, detail)
     select case m.status when 'queued' then 'TASK_REQUEUED' else 'TASK_FAILED' end,
-      format('attempt %s of %s: %s', m.attempts, m.max_attempts, p_reason),
+      format('attempt %s of %s: %s', m.attempts, m.max_attempts, p_reason)
+        || coalesce(windlass.failed_on_in_words(m.failed_on), ''),
       m.from_worker_id, m.id,
-      jsonb_build_object('attempt', m.attempts, 'error_code', p_code, 'error', p_reason)
-    from moved m
+      jsonb_strip_nulls(jsonb_build_object(
+        'attempt', m.attempts, 'error_code', p_code, 'error', p_reason, 'failed_on', m.failed_on))
+    from (
+      select *, case status when 'failed' then windlass.failed_on(id, from_worker_id, attempts, p_code) end as failed_on
+      from moved
+    ) as m
   ),
   spent as (
     insert into windlass.spans (worker_id, task_id, queue, from_at, until_at)
@@ -832,10 +859,12 @@ begin
     and w.last_heartbeat >= v_now - make_interval(secs => windlass.unnoticed_gap_s(w.lease_s));
 
   -- Null where nobody has ever led.
-  select extract(epoch from v_now - max(l.expires_at)) into v_leaderless_s from windlass.leases l;
+  select extract(epoch from v_now - max(l.expires_at)) into v_leaderless_s
+  from windlass.leases l
+  where l.name not like 'ray:%'; -- dispatchers' leases: they judge nobody
 
   for v_lost in
-    select w.id, w.fleet, w.slot, extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s
+    select w.id, w.fleet, w.slot, w.kind, extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s
     from windlass.workers w
     cross join lateral (
       select w.lease_s + windlass.unnoticed_gap_s(greatest(v_judge_lease_s - w.lease_s, 0)) as allowed_s
@@ -854,7 +883,10 @@ begin
     worker_id := v_lost.id;
     select r.requeued, r.failed
     into tasks_requeued, tasks_failed
-    from windlass.requeue_tasks_of(array[v_lost.id], 'WORKER_LOST', format('worker %s was lost', v_lost.id)) r;
+    from windlass.requeue_tasks_of(
+      case when v_lost.kind = 'dispatcher' then windlass.with_nodes_of(v_lost.id, v_lost.fleet) else array[v_lost.id] end,
+      'WORKER_LOST', format('worker %s was lost', v_lost.id)
+    ) r;
     if v_lost.slot is null then
       -- Nobody hired it, so there is no machine to clean up: it is over.
       update windlass.workers

@@ -155,7 +155,8 @@ create function windlass.observe(
   p_min_workers integer,
   p_max_workers integer,
   p_failure_window_s double precision,
-  p_restart_window_s double precision
+  p_restart_window_s double precision,
+  p_quarantine_min_failures integer
 ) returns table (
   header json,
   id text,
@@ -180,7 +181,7 @@ create function windlass.observe(
   reason text,
   lease_s double precision,
   price_micros_per_hour bigint,
-  price_micros_per_month bigint,
+  price_parts jsonb,
   currency text,
   billing_unit_s integer,
   billed_since timestamptz,
@@ -189,6 +190,7 @@ create function windlass.observe(
   prepare_code text,
   prepare_reason text,
   host_key text,
+  node jsonb,
   task_id bigint,
   task_started_at timestamptz,
   task_timeout_s double precision
@@ -287,7 +289,7 @@ begin
               'price_micros_per_hour', e.price_micros_per_hour,
               'currency', e.currency,
               'unit_s', e.billing_unit_s,
-              'price_micros_per_month', e.price_micros_per_month
+              'parts', e.price_parts
             ),
             'since', e.billed_since,
             'until', e.billed_until,
@@ -306,6 +308,8 @@ begin
         'is_settlement_due', exists (
           select from windlass.workers w where w.fleet = p_fleet and w.settle_at <= v_now
         ),
+        'storage', windlass.observe_storage(p_fleet),
+        'suspects', windlass.observe_suspects(p_fleet, p_queues, p_quarantine_min_failures),
         'orphaned', array(
           select t.worker_id
           from windlass.tasks t
@@ -328,8 +332,8 @@ begin
       null::json, w.id, w.slot, w.status, w.paused, w.concurrency, w.created_at, w.activated_at, w.last_heartbeat,
       w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.code, w.reason, w.lease_s::double precision,
-      w.price_micros_per_hour, w.price_micros_per_month, w.currency, w.billing_unit_s, w.billed_since, w.settled_until,
-      w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key,
+      w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since, w.settled_until,
+      w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node,
       t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
@@ -428,15 +432,18 @@ $$;
 
 -- -------------------------------------------------------------------------------------------------------- commit
 
--- Mark a worker as broken and give its tasks to others. p_counts: it broke by itself, so its slot remembers.
+-- Mark a worker as broken and give its tasks to others. p_counts: it broke by itself, so its slot remembers. p_evidence:
+-- it is to blame for what failed on it since then, and what it has at hand is given back as if never taken.
 create function windlass.fail_worker(
-  p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null
+  p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null,
+  p_evidence jsonb default null
 ) returns integer
 language plpgsql
 as $$
 declare
   v_now timestamptz := windlass.now();
   v_worker windlass.workers;
+  v_released integer := 0;
   v_requeued integer := 0;
 begin
   update windlass.workers
@@ -448,7 +455,8 @@ begin
     return 0;
   end if;
   insert into windlass.events (code, reason, fleet, worker_id, cycle_id, detail)
-  values ('WORKER_ERROR', p_reason, v_worker.fleet, p_worker_id, p_cycle_id, jsonb_build_object('code', p_code));
+  values ('WORKER_ERROR', p_reason, v_worker.fleet, p_worker_id, p_cycle_id,
+    jsonb_strip_nulls(jsonb_build_object('code', p_code, 'evidence', p_evidence)));
   if p_counts and v_worker.slot is not null then
     update windlass.slots
     set restart_count = restart_count + 1, last_restart_at = v_now,
@@ -457,7 +465,21 @@ begin
     where fleet = v_worker.fleet
       and slot = v_worker.slot;
   end if;
-  select r.requeued + r.failed into v_requeued
+  if p_evidence is not null then
+    perform windlass.acquit_tasks(p_worker_id, (p_evidence ->> 'since')::timestamptz);
+    with held as materialized (
+      select t.id, t.claim_token
+      from windlass.tasks t
+      where t.worker_id = p_worker_id
+        and t.status = 'running'
+      order by t.id
+      for no key update skip locked
+    )
+    select count(*) into v_released
+    from held
+    where windlass.release_task(p_worker_id, held.id, held.claim_token, 'its worker is to blame for failures');
+  end if;
+  select r.requeued + r.failed + v_released into v_requeued
   from windlass.requeue_tasks_of(array[p_worker_id], p_code, format('worker %s: %s', p_worker_id, p_reason)) as r;
   return v_requeued;
 end
@@ -555,7 +577,7 @@ language sql
 as $$
   update windlass.workers w
   set price_micros_per_hour = (p_machine ->> 'price_micros_per_hour')::bigint,
-      price_micros_per_month = (p_machine ->> 'price_micros_per_month')::bigint,
+      price_parts = coalesce(p_machine -> 'price_parts', '[]'),
       -- ISO 4217 for no currency.
       currency = coalesce(p_machine ->> 'currency', 'XXX'),
       billing_unit_s = coalesce(p_unit_s, 1),
@@ -617,7 +639,7 @@ begin
     update windlass.cycles
     set finished_at = v_now
     where id = v_cycle_id
-      and not p_actions @? '$[*] ? (@.kind == "Delete" || @.kind == "DeleteStray" || @.kind == "Spawn")';
+      and not p_actions @? '$[*] ? (@.kind == "Delete" || @.kind == "DeleteStray" || @.kind == "Spawn" || @.kind == "GrowVolume")';
   end if;
 
   for v_action in select a from jsonb_array_elements(p_actions) as a loop
@@ -630,7 +652,8 @@ begin
         end if;
       when 'Fail' then
         v_requeued := v_requeued + windlass.fail_worker(
-          v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id);
+          v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id,
+          nullif(v_action -> 'evidence', 'null'));
       when 'Requeue' then
         select r.requeued + r.failed into v_count
         from windlass.requeue_tasks_of(array[v_action ->> 'worker_id'], 'WORKER_LOST', v_action ->> 'reason') as r;
@@ -679,7 +702,7 @@ begin
         perform windlass.note('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
           jsonb_strip_nulls(jsonb_build_object('code', v_action ->> 'code', 'about', nullif(v_action ->> 'about', ''))));
       else
-        null;  -- Delete, DeleteStray and Spawn are the provider's to do first
+        null;  -- Delete, DeleteStray, Spawn and GrowVolume are the provider's to do first
     end case;
   end loop;
 
@@ -695,15 +718,48 @@ begin
 end
 $$;
 
+-- A machine that no worker had is gone. Where it had a price it gets a row of its own, already ended, so that the ledger
+-- and the budgets know of it.
+create function windlass.note_stray(p_fleet text, p_outcome jsonb) returns void
+language plpgsql
+as $$
+declare
+  v_machine jsonb := p_outcome -> 'machine';
+  v_id text := 'stray-' || (v_machine ->> 'id');
+  v_now timestamptz := windlass.now();
+begin
+  perform windlass.note('STRAY_DELETED', p_outcome ->> 'reason', p_fleet, v_machine ->> 'name', null);
+  if v_machine ->> 'price_micros_per_hour' is null then
+    return;
+  end if;
+  insert into windlass.workers (id, fleet, status, created_at, terminating_at, machine_id, machine_at, code, reason)
+  values (
+    v_id, p_fleet, 'terminating', coalesce((v_machine ->> 'created_at')::timestamptz, v_now), v_now, v_machine ->> 'id',
+    v_now, 'STRAY', format('machine of %s: %s', v_machine ->> 'name', p_outcome ->> 'reason')
+  )
+  on conflict (id) do nothing;
+  if not found then
+    return;
+  end if;
+  perform windlass.open_bill(v_id, v_machine, (p_outcome ->> 'billing_unit_s')::integer);
+  update windlass.workers
+  set status = 'terminated', terminated_at = v_now, settle_at = v_now,
+      billed_until = greatest(coalesce((p_outcome ->> 'ended_at')::timestamptz, v_now), billed_since)
+  where id = v_id;
+end
+$$;
+
 -- Write down what providers did: facts, whoever reports them. Then hire into the slots that became free by it, which
 -- is a decision and needs the lease. Returns the ids that got a slot; null if the lease is lost and hirings were asked
 -- for: an error would undo the facts.
 --   {"kind": "created", "worker_id", "machine": {...} in the shape of model/machine.py, "is_prepared", "billing_unit_s"}
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
---   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}    {"kind": "stray_deleted", "name", "reason"}
---   {"kind": "not_deleted", "worker_id", "reason"}    {"kind": "prepared", "worker_id", "machine_id", "host_key"}
+--   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}    {"kind": "not_deleted", "worker_id", "reason"}
+--   {"kind": "stray_deleted", "machine", "reason", "billing_unit_s", "ended_at"}
+--   {"kind": "prepared", "worker_id", "machine_id", "host_key"}
 --   {"kind": "preparation_failed", "worker_id", "machine_id", "code", "reason", "output", "host_key"}
 --   {"kind": "preparation_unclear", "worker_id", "reason"}
+--   {"kind": "volume_grown" or "volume_not_grown", "volume_id", "size_gb", "reason"}
 create function windlass.commit_outcomes(
   p_lease text,
   p_holder text,
@@ -786,8 +842,11 @@ begin
         end if;
       when 'preparation_unclear' then
         perform windlass.note('PREPARATION_UNCLEAR', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+      when 'volume_grown', 'volume_not_grown' then
+        perform windlass.note(upper(v_outcome ->> 'kind'), v_outcome ->> 'reason', p_fleet, null, null,
+          jsonb_build_object('volume_id', v_outcome ->> 'volume_id', 'size_gb', (v_outcome ->> 'size_gb')::integer));
       when 'stray_deleted' then
-        perform windlass.note('STRAY_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'name', null);
+        perform windlass.note_stray(p_fleet, v_outcome);
     end case;
   end loop;
 

@@ -14,7 +14,7 @@ create function windlass.open_accounts(
   fleet text,
   currency text,
   price_micros_per_hour bigint,
-  price_micros_per_month bigint,
+  price_parts jsonb,
   unit_s integer,
   since timestamptz,
   until timestamptz,
@@ -29,7 +29,7 @@ language sql stable
 set enable_seqscan = off
 as $$
   select
-    w.id, w.fleet, w.currency, w.price_micros_per_hour, w.price_micros_per_month, w.billing_unit_s, w.billed_since,
+    w.id, w.fleet, w.currency, w.price_micros_per_hour, w.price_parts, w.billing_unit_s, w.billed_since,
     w.billed_until, w.settled_until, least(w.activated_at, w.first_claimed_at), s.task_ids, s.queues, s.begun, s.ended
   from (
     select d.*

@@ -16,13 +16,11 @@ from urllib.parse import urlsplit
 import jinja2
 import yaml
 
-from windlass.model.bootstrap import BootstrapSettings
+from windlass.model.bootstrap import MAX_USER_DATA_BYTES, BootstrapSettings
 from windlass.model.errors import BadInput, ConfigError
 from windlass.model.machine import MachineRequest
 
 HEADER = "#cloud-config\n"
-# What Hetzner takes; others take at least half of it.
-MAX_USER_DATA_BYTES = 32 * 1024
 JOIN_FILE = "/etc/windlass/join.json"
 # Beside the join file, which names it so.
 CA_FILE = "ca.pem"

@@ -48,6 +48,10 @@ pull_images() {
   done <"$lib/images"
 }
 
+begin "locking root's password"
+# A provider makes one up, and mails it, for a machine without an SSH key. Keys go on opening it; passwords do not.
+passwd -l root >/dev/null
+
 begin "making the user $user"
 id "$user" >/dev/null 2>&1 ||
   useradd --system --user-group --home-dir /var/lib/windlass --shell /usr/sbin/nologin "$user"

@@ -4,8 +4,8 @@
 
 Prints the path of the wheel and ends with 0, or prints one sentence on standard error and ends with 1. A wheel is in
 FOLDER only if its SHA-256 is the one that was announced. The join token goes to the address in JOIN_FILE and nowhere
-else: redirects are refused, and it is never printed. Fetching does not use the token up. After the machine has joined,
-the worker's own token, in a file beside JOIN_FILE, takes its place.
+else: redirects are refused, proxies are not used, and it is never printed. Fetching does not use the token up. After
+the machine has joined, the worker's own token, in a file beside JOIN_FILE, takes its place.
 
 This file is copied onto machines that have nothing but Python: it uses the standard library alone.
 """
@@ -67,7 +67,8 @@ class ControlPlane:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}", "User-Agent": "windlass-bootstrap"}
         tls = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file))
-        self._opener = urllib.request.build_opener(_NoRedirects, tls)
+        # No proxy, whatever the environment says: the token is for the control plane alone.
+        self._opener = urllib.request.build_opener(_NoRedirects, tls, urllib.request.ProxyHandler({}))
 
     def get(self, path: str, max_bytes: int) -> bytes:
         try:

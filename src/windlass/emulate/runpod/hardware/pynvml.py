@@ -10,6 +10,8 @@ NVML_ERROR_INVALID_ARGUMENT = 2
 NVML_ERROR_NOT_SUPPORTED = 3
 NVML_ERROR_NOT_FOUND = 6
 NVML_ERROR_LIBRARY_NOT_FOUND = 12
+NVML_ERROR_FUNCTION_NOT_FOUND = 13
+nvmlMemory_v2 = 0x02000028  # noqa: N816
 _MIB = 1024 * 1024
 
 
@@ -27,6 +29,11 @@ class NVMLError_LibraryNotFound(NVMLError):
 class NVMLError_NotFound(NVMLError):
     def __init__(self) -> None:
         super().__init__(NVML_ERROR_NOT_FOUND)
+
+
+class NVMLError_FunctionNotFound(NVMLError):
+    def __init__(self) -> None:
+        super().__init__(NVML_ERROR_FUNCTION_NOT_FOUND)
 
 
 class _Memory:
@@ -68,7 +75,7 @@ def nvmlDeviceGetUUID(handle: int) -> str:
     return f"GPU-{handle:08x}"
 
 
-def nvmlDeviceGetMemoryInfo(handle: int, *_: object) -> _Memory:
+def nvmlDeviceGetMemoryInfo(handle: int, version: int | None = None) -> _Memory:  # noqa: ARG001
     gpu = _gpu(handle)
     return _Memory(gpu["total_mb"] * _MIB, gpu["used_mb"] * _MIB)
 

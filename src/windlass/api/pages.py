@@ -1,0 +1,379 @@
+"""The dashboard's pages: each reads what it shows and hands it to windlass.dashboard, which makes the page.
+
+Whoever may read the API may read these. What goes wrong is told on a page, never as JSON or a traceback.
+"""
+
+import asyncio
+import gzip
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+
+from windlass.api.errors import ApiError, not_found
+from windlass.api.face import Face, Shown
+from windlass.api.gate import csrf_of, viewer
+from windlass.cost.asking import look, task_cost
+from windlass.cost.report import By, forecasts
+from windlass.dashboard import pages
+from windlass.dashboard.charts import HISTORY_POINTS, history_s
+from windlass.dashboard.pages import Budget
+from windlass.dashboard.render import KEPT_S, Setting, Viewer, assets
+from windlass.dashboard.replay import KNOBS, Again, decide_again, knobs
+from windlass.dashboard.slots import MAX_CELLS, SlotMap, slot_map
+from windlass.model.access import Role, TokenCaller
+from windlass.model.cost import day_of, hour_of, month_of
+from windlass.model.errors import BadInput
+from windlass.model.money import to_micros
+from windlass.model.task import MAX_TASK_ID, Task
+from windlass.model.worker import WorkerStatus
+from windlass.ports.reading import FleetStanding, Overview, TaskList
+
+STREAM = "/api/v1/stream"
+PAGE_ROWS = 50
+# Of dead letters fewer, because each brings its history.
+DEAD_LETTERS = 25
+EVENTS_SHOWN = 12
+# Tasks at hand that a worker's page names.
+TASKS_AT_HAND = 100
+LOG_LINES = 300
+COST_ROWS = 100
+# Fleets whose slots are drawn on the page of all workers; the others have their own.
+MAPS = 5
+THEME_COOKIE = "windlass_theme"
+# What was done a moment ago, for the page that comes next.
+SAID_COOKIE = "windlass_said"
+
+Cursor = Annotated[str | None, Query(max_length=500)]
+Name = Annotated[str | None, Query(max_length=63)]
+Looker = Annotated[TokenCaller, Depends(viewer)]
+
+
+def page_routes(face: Face, shown: Shown) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    for add in (_add_overview, _add_workers, _add_tasks, _add_decisions, _add_cost):
+        add(router, face, shown)
+    return router
+
+
+def asset_routes() -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/static/{name}")
+    async def static(name: str, request: Request) -> Response:
+        found = assets().get(f"/static/{name}")
+        if found is None:
+            raise not_found("there is no such file: reload the page.")
+        headers = {"Cache-Control": f"public, max-age={KEPT_S}, immutable", "Vary": "Accept-Encoding"}
+        if not _takes_gzip(request):
+            return Response(found.content, media_type=found.media_type, headers=headers)
+        headers["Content-Encoding"] = "gzip"
+        return Response(found.compressed, media_type=found.media_type, headers=headers)
+
+    return router
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+
+
+def _add_overview(router: APIRouter, face: Face, shown: Shown) -> None:
+    @router.get("/")
+    async def overview(request: Request, _looker: Looker) -> Response:
+        found = await shown.live.overview()
+        fleets = [standing.fleet for standing in found.fleets]
+        histories = await asyncio.gather(
+            *(shown.store.history(fleet.name, history_s(fleet, found.at), HISTORY_POINTS) for fleet in fleets)
+        )
+        events = await shown.store.events_page(limit=EVENTS_SHOWN)
+        setting = setting_of(face, request, found.at)
+        by_fleet = {fleet.name: history for fleet, history in zip(fleets, histories, strict=True)}
+        return html(request, pages.overview_page(setting, found, by_fleet, events.rows))
+
+
+def _add_workers(router: APIRouter, face: Face, shown: Shown) -> None:
+    @router.get("/workers")
+    async def workers(
+        request: Request, _looker: Looker, fleet: Name = None, ended: str | None = None, cursor: Cursor = None
+    ) -> Response:
+        overview = await shown.live.overview()
+        is_ended = ended is not None
+        standings = [standing for standing in overview.fleets if fleet in (None, "", standing.fleet.name)]
+        found = await shown.store.workers_page(
+            fleet=fleet or None,
+            status=WorkerStatus.TERMINATED if is_ended else None,
+            limit=PAGE_ROWS,
+            cursor=cursor,
+        )
+        return html(
+            request,
+            pages.workers_page(
+                setting_of(face, request, overview.at),
+                found,
+                fleets=[standing.fleet.name for standing in overview.fleets],
+                maps=await _slot_maps(shown, standings[:MAPS]) if not is_ended and cursor is None else [],
+                counts=_worker_counts(standings),
+                fleet=fleet or None,
+                is_ended=is_ended,
+                is_first=cursor is None,
+            ),
+        )
+
+    @router.get("/workers/{worker_id}")
+    async def worker(request: Request, worker_id: str, _looker: Looker) -> Response:
+        row = await shown.store.worker_row(worker_id)
+        if row is None:
+            raise not_found(f"there is no worker {worker_id}: it never was, or its retention is over.")
+        story = await shown.explain(worker_id)
+        running = await _running(shown, worker_id) if row.running_tasks else []
+        log, problem = await _log_of(shown, row.fleet, worker_id)
+        setting = setting_of(face, request, await shown.store.now())
+        return html(
+            request,
+            pages.worker_page(
+                setting,
+                row,
+                answer=story.answer,
+                history=story.history,
+                tasks=running,
+                log=log,
+                log_problem=problem,
+            ),
+        )
+
+
+async def _slot_maps(shown: Shown, standings: Sequence[FleetStanding]) -> list[SlotMap]:
+    maps = []
+    for standing in standings:
+        if standing.fleet.planned_at is not None:  # nobody hired for the others: they have no slots
+            page = await shown.store.workers_page(fleet=standing.fleet.name, limit=MAX_CELLS)
+            maps.append(slot_map(standing.fleet, page.rows))
+    return maps
+
+
+def _worker_counts(standings: Sequence[FleetStanding]) -> Mapping[WorkerStatus, int]:
+    return {
+        status: sum(standing.workers.get(status, 0) for standing in standings)
+        for status in WorkerStatus
+        if status is not WorkerStatus.TERMINATED
+    }
+
+
+async def _running(shown: Shown, worker_id: str) -> list[Task]:
+    at_hand = (await shown.store.tasks_at_hand()).get(worker_id, [])
+    tasks = [await shown.store.task(task_id) for task_id in at_hand[:TASKS_AT_HAND]]
+    return [task for task in tasks if task is not None]
+
+
+async def _log_of(shown: Shown, fleet: str, worker_id: str) -> tuple[list[str] | None, str | None]:
+    try:
+        return [line async for line in shown.worker_log(fleet, worker_id, LOG_LINES)], None
+    except BadInput as error:
+        return None, str(error)
+
+
+def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
+    @router.get("/tasks")
+    async def tasks(
+        request: Request,
+        _looker: Looker,
+        queue: Name = None,
+        which: TaskList | None = None,
+        search: Annotated[str | None, Query(max_length=200)] = None,
+        cursor: Cursor = None,
+    ) -> Response:
+        found = await shown.store.tasks_page(
+            queue=queue or None,
+            which=which,
+            search=search or None,
+            limit=DEAD_LETTERS if which is TaskList.FAILED else PAGE_ROWS,
+            cursor=cursor,
+        )
+        dead = [task.id for task in found.rows] if which is TaskList.FAILED else []
+        histories = {task_id: await _history(shown, task_id) for task_id in dead}
+        queues = {*(await shown.store.known_queues()), *((await shown.live.overview()).queues)}
+        return html(
+            request,
+            pages.tasks_page(
+                setting_of(face, request, await shown.store.now()),
+                found,
+                queues=sorted(queues),
+                queue=queue or None,
+                which=which.value if which is not None else None,
+                search=search or None,
+                histories=histories,
+                is_first=cursor is None,
+            ),
+        )
+
+    @router.get("/tasks/{task_id}")
+    async def task(request: Request, task_id: Annotated[int, Path(ge=1, le=MAX_TASK_ID)], _looker: Looker) -> Response:
+        row = await shown.store.task(task_id)
+        if row is None:
+            raise not_found(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
+        story = await shown.explain(str(task_id))
+        now = await shown.store.now()
+        return html(
+            request,
+            pages.task_page(
+                setting_of(face, request, now),
+                row,
+                answer=story.answer,
+                history=story.history,
+                events=await shown.store.events(task_id=task_id),
+                cost=await task_cost(shown.store, task_id, now, row.worker_id),
+            ),
+        )
+
+
+async def _history(shown: Shown, task_id: int) -> list[tuple[datetime, str]]:
+    return [(event.at, f"{event.code}: {event.reason}") for event in await shown.store.events(task_id=task_id)]
+
+
+def _add_decisions(router: APIRouter, face: Face, shown: Shown) -> None:
+    @router.get("/decisions")
+    async def decisions(request: Request, _looker: Looker, fleet: Name = None, cursor: Cursor = None) -> Response:
+        overview = await shown.live.overview()
+        found = await shown.store.cycles_page(fleet=fleet or None, limit=PAGE_ROWS, cursor=cursor)
+        fleets = [standing.fleet.name for standing in overview.fleets]
+        setting = setting_of(face, request, await shown.store.now())
+        return html(
+            request, pages.decisions_page(setting, found, fleets=fleets, fleet=fleet or None, is_first=cursor is None)
+        )
+
+    @router.get("/decisions/{cycle_id}")
+    async def decision(
+        request: Request, cycle_id: Annotated[int, Path(ge=1, le=MAX_TASK_ID)], _looker: Looker
+    ) -> Response:
+        """With `replay` in the address it is decided again, with the settings that are there too."""
+        found = await shown.store.cycle(cycle_id)
+        if found is None:
+            raise not_found(f"there is no cycle {cycle_id}: only those of the last days are kept.")
+        settings, given = found.snapshot.settings, _knobs_given(request)
+        again: Again | None = None
+        problem = None
+        if settings is not None and "replay" in request.query_params:
+            try:
+                # Planning for thousands takes a while: not in the loop that answers everybody.
+                again = await asyncio.to_thread(decide_again, found, settings, given)
+            except BadInput as error:
+                problem = str(error)
+        setting = setting_of(face, request, await shown.store.now(), is_live=False)
+        turned = knobs(settings, given) if settings is not None else None
+        return html(request, pages.decision_page(setting, found, knobs=turned, again=again, problem=problem))
+
+
+def _knobs_given(request: Request) -> dict[str, str]:
+    return {name: request.query_params[name] for name in KNOBS if name in request.query_params}
+
+
+def _add_cost(router: APIRouter, face: Face, shown: Shown) -> None:
+    @router.get("/cost")
+    async def cost(
+        request: Request, _looker: Looker, fleet: Name = None, days: Annotated[int, Query(ge=1, le=366)] = 30
+    ) -> Response:
+        now = await shown.store.now()
+        since = hour_of(now - timedelta(days=1)) if days == 1 else day_of(now) - timedelta(days=days - 1)
+        by_day = await look(shown.store, By.DAY, since, now, fleet or None, days + 1)
+        by_fleet = await look(shown.store, By.FLEET, since, now, fleet or None, COST_ROWS)
+        by_queue = await look(shown.store, By.QUEUE, since, now, fleet or None, COST_ROWS)
+        return html(
+            request,
+            pages.cost_page(
+                setting_of(face, request, now),
+                since=since,
+                chosen_days=days,
+                fleet=fleet or None,
+                days=_days_between(since, now),
+                by_day=by_day.costs,
+                by_fleet=by_fleet.costs,
+                by_queue=by_queue.costs,
+                totals=by_day.total,
+                forecasts=by_day.forecasts,
+                budgets=await _budgets(face, shown, await shown.live.overview(), now),
+            ),
+        )
+
+
+def _days_between(since: datetime, now: datetime) -> list[str]:
+    first = day_of(since)
+    return [f"{first + timedelta(days=number):%Y-%m-%d}" for number in range((now - first).days + 1)]
+
+
+async def _budgets(face: Face, shown: Shown, overview: Overview, now: datetime) -> list[Budget]:
+    """Of fleets that are run here: elsewhere nobody knows their limits."""
+    found = []
+    for name in (standing.fleet.name for standing in overview.fleets):
+        settings = face.fleet(name)
+        if settings is None:
+            continue
+        for period, limit, since in (
+            ("hour", settings.budget_per_hour, hour_of(now)),
+            ("day", settings.budget_per_day, day_of(now)),
+            ("month", settings.budget_per_month, month_of(now)),
+        ):
+            if limit is None:
+                continue
+            settled = await shown.store.costs(By.FLEET, since, fleet=name)
+            accounts = await shown.store.open_accounts(fleet=name)
+            found += [
+                Budget(name, period, told.currency, told.spent_micros, to_micros(limit), settings.budget_action)
+                for told in forecasts(settled, accounts, since, now)
+            ]
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+def setting_of(face: Face, request: Request, now: datetime, *, is_live: bool = True) -> Setting:
+    caller = getattr(request.state, "caller", None)
+    csrf = csrf_of(request) if caller is not None else None
+    may_act = csrf is not None and isinstance(caller, TokenCaller) and caller.role is Role.OPERATOR
+    theme = request.cookies.get(THEME_COOKIE)
+    query = f"?{request.url.query}" if request.url.query else ""
+    return Setting(
+        now=now,
+        version=face.version,
+        viewer=Viewer(may_act, csrf or ""),
+        theme=theme if theme in ("light", "dark") else None,
+        stream=STREAM if is_live else None,
+        back=f"{request.url.path}{query}",
+        said=request.cookies.get(SAID_COOKIE),
+    )
+
+
+def html(request: Request, page: str, status: int = 200) -> Response:
+    content, headers = page.encode(), {"Vary": "Accept-Encoding, Cookie"}
+    if _takes_gzip(request):
+        content, headers["Content-Encoding"] = gzip.compress(content, 5, mtime=0), "gzip"
+    response = Response(content, status, headers, "text/html; charset=utf-8")
+    if SAID_COOKIE in request.cookies:
+        response.delete_cookie(SAID_COOKIE, path="/")
+    return response
+
+
+def _takes_gzip(request: Request) -> bool:
+    return "gzip" in request.headers.get("accept-encoding", "")
+
+
+_TITLES = {
+    400: "This cannot be shown",
+    401: "Who are you?",
+    403: "Not with this session",
+    404: "Not here",
+    410: "This link is over",
+    429: "Too many at once",
+    500: "This is a defect",
+    503: "The database is away",
+}
+
+
+def problem(face: Face, request: Request, error: ApiError) -> Response:
+    """What went wrong, as a page."""
+    setting = setting_of(face, request, datetime.now(UTC), is_live=False)
+    sentence = str(error.detail)
+    if error.status_code == 401:
+        sentence = "Open the link that `windlass up` printed when it started; it lets this browser in, once."
+    title = _TITLES.get(error.status_code, "This did not work")
+    return html(request, pages.problem_page(setting, title, sentence[:1].upper() + sentence[1:]), error.status_code)

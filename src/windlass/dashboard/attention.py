@@ -1,0 +1,103 @@
+"""What a person should look at, and what to do about it. Nothing the matter: an empty list."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from windlass.dashboard.words import counted, duration
+from windlass.model.alert import Severity
+from windlass.policy.alerts import ADVICE
+from windlass.ports.reading import FleetStanding, OpenAlert, Overview
+
+# The rest of an advice that fits any matter.
+IN_GENERAL = "it is over by itself when the cause is gone"
+# What a restart of the fleet ends, once the cause is mended.
+MENDED_BY_RESTART = ("FAILURE_RATE", "SLOT_FAILED")
+RETRY = "see why they failed, mend it, then retry them"
+
+
+@dataclass(frozen=True, slots=True)
+class Matter:
+    """`restarts`: the fleet that a restart would help."""
+
+    id: str
+    is_bad: bool
+    what: str
+    advice: str
+    since: datetime | None = None
+    link: str | None = None
+    restarts: str | None = None
+
+
+def attention(overview: Overview) -> list[Matter]:
+    """The worst first; each thing once, though an alert and a fleet's own state may both tell it."""
+    matters = list(_matters(overview))
+    return sorted(matters, key=lambda matter: not matter.is_bad)
+
+
+def _matters(overview: Overview) -> Iterator[Matter]:
+    told = {alert.code for alert in overview.alerts}
+    for alert in overview.alerts:
+        yield _of_alert(alert)
+    if overview.leader is None and overview.fleets and "NO_LEADER" not in told:
+        yield Matter("no-leader", True, "Nobody runs the control loop.", _advice("NO_LEADER"))
+    for standing in overview.fleets:
+        of_fleet = told | {alert.code for alert in standing.alerts}
+        for alert in standing.alerts:
+            yield _of_alert(alert)
+        yield from _of_fleet(standing, of_fleet)
+        unattended_s = standing.fleet.unattended_s(overview.at)
+        if unattended_s is not None and overview.leader is not None and "UNATTENDED" not in of_fleet:
+            what = f"Nobody has run fleet {standing.fleet.name} for {duration(unattended_s)}."
+            yield Matter(f"unattended-{standing.fleet.name}", True, what, _advice("UNATTENDED"))
+
+
+def _of_fleet(standing: FleetStanding, told: set[str]) -> Iterator[Matter]:
+    """What is the matter with a fleet, and no alert has told (yet)."""
+    fleet = standing.fleet
+    link = f"/workers?fleet={fleet.name}"
+    if fleet.hold is not None and fleet.hold.code not in told:
+        what = f"Fleet {fleet.name} is on hold: {_sentence(fleet.hold.reason)}"
+        restarts = fleet.name if fleet.hold.code in MENDED_BY_RESTART else None
+        yield Matter(f"hold-{fleet.name}", True, what, _advice(fleet.hold.code), fleet.hold.since, link, restarts)
+    if fleet.failed_slots and "SLOT_FAILED" not in told:
+        what = f"{counted(len(fleet.failed_slots), 'slot')} of fleet {fleet.name} failed too often and stay empty."
+        yield Matter(f"slots-{fleet.name}", True, what, _advice("SLOT_FAILED"), None, link, fleet.name)
+    if standing.silent:
+        what = f"{counted(standing.silent, 'worker')} of fleet {fleet.name} fell silent."
+        advice = "Nothing: when their lease is over their tasks go to others, and they are replaced."
+        yield Matter(f"silent-{fleet.name}", False, what, advice, None, link)
+    if fleet.is_paused:
+        what = f"Fleet {fleet.name} is paused: its workers claim nothing and nobody is hired."
+        yield Matter(f"paused-{fleet.name}", False, what, "Resume it when it is to go on.")
+    if standing.work.dead and "DEAD_LETTERS" not in told:
+        what = f"{counted(standing.work.dead, 'dead letter')} in the queues of fleet {fleet.name}."
+        yield Matter(f"dead-{fleet.name}", False, what, _as_sentence(RETRY), None, "/tasks?which=failed")
+
+
+def _of_alert(alert: OpenAlert) -> Matter:
+    is_of_tasks = alert.code == "DEAD_LETTERS"
+    where = f"Fleet {alert.fleet}: " if alert.fleet is not None else ""
+    what = f"{where}{_sentence(alert.reason)}"
+    link = f"/workers?fleet={alert.fleet}" if alert.fleet is not None else None
+    return Matter(
+        f"alert-{alert.id}",
+        alert.severity == Severity.CRITICAL,
+        what[:1].upper() + what[1:],
+        _as_sentence(RETRY) if is_of_tasks else _advice(alert.code),
+        alert.since,
+        "/tasks?which=failed" if is_of_tasks else link,
+        alert.fleet if alert.code in MENDED_BY_RESTART else None,
+    )
+
+
+def _advice(code: str) -> str:
+    return _as_sentence(ADVICE.get(code, IN_GENERAL))
+
+
+def _as_sentence(advice: str) -> str:
+    return _sentence(advice[:1].upper() + advice[1:])
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."

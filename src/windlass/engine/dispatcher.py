@@ -1,0 +1,404 @@
+"""The dispatcher of a fleet: one at a time acts, by a lease; the others stand by.
+
+Whoever gets the lease first takes back what earlier ones had claimed and placed: Ray ended it with them. Then it claims
+as far as Ray has room, each kind of task (by what it needs) apart, through the same runtime that workers claim with:
+registration, heartbeats, lost claims and delivery that outlives the database are that runtime's. It tells the store
+what Ray says of the nodes, and has nodes drained whose workers are to end.
+
+It claims no longer than it can trust its lease; when another holds it, it ends. A head that does not answer for
+HEAD_TIMEOUT_S ends it too: what ran may have ended, nobody can tell, and whoever comes next takes it back.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import structlog
+
+from windlass.control.leader import Trust
+from windlass.engine.attempt import Job
+from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, Cluster, ClusterNode, ClusterUnavailable, label_value
+from windlass.engine.driver import Driver
+from windlass.engine.executor import Flights, RayExecutor
+from windlass.engine.gate import Gate
+from windlass.engine.placing import Placer
+from windlass.engine.room import Flight, NodeRoom, capacity, free_places, places
+from windlass.engine.versions import check_versions, our_versions
+from windlass.model.errors import DatabaseUnavailable, WindlassError
+from windlass.model.fleet import FleetConfig
+from windlass.model.node import AliveNode, DeadNode, Resources, dispatcher_lease
+from windlass.model.ray import RaySettings
+from windlass.model.task import Claim
+from windlass.model.worker import WorkerKind
+from windlass.ports.control import Candidate, LeaseLost, Standby
+from windlass.ports.engine import EngineStore
+from windlass.worker.executor import Outcome
+from windlass.worker.handler import ReportProgress
+from windlass.worker.heartbeat import OpenTransport
+from windlass.worker.runtime import Ending, WorkerRuntime, WorkerSettings
+
+# A dispatcher that is silent for this long is replaced by one that stands by.
+LEASE_S = 10.0
+RENEWALS_PER_LEASE = 4
+# From one look at Ray's nodes to the next.
+LOOK_INTERVAL_S = 0.5
+# The least of so many looks: what others use of a node for long, and not the moment between two of our own tasks.
+LOOKS_REMEMBERED = 3
+# From the first question that the head did not answer.
+HEAD_TIMEOUT_S = 10.0
+# Tasks at hand at the same time, however large the cluster is.
+MAX_IN_FLIGHT = 5_000
+log = structlog.get_logger(__name__)
+
+
+class HeadLost(WindlassError):
+    """The head of the cluster does not answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """What a dispatcher is to do. `is_foreign`: on the nodes of a cluster that is not ours, whoever they are."""
+
+    fleet: str
+    config: FleetConfig
+    address: str
+    is_foreign: bool
+    max_result_bytes: int
+    timeout_s: float | None
+    version: str | None = None
+
+
+@dataclass(slots=True)
+class _Nodes:
+    """Ray's nodes of this fleet, as last seen."""
+
+    dispatch: Dispatch
+    alive: dict[str, ClusterNode] = field(default_factory=dict)
+    dead: dict[str, ClusterNode] = field(default_factory=dict)
+    # Worker ids that get no more tasks.
+    barred: set[str] = field(default_factory=set)
+    looks: dict[str, deque[Mapping[str, float]]] = field(default_factory=dict)
+
+    def see(self, nodes: list[ClusterNode], ours: Mapping[str, Resources]) -> None:
+        """`ours`: what our own attempts use of each node."""
+        own = [node for node in nodes if self._is_of_fleet(node)]
+        self.alive = {node.node_id: node for node in own if node.is_alive}
+        self.dead = {node.node_id: node for node in own if not node.is_alive}
+        self.looks = {node_id: self.looks.get(node_id, deque(maxlen=LOOKS_REMEMBERED)) for node_id in self.alive}
+        for node_id, node in self.alive.items():
+            mine = ours.get(node_id, {})
+            self.looks[node_id].append({name: max(0.0, used - mine.get(name, 0.0)) for name, used in node.used.items()})
+
+    def _is_of_fleet(self, node: ClusterNode) -> bool:
+        if self.dispatch.is_foreign:
+            return True
+        return node.labels.get(FLEET_LABEL) == label_value(self.dispatch.fleet) and WORKER_LABEL in node.labels
+
+    def worker_of(self, node_id: str) -> str | None:
+        node = self.alive.get(node_id)
+        return self._worker_id(node) if node is not None else None
+
+    def _worker_id(self, node: ClusterNode) -> str:
+        return node.labels.get(WORKER_LABEL) or f"ray-{node.node_id[:16]}"
+
+    def rooms(self) -> dict[str, NodeRoom]:
+        return {
+            node_id: NodeRoom(node.total, _least(self.looks[node_id]))
+            for node_id, node in self.alive.items()
+            if self._worker_id(node) not in self.barred
+        }
+
+    def report(self, needs: Resources) -> list[AliveNode | DeadNode]:
+        """`needs` of the fleet's usual tasks, by which places are counted."""
+        alive = [
+            AliveNode(
+                self._worker_id(node),
+                node.node_id,
+                node.total,
+                node.used,
+                places=max(1, places(node.total, needs)),
+                host=node.address,
+                is_hired=WORKER_LABEL in node.labels,
+            )
+            for node in self.alive.values()
+            # What can hold none of our tasks (a head without CPUs) is no worker of ours.
+            if WORKER_LABEL in node.labels or places(node.total, needs)
+        ]
+        living = {node.worker_id for node in alive}
+        return alive + [
+            DeadNode(self._worker_id(node), node.node_id, node.death or "Ray has given it up")
+            for node in self.dead.values()
+            if self._worker_id(node) not in living
+        ]
+
+
+class Dispatcher:
+    def __init__(self, dispatch: Dispatch, store: EngineStore, open_transport: OpenTransport) -> None:
+        self._dispatch = dispatch
+        self._store = store
+        self._open_transport = open_transport
+        self._cluster = Cluster(dispatch.address)
+        self._name = f"ray-{dispatch.fleet}-{uuid4().hex[:8]}"
+        self._driver = Driver(dispatch.address, None if dispatch.is_foreign else dispatch.fleet, self._name)
+        holder = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:6]}"
+        self._candidate = Candidate(holder, LEASE_S, dispatcher_lease(dispatch.fleet))
+        self._trust = Trust(self._candidate)
+        self._nodes = _Nodes(dispatch)
+        self._stop = asyncio.Event()
+        self._runtimes: list[WorkerRuntime] = []
+        self._drained: set[str] = set()
+        self._head_silent_since: float | None = None
+
+    def stop(self) -> None:
+        """Let what runs finish, give back what has not begun, and end. A second time: give everything back."""
+        limit_s = 0.0 if self._stop.is_set() else None
+        self._stop.set()
+        for runtime in self._runtimes:
+            runtime.drain("told to stop", limit_s)
+
+    async def connect(self) -> None:
+        """Raises ConfigError for a cluster of other versions, WindlassError for one that cannot be had."""
+        where = f"the Ray head at {self._dispatch.address}"
+        check_versions(our_versions(), await self._cluster.versions(), where)
+        await self._driver.connect()
+
+    async def run(self) -> None:
+        """Until stopped. Raises HeadLost, LeaseLost, HandlerNotFound and other WindlassErrors: then start anew."""
+        dispatch = self._dispatch
+        term = await self._lead()
+        if term is None:
+            return
+        try:
+            taken = await self._store.take_over_nodes(self._candidate, term, dispatch.fleet)
+            log.info("dispatching", fleet=dispatch.fleet, ray=dispatch.address, taken_back=taken, term=term)
+            await self._act(term)
+        finally:
+            with contextlib.suppress(DatabaseUnavailable):
+                await self._store.resign(self._candidate)
+
+    async def _lead(self) -> int | None:
+        """The term, when we have it. None: told to stop."""
+        is_told = False
+        while not self._stop.is_set():
+            try:
+                led = await self._ask_for_lease()
+            except DatabaseUnavailable as error:
+                log.warning("no lease: the database is away", error=str(error))
+                led = Standby(LEASE_S / RENEWALS_PER_LEASE)
+            if not isinstance(led, Standby):
+                return led
+            if not is_told:
+                log.info("standing by: another dispatcher acts", fleet=self._dispatch.fleet)
+                is_told = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), min(max(led.expires_in_s, 0.2), LEASE_S))
+        return None
+
+    async def _ask_for_lease(self) -> int | Standby:
+        asked_at = asyncio.get_running_loop().time()
+        led = await self._store.lead(self._candidate)
+        if isinstance(led, Standby):
+            self._trust.lost()
+        else:
+            self._trust.renewed(asked_at)
+        return led
+
+    async def _act(self, term: int) -> None:
+        """One term: until stopped, or until something ends it, which is raised."""
+        placer = Placer(self._store)
+        flights = Flights(self._nodes.worker_of, placer.place, self._look_again)
+        gate = Gate(flights.may_start, flights.on_progress)
+        driver = self._driver
+        driver.use(
+            Job(
+                await gate.open(driver.host),
+                self._dispatch.config.handler,
+                self._dispatch.config.exec,
+                self._dispatch.max_result_bytes,
+            )
+        )
+        try:
+            await self._look(flights, term)
+            self._runtimes = list(self._make_runtimes(RayExecutor(driver, flights, self._settings), flights))
+            if self._stop.is_set():
+                self.stop()
+            await self._run_beside(self._renew(term), self._watch(flights, term))
+        finally:
+            await gate.close()
+            await placer.close()
+
+    async def _run_beside(self, *watches: Coroutine[Any, Any, None]) -> None:
+        """The runtimes, until all have ended, or one of them or of the watches fails: then all end at once."""
+        working = [asyncio.create_task(runtime.work()) for runtime in self._runtimes]
+        watching = [asyncio.create_task(watch) for watch in watches]
+        try:
+            pending: set[asyncio.Task[Any]] = {*working, *watching}
+            while not all(task.done() for task in working):
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task.result() is Ending.LOST:
+                        raise LeaseLost(f"dispatcher {self._name} was declared lost, or replaced")
+        finally:
+            for task in watching:
+                task.cancel()
+            for runtime in self._runtimes:
+                runtime.drain("the term is over", 0.0)
+            await asyncio.gather(*watching, *working, return_exceptions=True)
+
+    def _make_runtimes(self, executor: RayExecutor, flights: Flights) -> Iterator[WorkerRuntime]:
+        config = self._dispatch.config
+        for number, (needs, queues) in enumerate(self._settings.classes(config.queues).items()):
+            settings = WorkerSettings(
+                queues=queues,
+                fleet=self._dispatch.fleet,
+                concurrency=MAX_IN_FLIGHT,
+                heartbeat_interval_s=min(config.heartbeat_interval_s, LEASE_S / RENEWALS_PER_LEASE),
+                lease_s=config.heartbeat_timeout_s,
+                timeout_s=self._dispatch.timeout_s,
+                drain_timeout_s=config.stop_timeout_s,
+                worker_id=f"{self._name}-{number}",
+                version=self._dispatch.version,
+                kind=WorkerKind.DISPATCHER,
+                remarks={"ray_address": self._dispatch.address, "ray_dashboard": self._driver.dashboard_url},
+            )
+            own = _OwnFlights(executor)
+            yield WorkerRuntime(settings, self._open_transport, own, self._free_places(dict(needs), own, flights))
+
+    def _free_places(self, needs: Resources, own: "_OwnFlights", flights: Flights) -> Callable[[int], int]:
+        def count(running: int) -> int:
+            if not self._trust.is_valid or self._head_silent_since is not None:
+                return 0
+            # Claimed, and not yet on their way to Ray.
+            about_to = [Flight(needs)] * (running - own.count)
+            seen = [*flights.as_seen(), *about_to]
+            free = free_places(self._nodes.rooms(), seen, needs, self._settings.margin)
+            return min(free, MAX_IN_FLIGHT - len(seen))
+
+        return count
+
+    # ---------------------------------------------------------------------------------------------- what is watched
+
+    async def _renew(self, term: int) -> None:
+        """Raises LeaseLost when another acts."""
+        while True:
+            await asyncio.sleep(LEASE_S / RENEWALS_PER_LEASE)
+            try:
+                led = await self._ask_for_lease()
+            except DatabaseUnavailable as error:
+                # Nobody else can get it either. Nothing is claimed meanwhile; what runs goes on.
+                log.warning("lease not renewed: the database is away", error=str(error))
+                continue
+            if led != term:
+                raise LeaseLost(f"another dispatcher acts for fleet {self._dispatch.fleet}")
+            self._look_again()
+
+    async def _watch(self, flights: Flights, term: int) -> None:
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            await self._look(flights, term)
+
+    async def _look(self, flights: Flights, term: int) -> None:
+        """At Ray's nodes: remember, tell the store, drain. Raises HeadLost, LeaseLost."""
+        now = asyncio.get_running_loop().time()
+        try:
+            nodes = await self._cluster.nodes()
+        except ClusterUnavailable as error:
+            self._head_silent_since = self._head_silent_since or now
+            log.warning("no word from the Ray head", error=str(error))
+            if asyncio.get_running_loop().time() - self._head_silent_since >= HEAD_TIMEOUT_S:
+                raise HeadLost(str(error)) from error
+            return
+        self._head_silent_since = None
+        before = set(self._nodes.alive)
+        self._nodes.see(nodes, _used_by(flights.as_seen()))
+        if set(self._nodes.alive) - before:
+            self._look_again()
+        if not any(capacity(self._nodes.rooms(), dict(needs)) for needs in self._classes):
+            flights.ground()
+        usual = self._settings.as_resources()
+        config = self._dispatch.config
+        try:
+            barred = await self._store.report_nodes(
+                self._candidate,
+                term,
+                self._dispatch.fleet,
+                config.queues,
+                config.heartbeat_timeout_s,
+                self._nodes.report(usual),
+            )
+        except DatabaseUnavailable as error:
+            log.warning("nodes not reported", error=str(error))
+            return
+        self._nodes.barred = set(barred)
+        await self._drain({worker_id for worker_id, is_ending in barred.items() if is_ending})
+
+    async def _drain(self, ending: set[str]) -> None:
+        for node_id, node in self._nodes.alive.items():
+            worker_id = node.labels.get(WORKER_LABEL)
+            if worker_id in ending and node_id not in self._drained:
+                log.info("draining its node", worker_id=worker_id, node_id=node_id)
+                try:
+                    await self._cluster.drain(
+                        node_id, f"worker {worker_id} is to end", self._dispatch.config.stop_timeout_s
+                    )
+                except ClusterUnavailable as error:
+                    log.warning("node not drained", worker_id=worker_id, error=str(error))
+                else:
+                    self._drained.add(node_id)
+        self._drained &= self._nodes.alive.keys()
+
+    def _look_again(self) -> None:
+        for runtime in self._runtimes:
+            runtime.look_again()
+
+    @property
+    def _settings(self) -> RaySettings:
+        return self._dispatch.config.ray
+
+    @property
+    def _classes(self) -> Iterable[tuple[tuple[str, float], ...]]:
+        return self._settings.classes(self._dispatch.config.queues)
+
+
+class _OwnFlights:
+    """Counts the attempts of one runtime that are in flight."""
+
+    def __init__(self, executor: RayExecutor) -> None:
+        self._executor = executor
+        self.count = 0
+
+    async def start(self) -> None:
+        await self._executor.start()
+
+    async def close(self) -> None:
+        await self._executor.close()
+
+    async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
+        self.count += 1
+        try:
+            return await self._executor.run(claim, report)
+        finally:
+            self.count -= 1
+
+
+def _used_by(flights: Iterable[Flight]) -> dict[str, dict[str, float]]:
+    used: dict[str, dict[str, float]] = {}
+    for flight in flights:
+        if flight.node_id is not None:
+            amounts = used.setdefault(flight.node_id, {})
+            for name, amount in flight.needs.items():
+                amounts[name] = amounts.get(name, 0.0) + amount
+    return used
+
+
+def _least(looks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    seen = list(looks)
+    if len(seen) < LOOKS_REMEMBERED:
+        return {}
+    return {name: min(look.get(name, 0.0) for look in seen) for name in seen[0]}

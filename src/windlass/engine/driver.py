@@ -1,0 +1,132 @@
+"""The dispatcher as Ray's driver: hands attempts over, waits for them, ends them.
+
+A driver needs a Ray node on its own host: an embedded head is one; for a head elsewhere, `ray start --address=...
+--num-cpus=0` makes one. What a driver submitted ends with it. A driver that has lost its head for long is ended by Ray,
+process and all: so it is a process of its own.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Collection
+from typing import Any
+
+from windlass.engine.attempt import Answer, Job, run_attempt
+from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, label_value
+from windlass.model.errors import WindlassError
+from windlass.model.node import Resources
+from windlass.model.ray import frozen
+from windlass.model.task import Claim
+from windlass.worker.executor import Failure
+
+CONNECT_TIMEOUT_S = 30.0
+# From the order to end an attempt to the end of its process. It then is not there, or out of our reach with its node.
+END_TIMEOUT_S = 5.0
+MAX_HANDLES = 1_000
+
+
+class Driver:
+    """`fleet`: attempts run on nodes that carry its label. None: on any node of the cluster."""
+
+    def __init__(self, address: str, fleet: str | None, name: str) -> None:
+        self._address = address
+        self._fleet = fleet
+        self._name = name
+        self._handles: dict[object, Any] = {}
+        self._job: Job | None = None
+        self.host = ""
+        # Empty where Ray's dashboard does not run.
+        self.dashboard_url = ""
+
+    async def connect(self) -> None:
+        """Raises WindlassError."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await asyncio.to_thread(self._connect)
+        except Exception as error:
+            said = str(error).strip().partition("\n")[0] or f"no answer within {CONNECT_TIMEOUT_S:g} s"
+            raise WindlassError(
+                f"cannot use the Ray cluster at {self._address} ({said}): is its head there, and a Ray node on this "
+                f"host? `ray start --address={self._address} --num-cpus=0` makes one."
+            ) from error
+
+    def _connect(self) -> None:
+        import ray  # noqa: PLC0415
+
+        context = ray.init(
+            address=self._address,
+            namespace="windlass",
+            log_to_driver=False,
+            logging_level="ERROR",
+            job_config=ray.job_config.JobConfig(metadata={"job_name": self._name}),
+        )
+        self.host = ray.util.get_node_ip_address()
+        self.dashboard_url = f"http://{context.dashboard_url}" if context.dashboard_url else ""
+
+    def use(self, job: Job) -> None:
+        """For all attempts from here on."""
+        self._job = job
+
+    def submit(self, claim: Claim, needs: Resources, barred: Collection[str]) -> Any:
+        return self._handle(needs, barred).remote(claim, self._job)
+
+    async def answer(self, reference: Any) -> Answer:
+        """What came of it. Whatever Ray says of an attempt that it could not bring to an end is a failure."""
+        from ray import exceptions  # noqa: PLC0415
+
+        try:
+            answer: Answer = await asyncio.wrap_future(reference.future())
+        except exceptions.OutOfMemoryError as error:
+            return Failure("OUT_OF_MEMORY", _first_line(error))
+        except (exceptions.NodeDiedError, exceptions.ObjectLostError, exceptions.OwnerDiedError) as error:
+            return Failure("NODE_LOST", f"its node was lost ({_first_line(error)})")
+        except (exceptions.WorkerCrashedError, exceptions.LocalRayletDiedError) as error:
+            return Failure("CHILD_DIED", f"its process, or its node, died ({_first_line(error)})")
+        except exceptions.RayTaskError as error:
+            return Failure("WORKER_ERROR", str(error)[-4000:])
+        except exceptions.RayError as error:
+            return Failure("ENGINE_ERROR", f"{type(error).__name__}: {_first_line(error)}")
+        return answer
+
+    async def end(self, reference: Any) -> None:
+        """End an attempt, waiting or running, and wait until it is gone or out of reach."""
+        import ray  # noqa: PLC0415
+
+        # Whatever Ray says against it (it has ended, it is nobody's): what counts is that it is over.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await asyncio.to_thread(ray.cancel, reference, force=True)
+                await asyncio.wrap_future(reference.future())
+
+    def _handle(self, needs: Resources, barred: Collection[str]) -> Any:
+        key = (frozen(needs), tuple(sorted(barred)))
+        handle = self._handles.get(key)
+        if handle is None:
+            if len(self._handles) >= MAX_HANDLES:
+                self._handles.clear()
+            handle = self._handles[key] = self._make_handle(dict(needs), barred)
+        return handle
+
+    def _make_handle(self, needs: dict[str, float], barred: Collection[str]) -> Any:
+        import ray  # noqa: PLC0415
+
+        labels = {}
+        if self._fleet is not None:
+            labels[FLEET_LABEL] = label_value(self._fleet)
+        if barred:
+            labels[WORKER_LABEL] = f"!in({','.join(sorted(barred))})"
+        options: dict[str, Any] = {
+            "num_cpus": needs.pop("CPU", 0),
+            "num_gpus": needs.pop("GPU", 0),
+            # Whether and when an attempt is repeated, the queue says.
+            "max_retries": 0,
+            "name": f"windlass {self._fleet or 'task'}",
+        }
+        if "memory" in needs:
+            options["memory"] = needs.pop("memory")
+        if labels:
+            options["label_selector"] = labels
+        return ray.remote(run_attempt).options(resources=needs, **options)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().partition("\n")[0][:500]

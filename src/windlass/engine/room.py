@@ -1,0 +1,70 @@
+"""How many more tasks may be claimed, so that Ray has a place for each, and a few wait for the next. Pure.
+
+What we have in flight is counted by ourselves, from the moment of the claim: Ray's own word on what is free comes late,
+and claims would overrun it. What others use of the same nodes (a handler's own Ray tasks, other jobs) is Ray's word.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from windlass.model.node import Resources
+
+# Of tasks that need nothing, a node takes as many as this.
+MAX_PLACES_PER_NODE = 100
+# Amounts are sums of decimal fractions: one that is smaller by this much is not smaller.
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """`others`: used of it by whom we did not place there."""
+
+    total: Resources
+    others: Resources = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A claimed task. `node_id` None: it waits for a place."""
+
+    needs: Resources
+    node_id: str | None = None
+
+
+def places(free: Resources, needs: Resources) -> int:
+    """How many tasks with these needs fit into what is free."""
+    counts = [int((free.get(name, 0.0) + TOLERANCE) // amount) for name, amount in needs.items() if amount > 0]
+    return max(0, min(counts, default=MAX_PLACES_PER_NODE))
+
+
+def capacity(nodes: Mapping[str, NodeRoom], needs: Resources) -> int:
+    """Tasks with these needs that all nodes together could hold if they were empty."""
+    return sum(places(node.total, needs) for node in nodes.values())
+
+
+def free_places(nodes: Mapping[str, NodeRoom], flights: Sequence[Flight], needs: Resources, margin: int) -> int:
+    """How many more tasks with these needs to claim. Where no node could ever hold one: none, whatever the margin."""
+    if not capacity(nodes, needs):
+        return 0
+    free = {node_id: _minus(node.total, node.others) for node_id, node in nodes.items()}
+    waiting = []
+    for flight in flights:
+        if flight.node_id in free:
+            free[flight.node_id] = _minus(free[flight.node_id], flight.needs)
+        elif flight.node_id is None:
+            waiting.append(flight.needs)
+    beyond = sum(not _seat(free, task) for task in waiting)
+    return max(0, sum(places(amounts, needs) for amounts in free.values()) + margin - beyond)
+
+
+def _seat(free: dict[str, dict[str, float]], needs: Resources) -> bool:
+    """Keep the first place that is large enough for one that waits. False: there is none."""
+    for node_id, amounts in free.items():
+        if places(amounts, needs):
+            free[node_id] = _minus(amounts, needs)
+            return True
+    return False
+
+
+def _minus(amounts: Resources, taken: Resources) -> dict[str, float]:
+    return {name: amount - taken.get(name, 0.0) for name, amount in amounts.items()}

@@ -1,0 +1,79 @@
+"""How a fleet whose tasks are placed by Ray is run: what tasks need, what nodes have.
+
+Two kinds of amounts: those of a task, by which Ray finds a place for it, and those of a node, which Ray counts itself
+unless it is told. `[fleets.NAME.ray]`, and `[fleets.NAME.ray.queues.QUEUE]` for a queue whose tasks need another.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from windlass.model.node import Resources
+
+_MB = 1 << 20
+# Ray counts in steps of this size.
+SMALLEST_AMOUNT = 0.0001
+_RESERVED = ("CPU", "GPU", "memory", "object_store_memory")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TaskNeeds(_Section):
+    num_cpus: float = Field(default=1.0, ge=0, description="CPUs of a task.")
+    num_gpus: float = Field(default=0.0, ge=0, description="GPUs of a task; a part of one is possible.")
+    memory_mb: int | None = Field(default=None, gt=0, description="Memory of a task, reserved on its node.")
+    resources: dict[str, float] = Field(default={}, description="Other amounts by name, as nodes were started with.")
+
+    @field_validator("resources")
+    @classmethod
+    def _are_amounts(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name, amount in resources.items():
+            if name in _RESERVED:
+                raise ValueError(f"{name} has a setting of its own: num_cpus, num_gpus, memory_mb")
+            if not (math.isfinite(amount) and amount >= 0):
+                raise ValueError(f"{name} is {amount}, which is no amount")
+        return resources
+
+    def as_resources(self) -> Resources:
+        """By Ray's names, without what is not needed."""
+        amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        if self.memory_mb is not None:
+            amounts["memory"] = float(self.memory_mb * _MB)
+        return {name: amount for name, amount in amounts.items() if amount >= SMALLEST_AMOUNT}
+
+
+class RaySettings(TaskNeeds):
+    queues: dict[str, TaskNeeds] = Field(default={}, description="What tasks of single queues need instead.")
+    margin: int = Field(
+        default=2,
+        ge=0,
+        le=1000,
+        description="Tasks claimed beyond what Ray has room for, so that no place waits for the database.",
+    )
+    node_cpus: float | None = Field(
+        default=None, gt=0, description="CPUs each node offers. Without it: all it has; ray-local: those of its tasks."
+    )
+    node_gpus: float | None = Field(default=None, ge=0, description="GPUs each node offers. Without it: all it has.")
+    node_resources: dict[str, float] = Field(default={}, description="Other amounts each node offers, by name.")
+    object_store_mb: int | None = Field(
+        default=None, ge=80, description="Shared memory of each node. Without it: Ray's choice; ray-local: 100."
+    )
+
+    def needs_of(self, queue: str) -> TaskNeeds:
+        return self.queues.get(queue, self)
+
+    def classes(self, queues: tuple[str, ...]) -> dict[tuple[tuple[str, float], ...], tuple[str, ...]]:
+        """The queues whose tasks need the same, together: a place for one is a place for all."""
+        found: dict[tuple[tuple[str, float], ...], tuple[str, ...]] = {}
+        for queue in queues:
+            needs = frozen(self.needs_of(queue).as_resources())
+            found[needs] = (*found.get(needs, ()), queue)
+        return found
+
+
+def frozen(resources: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted((name, float(amount)) for name, amount in resources.items()))

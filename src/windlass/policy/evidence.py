@@ -1,0 +1,78 @@
+"""Whose fault it is that a task failed: the task's, or its worker's. Judged by how the same tasks, and others of the
+same queues, fare on other workers.
+
+A worker is suspected when several different tasks in a row have failed on it. The others are those who completed tasks
+meanwhile: whoever completed none is no measure of anything, and may be as broken. Of their attempts a share fails, too;
+if such a row would hardly ever happen to one of them, the worker is to blame. A task that failed on one of the others
+as well speaks for the worker and is left out of the row.
+
+With nobody to compare with, there is one way to know: put another in its place. That is tried when a long row has
+failed, with one worker at a time and once an hour, so that a handler that is broken everywhere costs little.
+"""
+
+from collections.abc import Iterable
+from datetime import datetime
+
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import Suspect
+
+QUARANTINED = "QUARANTINED"
+# Different tasks in a row that fail where nobody else completes any, before another worker is tried, or a person told.
+LONELY_FAILURES = 10
+TRIED_AGAIN_S = 3600.0
+# Of a list of tasks in a sentence. The event has them all.
+_TOLD_TASKS = 5
+
+
+def blames(suspects: Iterable[Suspect], fleet: FleetConfig, tried_at: datetime | None, now: datetime) -> dict[str, str]:
+    """Worker id to why it is to go, with the evidence. `tried_at`: when one last went because there was none."""
+    blamed: dict[str, str] = {}
+    may_try = tried_at is None or (now - tried_at).total_seconds() >= TRIED_AGAIN_S
+    for suspect in suspects:
+        reason = blame(suspect, fleet)
+        if reason is None and may_try and is_lonely(suspect):
+            reason, may_try = f"{describe(suspect)}: another is tried", False
+        if reason is not None:
+            blamed[suspect.worker_id] = reason
+    return blamed
+
+
+def blame(suspect: Suspect, fleet: FleetConfig) -> str | None:
+    """Why the worker is to blame for the tasks that failed on it, with the evidence; None if it is not."""
+    row = _unexplained(suspect)
+    if len(row) < fleet.quarantine_min_failures or suspect.others_completed == 0:
+        return None
+    return describe(suspect) if _chance(suspect, len(row)) <= fleet.quarantine_max_chance else None
+
+
+def is_lonely(suspect: Suspect) -> bool:
+    return suspect.others_completed == 0 and len(suspect.failed) >= LONELY_FAILURES
+
+
+def describe(suspect: Suspect) -> str:
+    row = _unexplained(suspect)
+    told = ", ".join(str(task_id) for task_id in row[-_TOLD_TASKS:])
+    parts = [f"{len(row)} different tasks in a row failed on it (the last: {told})"]
+    cleared = [task_id for task_id in row if task_id in suspect.completed_by]
+    if cleared:
+        examples = ", ".join(f"{task_id} by {suspect.completed_by[task_id]}" for task_id in cleared[-_TOLD_TASKS:])
+        parts.append(f"others completed {len(cleared)} of them since ({examples})")
+    parts.append(
+        f"meanwhile {suspect.others} other workers completed {suspect.others_completed} tasks and "
+        f"{suspect.others_failed} attempts of theirs failed"
+        if suspect.others
+        else "nobody else completed any task meanwhile"
+    )
+    return "; ".join(parts)
+
+
+def _unexplained(suspect: Suspect) -> tuple[int, ...]:
+    """Tasks for whose failure nothing but the worker is known."""
+    return tuple(task_id for task_id in suspect.failed if task_id not in suspect.failed_elsewhere)
+
+
+def _chance(suspect: Suspect, length: int) -> float:
+    """That so many attempts in a row fail on a worker like the others (their share by Laplace's rule of succession, so
+    that a few successes are not taken for certainty)."""
+    share = (suspect.others_failed + 1) / (suspect.others_completed + suspect.others_failed + 2)
+    return float(share**length)

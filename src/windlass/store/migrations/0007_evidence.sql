@@ -1,0 +1,235 @@
+-- Whose fault a failed attempt is: what is written down when one fails, what a cycle is told of it, and what is made good
+-- when it was the worker's. policy/evidence.py judges.
+--
+-- Nothing is written when a task is completed, but by the first one that a worker completes after failures: the plain
+-- path stays as it is.
+
+alter table windlass.workers
+  -- Different tasks that failed on it since it last completed one, newest last, and when the first of them did. Of a long
+  -- row the newest hundred: that is evidence enough.
+  add column failed_tasks bigint[] not null default '{}',
+  add column failing_since timestamptz;
+
+create index workers_failing on windlass.workers (fleet) where failing_since is not null;
+
+create function windlass.note_failure(p_worker_id text, p_task_id bigint) returns void
+language sql
+as $$
+  update windlass.workers
+  set failed_tasks = (failed_tasks || case when p_task_id = any (failed_tasks) then '{}' else array[p_task_id] end)
+        [greatest(1, cardinality(failed_tasks) + (p_task_id <> all (failed_tasks))::integer - 99):],
+      failing_since = coalesce(failing_since, windlass.now())
+  where id = p_worker_id
+$$;
+
+-- Whoever completed one of these just now has done something right.
+create function windlass.note_successes(p_task_ids bigint[], p_at timestamptz) returns void
+language sql
+as $$
+  update windlass.workers w
+  set failed_tasks = '{}', failing_since = null
+  where w.failing_since is not null
+    and w.id in (
+      select t.worker_id
+      from windlass.tasks t
+      where t.id = any (p_task_ids)
+        and t.status = 'complete'
+        and t.finished_at = p_at
+    )
+$$;
+
+-- Every attempt of a task that failed, this last one included, since it was enqueued or a person retried it, at most
+-- twenty: {"attempt", "worker_id", "error_code", "has_worked_since"}. Index events_task.
+create function windlass.failed_on(p_task_id bigint, p_worker_id text, p_attempt integer, p_code text) returns jsonb
+language sql stable
+as $$
+  with earlier as (
+    select e.id, e.worker_id, (e.detail ->> 'attempt')::integer as attempt, e.detail ->> 'error_code' as code
+    from windlass.events e
+    where e.task_id = p_task_id
+      and e.code in ('TASK_ERROR', 'TASK_REQUEUED', 'TASK_FAILED')
+      and e.id > coalesce(
+        (select max(r.id) from windlass.events r where r.task_id = p_task_id and r.code = 'TASK_RETRIED'), 0)
+    order by e.id desc
+    limit 19
+  ),
+  failed as (
+    select * from earlier
+    union all
+    select 9223372036854775807, p_worker_id, p_attempt, p_code
+  )
+  select jsonb_agg(jsonb_build_object(
+    'attempt', f.attempt,
+    'worker_id', f.worker_id,
+    'error_code', f.code,
+    'has_worked_since', coalesce(p_task_id <> all (w.failed_tasks) and f.id < 9223372036854775807, false)
+  ) order by f.id)
+  from failed f
+  left join windlass.workers w on w.id = f.worker_id
+$$;
+
+-- The same in words, for a task that more than one worker could not do: "; it failed on a, b, c". At most five are named.
+create function windlass.failed_on_in_words(p_failed_on jsonb) returns text
+language sql immutable
+as $$
+  select case when count(*) > 1
+    then '; it failed on ' || string_agg(w.worker_id, ', ' order by w.first) filter (where w.place <= 5)
+      || case when count(*) > 5 then format(' and %s more', count(*) - 5) else '' end
+    else '' end
+  from (
+    select a ->> 'worker_id' as worker_id, min(n) as first, row_number() over (order by min(n)) as place
+    from jsonb_array_elements(p_failed_on) with ordinality as e (a, n)
+    group by 1
+  ) as w
+$$;
+
+-- Workers of a fleet on which at least p_min different tasks in a row have failed, and how others did meanwhile, in the
+-- shape of model/snapshot.py. Bounded: fifty suspects, the last 500 completed tasks, the last thousand events. Without a
+-- suspect it costs one look at workers_failing.
+create function windlass.observe_suspects(p_fleet text, p_queues text[], p_min integer) returns json
+language sql stable
+as $$
+  with suspects as materialized (
+    select w.id, w.failing_since, w.failed_tasks
+    from windlass.workers w
+    where w.fleet = p_fleet
+      and w.failing_since is not null
+      and w.status in ('spawning', 'active')
+      and cardinality(w.failed_tasks) >= p_min
+    order by w.failing_since, w.id collate "C"
+    limit 50
+  ),
+  completed as materialized (
+    select c.worker_id, c.finished_at
+    from (
+      select t.worker_id, t.queue, t.finished_at
+      from windlass.tasks t
+      where t.status = 'complete'
+      order by t.finished_at desc
+      limit 500
+    ) as c
+    where c.queue = any (p_queues)
+  ),
+  failed as materialized (
+    select f.worker_id, f.at
+    from (
+      select e.worker_id, e.at, e.code
+      from windlass.events e
+      where e.at >= (select min(s.failing_since) from suspects s)
+      order by e.at desc, e.id desc
+      limit 1000
+    ) as f
+    where f.code in ('TASK_ERROR', 'TASK_FAILED')
+  )
+  select coalesce(json_agg(json_build_object(
+    'worker_id', s.id,
+    'since', s.failing_since,
+    'failed', s.failed_tasks,
+    'completed_by', (
+      select coalesce(json_object_agg(t.id, t.worker_id order by t.id), '{}')
+      from windlass.tasks t
+      where t.id = any (s.failed_tasks)
+        and t.status = 'complete'
+        and t.worker_id <> s.id
+    ),
+    'failed_elsewhere', array(
+      select distinct e.task_id
+      from windlass.events e
+      where e.task_id = any (s.failed_tasks)
+        and e.code in ('TASK_ERROR', 'TASK_FAILED')
+        and e.worker_id = any (others.ids)
+      order by e.task_id
+    ),
+    'others', cardinality(others.ids),
+    'others_completed', others.completed,
+    'others_failed', (
+      select count(*) from failed f where f.at >= s.failing_since and f.worker_id = any (others.ids)
+    )
+  ) order by s.failing_since, s.id collate "C"), '[]')
+  from suspects s
+  cross join lateral (
+    select coalesce(array_agg(distinct c.worker_id), '{}') as ids, count(*) as completed
+    from completed c
+    where c.finished_at >= s.failing_since
+      and c.worker_id <> s.id
+  ) as others
+$$;
+
+-- A worker is to blame for what failed on it since p_since: those attempts count for no task. What waits for its retry
+-- because of it, or ended as a dead letter before its attempts would have been used up without it, is ready again; what
+-- somebody is at goes on. At most ten thousand failures, newest first. A task that somebody has locked keeps its count.
+create function windlass.acquit_tasks(p_worker_id text, p_since timestamptz) returns void
+language plpgsql
+set enable_seqscan = off
+as $$
+begin
+  with failures as (
+    select f.task_id, count(*)::integer as attempts
+    from (
+      select e.task_id
+      from windlass.events e
+      where e.worker_id = p_worker_id
+        and e.at >= p_since
+        and e.code in ('TASK_ERROR', 'TASK_FAILED')
+      order by e.id desc
+      limit 10000
+    ) as f
+    group by f.task_id
+  ),
+  held as (
+    select t.id, t.worker_id as last_worker_id, f.attempts as mine,
+      greatest(t.attempts - f.attempts, case when t.status = 'running' then 1 else 0 end) as attempts_left
+    from windlass.tasks t
+    join failures f on f.task_id = t.id
+    where t.status <> 'complete'
+      and t.error_code is distinct from 'CANCELLED'
+    order by t.id
+    for no key update of t skip locked
+  ),
+  freed as (
+    select h.*, t.status = 'failed' and h.attempts_left < t.max_attempts
+      or t.status = 'error' and h.last_worker_id = p_worker_id as is_ready
+    from held h
+    join windlass.tasks t on t.id = h.id
+  ),
+  moved as (
+    update windlass.tasks t
+    set attempts = f.attempts_left,
+        status = case when f.is_ready then 'queued' else t.status end,
+        run_after = case when f.is_ready then null else t.run_after end,
+        finished_at = case when f.is_ready then null else t.finished_at end,
+        started_at = case when f.is_ready then null else t.started_at end,
+        claim_token = case when f.is_ready then null else t.claim_token end,
+        worker_id = case when f.is_ready then null else t.worker_id end
+    from freed f
+    where t.id = f.id
+    returning t.id, f.mine
+  )
+  insert into windlass.events (code, reason, worker_id, task_id)
+  select 'TASK_ACQUITTED', format('%s failed attempts on worker %s do not count: it is to blame', m.mine, p_worker_id),
+    p_worker_id, m.id
+  from moved m
+  order by m.id;
+  if found then
+    perform pg_notify('windlass_tasks', '');
+  end if;
+end
+$$;
+
+
+-- ------------------------------------------------------------------------------------------------------- storage
+
+-- The newest word of a fleet's workers about how much of the storage they share is used; null if there is none. It came
+-- with a heartbeat, and whatever a worker sends is kept as it is: only a whole number is one.
+create function windlass.observe_storage(p_fleet text) returns json
+language sql stable
+as $$
+  select json_build_object('worker_id', w.id, 'used_bytes', w.metadata -> 'storage_used_bytes', 'at', w.last_heartbeat)
+  from windlass.workers w
+  where w.fleet = p_fleet
+    and w.status in ('spawning', 'active', 'terminating')
+    and w.last_heartbeat is not null
+    and (w.metadata -> 'storage_used_bytes')::text ~ '^-?[0-9]+$'
+  order by w.last_heartbeat desc, w.id collate "C" desc
+  limit 1
+$$;

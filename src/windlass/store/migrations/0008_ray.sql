@@ -1,0 +1,205 @@
+-- Engines: tasks that a dispatcher claims, and an engine (Ray) places on nodes.
+--
+-- A node is a worker that claims nothing. Its tasks are claimed by the fleet's dispatcher, in the dispatcher's name, and
+-- become the node's when they are about to start there. Its own heartbeat says that its machine lives; which of its
+-- tasks live, the dispatcher says. One dispatcher of a fleet acts, the one that holds the lease `ray:<fleet>`.
+
+-- A dispatcher and, unless another has taken its place, the nodes of its fleet: all whose tasks are lost with it.
+create function windlass.with_nodes_of(p_dispatcher_id text, p_fleet text) returns text[]
+language sql stable
+as $$
+  select array[p_dispatcher_id] || array(
+    select w.id
+    from windlass.workers w
+    where w.fleet = p_fleet
+      and w.kind = 'node'
+      and w.status <> 'terminated'
+      and not exists (
+        select from windlass.leases l where l.name = 'ray:' || p_fleet and l.expires_at > windlass.now()
+      )
+  )
+$$;
+
+-- The attempts named by these tokens are about to start on these nodes: from here on they are theirs. The three arrays go
+-- together. For each token: `placed`; `lost` if the claim is no longer valid; `barred` if that node gets no more tasks.
+-- Repeating it is harmless.
+create function windlass.place_tasks(p_task_ids bigint[], p_tokens uuid[], p_worker_ids text[])
+returns table (token uuid, verdict text)
+language plpgsql
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+as $$
+declare
+  v_now timestamptz := windlass.now();
+begin
+  return query
+    with asked as (
+      select a.task_id, a.token, a.worker_id, w.id is not null as is_open
+      from unnest(p_task_ids, p_tokens, p_worker_ids) as a (task_id, token, worker_id)
+      -- Locked against whoever is just ending it, so that a node that was found empty stays empty.
+      left join lateral (
+        select n.id
+        from windlass.workers n
+        where n.id = a.worker_id
+          and n.kind = 'node'
+          and n.status in ('spawning', 'active')
+          and not n.paused
+        for share
+      ) as w on true
+    ),
+    placed as (
+      update windlass.tasks t
+      set worker_id = a.worker_id,
+          -- Until now it waited for a place, which is nobody's time.
+          started_at = case when t.worker_id = a.worker_id then t.started_at else v_now end
+      from asked a
+      where a.is_open
+        and t.id = a.task_id
+        and t.claim_token = a.token
+        and t.finished_at is null
+      returning t.claim_token, t.worker_id
+    ),
+    begun as (
+      update windlass.workers w
+      set first_claimed_at = v_now
+      where w.first_claimed_at is null
+        and w.id in (select p.worker_id from placed p)
+    )
+    select a.token,
+      case
+        when p.claim_token is not null then 'placed'
+        when a.is_open then 'lost'
+        else 'barred'
+      end
+    from asked a
+    left join placed p on p.claim_token = a.token;
+end
+$$;
+
+-- A dispatcher begins its term: whatever others claimed and placed before it is lost, with the driver it belonged to.
+-- What ran is requeued, an attempt the poorer; what had not been placed is given back whole. Returns how many tasks.
+create function windlass.take_over_nodes(p_holder text, p_term bigint, p_fleet text) returns integer
+language plpgsql
+as $$
+declare
+  v_taken integer;
+  v_given_back integer;
+begin
+  perform windlass.require_lease('ray:' || p_fleet, p_holder, p_term);
+
+  select r.requeued + r.failed into v_taken
+  from windlass.requeue_tasks_of(
+    array(select w.id from windlass.workers w where w.fleet = p_fleet and w.kind = 'node' and w.status <> 'terminated'),
+    'DISPATCHER_LOST', 'the dispatcher that had placed it was lost'
+  ) as r;
+
+  select count(*) into v_given_back
+  from windlass.tasks t
+  join windlass.workers w on w.id = t.worker_id
+  where t.status = 'running'
+    and w.fleet = p_fleet
+    and w.kind = 'dispatcher';
+  perform windlass.leave(w.id, 'another dispatcher took its place')
+  from windlass.workers w
+  where w.fleet = p_fleet
+    and w.kind = 'dispatcher'
+    and w.status in ('spawning', 'active', 'terminating');
+  return v_taken + v_given_back;
+end
+$$;
+
+-- What the engine says of a fleet's nodes: [{"worker_id", "is_hired", "node_id", "total", "used", "places", "host"}] for
+-- each that is alive, and {"worker_id", "node_id", "death"} for those that it knows to be dead. A hired node that is in
+-- neither is `absent` if it never was alive, and `dead` if it was. A node that nobody hired (one of a cluster that is not
+-- ours) comes into being with the first word of it, is heard as often as it is reported, and ends when it is not.
+-- Returns who is to get no more tasks: those that end, and those that are paused.
+create type windlass.node_report as (
+  worker_id text,
+  node_id text,
+  is_hired boolean,
+  total jsonb,
+  used jsonb,
+  places integer,
+  host text,
+  death text
+);
+
+create function windlass.report_nodes(
+  p_holder text, p_term bigint, p_fleet text, p_queues text[], p_lease_s double precision, p_nodes jsonb
+) returns table (worker_id text, is_ending boolean)
+language plpgsql
+as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := windlass.now();
+  v_nodes windlass.node_report[] := array(select n from jsonb_populate_recordset(null::windlass.node_report, p_nodes) as n);
+  v_gone record;
+begin
+  perform windlass.require_lease('ray:' || p_fleet, p_holder, p_term);
+
+  perform windlass.register_worker(
+    n.worker_id, p_fleet, p_queues, n.places, p_lease_s, n.host, p_kind => 'node')
+  from unnest(v_nodes) as n
+  where not n.is_hired
+    and not exists (select from windlass.workers w where w.id = n.worker_id);
+  update windlass.workers w
+  set last_heartbeat = v_now, heartbeat_gapless_since = coalesce(w.heartbeat_gapless_since, v_now)
+  from unnest(v_nodes) as n
+  where w.id = n.worker_id
+    and not n.is_hired
+    and w.status in ('spawning', 'active', 'terminating');
+
+  for v_gone in
+    select w.id, coalesce(max(n.death), 'it is no longer in the cluster') as death
+    from windlass.workers w
+    left join unnest(v_nodes) as n on n.worker_id = w.id
+    where w.fleet = p_fleet
+      and w.kind = 'node'
+      and w.slot is null
+      and w.status in ('spawning', 'active', 'terminating')
+    group by w.id
+    having count(n.total) = 0
+    order by w.id
+  loop
+    perform windlass.requeue_tasks_of(array[v_gone.id], 'NODE_DEAD', format('node %s: %s', v_gone.id, v_gone.death));
+    update windlass.workers
+    set status = 'terminated', terminated_at = v_now, code = 'NODE_DEAD', reason = v_gone.death
+    where id = v_gone.id;
+    perform windlass.note('NODE_DEAD', v_gone.death, p_fleet, v_gone.id, null);
+  end loop;
+
+  update windlass.workers w
+  set concurrency = coalesce(news.places, w.concurrency),
+      node = news.node || jsonb_build_object(
+        'at', v_now,
+        'since', case when w.node ->> 'state' = news.node ->> 'state' then w.node -> 'since' else to_jsonb(v_now) end
+      )
+  from (
+    select h.id, alive.places,
+      case
+        when alive.worker_id is not null then jsonb_build_object(
+          'state', 'alive', 'node_id', alive.node_id, 'total', alive.total, 'used', alive.used)
+        when dead.worker_id is not null or h.node ->> 'state' in ('alive', 'dead') then jsonb_build_object(
+          'state', 'dead', 'node_id', coalesce(dead.node_id, h.node ->> 'node_id'),
+          'note', coalesce(dead.death, h.node ->> 'note', 'it is no longer in the cluster'))
+        else jsonb_build_object('state', 'absent')
+      end as node
+    from windlass.workers h
+    left join unnest(v_nodes) as alive on alive.worker_id = h.id and alive.total is not null
+    left join unnest(v_nodes) as dead on dead.worker_id = h.id and dead.death is not null
+    where h.fleet = p_fleet
+      and h.kind = 'node'
+      and h.status in ('spawning', 'active', 'terminating')
+  ) as news
+  where w.id = news.id;
+
+  return query
+    select w.id, w.status in ('terminating', 'error')
+    from windlass.workers w
+    where w.fleet = p_fleet
+      and w.kind = 'node'
+      and (w.status in ('terminating', 'error') or w.paused)
+      and w.status <> 'terminated';
+end
+$$;

@@ -1,0 +1,65 @@
+"""What runs on the nodes of the tests."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from windlass import DoNotRetry
+
+_warm: dict[str, Any] = {}
+
+
+def work(task: Any) -> Any:
+    return globals()[f"_{task.payload.get('do', 'sleep')}"](task)
+
+
+def _sleep(task: Any) -> dict[str, Any]:
+    mark = task.payload.get("mark")
+    if mark:
+        with Path(mark).open("a") as file:
+            file.write(f"{task.id} {task.claim_token}\n")
+    time.sleep(task.payload.get("s", 0.0))
+    _warm["seen"] = _warm.get("seen", 0) + 1
+    return {"seen": _warm["seen"], "cwd": str(Path.cwd())}
+
+
+def _progress(task: Any) -> None:
+    task.progress(0.5, "half way")
+    deadline = time.monotonic() + 30
+    while not Path(task.payload["until"]).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody let it go on")
+        time.sleep(0.02)
+
+
+def _fail(_task: Any) -> None:
+    raise RuntimeError("on purpose")
+
+
+def _never(_task: Any) -> None:
+    raise DoNotRetry("never")
+
+
+def _die(_task: Any) -> None:
+    os._exit(7)
+
+
+async def _awaited() -> str:
+    await asyncio.sleep(0)
+    return "awaited"
+
+
+def _async(_task: Any) -> Any:
+    return _awaited()
+
+
+def _nested(_task: Any) -> Any:
+    import ray
+
+    @ray.remote(num_cpus=1)
+    def square(number: int) -> int:
+        return number * number
+
+    return sum(ray.get([square.remote(number) for number in range(4)]))

@@ -1,0 +1,203 @@
+"""Tasks through a real Ray: a head for all, for each test its own nodes, dispatchers and database."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_bed import Bed, head_beside, made_bed, until
+
+from windlass.engine.head import HeadAddress
+from windlass.model.task import TaskStatus, new_task
+from windlass.model.worker import WorkerKind, WorkerStatus
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[HeadAddress]:
+    with head_beside() as head:
+        yield head
+
+
+@pytest.fixture
+async def bed(head: HeadAddress, dsn: str, tmp_path: Path) -> AsyncIterator[Bed]:
+    async with made_bed(head, dsn, tmp_path) as made:
+        yield made
+
+
+async def test_tasks_behave_as_with_workers_that_claim(bed: Bed, tmp_path: Path) -> None:
+    """Attribution, progress, results, retries, dead letters, time limits, cancelling, Ray within Ray: one cluster."""
+    await bed.hire("n1", "n2")
+    bed.dispatch()
+    await bed.joined("n1", "n2")
+    gate = tmp_path / "gate"
+    held = await bed.add(new_task("q", {"do": "progress", "until": str(gate)}))
+    endless = await bed.add(new_task("q", {"s": 60}))
+    wanted = {
+        "plain": new_task("q", {}),
+        "async": new_task("q", {"do": "async"}),
+        "nested": new_task("q", {"do": "nested"}),
+        "fails": new_task("q", {"do": "fail"}, max_attempts=1),
+        "never": new_task("q", {"do": "never"}),
+        "dies": new_task("q", {"do": "die"}, max_attempts=1),
+        "late": new_task("q", {"s": 60}, timeout_s=0.5, max_attempts=1),
+        "misfit": new_task("q", {"ray_resources": {"num_cpus": -1}}),
+        "small": new_task("q", {"ray_resources": {"num_cpus": 0.5}}),
+    }
+    ids = {name: await bed.add(task) for name, task in wanted.items()}
+
+    async def is_half_way() -> Any:
+        task = await bed.store.task(held)
+        return task if task is not None and task.progress == 0.5 else None
+
+    task = await until(is_half_way, "progress")
+    assert (task.worker_id in ("n1", "n2"), task.progress_note) == (True, "half way")
+    worker = await bed.store.worker(task.worker_id)
+    assert worker is not None and worker.kind is WorkerKind.NODE and worker.first_claimed_at is not None
+    gate.touch()
+    await until(lambda: _has_begun(bed, endless), "the endless one's beginning")
+    assert await bed.store.cancel_task(endless, "not wanted")
+    found = dict(zip(ids, await bed.finished([*ids.values()]), strict=True))
+    assert {name: task.status for name, task in found.items() if task.status is TaskStatus.COMPLETE} == dict.fromkeys(
+        ("plain", "async", "nested", "small"), TaskStatus.COMPLETE
+    )
+    assert (json.loads(found["async"].result), json.loads(found["nested"].result)) == ("awaited", 14)
+    codes = {name: task.error_code for name, task in found.items() if task.status is TaskStatus.FAILED}
+    assert codes == {
+        "fails": "HANDLER_ERROR",
+        "never": "DO_NOT_RETRY",
+        "dies": "CHILD_DIED",
+        "late": "TIMEOUT",
+        "misfit": "BAD_RESOURCES",
+    }
+    assert "on purpose" in found["fails"].error
+    assert found["never"].attempts == 1
+    # Who has run it is in its row; the one that could run nowhere stayed the dispatcher's.
+    ran = {task.worker_id for name, task in found.items() if name != "misfit"}
+    assert ran <= {"n1", "n2"}
+    assert Path(json.loads(found["plain"].result)["cwd"]) == Path(__file__).parent
+    (first,) = await bed.finished([held])
+    assert first.status is TaskStatus.COMPLETE
+    # The process of the cancelled one was ended: its place is free again for as many as the cluster holds.
+    more = await bed.finished(await bed.enqueue(4, s=0.1))
+    assert all(task.status is TaskStatus.COMPLETE for task in more)
+
+
+async def _has_begun(bed: Bed, task_id: int) -> bool:
+    task = await bed.store.task(task_id)
+    return task is not None and task.worker_id in ("n1", "n2")
+
+
+async def test_never_more_is_claimed_than_ray_can_hold_and_the_margin(bed: Bed) -> None:
+    bed.settings["ray.margin"] = 1
+    await bed.hire("n1", "n2", cpus=2)
+    ids = await bed.enqueue(40, s=0.15)
+    dispatcher = bed.dispatch()
+    held: list[int] = []
+
+    async def are_complete() -> bool:
+        held.append(len(await bed.store.tasks(status=TaskStatus.RUNNING, limit=1000)))
+        return len(await bed.store.tasks(status=TaskStatus.COMPLETE, limit=1000)) == len(ids)
+
+    await until(are_complete, "all tasks")
+    assert max(held) == 2 * 2 + 1
+    assert dispatcher.poll() is None
+    by = Counter(task.worker_id for task in await bed.finished(ids))
+    assert set(by) == {"n1", "n2"}
+
+
+async def test_a_node_killed_in_the_middle_costs_time_and_nothing_else(bed: Bed, tmp_path: Path) -> None:
+    await bed.hire("n1", "n2")
+    bed.dispatch()
+    await bed.joined("n1", "n2")
+    ids = await bed.enqueue(8, s=1.5, mark=str(tmp_path / "begun"))
+    await until(lambda: bed.running_on("n1"), "tasks on n1")
+    bed.raylet_of("n1").kill()
+    tasks = await bed.finished(ids)
+    assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
+    again = [task for task in tasks if task.attempts == 2]
+    assert again and all(task.worker_id == "n2" for task in again)
+    # Each beginning but the lost ones was accepted: as many as there are attempts.
+    begun = (tmp_path / "begun").read_text().split("\n")[:-1]
+    assert len(begun) == sum(task.attempts for task in tasks)
+    assert await bed.nodes("dead") == {"n1"}
+    assert bed.processes["n1"].wait(10) == 2, bed.log("n1")
+    assert bed.log("n1").strip().rpartition("\n")[2].startswith("windlass: the Ray node ended by itself")
+
+
+async def test_a_dispatcher_killed_is_replaced_by_the_one_that_stands_by(bed: Bed, tmp_path: Path) -> None:
+    await bed.hire("n1", "n2")
+    bed.dispatch("first")
+    await bed.joined("n1", "n2")
+    bed.dispatch("second")
+
+    async def stands_by() -> bool:
+        return "standing by" in bed.log("second")
+
+    await until(stands_by, "the second one's standing by")
+    ids = await bed.enqueue(12, s=0.5)
+    held = await until(lambda: bed.running_on("n1", "n2"), "tasks on nodes")
+    bed.kill("first")
+    tasks = await bed.finished(ids)
+    assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
+    assert Counter(task.attempts for task in tasks)[2] >= 1
+    lost = {task.id for task in tasks if task.attempts == 2}
+    assert {task.id for task in held} & lost
+    reasons = [
+        event.detail["error_code"] for id_ in lost for event in await bed.store.events(task_id=id_) if event.detail
+    ]
+    assert set(reasons) == {"DISPATCHER_LOST"}
+    dispatchers = [w for w in await bed.store.workers(include_terminated=True) if w.kind is WorkerKind.DISPATCHER]
+    assert sorted(worker.status for worker in dispatchers) == [WorkerStatus.ACTIVE, WorkerStatus.TERMINATED]
+
+
+async def test_a_worker_that_is_to_end_gets_no_more_finishes_and_ends(bed: Bed) -> None:
+    await bed.hire("n1", "n2")
+    bed.dispatch()
+    await bed.joined("n1", "n2")
+    ids = await bed.enqueue(30, s=0.3)
+    await until(lambda: bed.running_on("n1"), "tasks on n1")
+    await bed.store.set_terminating(["n1"], "let go")
+    told_at = await bed.store.now()
+    tasks = await bed.finished(ids)
+    assert {(task.status, task.attempts) for task in tasks} == {(TaskStatus.COMPLETE, 1)}
+    mine = [task for task in tasks if task.worker_id == "n1"]
+    assert mine and all(task.started_at is not None and task.started_at <= told_at for task in mine)
+    assert len(tasks) - len(mine) > 20
+    # Ray ended the empty node, and its worker left in good order.
+    assert await asyncio.to_thread(bed.processes["n1"].wait, 15) == 0, bed.log("n1")
+    worker = await bed.store.worker("n1")
+    assert worker is not None and worker.status is WorkerStatus.TERMINATING
+
+
+async def test_tasks_of_a_cluster_that_is_not_ours_belong_to_its_nodes(bed: Bed) -> None:
+    """`provider = "ray"`: nobody is hired, and its nodes are told of as they are."""
+    await bed.hire("n1")
+    bed.settings["provider"] = "ray"
+    bed.dispatch()
+    (task,) = await bed.finished(await bed.enqueue(1))
+    assert task.worker_id == "n1"
+    workers = await bed.store.workers()
+    assert {worker.id for worker in workers if worker.kind is WorkerKind.NODE} == {"n1"}  # the head can hold none
+
+
+async def test_another_version_of_ray_is_refused_in_one_sentence(bed: Bed, head: HeadAddress) -> None:
+    from windlass.engine.cluster import Cluster
+
+    gcs = Cluster(head.address)._gcs()
+    key, space = b"CLUSTER_METADATA", b"cluster"
+    truth = gcs.internal_kv_get(key, namespace=space)
+    try:
+        gcs.internal_kv_put(key, json.dumps({**json.loads(truth), "ray_version": "2.9.0"}).encode(), True, space)
+        refused = bed.dispatch()
+        assert await asyncio.to_thread(refused.wait, 30) == 2
+    finally:
+        gcs.internal_kv_put(key, truth, True, space)
+    said = bed.log("dispatcher").strip()
+    assert said.count("\n") == 0
+    assert said.startswith(f"windlass: the Ray head at {head.address} runs Ray 2.9.0 and here is Ray ")
+    assert "pip install ray==2.9.0" in said

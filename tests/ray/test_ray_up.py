@@ -1,0 +1,156 @@
+"""`windlass up` with a Ray head of its own: servers of an emulated cloud that join it, and a head that dies."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray_bed import HANDLERS, until
+
+from windlass.emulate.hetzner import HetznerEmulator, Settings
+from windlass.emulate.process_host import ProcessHost
+from windlass.emulate.serve import serving
+from windlass.engine.versions import PYTHON_OF_IMAGE, our_versions
+from windlass.model.task import TaskStatus, new_task
+from windlass.model.worker import WorkerKind
+from windlass.store.engine import PostgresEngineStore
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(180)]
+RUN_TIMEOUT_S = 100.0
+LOCAL = """
+[fleets.many]
+provider = "ray-local"
+concurrency = 2
+"""
+HETZNER = """
+[api]
+port = {port}
+
+[fleets.many]
+provider = "hetzner"
+engine = "ray"
+concurrency = 2
+
+[fleets.many.hetzner]
+image = "{image}"
+choices = ["cx23@nbg1"]
+
+[fleets.many.ray]
+node_cpus = 2
+object_store_mb = 80
+
+[fleets.many.bootstrap]
+requirements = ["numpy"]
+"""
+COMMON = """
+queues = ["q"]
+handler = "ray_handlers:work"
+chdir = '{chdir}'
+max_workers = 2
+poll_interval_s = 0.5
+heartbeat_interval_s = 1
+heartbeat_timeout_s = 10
+spawn_timeout_s = 60
+idle_timeout_s = 60
+stop_timeout_s = 10
+"""
+
+
+@asynccontextmanager
+async def up(folder: Path, dsn: str, toml: str, **environment: str) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """Until the end of this, and then ended in good order."""
+    (folder / "windlass.toml").write_text(toml)
+    with (folder / "up.log").open("wb") as log:
+        process = subprocess.Popen(  # noqa: ASYNC220 - it lives longer than this call
+            [sys.executable, "-m", "windlass", "up", "--log-format", "json"],
+            cwd=folder,
+            env={**os.environ, "DATABASE_URL": dsn, **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+        process.send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(process.wait, 60)
+        assert code == 0, (folder / "up.log").read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def all_over(store: Any, ids: list[int]) -> Callable[[], Awaitable[list[Any]]]:
+    over = (TaskStatus.COMPLETE, TaskStatus.FAILED)
+
+    async def look() -> list[Any]:
+        tasks = [await store.task(task_id) for task_id in ids]
+        return tasks if all(task.status in over for task in tasks) else []
+
+    return look
+
+
+async def test_servers_of_hetzner_become_nodes_and_leave(tmp_path: Path, dsn: str) -> None:
+    fitting = [name for name, python in PYTHON_OF_IMAGE.items() if python == our_versions().python_minor]
+    with ProcessHost(tmp_path / "machines") as host:
+        emulator = HetznerEmulator(lambda: datetime.now(UTC), Settings(boot_s=0.5, action_s=0.1), host)
+        with serving(emulator) as address:
+            port = _free_port()
+            of_fleet = COMMON.format(chdir=HANDLERS)
+            toml = HETZNER.format(port=port, image=fitting[0] if fitting else "ubuntu-22.04")
+            toml = toml.replace("concurrency = 2\n", f"concurrency = 2\n{of_fleet}", 1)
+            secrets = {"HCLOUD_ENDPOINT": f"{address}/v1", "HETZNER_API_TOKEN": "any"}
+            async with PostgresEngineStore(dsn) as store, up(tmp_path, dsn, toml, **secrets):
+                ids = [await store.enqueue(new_task("q", {"number": number, "s": 0.1})) for number in range(6)]
+                tasks = await until(all_over(store, ids), "all tasks", RUN_TIMEOUT_S)
+                assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
+                nodes = {worker.id: worker for worker in await store.workers() if worker.kind is WorkerKind.NODE}
+                assert {task.worker_id for task in tasks} <= set(nodes)
+                assert all(worker.slot is not None and worker.node is not None for worker in nodes.values())
+                (server, *_) = emulator.project.servers.values()
+                assert f"ray=={our_versions().ray}" in server.user_data
+                assert "numpy" in server.user_data
+                assert "RAY_AUTH_TOKEN" not in server.user_data
+            assert not emulator.project.servers
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_a_head_that_dies_comes_back_and_no_task_is_lost(tmp_path: Path, dsn: str) -> None:
+    toml = LOCAL + COMMON.format(chdir=HANDLERS)
+    async with PostgresEngineStore(dsn) as store, up(tmp_path, dsn, toml) as process:
+        ids = [await store.enqueue(new_task("q", {"number": number, "s": 0.5})) for number in range(16)]
+
+        async def are_some_complete() -> bool:
+            return len(await store.tasks(status=TaskStatus.COMPLETE, limit=100)) >= 3
+
+        await until(are_some_complete, "the first tasks", RUN_TIMEOUT_S)
+        (gcs,) = [p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "gcs_server"]
+        gcs.kill()
+        tasks = await until(all_over(store, ids), "all tasks", RUN_TIMEOUT_S)
+        assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
+        log = (tmp_path / "up.log").read_text()
+        assert "the Ray head died; starting another" in log
+        assert process.poll() is None
+    assert not [p for p in psutil.process_iter() if p.name() == "raylet" and _is_of(p, tmp_path)]
+
+
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return str(folder) in " ".join(process.environ().values())
+    except psutil.Error:
+        return False

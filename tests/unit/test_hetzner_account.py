@@ -1,0 +1,139 @@
+"""What all fleets with one token of Hetzner share, with real threads: the vendor's SDK, and who waits for whom."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+import pytest
+import requests
+from hcloud import APIException
+
+from hetzner_contract import InProcess
+from windlass.emulate.hetzner import HetznerEmulator, Settings
+from windlass.model.errors import Throttled
+from windlass.model.hetzner import HetznerSettings
+from windlass.model.machine import MachineRequest
+from windlass.providers.hetzner import account as module
+from windlass.providers.hetzner.account import Account
+from windlass.providers.hetzner.limiter import Limiter
+from windlass.providers.hetzner.provider import HetznerProvider
+
+# Nothing here takes so long.
+LIMIT_S = 20.0
+
+
+class Slow(InProcess):
+    """Creations are answered when the test says so."""
+
+    def __init__(self) -> None:
+        self.emulator = HetznerEmulator(
+            lambda: datetime.now(UTC), Settings(boot_s=0, action_s=0, delete_s=0, server_limit=50)
+        )
+        super().__init__(self.emulator)
+        # The emulator answers one after the other.
+        self._turn = threading.Lock()
+        self.held = threading.Semaphore(0)
+        self.posts = 0
+
+    def send(self, request: requests.PreparedRequest, **options: object) -> requests.Response:
+        if request.method == "POST":
+            self.posts += 1
+            assert self.held.acquire(timeout=LIMIT_S)
+        with self._turn:
+            return super().send(request, **options)
+
+
+@pytest.fixture
+def vendor() -> Iterator[Slow]:
+    vendor = Slow()
+    yield vendor
+    vendor.held.release(1000)
+
+
+@pytest.fixture
+def account(vendor: Slow) -> Iterator[Account]:
+    account = Account("any", endpoint="http://hetzner.test/v1", adapter=vendor, limiter=Limiter(1e6, burst=1000))
+    yield account
+    account.close()
+
+
+def provider_of(account: Account, fleet: str = "red") -> HetznerProvider:
+    return HetznerProvider(
+        fleet,
+        HetznerSettings(),
+        account,
+        identity="this",
+        render_user_data=lambda _: "#cloud-config\n",
+        list_reuse_s=0.0,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_creations_without_an_answer_hold_up_no_list(vendor: Slow, account: Account) -> None:
+    provider = provider_of(account)
+    creations = [asyncio.create_task(provider.create(MachineRequest(f"red-{n}-aa", "red", n))) for n in range(32)]
+    await until(lambda: vendor.posts == 32)
+    async with asyncio.timeout(LIMIT_S / 2):
+        assert await provider.list_machines() == ()
+    vendor.held.release(32)
+    assert len({machine.id for machine in await asyncio.gather(*creations)}) == 32
+
+
+async def test_a_call_that_never_got_a_thread_was_not_sent_and_says_so(
+    vendor: Slow, account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_THREADS", 1)
+    monkeypatch.setattr(module, "MAX_WAIT_S", 0.05)
+    provider = provider_of(account)
+    first = asyncio.create_task(provider.create(MachineRequest("red-0-aa", "red", 0)))
+    await until(lambda: vendor.posts == 1)
+    with pytest.raises(Throttled, match="too many requests are waiting"):
+        await provider.create(MachineRequest("red-1-aa", "red", 1))
+    vendor.held.release(1)
+    await first
+    assert vendor.posts == 1
+
+
+async def test_the_time_limit_of_a_call_begins_with_the_call(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_THREADS", 1)
+    free = threading.Event()
+    before = asyncio.create_task(account._run_in_thread(lambda: free.wait(LIMIT_S), LIMIT_S))
+    await until(lambda: account._pool is not None)
+    began = time.monotonic()
+    behind = asyncio.create_task(account._run_in_thread(lambda: "done", 0.2))
+    await until(lambda: time.monotonic() - began > 0.3)
+    free.set()
+    assert await behind == "done"
+    assert await before
+
+
+async def test_threads_end_with_the_last_who_uses_the_account(account: Account) -> None:
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetzner")]
+
+    one, other = provider_of(account), provider_of(account, "blue")
+    await one.list_machines()
+    await one.close()
+    assert threads()
+    await other.list_machines()
+    await other.close()
+    await until(lambda: not threads())
+
+
+def test_the_sdk_has_its_retries_and_its_session_where_we_turn_them_off(vendor: Slow, account: Account) -> None:
+    """A newer one may have moved them, and would then send creations twice, past our limits."""
+    client = account.api._client
+    assert client._retry_max_retries == 0
+    for scheme in ("https://", "http://"):
+        assert client._session.get_adapter(f"{scheme}hetzner.test") is account._ear
+    vendor.emulator.faults.next("unavailable", times=9)
+    with pytest.raises(APIException):
+        account.api.locations.get_list()
+    assert len(vendor.emulator.requests) == 1

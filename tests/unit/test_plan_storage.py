@@ -1,0 +1,76 @@
+"""When a network volume grows: the STORAGE_* settings as a table, and what a person is told."""
+
+from typing import Any
+
+import pytest
+from tests.unit.snapshots import GPU, NOW, ago, apply, fleet, of_kind, snapshot, worker
+
+from windlass.model.action import Alert, GrowVolume
+from windlass.model.machine import Volume
+from windlass.model.snapshot import Growth, Snapshot, StorageUse
+from windlass.policy.plan import plan
+
+
+def seen(size_gb: int | None, used_gb: float | None, measured: float = 10, **rest: Any) -> Snapshot:
+    return snapshot(
+        worker(vram_mb=24_000),
+        volume=Volume("v1", size_gb) if size_gb is not None else None,
+        storage=StorageUse("w0", int(used_gb * 10**9), ago(measured)) if used_gb is not None else None,
+        **rest,
+    )
+
+
+@pytest.mark.parametrize(
+    ("at", "settings", "grown_to"),
+    [
+        pytest.param(seen(500, 400), {}, None, id="80 % used and 100 GB free is fine"),
+        pytest.param(seen(1000, 850), {}, None, id="85 % used is fine, and no more"),
+        pytest.param(seen(1000, 851), {}, 1050, id="more than that is used"),
+        pytest.param(seen(100, 50), {}, None, id="50 GB free is fine, and no less"),
+        pytest.param(seen(100, 51), {}, 150, id="less than that is free"),
+        pytest.param(seen(100, 120), {}, 150, id="one step for each look, however much is missing"),
+        pytest.param(seen(100, 51), {"storage_min_free_gb": 10}, None, id="who needs less free says so"),
+        pytest.param(seen(100, 51), {"storage_expansion_increment_gb": 7}, 107, id="by the increment"),
+        pytest.param(seen(4090, 4080), {}, 4096, id="up to the largest there is"),
+        pytest.param(seen(None, 99), {}, None, id="it was not looked at in this cycle"),
+        pytest.param(seen(100, None), {}, None, id="nobody has measured it"),
+        pytest.param(seen(100, 99, measured=3601), {}, None, id="what was measured long ago says nothing"),
+    ],
+)
+def test_a_volume_grows_by_one_step_when_little_is_free_or_much_is_used(
+    at: Snapshot, settings: dict[str, Any], grown_to: int | None
+) -> None:
+    config = fleet(GPU, **settings)
+    planned = plan(at, config)
+    assert [action.size_gb for action in of_kind(planned.actions, GrowVolume)] == ([grown_to] if grown_to else [])
+    if grown_to is not None and at.storage is not None and at.storage.used_bytes < 100 * 10**9 and not settings:
+        assert not plan(apply(planned, at, config), config).actions
+
+
+def test_a_volume_that_cannot_grow_any_more_is_told_of_once_an_hour() -> None:
+    full = seen(4096, 4090)
+    (alert,) = plan(full, GPU).actions
+    assert isinstance(alert, Alert)
+    assert alert.code == "STORAGE_FULL"
+    assert alert.reason == (
+        "network volume v1: 4090 of 4096 GB are used (100 %), 6 GB are free, and it cannot grow any more"
+    )
+    told = {"alerts": {"STORAGE_FULL v1": ago(300)}}
+    # Between two looks nothing is known, and what was told is remembered.
+    between = plan(seen(None, 4090, memory=told), GPU)
+    assert between.memory.alerts == told["alerts"]
+    assert not plan(seen(4096, 4090, memory=told), GPU).actions
+    assert plan(seen(4096, 100, memory=told), GPU).memory.alerts == {}
+
+
+def test_a_volume_that_did_not_grow_when_asked_to_is_told_of_and_asked_again() -> None:
+    asked = Growth("v1", 150, NOW)
+    assert plan(seen(100, 60), GPU).memory.growth == asked
+    planned = plan(seen(100, 60, memory={"growth": Growth("v1", 150, ago(300))}), GPU)
+    (alert,) = of_kind(planned.actions, Alert)
+    assert alert.code == "STORAGE_NOT_GROWN"
+    assert alert.reason.endswith("asked for 150 GB at 11:55:00 UTC, it has 100")
+    assert len(of_kind(planned.actions, GrowVolume)) == 1
+    # It grew, and is too small again: nothing is wrong.
+    again = plan(seen(150, 140, memory={"growth": Growth("v1", 150, ago(300))}), GPU)
+    assert not of_kind(again.actions, Alert)
