@@ -296,11 +296,13 @@ async def test_every_example_is_as_the_description_says(bed: Bed) -> None:
     seen = 0
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
-            for status, answer in operation["responses"].items():
-                content = answer.get("content", {}).get("application/json", {})
-                if "example" not in content:
-                    assert not (path.startswith("/api/") and status == "200" and method == "get"), path
+            answers = operation["responses"]
+            for status, answer in answers.items():
+                content = answer.get("content", {}).get("application/json")
+                # One example is enough for an answer that may come with two statuses.
+                if content is None or ("example" not in content and status in ("200", "503") and len(answers) > 2):
                     continue
+                assert "example" in content, f"{method} {path} {status}"
                 seen += 1
                 schema = content["schema"] | {"components": description["components"]}
                 problems = [error.message for error in Draft202012Validator(schema).iter_errors(content["example"])]

@@ -6,9 +6,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Response
 from fastapi.responses import JSONResponse
 
+from windlass.api.documented import documented
 from windlass.api.errors import ApiError, unavailable
 from windlass.api.face import Face
 from windlass.api.gate import machine_caller, operator
+from windlass.api.shapes import Health, Readiness, WheelShown
 from windlass.api.wheel import Wheel
 from windlass.model.access import JoinCaller, TokenCaller, WorkerCaller
 from windlass.model.errors import DatabaseUnavailable
@@ -24,12 +26,12 @@ Operator = Annotated[TokenCaller, Depends(operator)]
 def health_routes(face: Face) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/healthz")
+    @router.get("/healthz", **documented(Health, "Does it answer?", "health"))
     async def healthz() -> dict[str, str]:
         """This process answers."""
         return {"status": "ok", "version": face.version}
 
-    @router.get("/readyz")
+    @router.get("/readyz", **documented(Readiness, "Is it ready?", "readiness", also=503))
     async def readyz() -> JSONResponse:
         """Its database answers and its control loop turns, leading or standing by."""
         has_database = await _has_database(face)
@@ -62,7 +64,7 @@ async def _has_database(face: Face) -> bool:
 def control_routes(face: Face) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/internal/cycle")
+    @router.post("/internal/cycle", **documented(list[dict[str, Any]], "Run a cycle now", "summaries"))
     async def cycle(_operator: Operator) -> list[dict[str, Any]]:
         """Run a cycle of every fleet now, and say what each did: for pg_cron and the like."""
         try:
@@ -70,13 +72,13 @@ def control_routes(face: Face) -> APIRouter:
         except TimeoutError:
             raise unavailable("no cycle of every fleet ended in time: look at the log of `windlass up`.") from None
 
-    @router.get("/internal/wheel")
+    @router.get("/internal/wheel", **documented(WheelShown, "The program itself", "wheel"))
     async def wheel(_machine: Machine) -> dict[str, str]:
         """Name and hash of the wheel of this very program."""
         found = _wheel(face)
         return {"filename": found.filename, "version": found.version, "sha256": found.sha256}
 
-    @router.get("/internal/wheel/{filename}")
+    @router.get("/internal/wheel/{filename}", **documented(bytes, "The program's wheel", media_type="application/zip"))
     async def wheel_file(filename: str, _machine: Machine) -> Response:
         found = _wheel(face)
         if filename != found.filename:

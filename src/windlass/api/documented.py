@@ -1,6 +1,7 @@
 """The OpenAPI description: what each route answers, with an example, and that everything else is a Problem."""
 
 import json
+from http import HTTPStatus
 from importlib import resources
 from typing import Any
 
@@ -21,9 +22,18 @@ EXAMPLES: dict[str, Any] = json.loads(resources.files("windlass.api").joinpath("
 
 
 def documented(
-    kind: Any, summary: str, example: str | None = None, *, media_type: str = "application/json", status_code: int = 200
+    kind: Any,
+    summary: str,
+    example: str | None = None,
+    *,
+    media_type: str = "application/json",
+    status_code: int = 200,
+    also: int | None = None,
 ) -> dict[str, Any]:
-    """What a route's decorator is told: the shape of its answer, an example of it, and of what goes wrong."""
+    """What a route's decorator is told: the shape of its answer, an example of it, and of what goes wrong.
+
+    `also`: another status that comes with the same shape.
+    """
     content: dict[str, Any] = {"schema": {"type": "string"}} if media_type != "application/json" else {}
     if example is not None:
         # Only its name: FastAPI would leave out every null of it.
@@ -40,8 +50,8 @@ def documented(
         told["response_model"] = kind
     else:
         told |= {"response_class": Response, "response_model": None}
-    if status_code == 201:
-        told["responses"][200] = {"description": "It is there already", "model": kind}
+    if also is not None:
+        told["responses"][also] = {"description": HTTPStatus(also).phrase, "model": kind}
     return told
 
 

@@ -39,6 +39,33 @@ class Listed(Generic[Item]):
 
 
 @dataclass(frozen=True, slots=True)
+class Health:
+    status: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReadiness:
+    is_leader: bool
+    last_cycle_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    is_ready: bool
+    has_database: bool
+    is_leader: bool
+    fleets: Mapping[str, FleetReadiness]
+
+
+@dataclass(frozen=True, slots=True)
+class WheelShown:
+    filename: str
+    version: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """How everything stands, in the form of a cycle's summary."""
 
@@ -251,7 +278,7 @@ _Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class NewTaskBody(_Body):
-    queue: str = Field(description="The queue it goes into.")
+    queue: str = Field(description="The queue it goes into.", pattern="^[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}$")
     payload: JsonValue = Field(default=None, description="Anything that JSON can hold.")
     priority: _Integer = Field(default=0, description="Higher ones are claimed first.")
     run_after: AwareDatetime | None = Field(default=None, description="Not before this time.")

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from windlass.api.documented import documented
 from windlass.api.errors import forbidden, gone, unavailable
 from windlass.api.face import Face, answering
 from windlass.api.gate import joining_caller, worker_caller
@@ -54,7 +55,7 @@ def joining_routes(face: Face) -> APIRouter:
             )
         )
 
-    @router.post(http.ACTIVATE, response_model=WorkOrder)
+    @router.post(http.ACTIVATE, **documented(WorkOrder, "Join", "order"))
     async def activate(worker_id: str, call: http.ActivateCall, caller: Joining, request: Request) -> Response:
         """Exchange the join token for the worker token in the body. Asking again with the same two is safe."""
         if caller.worker_id != worker_id:
@@ -71,7 +72,7 @@ def joining_routes(face: Face) -> APIRouter:
             case Activation.ENDED | Activation.UNKNOWN:
                 raise gone(f"worker {worker_id} has ended.")
 
-    @router.get(http.ORDER, response_model=WorkOrder)
+    @router.get(http.ORDER, **documented(WorkOrder, "The work order", "order"))
     async def order(worker: Worker) -> Response:
         """The order again: for a worker that was restarted."""
         return order_for(worker)
@@ -83,7 +84,7 @@ def worker_routes(face: Face) -> APIRouter:
     router = APIRouter()
     store = face.store
 
-    @router.post(http.REGISTER, response_model=http.Registered)
+    @router.post(http.REGISTER, **documented(http.Registered, "Announce a worker", "registered"))
     async def register(call: http.RegisterCall, worker: Worker) -> Response:
         _check_queues(worker, call.queues)
         registration = Registration(
@@ -100,13 +101,13 @@ def worker_routes(face: Face) -> APIRouter:
         )
         return _registered(http.Registered(await store.register(registration)))
 
-    @router.post(http.CLAIM, response_model=http.Claimed)
+    @router.post(http.CLAIM, **documented(http.Claimed, "Claim tasks", "claimed"))
     async def claim(call: http.ClaimCall, worker: Worker) -> Response:
         _check_queues(worker, call.queues)
         claims = await store.claim(worker.worker_id, call.queues, min(call.limit, http.MAX_CLAIMS))
         return _claimed(http.Claimed(claims))
 
-    @router.post(http.FINISH, response_model=Turn)
+    @router.post(http.FINISH, **documented(Turn, "Finish, and claim more", "turn"))
     async def finish(call: http.FinishCall, worker: Worker) -> Response:
         """Complete what is done and claim more, in one call."""
         _check_queues(worker, call.queues)
@@ -114,7 +115,7 @@ def worker_routes(face: Face) -> APIRouter:
         limit = min(call.limit, http.MAX_CLAIMS)
         return _turn(await store.finish_and_claim(worker.worker_id, call.finished, call.queues, limit))
 
-    @router.post(http.FAIL, response_model=http.Failed)
+    @router.post(http.FAIL, **documented(http.Failed, "An attempt failed", "failed"))
     async def fail(call: http.FailCall, worker: Worker) -> Response:
         status = await store.fail(
             worker.worker_id,
@@ -127,12 +128,12 @@ def worker_routes(face: Face) -> APIRouter:
         )
         return _failed(http.Failed(status))
 
-    @router.post(http.RELEASE, response_model=http.Released)
+    @router.post(http.RELEASE, **documented(http.Released, "Give a task back", "released"))
     async def release(call: http.ReleaseCall, worker: Worker) -> Response:
         is_released = await store.release(worker.worker_id, call.task_id, call.token, call.reason)
         return _released(http.Released(is_released))
 
-    @router.post(http.HEARTBEAT, response_model=Pulse)
+    @router.post(http.HEARTBEAT, **documented(Pulse, "A heartbeat", "pulse"))
     async def heartbeat(call: http.HeartbeatCall, worker: Worker) -> Response:
         return _pulse(await store.heartbeat(worker.worker_id, call.claims, call.vitals))
 
@@ -141,12 +142,12 @@ def worker_routes(face: Face) -> APIRouter:
         await store.leave(worker.worker_id, call.reason)
         return Response(status_code=204)
 
-    @router.post(http.NEXT_RUN_AFTER, response_model=http.NextRunAfter)
+    @router.post(http.NEXT_RUN_AFTER, **documented(http.NextRunAfter, "When the next task is due", "next_run_after"))
     async def next_run_after(call: http.NextRunAfterCall, worker: Worker) -> Response:
         _check_queues(worker, call.queues)
         return _next_run_after(http.NextRunAfter(await store.next_run_after(call.queues)))
 
-    @router.post(http.WAIT, response_model=http.Waited)
+    @router.post(http.WAIT, **documented(http.Waited, "Wait for work", "waited"))
     async def wait(call: http.WaitCall, worker: Worker) -> Response:
         """Answered when there may be work, or when the time is up."""
         _check_queues(worker, call.queues)
