@@ -35,10 +35,12 @@ class OpenAccess:
 
     def __init__(self) -> None:
         self.names: dict[bytes, str] = {}
+        # Where it was hired for, by name.
+        self.fleets: dict[str, str] = {}
 
     async def caller(self, token_hash: bytes) -> Caller | None:
         name = self.names.get(token_hash)
-        return WorkerCaller(name, "default", QUEUES, has_ended=False) if name is not None else None
+        return WorkerCaller(name, self.fleets.get(name, "default"), QUEUES, has_ended=False) if name is not None else None
 
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         raise NotImplementedError
@@ -97,6 +99,7 @@ class OverHttp:
             await transport.__aexit__(None, None, None)
 
     async def register(self, registration: Registration) -> WorkerStatus:
+        self._access.fleets[registration.worker_id] = registration.fleet
         return await self.as_worker(registration.worker_id).register(registration)
 
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:

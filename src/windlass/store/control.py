@@ -279,17 +279,17 @@ def _bill(row: Any) -> Bill | None:
     if row["billed_since"] is None:
         return None
     price, currency, unit_s, parts, since, settled_until = (row[name] for name in _BILL_COLUMNS)
-    return Bill(Tariff(price, currency, unit_s, _price_parts(parts)), since, None, settled_until)
+    return Bill(Tariff(price, currency, unit_s, price_parts_of(parts)), since, None, settled_until)
 
 
 @lru_cache(maxsize=1000)
-def _price_parts(text: str) -> tuple[PricePart, ...]:
+def price_parts_of(text: str) -> tuple[PricePart, ...]:
     """Few prices, and thousands of workers in every cycle."""
     return tuple(PricePart(*part) for part in json.loads(text))
 
 
 def _account(row: Any) -> Account:
-    tariff = Tariff(row["price_micros_per_hour"], row["currency"], row["unit_s"], _price_parts(row["price_parts"]))
+    tariff = Tariff(row["price_micros_per_hour"], row["currency"], row["unit_s"], price_parts_of(row["price_parts"]))
     spans = zip(row["task_ids"] or (), row["queues"] or (), row["begun"] or (), row["ended"] or (), strict=True)
     return Account(
         row["worker_id"],

@@ -40,7 +40,7 @@ from windlass.ports.reading import (
     WorkerRow,
 )
 from windlass.store.access import PostgresAccessStore
-from windlass.store.control import _cycle
+from windlass.store.control import _cycle, price_parts_of
 from windlass.store.postgres import QUERIES as QUEUE_QUERIES
 from windlass.store.postgres import _event
 from windlass.store.queries import read_queries
@@ -391,7 +391,7 @@ _BILL_COLUMNS = (
     "price_micros_per_hour",
     "currency",
     "billing_unit_s",
-    "price_micros_per_month",
+    "price_parts",
     "billed_since",
     "billed_until",
     "settled_until",
@@ -400,12 +400,14 @@ _BILL_COLUMNS = (
 
 def _worker_row(row: Any) -> WorkerRow:
     fields = dict(row)
-    price, currency, unit_s, per_month, since, until, settled_until = (fields.pop(name) for name in _BILL_COLUMNS)
+    price, currency, unit_s, parts, since, until, settled_until = (fields.pop(name) for name in _BILL_COLUMNS)
     fields["is_paused"] = fields.pop("paused")
     fields["queues"] = tuple(row["queues"])
     fields["status"] = WorkerStatus(row["status"])
     fields["metadata"] = json.loads(row["metadata"])
-    bill = Bill(Tariff(price, currency, unit_s, per_month), since, until, settled_until) if since is not None else None
+    bill = None
+    if since is not None:
+        bill = Bill(Tariff(price, currency, unit_s, price_parts_of(parts)), since, until, settled_until)
     return WorkerRow(**fields, bill=bill)
 
 
