@@ -19,7 +19,7 @@ from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.record import Cycle, Fleet
 from windlass.model.task import TaskStatus
-from windlass.model.worker import WorkerStatus
+from windlass.model.worker import WorkerKind, WorkerStatus
 from windlass.ports.reading import (
     COUNT_LIMIT,
     MAX_PAGE,
@@ -40,9 +40,9 @@ from windlass.ports.reading import (
     WorkerRow,
 )
 from windlass.store.access import PostgresAccessStore
-from windlass.store.control import _cycle
+from windlass.store.control import _cycle, _price_parts
 from windlass.store.postgres import QUERIES as QUEUE_QUERIES
-from windlass.store.postgres import _event
+from windlass.store.postgres import _event, node_view
 from windlass.store.queries import read_queries
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ _BILL_COLUMNS = (
     "price_micros_per_hour",
     "currency",
     "billing_unit_s",
-    "price_micros_per_month",
+    "price_parts",
     "billed_since",
     "billed_until",
     "settled_until",
@@ -400,13 +400,17 @@ _BILL_COLUMNS = (
 
 def _worker_row(row: Any) -> WorkerRow:
     fields = dict(row)
-    price, currency, unit_s, per_month, since, until, settled_until = (fields.pop(name) for name in _BILL_COLUMNS)
+    price, currency, unit_s, parts, since, until, settled_until = (fields.pop(name) for name in _BILL_COLUMNS)
     fields["is_paused"] = fields.pop("paused")
     fields["queues"] = tuple(row["queues"])
     fields["status"] = WorkerStatus(row["status"])
     fields["metadata"] = json.loads(row["metadata"])
-    bill = Bill(Tariff(price, currency, unit_s, per_month), since, until, settled_until) if since is not None else None
-    return WorkerRow(**fields, bill=bill)
+    fields["kind"] = WorkerKind(row["kind"])
+    fields["node"] = node_view(row["node"])
+    if since is None:
+        return WorkerRow(**fields, bill=None)
+    tariff = Tariff(price, currency, unit_s, _price_parts(parts))
+    return WorkerRow(**fields, bill=Bill(tariff, since, until, settled_until))
 
 
 def _log_line(row: Any) -> LogLine:
