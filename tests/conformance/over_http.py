@@ -40,7 +40,9 @@ class OpenAccess:
 
     async def caller(self, token_hash: bytes) -> Caller | None:
         name = self.names.get(token_hash)
-        return WorkerCaller(name, self.fleets.get(name, "default"), QUEUES, has_ended=False) if name is not None else None
+        if name is None:
+            return None
+        return WorkerCaller(name, self.fleets.get(name, "default"), QUEUES, has_ended=False)
 
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         raise NotImplementedError

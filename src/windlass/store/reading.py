@@ -19,7 +19,7 @@ from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.record import Cycle, Fleet
 from windlass.model.task import TaskStatus
-from windlass.model.worker import WorkerStatus
+from windlass.model.worker import WorkerKind, WorkerStatus
 from windlass.ports.reading import (
     COUNT_LIMIT,
     MAX_PAGE,
@@ -42,7 +42,7 @@ from windlass.ports.reading import (
 from windlass.store.access import PostgresAccessStore
 from windlass.store.control import _cycle, price_parts_of
 from windlass.store.postgres import QUERIES as QUEUE_QUERIES
-from windlass.store.postgres import _event
+from windlass.store.postgres import _event, node_view
 from windlass.store.queries import read_queries
 
 if TYPE_CHECKING:
@@ -405,10 +405,12 @@ def _worker_row(row: Any) -> WorkerRow:
     fields["queues"] = tuple(row["queues"])
     fields["status"] = WorkerStatus(row["status"])
     fields["metadata"] = json.loads(row["metadata"])
-    bill = None
-    if since is not None:
-        bill = Bill(Tariff(price, currency, unit_s, price_parts_of(parts)), since, until, settled_until)
-    return WorkerRow(**fields, bill=bill)
+    fields["kind"] = WorkerKind(row["kind"])
+    fields["node"] = node_view(row["node"])
+    if since is None:
+        return WorkerRow(**fields, bill=None)
+    tariff = Tariff(price, currency, unit_s, price_parts_of(parts))
+    return WorkerRow(**fields, bill=Bill(tariff, since, until, settled_until))
 
 
 def _log_line(row: Any) -> LogLine:

@@ -259,8 +259,8 @@ select
   t.running_tasks, r.id as task_id, r.queue as task_queue, r.started_at as task_started_at, r.progress as task_progress,
   r.progress_note as task_note,
   coalesce(s.restart_count, 0) as restarts, coalesce(s.status = 'failed', false) as is_slot_failed,
-  w.price_micros_per_hour, w.currency, w.billing_unit_s, w.price_parts, w.billed_since, w.billed_until,
-  w.settled_until
+  w.price_micros_per_hour, w.currency, w.billing_unit_s, w.price_parts, w.billed_since, w.billed_until, w.settled_until,
+  w.kind, w.node
 from unnest($1::text[]) with ordinality as wanted (id, place)
 join windlass.workers w on w.id = wanted.id
 left join windlass.slots s on s.fleet = w.fleet and s.slot = w.slot
