@@ -67,7 +67,7 @@ def alive(worker_id: str, **changes: Any) -> AliveNode:
 @pytest.fixture(params=["memory", "postgres"])
 async def world(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[World]:
     if request.param == "memory":
-        made = World(MemoryEngineStore(clock, RETENTION, Random(1)), clock, None)
+        made = World(MemoryEngineStore(clock, RETENTION, Random(1)), clock, None)  # noqa: S311
         await _furnish(made)
         yield made
         return
