@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check setup bench bench-queue bench-control clean
+.PHONY: demo test check setup bench bench-queue bench-control bench-engine clean
 
 demo: setup
 	@$(BIN)/windlass demo
@@ -19,7 +19,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: bench-queue bench-control
+bench: bench-queue bench-control bench-engine
 
 bench-queue: setup
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
@@ -27,6 +27,9 @@ bench-queue: setup
 
 bench-control: setup
 	$(BIN)/python -m bench.control
+
+bench-engine: setup
+	$(BIN)/python -m bench.engine
 
 setup: $(STAMP)
 

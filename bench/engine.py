@@ -1,8 +1,8 @@
-"""Tasks per second through the dispatcher, for tasks that do nothing, beside bare `ray.get` of the same: `-m bench.engine`.
+"""Tasks per second through the dispatcher, for tasks that do nothing, beside bare `ray.get` of the same.
 
-One head, one node of some CPUs, one PostgreSQL (fsync on). Rounds are interleaved, and a ratio is taken within a round. The
-bare side submits all at once and waits for all; ours enqueues all at once and waits until the last is written down as
-complete: each was claimed, placed on its node in the database before it began, and finished there.
+One head, one node of some CPUs, one PostgreSQL (fsync on). Rounds are interleaved, and a ratio is taken within a round.
+The bare side submits all at once and waits for all; ours enqueues all at once and waits until the last is written down
+as complete: each was claimed, placed on its node in the database before it began, and finished there.
 """
 
 import argparse
@@ -104,7 +104,7 @@ async def _ours(store: Any, count: int) -> float:
 
 class _Bare:
     def __init__(self, address: str) -> None:
-        import ray
+        import ray  # noqa: PLC0415 - takes a second, and only the bare side needs it
 
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
 

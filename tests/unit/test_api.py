@@ -58,6 +58,7 @@ async def test_a_join_token_buys_the_work_order(plane: Plane) -> None:
         "timeout_s": 99,
         "memory_limit_mb": 512,
         "env": {"API_KEY": SECRET},
+        "ray": None,
     }
 
 

@@ -409,7 +409,9 @@ def test_an_address_that_would_give_tokens_away_is_refused(tmp_path: Path) -> No
             id="a queue it does not serve",
         ),
         pytest.param(
-            'provider = "ray"\n[fleets.x.ray.resources]\nCPU = 2', "write num_cpus, num_gpus or memory_mb for CPU", id="a resource twice"
+            'provider = "ray"\n[fleets.x.ray.resources]\nCPU = 2',
+            "write num_cpus, num_gpus or memory_mb for CPU",
+            id="a resource twice",
         ),
     ],
 )
