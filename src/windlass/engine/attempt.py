@@ -21,8 +21,9 @@ from windlass.worker.executor import Failure, Outcome
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
 CONNECT_TIMEOUT_S = 10.0
-# For the dispatcher's word, which waits for the database's.
-START_TIMEOUT_S = 60.0
+# For the dispatcher's word, which waits for the database's. Longer than its lease: by then another acts, and this attempt
+# must not keep the place from those that the other sends.
+START_TIMEOUT_S = 15.0
 # More often than this nobody looks.
 PROGRESS_INTERVAL_S = 0.1
 
