@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check setup bench bench-queue bench-control bench-api clean
+.PHONY: demo test check setup bench bench-queue bench-control bench-api bench-engine clean
 
 demo: setup
 	@$(BIN)/windlass demo
@@ -19,7 +19,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: bench-queue bench-control bench-api
+bench: bench-queue bench-control bench-api bench-engine
 
 bench-queue: setup
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
@@ -30,6 +30,9 @@ bench-control: setup
 
 bench-api: setup
 	$(BIN)/python -m bench.api
+
+bench-engine: setup
+	$(BIN)/python -m bench.engine
 
 setup: $(STAMP)
 

@@ -822,7 +822,7 @@ async def run_up(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
-        loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload))
+        loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload, config.ray_address))
         log = structlog.get_logger("windlass.up")
         log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
@@ -1115,14 +1115,22 @@ def _pulses(up: "Up") -> "dict[str, FleetPulse]":
     return pulses
 
 
-def _reconfigure(up: "Up", reload: "Callable[[], Loaded]") -> None:
+def _reconfigure(up: "Up", reload: "Callable[[], Loaded]", ray_address: str | None) -> None:
+    import structlog
+
     try:
         config = reload().config
         check_machines_can_call(config)
+        # Their nodes join the head that we know, or started.
+        config = config.model_copy(update={"ray_address": config.ray_address or ray_address})
+        changed = [name for name, fleet in config.fleets.items() if fleet.engine == "ray" and up.fleet(name) != fleet]
         up.reconfigure(hiring_fleets(config))
+        if changed:
+            structlog.get_logger(__name__).warning(
+                "dispatchers go on with the settings they have: start `windlass up` again to change them",
+                fleets=changed,
+            )
     except (ConfigError, BadInput) as error:
-        import structlog
-
         structlog.get_logger(__name__).error("configuration not reloaded, nothing changed", error=str(error))
 
 

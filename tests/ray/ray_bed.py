@@ -24,7 +24,7 @@ from windlass.model.task import NewTask, TaskStatus, new_task
 from windlass.store.engine import PostgresEngineStore
 
 HANDLERS = Path(__file__).parent
-WAIT_S = 40.0
+WAIT_S = 60.0
 POLL_S = 0.05
 LEASE_S = 6.0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -129,7 +130,10 @@ async def test_a_node_killed_in_the_middle_costs_time_and_nothing_else(bed: Bed,
     assert bed.log("n1").strip().rpartition("\n")[2].startswith("windlass: the Ray node ended by itself")
 
 
-async def test_a_dispatcher_killed_is_replaced_by_the_one_that_stands_by(bed: Bed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "cut off for a while"])
+async def test_a_dispatcher_that_is_gone_is_replaced_by_the_one_that_stands_by(
+    bed: Bed, number: signal.Signals
+) -> None:
     await bed.hire("n1", "n2")
     bed.dispatch("first")
     await bed.joined("n1", "n2")
@@ -141,7 +145,8 @@ async def test_a_dispatcher_killed_is_replaced_by_the_one_that_stands_by(bed: Be
     await until(stands_by, "the second one's standing by")
     ids = await bed.enqueue(12, s=0.5)
     held = await until(lambda: bed.running_on("n1", "n2"), "tasks on nodes")
-    bed.kill("first")
+    first = bed.processes["first"]
+    first.send_signal(number)
     tasks = await bed.finished(ids)
     assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
     assert Counter(task.attempts for task in tasks)[2] >= 1
@@ -151,6 +156,12 @@ async def test_a_dispatcher_killed_is_replaced_by_the_one_that_stands_by(bed: Be
         event.detail["error_code"] for id_ in lost for event in await bed.store.events(task_id=id_) if event.detail
     ]
     assert set(reasons) == {"DISPATCHER_LOST"}
+    if number is signal.SIGSTOP:
+        # What it still has to say comes too late, and it hears so.
+        first.send_signal(signal.SIGCONT)
+        assert await asyncio.to_thread(first.wait, 30) == 3, bed.log("first")
+        again = await bed.finished(ids)
+        assert [(task.result, task.attempts) for task in again] == [(task.result, task.attempts) for task in tasks]
     dispatchers = [w for w in await bed.store.workers(include_terminated=True) if w.kind is WorkerKind.DISPATCHER]
     assert sorted(worker.status for worker in dispatchers) == [WorkerStatus.ACTIVE, WorkerStatus.TERMINATED]
 

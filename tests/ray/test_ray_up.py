@@ -69,7 +69,7 @@ async def up(folder: Path, dsn: str, toml: str, **environment: str) -> AsyncIter
     """Until the end of this, and then ended in good order."""
     (folder / "windlass.toml").write_text(toml)
     with (folder / "up.log").open("wb") as log:
-        process = subprocess.Popen(  # noqa: ASYNC220 - it lives longer than this call
+        process = subprocess.Popen(  # noqa: ASYNC220 - it takes a moment, and nothing else is to do
             [sys.executable, "-m", "windlass", "up", "--log-format", "json"],
             cwd=folder,
             env={**os.environ, "DATABASE_URL": dsn, **environment},

@@ -391,3 +391,46 @@ def test_an_address_that_would_give_tokens_away_is_refused(tmp_path: Path) -> No
     (tmp_path / "windlass.toml").write_text('[api]\nurl = "http://w.example.com"')
     with pytest.raises(ConfigError, match=r"api.url \(from windlass.toml\) is .*: it is http to w.example.com, where"):
         load_config()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        pytest.param('engine = "ray"', "engine is 'ray', which provider 'local' cannot do", id="on plain processes"),
+        pytest.param(
+            'provider = "ray-local"\nis_inline = true\nhandler = "a:b"', "is_inline goes without", id="inline"
+        ),
+        pytest.param(
+            "[fleets.x.ray]\nnum_cpus = 2", 'ray is set and engine is not: set engine = "ray"', id="no engine"
+        ),
+        pytest.param(
+            'provider = "ray-local"\n[fleets.x.ray.queues.other]\nnum_cpus = 2',
+            "ray.queues names other, which is not among the fleet's queues",
+            id="a queue it does not serve",
+        ),
+        pytest.param(
+            'provider = "ray"\n[fleets.x.ray.resources]\nCPU = 2',
+            "write num_cpus, num_gpus or memory_mb for CPU",
+            id="a resource twice",
+        ),
+    ],
+)
+def test_what_ray_cannot_do_is_refused(content: str, sentence: str) -> None:
+    Path("windlass.toml").write_text(f"[fleets.x]\n{content}")
+    with pytest.raises(ConfigError) as refused:
+        load_config()
+    assert sentence in str(refused.value)
+
+
+def test_ray_is_found_by_the_name_it_has_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
+    assert load_config().config.ray_address == "10.0.0.5:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.5:10001")
+    with pytest.raises(ConfigError, match="Ray Client cannot be used"):
+        load_config()
+
+
+def test_a_fleet_of_raylets_has_ray_for_its_engine() -> None:
+    Path("windlass.toml").write_text('[fleets.x]\nprovider = "ray-local"\n[fleets.x.ray.queues.default]\nnum_gpus = 1')
+    fleet = load_config().config.fleets["x"]
+    assert (fleet.engine, fleet.ray.needs_of("default").num_gpus, fleet.ray.needs_of("other").num_gpus) == ("ray", 1, 0)

@@ -9,6 +9,7 @@ from snapshots import GPU, LOCAL, NOW, ago, fleet, machine, snapshot, task, work
 
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits
+from windlass.model.node import NodeState, NodeView
 from windlass.model.snapshot import Snapshot, WorkerView
 from windlass.policy.derive import Lifecycle, Presence, WorkerState, derive_worker_state
 from windlass.policy.draft import begin
@@ -25,9 +26,16 @@ ALL_CODES = {
     "NO_MACHINE_ID",
     "STUCK_TASK",
     "MACHINE_GONE",
+    "NODE_NOT_JOINED",
+    "NODE_DEAD",
 }
 
 RUNNING = machine("w0")
+RAY = fleet(provider="ray-local", engine="ray", spawn_timeout_s=60, heartbeat_timeout_s=30)
+
+
+def node(state: str, said: float = 1, since: float = 1, **rest: Any) -> NodeView:
+    return NodeView(NodeState(state), ago(since), ago(said), **rest)
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,45 @@ LIFECYCLES = (
         presence=Presence.UNKNOWN,
     ),
     Case(
+        "a node that its engine has never been asked about is joining",
+        worker(status="spawning", created=5),
+        Lifecycle.NODE_JOINING,
+        fleet=RAY,
+        flags={"is_booting": True, "should_promote": False},
+    ),
+    Case(
+        "a node that its engine does not know yet is joining",
+        worker(status="spawning", created=5, node=node("absent")),
+        Lifecycle.NODE_JOINING,
+        fleet=RAY,
+        flags={"is_booting": True, "should_promote": False},
+    ),
+    Case(
+        "a node that its engine has is ready",
+        worker(status="spawning", node=node("alive", total={"CPU": 2})),
+        Lifecycle.ACTIVE_READY,
+        fleet=RAY,
+        flags={"is_booting": False, "should_promote": True, "is_healthy": True},
+    ),
+    Case(
+        "a node without the GPU it should have is judged by its engine's word",
+        worker(node=node("alive", total={"CPU": 2}), vram_mb=24_000),
+        Lifecycle.ACTIVE_GPU_NOT_DETECTED,
+        fleet=fleet(RAY, has_gpu=True),
+    ),
+    Case(
+        "a dead node of which nobody has said anything lately is not judged",
+        worker(node=node("dead", said=31)),
+        Lifecycle.NODE_DEAD,
+        fleet=RAY,
+    ),
+    Case(
+        "one that never joined is not judged while nobody looks at its engine",
+        worker(status="spawning", created=90, node=node("absent", said=31)),
+        Lifecycle.NODE_JOINING,
+        fleet=RAY,
+    ),
+    Case(
         "heard of, without a word about its GPU, is initializing",
         worker(),
         Lifecycle.ACTIVE_INITIALIZING,
@@ -157,6 +204,22 @@ def test_the_lifecycle_of_a_worker_follows_from_its_signals(case: Case) -> None:
 
 
 TERMINATIONS = (
+    Case(
+        "booted, and never joined its cluster within the time to start",
+        worker(status="spawning", created=61, node=node("absent")),
+        Lifecycle.NODE_JOINING,
+        "NODE_NOT_JOINED",
+        "Booted, but never joined its cluster (61s)",
+        fleet=RAY,
+    ),
+    Case(
+        "its engine has given its node up",
+        worker(node=node("dead", note="missed its health checks")),
+        Lifecycle.NODE_DEAD,
+        "NODE_DEAD",
+        "Its node is dead: missed its health checks",
+        fleet=RAY,
+    ),
     # ---- seed 003's rows
     Case(
         "003: a stale heartbeat with an active task",

@@ -2,13 +2,17 @@
 
 The process is Ray's, and stays warm for the next attempt, with the handler and whatever it keeps in its module. The
 handler may use Ray itself: tasks and actors of its own run with the cluster's other resources. It is ended from outside
-(its time is up, its claim was lost) by ending this process.
+(its time is up, its claim was lost) by ending this process. And the process ends itself when its dispatcher is not
+heard of for SILENCE_TIMEOUT_S: another has taken its place, and needs the room that Ray keeps for the old one.
 """
 
 import asyncio
 import contextlib
 import json
+import os
+import queue
 import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -21,6 +25,8 @@ from windlass.worker.executor import Failure, Outcome
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
 CONNECT_TIMEOUT_S = 10.0
+# Longer than a dispatcher's lease, and some of its pings.
+SILENCE_TIMEOUT_S = 15.0
 # For the dispatcher's word, which waits for the database's.
 START_TIMEOUT_S = 60.0
 # More often than this nobody looks.
@@ -60,16 +66,28 @@ class _Line:
     def __init__(self, gate: tuple[str, int]) -> None:
         self._socket = socket.create_connection(gate, CONNECT_TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(START_TIMEOUT_S)
-        self._stream = self._socket.makefile("rb")
+        self._socket.settimeout(SILENCE_TIMEOUT_S)
         self._lock = threading.Lock()
+        self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._is_closed = False
+        threading.Thread(target=self._listen, name="windlass-gate", daemon=True).start()
 
     def may_start(self, token: str, node_id: str) -> bool:
         self._send({"start": token, "node": node_id})
-        answer = self._stream.readline()
-        if not answer:
-            raise ConnectionError("the gate was closed")
-        return bool(json.loads(answer)["go"])
+        try:
+            return self._answers.get(timeout=START_TIMEOUT_S)
+        except queue.Empty:
+            raise TimeoutError(f"no word for {START_TIMEOUT_S:g} s") from None
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError), self._socket.makefile("rb") as stream:
+            while line := stream.readline():
+                said = json.loads(line)
+                if "go" in said:
+                    self._answers.put(bool(said["go"]))
+        if not self._is_closed:
+            print("windlass: the dispatcher of this process is gone, and so is its reason to exist", file=sys.stderr)  # noqa: T201
+            os._exit(1)
 
     def tell(self, token: str, fraction: float, note: str | None) -> None:
         # Nobody is there any more: whether the attempt goes on is not ours to say.
@@ -77,6 +95,9 @@ class _Line:
             self._send({"progress": token, "fraction": fraction, "note": note})
 
     def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _send(self, said: dict[str, Any]) -> None:

@@ -24,6 +24,8 @@ from windlass.worker.handler import ReportProgress
 
 # Nodes that end while an attempt waits for one send it on; so many at once is no longer a coincidence.
 MAX_SUBMISSIONS = 20
+# What the engine answers for, and no handler.
+ENGINES_FAILURES = ("NODE_LOST", "ENGINE_ERROR")
 
 
 class Hands(Protocol):
@@ -140,6 +142,9 @@ class RayExecutor:
             answer = await self._submit(flight)
             if isinstance(answer, NoHandler):
                 raise HandlerNotFound(answer.why)
+            if isinstance(answer, Failure) and answer.code in ENGINES_FAILURES and flight.node_id is None:
+                # Its node was lost before it could begin: it is sent to another, and no attempt has been made.
+                answer = NotStarted(answer.error)
             if not isinstance(answer, NotStarted):
                 return answer
             why = answer.why

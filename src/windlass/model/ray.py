@@ -33,9 +33,9 @@ class TaskNeeds(_Section):
     def _are_amounts(cls, resources: dict[str, float]) -> dict[str, float]:
         for name, amount in resources.items():
             if name in _RESERVED:
-                raise ValueError(f"{name} has a setting of its own: num_cpus, num_gpus, memory_mb")
+                raise ValueError(f"write num_cpus, num_gpus or memory_mb for {name}")
             if not (math.isfinite(amount) and amount >= 0):
-                raise ValueError(f"{name} is {amount}, which is no amount")
+                raise ValueError(f"it must be an amount, and {name} is {amount}")
         return resources
 
     def as_resources(self) -> Resources:
@@ -49,7 +49,7 @@ class TaskNeeds(_Section):
 class RaySettings(TaskNeeds):
     queues: dict[str, TaskNeeds] = Field(default={}, description="What tasks of single queues need instead.")
     margin: int = Field(
-        default=2,
+        default=8,
         ge=0,
         le=1000,
         description="Tasks claimed beyond what Ray has room for, so that no place waits for the database.",

@@ -45,7 +45,7 @@ class Group(asyncio.SubprocessProtocol):
         self,
         memory_limit_bytes: int | None,
         max_answer_bytes: int | None,
-        max_output_bytes: float = MAX_OUTPUT_BYTES,
+        max_output_bytes: float | None = None,
         *,
         is_passed_on: bool = True,
     ) -> None:
@@ -55,7 +55,7 @@ class Group(asyncio.SubprocessProtocol):
         self.answer = bytearray()
         self._memory_limit_bytes = memory_limit_bytes
         self._max_answer_bytes = max_answer_bytes
-        self._max_output_bytes = max_output_bytes
+        self._max_output_bytes = MAX_OUTPUT_BYTES if max_output_bytes is None else max_output_bytes
         self._is_passed_on = is_passed_on
         self._attempts = 0
         self._tail = b""
@@ -249,7 +249,7 @@ async def start_group(
     pass_fds: Sequence[int] = (),
     memory_limit_bytes: int | None = None,
     max_answer_bytes: int | None = None,
-    max_output_bytes: float = MAX_OUTPUT_BYTES,
+    max_output_bytes: float | None = None,
     is_passed_on: bool = True,
 ) -> Group:
     """Start a process that leads its own session. With `max_answer_bytes` its standard output is its answer and it
