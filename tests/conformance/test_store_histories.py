@@ -33,7 +33,7 @@ from windlass.model.event import Event
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.ports.store import Store
-from windlass.store.memory import MemoryStore
+from windlass.store.memory_control import MemoryControlStore
 from windlass.store.postgres import PostgresStore
 
 MORE = int(os.environ.get("WINDLASS_HISTORIES", "0"))
@@ -61,7 +61,9 @@ tasks = st.builds(
     queue=st.sampled_from(QUEUES),
     payload=st.sampled_from(["null", '{"a": [1, 2.5, "ü"]}']),
     priority=st.integers(-1, 1),
+    run_after=st.none(),
     max_attempts=st.integers(1, 3),
+    timeout_s=st.none(),
     unique_key=st.sampled_from([None, None, "k1", "k2"]),
 )
 # Around the first retry, around leases, around retention.
@@ -81,7 +83,8 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock.now = self.start
-        self.memory = MemoryStore(self.clock, RETENTION, Random(1))  # noqa: S311
+        # Workers that are hired owe: the ledger is a part of it.
+        self.memory = MemoryControlStore(self.clock, RETENTION, Random(1))  # noqa: S311
         # What the ids and tokens of PostgreSQL are called in memory.
         self.task_ids: dict[int, int] = {}
         self.tokens: dict[UUID | None, UUID | None] = {None: None}

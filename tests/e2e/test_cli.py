@@ -67,7 +67,7 @@ def test_completion_can_be_installed(windlass: CommandLine, tmp_path: Path) -> N
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     # In a shell that stays: typer finds out which shell it is from its parent.
     done = subprocess.run(
-        ["bash", "-c", "windlass --install-completion; windlass --show-completion"],
+        ["bash", "-c", "windlass --install-completion; windlass --show-completion; exit $?"],
         env={**windlass.environment(), "HOME": str(tmp_path), "PATH": path},
         capture_output=True,
         text=True,

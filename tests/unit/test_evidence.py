@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.snapshots import GPU, LOCAL, NOW, ago, fleet, of_kind, snapshot, task, worker
+from snapshots import GPU, LOCAL, NOW, ago, fleet, of_kind, snapshot, task, worker
 
 from windlass.model.action import Alert, Delete, Fail, Spawn
 from windlass.model.snapshot import Suspect

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tests.unit.snapshots import GPU, NOW, ago, apply, fleet, of_kind, snapshot, worker
+from snapshots import GPU, NOW, ago, apply, fleet, of_kind, snapshot, worker
 
 from windlass.model.action import Alert, GrowVolume
 from windlass.model.machine import Volume
