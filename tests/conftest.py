@@ -31,6 +31,10 @@ from servers import (
 )
 from windlass.store.embedded import EmbeddedPostgres
 
+# A run that was started in the background ignores Ctrl-C, and everything the tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # An example that takes long on a busy machine says nothing about the product.
 hypothesis.settings.register_profile("windlass", deadline=None)
 hypothesis.settings.load_profile("windlass")

@@ -312,6 +312,7 @@ limit $4;
 
 -- name: tasks_complete
 -- tasks_page; tasks_complete backwards, from the cursor ($5, $6) on, over at most $4 rows.
+-- A query of its own for each status, since only a literal in the query names its index.
 select s.id, s.finished_at as at
 from (
   select t.*
