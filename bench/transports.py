@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windlass import wire
 from windlass.api.app import make_app
 from windlass.api.doorbell import Doorbell
 from windlass.api.face import Face
@@ -29,6 +28,8 @@ from windlass.model.worker import Registration
 from windlass.ports.control import Candidate, Intent
 from windlass.store.access import PostgresAccessStore
 from windlass.store.postgres import PostgresStore
+from windlass.wire import stores
+from windlass.wire.face import API_CONNECTIONS
 from windlass.worker.http_transport import HttpTransport, Membership
 
 QUEUE = "q"
@@ -43,7 +44,7 @@ async def _no_cycle() -> list[dict[str, Any]]:
 
 async def serve(dsn: str) -> None:
     configure_logs("json")
-    async with PostgresAccessStore(dsn, max_connections=wire.API_CONNECTIONS) as store:
+    async with PostgresAccessStore(dsn, max_connections=API_CONNECTIONS) as store:
         doorbell, listener = Doorbell(store.wait_for_work), listen("127.0.0.1", 0)
         face = Face(
             store=store, access=store, doorbell=doorbell, fleet=lambda _: FLEET, worker_defaults=WorkerConfig(),
@@ -91,7 +92,7 @@ async def measure(dsn: str, open_transport: Callable[[str], Any], names: list[st
 async def main() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o711)
-        async with wire.database(Config(data_dir=Path(folder))) as dsn:
+        async with stores.database(Config(data_dir=Path(folder))) as dsn:
             tokens = await hire(dsn, max(CROWDS))
             server = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-m", "bench.transports", dsn],

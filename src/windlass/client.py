@@ -19,11 +19,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
-from windlass import wire
 from windlass.configure import load_config
 from windlass.model.errors import BadInput, WindlassError
 from windlass.model.task import NewTask, Task, TaskStatus, check_payload_size, new_task
 from windlass.store.postgres import PostgresStore, enqueue_on
+from windlass.wire import stores
 
 RESULT_POLL_MIN_S = 0.02
 RESULT_POLL_MAX_S = 1.0
@@ -56,7 +56,7 @@ class Client:
         self._store: PostgresStore | None = None
 
     async def __aenter__(self) -> Self:
-        self._store = await self._open.enter_async_context(wire.store(self._config))
+        self._store = await self._open.enter_async_context(stores.store(self._config))
         return self
 
     async def __aexit__(self, *_: object) -> None:

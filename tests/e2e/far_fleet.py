@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from windlass import wire
 from windlass.cli.app import main
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.wire import providers
 
 
 class FarProvider:
@@ -74,5 +74,5 @@ if __name__ == "__main__":
     def provider(_name: str, _fleet: Any, _config: Any, _instance_id: str) -> Any:
         return FarProvider(folder, url)
 
-    wire.provider = provider
+    providers.provider = provider
     main()

@@ -23,7 +23,6 @@ import psutil
 import pytest
 
 from crew import is_alive, until
-from windlass import wire
 from windlass.control.cycle import FleetCycle
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, Refused
@@ -38,6 +37,7 @@ from windlass.providers.local.processes import Process, ProcFs, send_signal
 from windlass.providers.local.provider import MARK, _children
 from windlass.store.control import PostgresControlStore
 from windlass.store.postgres import PostgresStore
+from windlass.wire import stores
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 
@@ -458,7 +458,7 @@ async def test_a_worker_uses_the_embedded_database_of_its_orchestrator(ground: G
             data_dir=data_dir,
         )
     )
-    async with wire.store(Config(data_dir=data_dir)) as store:
+    async with stores.store(Config(data_dir=data_dir)) as store:
         task_id = await store.enqueue(new_task(ground.identity, None))
         machine = await provider.create(named("crowd-0-aa"))
         await until(lambda: _complete(store, task_id), "the task is complete")

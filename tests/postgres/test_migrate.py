@@ -13,7 +13,6 @@ from windlass.model.task import NewTask
 from windlass.store import migrate as module
 from windlass.store.migrate import LATEST_VERSION, MIGRATIONS, Migration, applied_migrations, migrate
 from windlass.store.postgres import PostgresStore
-from windlass.wire import migrate_database
 
 LIMIT_S = 60.0
 ALL_VERSIONS = [migration.version for migration in MIGRATIONS]
@@ -170,5 +169,5 @@ async def test_a_migration_does_not_wait_for_ever(empty_dsn: str, monkeypatch: p
     async with connected(empty_dsn) as connection, connection.transaction():
         await connection.execute("select pg_advisory_xact_lock($1)", module.LOCK_KEY)
         with pytest.raises(DatabaseUnavailable, match=r"migrating: .*lock timeout\): try again\.$"):
-            await migrate_database(empty_dsn)
+            await migrate(empty_dsn)
     assert await objects(empty_dsn) == set()

@@ -12,7 +12,7 @@ from windlass.model.address import masked, problem_of_database_url
 from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
-from windlass.wire import check_machines_can_call
+from windlass.wire.providers import check_machines_can_call
 
 PASSWORD = "hunter2"
 EVERYWHERE = "0.0.0.0"  # noqa: S104

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from windlass import wire
 from windlass.configure import load_config
 from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice, HetznerSettings, problem_of_label
+from windlass.wire import providers
 
 
 @pytest.fixture(autouse=True)
@@ -124,21 +124,21 @@ def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_a_token_one_sentence_says_what_to_do() -> None:
     fleet = FleetConfig(provider="hetzner", handler="a:b")
     with pytest.raises(ConfigError, match="no token for Hetzner: set HETZNER_API_TOKEN"):
-        wire.provider("f", fleet, Config(fleets={"f": fleet}), "instance")
+        providers.provider("f", fleet, Config(fleets={"f": fleet}), "instance")
 
 
 def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
     fleet = FleetConfig(provider="hetzner", hetzner=HetznerSettings(is_ipv4_on=False))
     config = Config(fleets={"f": fleet}, hetzner_api_token="secret", api=ApiConfig(url="https://control.example"))
     with pytest.raises(ConfigError, match="the servers of fleet f would have no network: set hetzner_network_id"):
-        wire.provider("f", fleet, config, "instance")
-    wire.provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}), "instance")
+        providers.provider("f", fleet, config, "instance")
+    providers.provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}), "instance")
 
 
 def test_fleets_with_the_same_token_share_one_allowance() -> None:
     slow = HetznerSettings(call_timeout_s=30)
     config = Config(hetzner_api_token="secret")
-    one, other = wire.hetzner_account(config, 20), wire.hetzner_account(config, slow.call_timeout_s)
+    one, other = providers.hetzner_account(config, 20), providers.hetzner_account(config, slow.call_timeout_s)
     assert one is not other
     assert one.limiter is other.limiter
-    assert wire.hetzner_account(Config(hetzner_api_token="another"), 20).limiter is not one.limiter
+    assert providers.hetzner_account(Config(hetzner_api_token="another"), 20).limiter is not one.limiter

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from windlass import wire
 from windlass.configure import load_config
 from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.runpod import GpuChoice, RunpodSettings
+from windlass.wire import providers
 
 FLEET = '[fleets.gpu]\nprovider = "runpod"\nhandler = "a:b"\n'
 
@@ -113,18 +113,18 @@ def configured(**changes: Any) -> tuple[FleetConfig, Config]:
 
 def test_without_a_key_one_sentence_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match="there is no key for Runpod: set RUNPOD_API_KEY to one that may read and"):
-        wire.provider("gpu", *configured(), "this")
+        providers.provider("gpu", *configured(), "this")
 
 
 def test_starting_workers_over_ssh_needs_a_key_that_opens_pods(tmp_path: Path) -> None:
     fleet, config = configured(auto_start_worker=True)
     config = config.model_copy(update={"runpod_api_key": Config(runpod_api_key="k").runpod_api_key})
     with pytest.raises(ConfigError, match="auto_start_worker is set for fleet gpu, which needs an SSH key: make one"):
-        wire.provider("gpu", fleet, config, "this")
+        providers.provider("gpu", fleet, config, "this")
     missing = config.model_copy(update={"runpod_ssh_key_file": tmp_path / "none"})
     with pytest.raises(ConfigError, match="cannot be read"):
-        wire.provider("gpu", fleet, missing, "this")
-    assert not wire.provider("gpu", *_without_ssh(config), "this").traits.has_prepare_step
+        providers.provider("gpu", fleet, missing, "this")
+    assert not providers.provider("gpu", *_without_ssh(config), "this").traits.has_prepare_step
 
 
 def _without_ssh(config: Config) -> tuple[FleetConfig, Config]:
@@ -133,10 +133,10 @@ def _without_ssh(config: Config) -> tuple[FleetConfig, Config]:
 
 def test_fleets_with_the_same_key_share_one_allowance() -> None:
     config = Config(runpod_api_key="secret")
-    one, other = wire.runpod_account(config, 20), wire.runpod_account(config, 30)
+    one, other = providers.runpod_account(config, 20), providers.runpod_account(config, 30)
     assert one is not other
     assert one.limiter is other.limiter
-    assert wire.runpod_account(Config(runpod_api_key="another"), 20).limiter is not one.limiter
+    assert providers.runpod_account(Config(runpod_api_key="another"), 20).limiter is not one.limiter
 
 
 def test_names_of_the_vendor_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The command line: one file per command group, thin over wire.py."""
+"""The command line: one file per command group, thin over wire."""

@@ -21,12 +21,12 @@ async def show(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJ
 
     Secrets are not shown, nor the password in a database's address.
     """
-    from windlass import wire
+    from windlass.wire import stores
 
     loaded = load(config, data_dir)
     settings = [
         # Not set is no answer to the question where the data is.
-        replace(s, value=wire.data_dir(loaded.config)) if s.key == "data_dir" and s.value is None else s
+        replace(s, value=stores.data_dir(loaded.config)) if s.key == "data_dir" and s.value is None else s
         for s in loaded.settings()
     ]
     if as_json:

@@ -39,10 +39,10 @@ async def cost(
     as_json: AsJson = False,
 ) -> None:
     """Show what machines cost, and what that was for: tasks, boot, idleness, and what was paid beyond their end."""
-    from windlass import wire
+    from windlass.wire import stores
 
     when = parse_when(since, "--since")
-    async with wire.control_store(load(config, data_dir).config) as store:
+    async with stores.control_store(load(config, data_dir).config) as store:
         if fleet is not None:
             await check_fleet_is_known(store, fleet)
         now = await store.now()

@@ -24,11 +24,12 @@ async def migrate(config: ConfigFile = None, data_dir: DataDir = None, as_json: 
     All of it or nothing. Safe to repeat.
     """
     loaded = load(config, data_dir)
-    from windlass import wire
     from windlass.store.migrate import LATEST_VERSION
+    from windlass.store.migrate import migrate as migrate_database
+    from windlass.wire import stores
 
-    async with wire.database(loaded.config, is_migrating=False) as dsn:
-        applied = await wire.migrate_database(dsn)
+    async with stores.database(loaded.config, is_migrating=False) as dsn:
+        applied = await migrate_database(dsn)
     if as_json:
         print_json({"applied": [m.version for m in applied], "version": LATEST_VERSION})
         return
@@ -114,20 +115,20 @@ async def url(
     """
     import asyncio
 
-    from windlass import wire
+    from windlass.wire import stores
 
     loaded = load(config, data_dir).config
     if loaded.database_url is not None:
         print(without_password(loaded.database_url.get_secret_value()))
         return
     if keep:
-        async with wire.database(loaded, is_migrating=False, may_create=False) as dsn:
+        async with stores.database(loaded, is_migrating=False, may_create=False) as dsn:
             print(dsn, flush=True)
             await asyncio.Event().wait()
-    address = wire.running_database_url(loaded) if wire.has_embedded_database(loaded) else None
+    address = stores.running_database_url(loaded) if stores.has_embedded_database(loaded) else None
     if address is None:
         raise BadInput(
-            f"the embedded database in {wire.data_dir(loaded)} does not run now: add --keep to start it, or ask "
+            f"the embedded database in {stores.data_dir(loaded)} does not run now: add --keep to start it, or ask "
             "while `windlass up` or a worker runs."
         )
     print(address)
@@ -135,9 +136,9 @@ async def url(
 
 async def _applied(config: "Config") -> dict[int, Any]:
     """What the database has. One that does not exist yet has nothing, and is not made by asking."""
-    from windlass import wire
+    from windlass.wire import stores
 
-    if config.database_url is None and not wire.has_embedded_database(config):
+    if config.database_url is None and not stores.has_embedded_database(config):
         return {}
-    async with wire.database(config, is_migrating=False) as dsn:
-        return await wire.applied_migrations_of(dsn)
+    async with stores.database(config, is_migrating=False) as dsn:
+        return await stores.applied_migrations_of(dsn)

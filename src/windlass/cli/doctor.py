@@ -88,9 +88,9 @@ async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncIte
 
 
 async def _providers(config: "Config") -> AsyncIterator[Finding]:
-    from windlass import wire
+    from windlass.wire import providers
 
-    for name, examine in (("hetzner", wire.examine_hetzner), ("runpod", wire.examine_runpod)):
+    for name, examine in (("hetzner", providers.examine_hetzner), ("runpod", providers.examine_runpod)):
         try:
             async for remark in examine(config):
                 verdict = Verdict.FAIL if remark.is_grave else Verdict.WARN if remark.do else Verdict.OK
@@ -137,9 +137,9 @@ def _disk(config: "Config") -> Finding:
     import os
     import shutil
 
-    from windlass import wire
+    from windlass.wire import stores
 
-    data_dir = wire.data_dir(config)
+    data_dir = stores.data_dir(config)
     there = next(folder for folder in (data_dir, *data_dir.parents) if os.path.exists(folder))  # noqa: PTH110
     free_bytes = shutil.disk_usage(there).free
     if not os.access(there, os.W_OK | os.X_OK):
@@ -156,20 +156,22 @@ def _disk(config: "Config") -> Finding:
 
 @asynccontextmanager
 async def _reached(config: "Config") -> AsyncIterator[tuple[Finding, "Examination", bool]]:
-    from windlass import wire
+    from windlass.wire import stores
 
-    if config.database_url is not None or wire.has_embedded_database(config):
-        async with wire.database(config, is_migrating=False) as dsn:
-            examination = await wire.examine_database(dsn)
-            kind = "embedded, in " + str(wire.data_dir(config)) if config.database_url is None else "from DATABASE_URL"
+    if config.database_url is not None or stores.has_embedded_database(config):
+        async with stores.database(config, is_migrating=False) as dsn:
+            examination = await stores.examine_database(dsn)
+            kind = (
+                "embedded, in " + str(stores.data_dir(config)) if config.database_url is None else "from DATABASE_URL"
+            )
             what = f"{examination.database} as {examination.user} ({kind})"
             yield Finding("database", Verdict.OK, what), examination, False
         return
-    with wire.temporary_data_dir() as folder:
+    with stores.temporary_data_dir() as folder:
         trial = config.model_copy(update={"data_dir": folder / "data"})
-        async with wire.database(trial) as dsn:
-            what = f"the embedded one works; it will be made in {wire.data_dir(config)} when first used"
-            yield Finding("database", Verdict.OK, what), await wire.examine_database(dsn), True
+        async with stores.database(trial) as dsn:
+            what = f"the embedded one works; it will be made in {stores.data_dir(config)} when first used"
+            yield Finding("database", Verdict.OK, what), await stores.examine_database(dsn), True
 
 
 def _database(found: "Examination", *, is_embedded: bool, is_trial: bool) -> Iterator[Finding]:

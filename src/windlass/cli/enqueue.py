@@ -202,9 +202,9 @@ def _checked(text: str, what: str, max_payload_bytes: int) -> str:
 
 async def _add_one(config: Any, task: "NewTask", when: datetime | timedelta | None) -> tuple[int, bool]:
     """Its id, and whether it is new."""
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.store(config) as store:
+    async with stores.store(config) as store:
         scheduled = await _scheduled(task, when, store)
         if task.unique_key is None:
             return await store.enqueue(scheduled), True
@@ -212,9 +212,9 @@ async def _add_one(config: Any, task: "NewTask", when: datetime | timedelta | No
 
 
 async def _add_many(config: Any, template: "NewTask", lines: Lines, when: datetime | timedelta | None) -> int:
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.store(config) as store:
+    async with stores.store(config) as store:
         scheduled = await _scheduled(template, when, store)
         with progress("enqueueing", lines.count) as advance:
 

@@ -21,11 +21,11 @@ async def explain(
     as_json: AsJson = False,
 ) -> None:
     """Tell the story: why is this task waiting, why was this worker ended, why was nobody hired."""
-    from windlass import wire
     from windlass.control.explain import tell
+    from windlass.wire import stores
 
     loaded = load(config, data_dir)
-    async with wire.control_store(loaded.config, may_create=False) as store:
+    async with stores.control_store(loaded.config, may_create=False) as store:
         story = await tell(store, what)
     if as_json:
         print_json({"answer": story.answer, "history": [{"at": at, "what": text} for at, text in story.history]})
@@ -49,11 +49,11 @@ async def replay(
     as_json: AsJson = False,
 ) -> int:
     """Decide again from what a cycle saw. Without --with it must come to the same; exit code 1 if it does not."""
-    from windlass import wire
     from windlass.model.action import actions_to_plain
     from windlass.policy.plan import plan
+    from windlass.wire import stores
 
-    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         stored = await store.cycle(cycle)
     if stored is None:
         raise BadInput(

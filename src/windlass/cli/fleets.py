@@ -38,9 +38,9 @@ async def spawn(
 
     Never more than the fleet has room for: what is beyond its maximum is not asked for.
     """
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         chosen = await _one_fleet(store, fleet, fleet_option)
         # What was asked for before is still to come, and is no part of this.
         requested = await store.request_workers(chosen.name, count)
@@ -63,11 +63,11 @@ async def terminate(
     as_json: AsJson = False,
 ) -> None:
     """Let workers go: they finish what they have first. A fleet below its minimum hires others."""
-    from windlass import wire
+    from windlass.wire import stores
 
     if not worker and not fleet:
         raise BadInput("say which workers: their ids, or the name of a fleet.")
-    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         ids, fleets = await _meant(store, worker, fleet)
         ids += [w.id for w in await store.workers() if w.fleet in fleets and w.id not in ids]
         if force:
@@ -118,9 +118,9 @@ async def restart(
 
     Its restarts are forgotten, its failed slots are free again, and a hold for failures ends.
     """
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         name = (await _one_fleet(store, fleet, fleet_option)).name
         freed = await store.restart_slots(name, slot)
         workers = [
@@ -140,11 +140,11 @@ async def _set_paused(
     words: list[str] | None, fleet: str | None, is_all: bool, loaded: "Loaded", *, is_paused: bool, as_json: bool
 ) -> None:
     """A fleet with all its workers, those started by hand too, or single workers."""
-    from windlass import wire
+    from windlass.wire import stores
 
     if sum(map(bool, (words, fleet, is_all))) != 1:
         raise BadInput("say what is meant: ids of workers, names of fleets, or --all.")
-    async with wire.control_store(loaded.config, may_create=False) as store:
+    async with stores.control_store(loaded.config, may_create=False) as store:
         ids, fleets = await _meant(store, words, fleet) if not is_all else ([], await _all_fleets(store))
         count = await store.set_paused(ids, is_paused) if ids else 0
         for name in fleets:

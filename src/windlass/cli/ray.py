@@ -30,7 +30,7 @@ async def dispatch(
     One dispatcher of a fleet acts; others stand by until it is gone. Needs RAY_ADDRESS, and a Ray node on this host.
     """
     configure_logs(log_format)
-    from windlass import wire
+    from windlass.wire.engine import run_dispatcher
 
     loaded = load(config, data_dir)
     chosen = loaded.config.fleets.get(fleet)
@@ -38,7 +38,7 @@ async def dispatch(
         raise BadInput(f'there is no fleet {fleet} with engine = "ray": check windlass.toml and --fleet.')
     if loaded.config.ray_address is None:
         raise BadInput("there is no Ray cluster: set RAY_ADDRESS to its head, as 10.0.0.5:6379, or use `windlass up`.")
-    return await wire.run_dispatcher(loaded.config, fleet, __version__)
+    return await run_dispatcher(loaded.config, fleet, __version__)
 
 
 @app.command(hidden=True)
@@ -60,9 +60,9 @@ async def node(
     """The program of a hired node: join the cluster, and say that it lives. Started by the provider."""
     del handler, exec_  # whoever places tasks says what is run
     configure_logs(log_format)
-    from windlass import wire
     from windlass.engine.node import NodeSettings
     from windlass.model.ray import RaySettings
+    from windlass.wire.engine import run_node
     from windlass.worker.runtime import Ending
 
     worker_id = os.environ.pop("WINDLASS_WORKER_ID", None)
@@ -72,7 +72,7 @@ async def node(
     loaded = load(config, data_dir)
     if chdir is not None:
         os.chdir(chdir)
-    ending = await wire.run_node(
+    ending = await run_node(
         loaded.config,
         NodeSettings(
             worker_id=worker_id,

@@ -56,10 +56,10 @@ async def status(
     as_json: AsJson = False,
 ) -> None:
     """Show the queues, the fleets, the workers and the last hour."""
-    from windlass import wire
+    from windlass.wire import stores
 
     loaded = load(config, data_dir).config
-    async with wire.control_store(loaded, may_create=False) as store:
+    async with stores.control_store(loaded, may_create=False) as store:
         await check_queue_is_known(store, queue)
 
         async def look_now() -> Standing:

@@ -56,9 +56,9 @@ async def list_(
 
     Without payloads and results: `windlass tasks show` has those.
     """
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         found = await store.task_summaries(queue=queue, status=status, limit=limit, before_id=before)
         if not found:
             await check_queue_is_known(store, queue)
@@ -106,9 +106,9 @@ async def show(
     as_json: AsJson = False,
 ) -> None:
     """Everything about one task: its fields and what happened to it."""
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         (task,) = await _existing(store, [task_id])
         events = await store.events(task_id=task_id)
         cost = await task_cost(store, task_id, await store.now())
@@ -157,9 +157,9 @@ async def retry(
         raise BadInput("say which tasks to retry: their ids, or --all-failed with --queue.")
     if include_cancelled and not all_failed:
         raise BadInput("--include-cancelled goes with --all-failed: a task that is named by its id is retried anyway.")
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
         refused: list[Task] = []
         if queue is not None:
             done = await _retry_all_failed(store, queue, include_cancelled=include_cancelled)
@@ -184,9 +184,9 @@ async def cancel(
     """End unfinished tasks as failed. A running one is stopped by its worker at the next heartbeat."""
     if not task_ids:
         raise BadInput("say which tasks to cancel: their ids.")
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
         tasks = await _existing(store, task_ids)
         done, refused = await _change(tasks, lambda task_id: store.cancel_task(task_id, reason), "cancelling")
     return _report("cancelled", done, refused, as_json, "only tasks that are not finished can be cancelled")
@@ -225,9 +225,9 @@ def purge(
 async def _purge(
     loaded: "Loaded", queue: str | None, statuses: list[TaskStatus], older_than_s: float, as_json: bool
 ) -> None:
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.store(loaded.config, may_create=False) as store:
+    async with stores.store(loaded.config, may_create=False) as store:
         deleted = await store.purge(queue, statuses, older_than_s)
         if not deleted:
             await check_queue_is_known(store, queue)

@@ -25,14 +25,14 @@ async def create(
     """Make a token and print it, this once: only its hash is kept."""
     import secrets
 
-    from windlass import wire
     from windlass.model.access import API_PREFIX, hash_of, new_token
     from windlass.model.task import is_name
+    from windlass.wire import stores
 
     if not is_name(name):
         raise BadInput(f"{name!r} cannot be a token's name: use letters, digits and _ . : -, at most 63 of them.")
     token = new_token(API_PREFIX, secrets.SystemRandom())
-    async with wire.access_store(load(config, data_dir).config) as store:
+    async with stores.access_store(load(config, data_dir).config) as store:
         created = await store.create_token(name, role, hash_of(token))
     if as_json:
         print_json({"name": created.name, "role": created.role, "token": token})
@@ -44,9 +44,9 @@ async def create(
 @command
 async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List tokens, newest first; the tokens themselves nobody knows."""
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.access_store(load(config, data_dir).config) as store:
+    async with stores.access_store(load(config, data_dir).config) as store:
         found = await store.tokens()
         now = await store.now()
     if as_json:
@@ -72,9 +72,9 @@ async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
 @command
 async def revoke(name: Name, config: ConfigFile = None, data_dir: DataDir = None) -> None:
     """From now on the token opens nothing."""
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.access_store(load(config, data_dir).config) as store:
+    async with stores.access_store(load(config, data_dir).config) as store:
         if not await store.revoke_token(name):
             raise BadInput(f"there is no token {name} in use: `windlass tokens list` shows all.")
     print(f"revoked {name}")

@@ -59,8 +59,8 @@ async def up(
     The options from --queue to --max describe the fleet `default`: one more beside those of the file, or, if the file
     has it too, the same with these settings changed.
     """
-    from windlass import wire
     from windlass.configure import secrets_of
+    from windlass.wire.up import run_up
 
     configure_logs(log_format)
 
@@ -81,7 +81,7 @@ async def up(
         hide(secrets_of(loaded.config))
         return loaded
 
-    await wire.run_up(
+    await run_up(
         load_again(),
         load_again,
         Narrator().tell,
@@ -99,14 +99,14 @@ async def cycle(config: ConfigFile = None, data_dir: DataDir = None) -> None:
 
     While another orchestrator leads nothing is done, and `is_leader` is false: no error, so the exit code is 0.
     """
-    from windlass import wire
     from windlass.configure import secrets_of
+    from windlass.wire.up import run_cycles
 
     configure_logs("auto")
     loaded = load(config, data_dir)
     hide(secrets_of(loaded.config))
     check_fleets(loaded, f"{NO_FLEET}.")
-    summaries = [summary.to_plain() for summary in await wire.run_cycles(loaded.config)]
+    summaries = [summary.to_plain() for summary in await run_cycles(loaded.config)]
     print_json(summaries[0] if len(summaries) == 1 else summaries)
 
 

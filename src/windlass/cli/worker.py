@@ -74,8 +74,8 @@ async def worker(
     Goes on until it is told to stop. Ctrl-C or SIGTERM: it finishes what it has begun. Twice: it gives it back.
     """
     configure_logs(log_format)
-    from windlass import wire
     from windlass.configure import secrets_of
+    from windlass.wire.worker import run_worker
     from windlass.worker.runtime import Ending
 
     if join is not None:
@@ -104,7 +104,7 @@ async def worker(
         _change_directory(chdir)
     settings = _settings(loaded.config.worker, queue, fleet, worker_id, concurrency)
     try:
-        ending = await wire.run_worker(loaded.config, settings, handler=handler, command=exec_, is_inline=inline)
+        ending = await run_worker(loaded.config, settings, handler=handler, command=exec_, is_inline=inline)
     except Exception as error:
         _end_for_sure(EXIT_BAD_INPUT, error)
         raise
@@ -159,12 +159,12 @@ def _end_for_sure(code: int, error: Exception | None = None) -> int:
 
 
 async def _joined(file: Path) -> int:
-    from windlass import wire
     from windlass.model.errors import TokenRefused
+    from windlass.wire.worker import run_joined_worker
     from windlass.worker.runtime import Ending
 
     try:
-        ending = await wire.run_joined_worker(file, __version__)
+        ending = await run_joined_worker(file, __version__)
     except TokenRefused as error:
         say(str(error))
         return _end_for_sure(EXIT_LOST)

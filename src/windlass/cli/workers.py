@@ -26,9 +26,9 @@ async def list_(
     as_json: AsJson = False,
 ) -> None:
     """List workers, oldest first."""
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         if fleet is not None:
             await check_fleet_is_known(store, fleet)
         found = [w for w in await store.workers(include_terminated=ended) if fleet in (None, w.fleet)]
@@ -58,9 +58,9 @@ async def list_(
 @command
 async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Everything known of one worker, and its story."""
-    from windlass import wire
+    from windlass.wire import stores
 
-    async with wire.store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         found = await _worker(await store.worker(worker), worker)
         events = await store.events(worker_id=worker)
     if as_json:
@@ -92,12 +92,12 @@ async def logs(
     data_dir: DataDir = None,
 ) -> None:
     """What a worker of a local fleet printed."""
-    from windlass import wire
+    from windlass.wire import providers, stores
 
     loaded = load(config, data_dir)
-    async with wire.store(loaded.config, may_create=False) as store:
+    async with stores.store(loaded.config, may_create=False) as store:
         found = await _worker(await store.worker(worker), worker)
-    async for line in wire.worker_log(loaded.config, found.fleet, worker, lines, is_following=follow):
+    async for line in providers.worker_log(loaded.config, found.fleet, worker, lines, is_following=follow):
         print(printable(line), flush=follow)
 
 

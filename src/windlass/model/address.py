@@ -7,6 +7,8 @@ import ipaddress
 import re
 from urllib.parse import SplitResult, urlsplit
 
+# Where only this host can call.
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HIDDEN = "********"
 _SCHEMES = ("postgresql", "postgres")
 _SHAPE = "write postgresql://user:password@host:5432/database"

@@ -4,11 +4,11 @@ import socket
 from collections.abc import Collection
 from datetime import timedelta
 
-from windlass import wire
 from windlass.cli.demonstration.stage import FLEET, QUEUE, Stage
 from windlass.cost.asking import look
 from windlass.cost.report import By
 from windlass.model.task import NewTask, new_task
+from windlass.wire import stores
 
 WORK_S = (0.4, 0.5, 0.6)
 MAX_COSTS = 1000
@@ -32,7 +32,7 @@ def burst(count: int, stuck: Collection[int] = ()) -> list[NewTask]:
 
 async def our_costs(stage: Stage) -> dict[str, int]:
     """By worker. Of machines that are gone this is exact, whether or not their accounts are closed yet."""
-    async with wire.control_store(stage.config) as store:
+    async with stores.control_store(stage.config) as store:
         now = await store.now()
         report = await look(store, By.WORKER, now - timedelta(hours=2), now, FLEET, MAX_COSTS)
     return {str(cost.key): cost.total_micros for cost in report.costs}

@@ -18,7 +18,6 @@ from typing import Any
 
 import asyncssh
 
-from windlass import wire
 from windlass.cli.demonstration.rented import WORK_S, burst, free_port, our_costs
 from windlass.cli.demonstration.runpod_report import NO_GPU, NOT_CLAIMING, STUCK, PodLine, RunpodReport
 from windlass.cli.demonstration.stage import (
@@ -40,6 +39,7 @@ from windlass.emulate.runpod import RunpodEmulator, Settings
 from windlass.emulate.runpod.pod_host import RealPodHost, find_sshd
 from windlass.emulate.serve import serving
 from windlass.model.errors import BadInput
+from windlass.wire import stores
 
 GPUS = ("NVIDIA L40S", "NVIDIA RTX A5000")
 PLACE = "EU-RO-1"
@@ -248,7 +248,7 @@ class RunpodDemonstration:
             self._tell(f"WE TAKE THE GPU of pod {chosen['machine_id']} of {chosen['id']}. It goes on beating")
 
     async def _ask_one_to_end(self, stage: Stage) -> None:
-        async with wire.store(stage.config) as store:
+        async with stores.store(stage.config) as store:
             chosen = await stage.database.fetchrow(QUERIES["just_begun"], self._gpu_lost_by)
             if chosen is None or not await store.set_terminating([chosen["id"]], "asked to end by hand"):
                 return

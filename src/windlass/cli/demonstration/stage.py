@@ -19,7 +19,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from windlass import wire
 from windlass.cli.demonstration.guard import MARK
 from windlass.cli.output import shortened
 from windlass.configure import ENVIRONMENT_ALIASES, PREFIX
@@ -28,6 +27,7 @@ from windlass.model.errors import WindlassError
 from windlass.model.task import NewTask
 from windlass.store.connect import connect, explained
 from windlass.store.queries import read_queries
+from windlass.wire import stores
 
 QUEUE = FLEET = "demo"
 HANDLER = "windlass.cli.demonstration.handlers:work"
@@ -82,7 +82,7 @@ class Stage:
         return await self.database.fetchrow(QUERIES["standing"])
 
     async def enqueue(self, tasks: list[NewTask]) -> None:
-        async with wire.store(self.config) as store:
+        async with stores.store(self.config) as store:
             await store.enqueue_many(tasks)
 
     async def now(self) -> datetime:
@@ -140,7 +140,7 @@ class Storyteller:
 
 @asynccontextmanager
 async def guarded_place() -> AsyncIterator[Place]:
-    folder = wire.make_temporary_folder("windlass-demo-")
+    folder = stores.make_temporary_folder("windlass-demo-")
     mark = secrets.token_hex(8)
     guard = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "windlass.cli.demonstration.guard", str(folder), mark),
@@ -165,7 +165,7 @@ async def staged(place: Place, toml: str, what: str, tell: Tell, secrets: Mappin
     something fails, or somebody has had enough, the guard ends it all."""
     config = Config(data_dir=place.data_dir)
     tell(f"starting PostgreSQL in {config.data_dir}")
-    async with wire.database(config) as dsn, _connection(dsn) as database:
+    async with stores.database(config) as dsn, _connection(dsn) as database:
         await database.execute(QUERIES["install"])
         tell(f"starting `windlass up`: {what}")
         place.toml.write_text(toml, encoding="utf-8")

@@ -1,0 +1,184 @@
+"""The HTTP face of a running orchestrator."""
+
+import asyncio
+import functools
+import itertools
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from windlass.model.address import LOOPBACK
+from windlass.model.config import Config
+from windlass.model.errors import WindlassError
+from windlass.wire.engine import ray_head
+from windlass.wire.providers import worker_log
+
+if TYPE_CHECKING:
+    from windlass.api.face import FleetPulse, Shown
+    from windlass.api.live import Live
+    from windlass.api.metrics import Metrics
+    from windlass.control.summary import Summary
+    from windlass.control.up import Up
+    from windlass.store.reading import PostgresReadingStore
+
+# Connections for all that comes over HTTP, apart from those of the control loop: no flood of calls delays a cycle.
+API_CONNECTIONS = 8
+# A loop that has not turned for so many of its intervals, and at least that long, is not ready.
+MISSED_CYCLES = 3
+MIN_MISSED_S = 60.0
+# Retention of what only faces need is applied with every so many samples: once in five minutes.
+SAMPLES_PER_SWEEP = 60
+
+
+def open_listener(config: Config) -> "socket.socket | None":
+    if config.api.port is None:
+        return None
+    from windlass.api.server import listen
+
+    return listen(config.api.host, config.api.port)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Who counts what others do, for metrics: nobody, without a face."""
+
+    # Receiver and outcome of a message.
+    on_message: Callable[[str, str], None] = lambda _receiver, _outcome: None
+    # Log lines that were not written.
+    on_dropped: Callable[[int], None] = lambda _count: None
+
+
+@asynccontextmanager
+async def http_face(
+    config: Config,
+    dsn: str,
+    up: "Up",
+    listener: "socket.socket | None",
+    version: str,
+    watchers: "list[Callable[[Summary], None]]",
+    on_link: Callable[[str], None],
+) -> "AsyncIterator[Counts]":
+    """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`."""
+    if listener is None:
+        yield Counts()
+        return
+    from windlass.api.app import make_app
+    from windlass.api.doorbell import Doorbell
+    from windlass.api.face import Face
+    from windlass.api.server import serving
+    from windlass.api.session import new_link
+    from windlass.api.wheel import build_wheel
+    from windlass.store.reading import PostgresReadingStore
+
+    async def run_cycle() -> list[dict[str, Any]]:
+        return [summary.to_plain() for summary in await up.cycle_now()]
+
+    # Now: what is on the disk later may be another version.
+    wheel = await asyncio.to_thread(build_wheel)
+    async with PostgresReadingStore(dsn, retention=config.retention, max_connections=API_CONNECTIONS) as store:
+        doorbell = Doorbell(store.wait_for_work)
+        shown, metrics = _shown(config, store, up, watchers)
+        face = Face(
+            store=store,
+            access=store,
+            doorbell=doorbell,
+            fleet=up.fleet,
+            worker_defaults=config.worker,
+            max_payload_bytes=config.max_payload_bytes,
+            version=version,
+            ask_database=store.now,
+            pulses=lambda: _pulses(up),
+            run_cycle=run_cycle,
+            wheel=lambda: wheel,
+            shown=shown,
+            ray_head=ray_head(config),
+        )
+        sampling = asyncio.create_task(_take_samples(store, shown.live))
+        try:
+            async with serving(make_app(face), listener):
+                on_link(await new_link(store, _browser_url(config, listener)))
+                try:
+                    yield Counts(metrics.note_message, metrics.note_dropped_lines)
+                finally:
+                    # Before the server ends, or it would wait for those who wait.
+                    await shown.live.close()
+                    await doorbell.close()
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+
+
+def _shown(
+    config: Config, store: "PostgresReadingStore", up: "Up", watchers: "list[Callable[[Summary], None]]"
+) -> "tuple[Shown, Metrics]":
+    """What people see of a running `up`, and who counts for them."""
+    from windlass.api.face import Shown
+    from windlass.api.live import Live
+    from windlass.api.metrics import Metrics
+    from windlass.control.explain import tell
+
+    live = Live(store, lambda: frozenset(up.fleets))
+    metrics = Metrics(live.overview, store.measures)
+
+    def note(summary: "Summary") -> None:
+        metrics.note_cycle(
+            summary.fleet,
+            is_leader=summary.is_leader,
+            duration_s=summary.duration_s,
+            actions=summary.actions or {},
+            provider_calls=summary.provider_calls,
+        )
+
+    watchers.append(note)
+    shown = Shown(
+        store=store,
+        live=live,
+        explain=functools.partial(tell, store),
+        worker_log=lambda fleet, worker_id, lines: worker_log(config, fleet, worker_id, lines, is_following=False),
+        last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.heard().items()},
+        metrics=metrics.read,
+        is_open_here=config.api.host in LOOPBACK,
+        rate_limit=config.api.rate_limit,
+        cors_origins=config.api.cors_origins,
+    )
+    return shown, metrics
+
+
+def _browser_url(config: Config, listener: "socket.socket") -> str:
+    """Where a person on this host, or wherever machines call from, finds us."""
+    if config.api.url is not None:
+        return config.api.url
+    port = listener.getsockname()[1]
+    host = "127.0.0.1" if config.api.host in ("0.0.0.0", "::", *LOOPBACK) else config.api.host  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _take_samples(store: "PostgresReadingStore", live: "Live") -> None:
+    """How things stand, every few seconds, for charts; and the retention of what only faces need."""
+    import structlog
+
+    from windlass.store.reading import SAMPLE_INTERVAL_S
+
+    for round_number in itertools.count():
+        try:
+            await store.take_samples(await live.overview())
+            if round_number % SAMPLES_PER_SWEEP == 0:
+                await store.sweep_faces()
+        except WindlassError as error:
+            structlog.get_logger(__name__).warning("no sample was taken", error=str(error))
+        await asyncio.sleep(SAMPLE_INTERVAL_S)
+
+
+def _pulses(up: "Up") -> "dict[str, FleetPulse]":
+    from windlass.api.face import FleetPulse
+
+    now = asyncio.get_running_loop().time()
+    pulses = {}
+    for name, heard in up.heard().items():
+        fleet = up.fleet(name)
+        if fleet is not None:
+            limit_s = max(MIN_MISSED_S, MISSED_CYCLES * fleet.poll_interval_s)
+            pulses[name] = FleetPulse(heard.summary.is_leader, now - heard.at, limit_s)
+    return pulses

@@ -1,0 +1,275 @@
+"""Who rents which machines, with what they need for it."""
+
+import functools
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from windlass.model.address import LOOPBACK, problem_of_control_plane_url
+from windlass.model.config import Config
+from windlass.model.errors import ConfigError, WindlassError
+from windlass.wire.stores import control_store, data_dir, has_embedded_database
+
+if TYPE_CHECKING:
+    from windlass.model.bootstrap import BootstrapSettings
+    from windlass.model.fleet import FleetConfig
+    from windlass.model.machine import MachineRequest
+    from windlass.ports.provider import Provider
+    from windlass.providers.hetzner import Account
+    from windlass.providers.hetzner.limiter import Limiter
+    from windlass.providers.remark import Remark
+    from windlass.providers.runpod.account import Account as RunpodAccount
+    from windlass.providers.runpod.limiter import Limiter as RunpodLimiter
+    from windlass.providers.runpod.ssh import Identity
+
+# Of each raylet on this host: they are many, and Ray's own choice is a third of the memory.
+LOCAL_OBJECT_STORE_MB = 100
+
+
+def hiring_fleets(config: Config) -> "dict[str, FleetConfig]":
+    """Those that have cycles: the nodes of a cluster that others run are not hired."""
+    return {name: fleet for name, fleet in config.fleets.items() if fleet.provider != "ray"}
+
+
+def check_machines_can_call(config: Config) -> None:
+    """Raise ConfigError where a fleet's machines work over HTTP and nobody could tell them whom to call."""
+    remote = next((name for name, fleet in config.fleets.items() if fleet.provider in ("hetzner", "runpod")), None)
+    if remote is None:
+        return
+    if config.machine_url is None:
+        raise ConfigError(
+            f"the machines of fleet {remote} work over HTTP, but where they call is not known: "
+            "set api.port (or --port) and control_plane_ip, or api.url."
+        )
+    problem = problem_of_control_plane_url(config.machine_url)
+    if problem is not None:
+        raise ConfigError(f"the machines of fleet {remote} are to call {config.machine_url}, which {problem}.")
+    is_only_here = config.api.host in LOOPBACK
+    if config.api.url is None and config.control_plane_ip not in (None, config.api.host) and is_only_here:
+        raise ConfigError(
+            f"the machines of fleet {remote} are to call {config.machine_url}, but api.host is {config.api.host}, "
+            f"where only this host can: set it to {config.control_plane_ip} or 0.0.0.0."
+        )
+
+
+def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
+    """Who rents a fleet's machines. `instance_id`: the database's, with which they are tagged.
+
+    Raises ConfigError if something is missing for that.
+    """
+    if fleet.provider == "hetzner":
+        return _hetzner_provider(name, fleet, config, instance_id)
+    if fleet.provider == "runpod":
+        return _runpod_provider(name, fleet, config, instance_id)
+    from windlass.configure import environment_of, secret_variables
+    from windlass.providers.local import LocalProvider
+
+    program = _node_program(fleet, config) if fleet.provider == "ray-local" else ("windlass", "worker")
+
+    url = config.database_url.get_secret_value() if config.database_url is not None else None
+    return LocalProvider(
+        name,
+        fleet,
+        identity=instance_id,
+        state_dir=data_dir(config),
+        database_url=url,
+        data_dir=data_dir(config) if url is None else None,
+        settings=environment_of(config, "worker", "retention", "max_payload_bytes", "logs"),
+        # All that a worker needs to know is where its database is.
+        withheld=[name for name, key in secret_variables().items() if key != ("database_url",)],
+        program=program,
+    )
+
+
+async def worker_log(
+    config: Config, fleet: str, worker_id: str, lines: int, *, is_following: bool
+) -> AsyncIterator[str]:
+    """What a worker of a local fleet printed on this host. Raises BadInput if nothing of it is here."""
+    from windlass.providers.local.logs import log_folder
+
+    async for line in log_folder(data_dir(config), fleet).read(worker_id, lines, follow=is_following):
+        yield line
+
+
+def _node_program(fleet: "FleetConfig", config: Config) -> tuple[str, ...]:
+    """What makes a process of this host a node of the Ray cluster."""
+    if config.ray_address is None:
+        raise ConfigError("there is no Ray cluster to join: set RAY_ADDRESS, or use `windlass up`, which starts one.")
+    ray = fleet.ray
+    # Many nodes share this host: each offers what its tasks need, not all there is.
+    offered = ray.model_copy(
+        update={
+            "node_cpus": ray.node_cpus or fleet.concurrency * max(ray.num_cpus, 1.0),
+            "node_gpus": ray.node_gpus if ray.node_gpus is not None else fleet.concurrency * ray.num_gpus,
+            "object_store_mb": ray.object_store_mb or LOCAL_OBJECT_STORE_MB,
+        }
+    )
+    return ("windlass", "ray", "node", "--address", config.ray_address, "--settings", offered.model_dump_json())
+
+
+def _hetzner_provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
+    from windlass.providers.hetzner import HetznerProvider
+
+    settings = fleet.hetzner
+    if not (settings.is_ipv4_on or settings.is_ipv6_on or settings.network_id or config.hetzner_network_id):
+        raise ConfigError(
+            f"the servers of fleet {name} would have no network: set hetzner_network_id, or turn is_ipv4_on back on."
+        )
+    return HetznerProvider(
+        name,
+        settings,
+        hetzner_account(config, settings.call_timeout_s),
+        identity=instance_id,
+        network_id=config.hetzner_network_id,
+        render_user_data=_user_data(fleet, config),
+    )
+
+
+def _user_data(fleet: "FleetConfig", config: Config) -> "Callable[[MachineRequest], str]":
+    """What a new machine of this fleet is told at its first boot."""
+    from windlass.worker.bootstrap import render_user_data
+
+    url = config.machine_url
+    if url is None:
+        raise AssertionError("check_machines_can_call comes before any provider")
+    bootstrap = _with_ray(fleet.bootstrap) if fleet.engine == "ray" else fleet.bootstrap
+    return lambda request: render_user_data(bootstrap, request, url, stop_timeout_s=fleet.stop_timeout_s)
+
+
+def _with_ray(bootstrap: "BootstrapSettings") -> "BootstrapSettings":
+    """The same, with the Ray that we have: what is asked for otherwise could not work with it."""
+    from windlass.engine.versions import our_versions
+
+    others = [line for line in bootstrap.requirements if not re.match(r"ray\b(?!-)", line, re.IGNORECASE)]
+    return bootstrap.model_copy(update={"requirements": (*others, f"ray=={our_versions().ray}")})
+
+
+def hetzner_account(config: Config, timeout_s: float) -> "Account":
+    """One for all fleets with the same token: they share its allowance of requests."""
+    if config.hetzner_api_token is None:
+        raise ConfigError(
+            "there is no token for Hetzner: set HETZNER_API_TOKEN to one that may read and write "
+            "(Hetzner's console, Security, API tokens)."
+        )
+    return _hetzner_account(config.hetzner_api_token.get_secret_value(), config.hetzner_endpoint, timeout_s)
+
+
+@functools.cache
+def _hetzner_account(token: str, endpoint: str, timeout_s: float) -> "Account":
+    from windlass.providers.hetzner import Account
+
+    return Account(token, endpoint=endpoint, timeout_s=timeout_s, limiter=_hetzner_limiter(token, endpoint))
+
+
+@functools.cache
+def _hetzner_limiter(token: str, endpoint: str) -> "Limiter":  # noqa: ARG001 - whose allowance it is
+    from windlass.providers.hetzner.limiter import Limiter
+
+    return Limiter()
+
+
+async def examine_hetzner(config: Config) -> "AsyncIterator[Remark]":
+    """What stands in the way of the Hetzner fleets. Reads only. Raises ConfigError."""
+    from windlass.providers.hetzner.examine import examine
+
+    fleets = {name: fleet.hetzner for name, fleet in config.fleets.items() if fleet.provider == "hetzner"}
+    if not fleets:
+        return
+    timeout_s = min(settings.call_timeout_s for settings in fleets.values())
+    account = hetzner_account(config, timeout_s)
+    instance_id = await _known_instance_id(config)
+    try:
+        async for remark in examine(account, instance_id, fleets, config.hetzner_network_id):
+            yield remark
+    finally:
+        account.close()
+
+
+def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
+    from windlass.providers.runpod import RunpodProvider
+    from windlass.providers.runpod.preparing import Preparer
+
+    url = config.machine_url
+    if url is None:
+        raise AssertionError("check_machines_can_call comes before any provider")
+    settings = fleet.runpod
+    identity = runpod_identity(name, fleet, config) if fleet.auto_start_worker else None
+    return RunpodProvider(
+        name,
+        settings,
+        runpod_account(config, settings.call_timeout_s),
+        identity=instance_id,
+        url=url,
+        preparer=Preparer(settings, identity.open_shell) if identity is not None else None,
+        public_key=identity.public_key if identity is not None else None,
+    )
+
+
+def runpod_identity(name: str, fleet: "FleetConfig", config: Config) -> "Identity":
+    """The key that opens a fleet's pods. Raises ConfigError."""
+    from windlass.providers.runpod.ssh import read_identity
+
+    file = fleet.runpod.ssh.private_key_file or config.runpod_ssh_key_file
+    if file is None:
+        raise ConfigError(
+            f"auto_start_worker is set for fleet {name}, which needs an SSH key: make one with `ssh-keygen -t ed25519 "
+            "-N ''` and name it in runpod_ssh_key_file (RUNPOD_SSH_PRIVATE_KEY_PATH)."
+        )
+    return read_identity(file)
+
+
+def runpod_account(config: Config, timeout_s: float) -> "RunpodAccount":
+    """One for all fleets with the same key: they share its allowance of requests, and its list of pods."""
+    if config.runpod_api_key is None:
+        raise ConfigError(
+            "there is no key for Runpod: set RUNPOD_API_KEY to one that may read and write "
+            "(Runpod's console, Settings, API keys)."
+        )
+    return _runpod_account(config.runpod_api_key.get_secret_value(), config.runpod_endpoint, timeout_s)
+
+
+@functools.cache
+def _runpod_account(key: str, endpoint: str, timeout_s: float) -> "RunpodAccount":
+    from windlass.providers.runpod import Account
+
+    return Account(key, endpoint=endpoint, timeout_s=timeout_s, limiter=_runpod_limiter(key, endpoint))
+
+
+@functools.cache
+def _runpod_limiter(key: str, endpoint: str) -> "RunpodLimiter":  # noqa: ARG001 - whose allowance it is
+    from windlass.providers.runpod.limiter import Limiter
+
+    return Limiter()
+
+
+async def examine_runpod(config: Config) -> "AsyncIterator[Remark]":
+    """What stands in the way of the Runpod fleets. Reads only. Raises ConfigError."""
+    from windlass.providers.remark import Remark
+    from windlass.providers.runpod.examine import examine
+
+    fleets = {name: fleet for name, fleet in config.fleets.items() if fleet.provider == "runpod"}
+    if not fleets:
+        return
+    settings = {name: fleet.runpod for name, fleet in fleets.items()}
+    account = runpod_account(config, min(each.call_timeout_s for each in settings.values()))
+    try:
+        async for remark in examine(account, await _known_instance_id(config), settings):
+            yield remark
+    finally:
+        await account.close()
+    for name, fleet in fleets.items():
+        if fleet.auto_start_worker:
+            identity = runpod_identity(name, fleet, config)
+            yield Remark("ssh key", f"the pods of fleet {name} let {identity.key.get_fingerprint()} in")
+
+
+async def _known_instance_id(config: Config) -> str | None:
+    """The database's, with which machines are tagged. None without a database: none is made for this, and
+    that it is away is said elsewhere."""
+    if config.database_url is None and not has_embedded_database(config):
+        return None
+    try:
+        async with control_store(config) as store:
+            return await store.instance_id()
+    except WindlassError:
+        return None

@@ -1,0 +1,159 @@
+"""Where the database is, and everything that is kept in it."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.model.address import masked
+from windlass.model.config import Config
+from windlass.model.errors import BadInput
+from windlass.store.connect import connected
+from windlass.store.migrate import applied_migrations, migrate
+from windlass.store.postgres import PostgresStore
+
+if TYPE_CHECKING:
+    from windlass.store.access import PostgresAccessStore
+    from windlass.store.control import PostgresControlStore
+    from windlass.store.examine import Examination
+
+
+def data_dir(config: Config) -> Path:
+    from windlass.store.embedded import default_data_dir
+
+    return (config.data_dir or default_data_dir()).expanduser()
+
+
+def has_embedded_database(config: Config) -> bool:
+    """Whether the data directory holds one already; opening it would make one."""
+    try:
+        return (data_dir(config) / "postgres" / "PG_VERSION").exists()
+    except PermissionError:
+        return True  # somebody else's: opening it says so
+
+
+def described_database(config: Config) -> str:
+    """Where the database is, without secrets."""
+    if config.database_url is not None:
+        return masked(config.database_url.get_secret_value())
+    return f"embedded, in {data_dir(config)}"
+
+
+def running_database_url(config: Config) -> str | None:
+    """The address of the embedded database, if it runs now. Starts nothing."""
+    from windlass.store.embedded import EmbeddedPostgres
+
+    server = EmbeddedPostgres(data_dir(config))
+    return server.dsn if server.is_running() else None
+
+
+@contextmanager
+def temporary_data_dir() -> Iterator[Path]:
+    """A data directory that is gone afterwards, with all that is in it."""
+    folder = make_temporary_folder("windlass-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_temporary_folder(prefix: str) -> Path:
+    """For a data directory. Whoever asks deletes it."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_place()))
+    # Under root the server runs as somebody else, who must get through. What lies inside is closed to others.
+    folder.chmod(0o711)
+    return folder
+
+
+def _temporary_place() -> Path:
+    """Where temporary files go; under root, if others cannot get there (TMPDIR in root's home), /tmp."""
+    place = Path(tempfile.gettempdir()).absolute()
+    is_open = os.geteuid() != 0 or all(folder.stat().st_mode & 0o001 for folder in (place, *place.parents))
+    return place if is_open else Path("/tmp")  # noqa: S108 - mkdtemp makes its own folder in it
+
+
+@asynccontextmanager
+async def database(config: Config, *, is_migrating: bool = True, may_create: bool = True) -> AsyncIterator[str]:
+    """The address of the database, running for as long as this is open.
+
+    The embedded one is brought up to date, unless `is_migrating` is false; any other is left as it is. For whoever only
+    looks, `may_create` is false: BadInput if there is none yet.
+    """
+    if config.database_url is not None:
+        yield config.database_url.get_secret_value()
+        return
+    if not may_create and not has_embedded_database(config):
+        raise BadInput(
+            f"there is no database in {data_dir(config)} yet: `windlass up`, `worker` or `enqueue` makes one; "
+            "--data-dir or DATABASE_URL names another."
+        )
+    from windlass.store.embedded import EmbeddedPostgres
+
+    server = EmbeddedPostgres(data_dir(config))
+    try:
+        await _in_thread(server.open)
+        if is_migrating:
+            await migrate(server.dsn)
+        yield server.dsn
+    finally:
+        await _in_thread(server.close)
+
+
+async def _in_thread(function: Callable[[], None]) -> None:
+    """Once begun it is waited for, even when we are cancelled: only then can what it did be undone."""
+    # Not in the loop's own threads: handlers may have taken all of them, for ever.
+    thread = ThreadPoolExecutor(1)
+    work = asyncio.get_running_loop().run_in_executor(thread, function)
+    thread.shutdown(wait=False)
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+@asynccontextmanager
+async def store(config: Config, *, max_connections: int = 4, may_create: bool = True) -> AsyncIterator[PostgresStore]:
+    async with (
+        database(config, may_create=may_create) as dsn,
+        PostgresStore(dsn, retention=config.retention, max_connections=max_connections) as opened,
+    ):
+        yield opened
+
+
+@asynccontextmanager
+async def access_store(config: Config) -> "AsyncIterator[PostgresAccessStore]":
+    from windlass.store.access import PostgresAccessStore
+
+    async with database(config) as dsn, PostgresAccessStore(dsn, retention=config.retention) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def control_store(
+    config: Config, *, max_connections: int = 4, may_create: bool = True
+) -> "AsyncIterator[PostgresControlStore]":
+    from windlass.store.control import PostgresControlStore
+
+    async with (
+        database(config, may_create=may_create) as dsn,
+        PostgresControlStore(dsn, retention=config.retention, max_connections=max_connections) as opened,
+    ):
+        yield opened
+
+
+async def applied_migrations_of(dsn: str) -> dict[int, Any]:
+    """Version to row of what the database has; changes nothing."""
+    async with connected(dsn, "reading the schema's version") as connection, connection.transaction(readonly=True):
+        return await applied_migrations(connection)
+
+
+async def examine_database(dsn: str) -> "Examination":
+    from windlass.store.examine import examine
+
+    return await examine(dsn)

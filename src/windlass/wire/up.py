@@ -1,0 +1,257 @@
+"""The orchestrator: every fleet's cycles, once or until told to stop, and all that goes on beside them."""
+
+import asyncio
+import contextlib
+import os
+import random
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from windlass.model.config import Config
+from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable
+from windlass.store.migrate import migrate
+from windlass.wire.engine import ray_beside
+from windlass.wire.face import http_face, open_listener
+from windlass.wire.providers import check_machines_can_call, hiring_fleets, provider
+from windlass.wire.stores import control_store, database, described_database
+
+if TYPE_CHECKING:
+    from windlass.configure import Loaded
+    from windlass.control.cycle import FleetCycle
+    from windlass.control.summary import Summary
+    from windlass.control.up import Up
+    from windlass.model.fleet import FleetConfig
+    from windlass.ports.alarm import Receiver
+    from windlass.ports.control import Candidate
+    from windlass.store.control import PostgresControlStore
+
+# Hands every log line to whoever asks, until they call what they got for it.
+Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
+
+
+async def run_cycles(config: Config) -> "list[Summary]":
+    """One cycle of every fleet, then give the lead up: for cron and the like."""
+    check_machines_can_call(config)
+    async with control_store(config) as store:
+        ourselves, instance_id = candidate(config), await store.instance_id()
+        try:
+            return [
+                await _run_once(fleet_cycle(name, fleet, config, store, ourselves, instance_id))
+                for name, fleet in hiring_fleets(config).items()
+            ]
+        finally:
+            await store.resign(ourselves)
+
+
+async def _run_once(cycle: "FleetCycle") -> "Summary":
+    try:
+        summary = await cycle.run()
+        # Machines that are being prepared: nobody else is there to hear of it.
+        await cycle.settle(is_patient_with_all=True)
+    finally:
+        await cycle.close()
+    return summary
+
+
+async def run_up(
+    loaded: "Loaded",
+    reload: "Callable[[], Loaded]",
+    on_summary: "Callable[[Summary], None]",
+    *,
+    is_leaving_workers: bool,
+    version: str,
+    on_link: Callable[[str], None] = lambda _link: None,
+    tap: Tap = lambda _taker: lambda: None,
+) -> None:
+    """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads.
+
+    `on_link` is told, once, the address that lets a person's browser in. `tap` hands log lines to whoever asks.
+    """
+    import structlog
+
+    from windlass.control.up import Up
+    from windlass.store.control import PostgresControlStore
+
+    config = loaded.config
+    check_machines_can_call(config)
+    # Before anything else: a port that is taken ends the matter.
+    listener = open_listener(config)
+    async with (
+        database(config) as dsn,
+        _migrated(dsn),
+        ray_beside(loaded) as config,
+        PostgresControlStore(dsn, retention=config.retention) as opened,
+    ):
+        ourselves, instance_id = candidate(config), await opened.instance_id()
+        watchers = [on_summary]
+
+        def tell_all(summary: "Summary") -> None:
+            for tell in watchers:
+                tell(summary)
+
+        up = Up(
+            opened,
+            lambda name, fleet: fleet_cycle(name, fleet, config, opened, ourselves, instance_id),
+            lambda name, fleet: provider(name, fleet, config, instance_id),
+            tell_all,
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
+        loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload, config.ray_address))
+        log = structlog.get_logger("windlass.up")
+        log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
+        async with (
+            http_face(config, dsn, up, listener, version, watchers, on_link) as counts,
+            _alarm(config, dsn, watchers, counts.on_message),
+            _logs_in_database(config, dsn, tap, counts.on_dropped),
+            _traced_cycles(config, version, watchers),
+        ):
+            await up.run(hiring_fleets(config))
+        with contextlib.suppress(DatabaseUnavailable):
+            await opened.resign(ourselves)
+        log.info("ended")
+
+
+@asynccontextmanager
+async def _migrated(dsn: str) -> AsyncIterator[None]:
+    await migrate(dsn)
+    yield
+
+
+def fleet_cycle(
+    name: str,
+    fleet: "FleetConfig",
+    config: Config,
+    store: "PostgresControlStore",
+    candidate: "Candidate",
+    instance_id: str,
+) -> "FleetCycle":
+    from windlass.control.cycle import FleetCycle
+
+    rents = provider(name, fleet, config, instance_id)
+    return FleetCycle(name, fleet, store, rents, candidate, random.SystemRandom())
+
+
+def candidate(config: Config) -> "Candidate":
+    """Ourselves, as one who might lead."""
+    from windlass.ports.control import Candidate
+
+    return Candidate(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}", config.control.lease_s)
+
+
+@asynccontextmanager
+async def _alarm(
+    config: Config,
+    dsn: str,
+    watchers: "list[Callable[[Summary], None]]",
+    on_message: Callable[[str, str], None],
+) -> AsyncIterator[None]:
+    """People are told what is the matter for as long as this is open."""
+    from windlass.control.alarm import Alarm
+    from windlass.store.alarm import PostgresAlarmStore
+
+    # Its own connections: whatever a receiver does, no cycle waits for one.
+    async with PostgresAlarmStore(dsn, retention=config.retention, max_connections=2) as store:
+        alarm = Alarm(
+            store,
+            receivers(config),
+            dead_letters_allowed=config.alerts.dead_letters_per_hour,
+            ignored=config.alerts.ignored,
+            on_message=on_message,
+        )
+        watchers.append(alarm.note)
+        telling = asyncio.create_task(alarm.run())
+        try:
+            yield
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _logs_in_database(
+    config: Config, dsn: str, tap: Tap, on_dropped: Callable[[int], None]
+) -> AsyncIterator[None]:
+    """Log lines go into the database too, if that is configured."""
+    if not config.logs.in_database:
+        yield
+        return
+    from windlass.store.log_sink import LogSink, PostgresLogStore
+
+    async with PostgresLogStore(dsn, retention=config.retention, max_connections=1) as store:
+        sink = LogSink(store, on_dropped)
+        untap, writing = tap(sink.take), asyncio.create_task(sink.run())
+        try:
+            yield
+        finally:
+            untap()
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _traced_cycles(
+    config: Config, version: str, watchers: "list[Callable[[Summary], None]]"
+) -> AsyncIterator[None]:
+    """Cycles are told to OpenTelemetry, if that is configured."""
+    if config.logs.traces_endpoint is None:
+        yield
+        return
+    from windlass.traces import Traces
+
+    traces = Traces(config.logs.traces_endpoint, "windlass", version)
+
+    def note(summary: "Summary") -> None:
+        if summary.is_leader:
+            about = {"fleet": summary.fleet, "cycle.id": summary.cycle_id, "decision": summary.decision}
+            counts = {**(summary.actions or {}), **(summary.status or {})}
+            traces.note("cycle", summary.duration_s, {**about, **counts}, summary.hold)
+
+    watchers.append(note)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(traces.close)
+
+
+def receivers(config: Config) -> "list[Receiver]":
+    """Everybody who is to be told what is the matter."""
+    from windlass.configure import secret_variables
+    from windlass.notify.command import Command
+    from windlass.notify.email import Email
+    from windlass.notify.webhook import Slack, Webhook
+
+    alerts, found = config.alerts, list["Receiver"]()
+    if alerts.webhook_url is not None:
+        found.append(Webhook(alerts.webhook_url.get_secret_value()))
+    if alerts.slack_url is not None:
+        found.append(Slack(alerts.slack_url.get_secret_value()))
+    if alerts.email_to and alerts.smtp_url is not None:
+        found.append(Email(alerts.smtp_url.get_secret_value(), alerts.email_from, alerts.email_to))
+    if alerts.command is not None:
+        found.append(Command(alerts.command, tuple(secret_variables())))
+    return found
+
+
+def _reconfigure(up: "Up", reload: "Callable[[], Loaded]", ray_address: str | None) -> None:
+    import structlog
+
+    try:
+        config = reload().config
+        check_machines_can_call(config)
+        # Their nodes join the head that we know, or started.
+        config = config.model_copy(update={"ray_address": config.ray_address or ray_address})
+        changed = [name for name, fleet in config.fleets.items() if fleet.engine == "ray" and up.fleet(name) != fleet]
+        up.reconfigure(hiring_fleets(config))
+        if changed:
+            structlog.get_logger(__name__).warning(
+                "dispatchers go on with the settings they have: start `windlass up` again to change them",
+                fleets=changed,
+            )
+    except (ConfigError, BadInput) as error:
+        structlog.get_logger(__name__).error("configuration not reloaded, nothing changed", error=str(error))
