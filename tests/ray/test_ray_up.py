@@ -133,7 +133,7 @@ def _free_port() -> int:
 async def test_a_head_that_dies_comes_back_and_no_task_is_lost(tmp_path: Path, dsn: str) -> None:
     toml = LOCAL + COMMON.format(chdir=HANDLERS)
     async with PostgresEngineStore(dsn) as store, up(tmp_path, dsn, toml) as process:
-        ids = [await store.enqueue(new_task("q", {"number": number, "s": 0.5})) for number in range(16)]
+        ids = [await store.enqueue(new_task("q", {"number": number, "s": 0.5})) for number in range(40)]
 
         async def are_some_complete() -> bool:
             return len(await store.tasks(status=TaskStatus.COMPLETE, limit=100)) >= 3
@@ -145,6 +145,8 @@ async def test_a_head_that_dies_comes_back_and_no_task_is_lost(tmp_path: Path, d
         assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
         log = (tmp_path / "up.log").read_text()
         assert "the Ray head died; starting another" in log
+        # Both are needed for the rest: a head with new nodes, and a dispatcher that knows it.
+        assert log.count("Ray head started") == log.count('"dispatching"') == 2
         assert process.poll() is None
     assert not [p for p in psutil.process_iter() if p.name() == "raylet" and _is_of(p, tmp_path)]
 

@@ -39,6 +39,10 @@ class ClusterUnavailable(WindlassError):
     """The head did not answer."""
 
 
+class ClusterReplaced(WindlassError):
+    """Another cluster is at the same address: a head that came back without its memory. It knows no earlier driver."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
     node_id: str
@@ -55,6 +59,8 @@ class Cluster:
     def __init__(self, address: str) -> None:
         self.address = address
         self._client: Any = None
+        # Of the cluster that answered first.
+        self._cluster_id: str | None = None
 
     async def versions(self) -> Versions:
         return await self._ask("asking for the versions of the Ray head", self._versions)
@@ -90,7 +96,12 @@ class Cluster:
     def _gcs(self) -> Any:
         if self._client is None:
             raylet: Any = importlib.import_module("ray._raylet")
-            self._client = raylet.GcsClient(address=self.address)
+            client = raylet.GcsClient(address=self.address)
+            cluster_id = client.cluster_id.hex()
+            self._cluster_id = self._cluster_id or cluster_id
+            if cluster_id != self._cluster_id:
+                raise ClusterReplaced(f"the Ray head at {self.address} is another one than before")
+            self._client = client
         return self._client
 
     def _versions(self) -> Versions:

@@ -23,7 +23,15 @@ import structlog
 
 from windlass.control.leader import Trust
 from windlass.engine.attempt import Job
-from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, Cluster, ClusterNode, ClusterUnavailable, label_value
+from windlass.engine.cluster import (
+    FLEET_LABEL,
+    WORKER_LABEL,
+    Cluster,
+    ClusterNode,
+    ClusterReplaced,
+    ClusterUnavailable,
+    label_value,
+)
 from windlass.engine.driver import Driver
 from windlass.engine.executor import Flights, RayExecutor
 from windlass.engine.gate import Gate
@@ -308,6 +316,8 @@ class Dispatcher:
         now = asyncio.get_running_loop().time()
         try:
             nodes = await self._cluster.nodes()
+        except ClusterReplaced as error:
+            raise HeadLost(str(error)) from error
         except ClusterUnavailable as error:
             self._head_silent_since = self._head_silent_since or now
             log.warning("no word from the Ray head", error=str(error))

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import structlog
 
-from windlass.engine.cluster import Cluster, ClusterUnavailable
+from windlass.engine.cluster import ClusterUnavailable
 from windlass.engine.folder import ray_folder
+from windlass.engine.greet import greet
 from windlass.model.errors import WindlassError
 from windlass.worker.process import Group, describe_exit, start_group
 
 START_TIMEOUT_S = 60.0
-POLL_S = 0.1
 # After a head that died, and died again: the wait doubles from the first to the second.
 MIN_RESTART_S, MAX_RESTART_S = 0.5, 30.0
 # A head keeps only its own small things in shared memory. Ray takes no less.
@@ -91,6 +91,8 @@ async def _keep(head: HeadAddress, folder: Path, env: dict[str, str], group: Gro
 
 async def _start(head: HeadAddress, folder: Path, env: dict[str, str]) -> Group:
     host, _, port = head.address.rpartition(":")
+    # Where the last head was. Ray starts none at the same address while raylets of the old one still look for it there.
+    (folder / "ray_current_cluster").unlink(missing_ok=True)
     group = await start_group(
         [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
@@ -102,29 +104,24 @@ async def _start(head: HeadAddress, folder: Path, env: dict[str, str]) -> Group:
         # What it has to say is in the folder's logs; here it would only drown what we say.
         is_passed_on=False,
     )
-    cluster = Cluster(head.address)
+    greeting, ending = asyncio.create_task(greet(head.address, START_TIMEOUT_S)), asyncio.create_task(group.wait())
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while True:
-                _check_lives(group)
-                try:
-                    if any(node.is_alive for node in await cluster.nodes()):
-                        log.info("Ray head started", address=head.address)
-                        return group
-                except ClusterUnavailable:
-                    pass
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
+        await asyncio.wait((greeting, ending), return_when=asyncio.FIRST_COMPLETED)
+        if group.returncode is not None:
+            raise WindlassError(f"the Ray head {describe_exit(group.returncode)}: {group.tail()[-500:]}")
+        await greeting
+    except ClusterUnavailable:
         await group.end()
         raise WindlassError(f"the Ray head did not start within {START_TIMEOUT_S:g} s: {group.tail()[-500:]}") from None
     except BaseException:
         await group.end()
         raise
-
-
-def _check_lives(group: Group) -> None:
-    if group.returncode is not None:
-        raise WindlassError(f"the Ray head {describe_exit(group.returncode)}: {group.tail()[-500:]}")
+    finally:
+        greeting.cancel()
+        ending.cancel()
+        await asyncio.gather(greeting, ending, return_exceptions=True)
+    log.info("Ray head started", address=head.address)
+    return group
 
 
 def _own_ip() -> str:

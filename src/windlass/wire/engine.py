@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from windlass.model.order import RayHead
     from windlass.worker.runtime import Ending
 
+# A cluster that is there answers at once.
+GREETING_LIMIT_S = 20.0
 # What lets a machine into a cluster, by Ray's own names.
 _RAY_CREDENTIALS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_gcs_rpc_server_reconnect_timeout_s")
 
@@ -90,7 +92,7 @@ async def ray_beside(loaded: "Loaded") -> AsyncIterator[Config]:
     if not fleets:
         yield config
         return
-    from windlass.engine.cluster import Cluster
+    from windlass.engine.greet import greet
     from windlass.engine.head import kept_head
     from windlass.engine.supervise import kept_running
     from windlass.engine.versions import check_node_image, check_versions, our_versions
@@ -112,7 +114,7 @@ async def ray_beside(loaded: "Loaded") -> AsyncIterator[Config]:
         address = config.ray_address
         if address is None:
             raise AssertionError("either given or started")
-        check_versions(ours, await Cluster(address).versions(), f"the Ray head at {address}")
+        check_versions(ours, await greet(address, GREETING_LIMIT_S), f"the Ray head at {address}")
         for name, fleet in fleets.items():
             await stack.enter_async_context(
                 kept_running(
