@@ -107,8 +107,7 @@ async def _start(head: HeadAddress, folder: Path, env: dict[str, str]) -> Group:
     greeting, ending = asyncio.create_task(greet(head.address, START_TIMEOUT_S)), asyncio.create_task(group.wait())
     try:
         await asyncio.wait((greeting, ending), return_when=asyncio.FIRST_COMPLETED)
-        if group.returncode is not None:
-            raise WindlassError(f"the Ray head {describe_exit(group.returncode)}: {group.tail()[-500:]}")
+        _check_lives(group)
         await greeting
     except ClusterUnavailable:
         await group.end()
@@ -122,6 +121,11 @@ async def _start(head: HeadAddress, folder: Path, env: dict[str, str]) -> Group:
         await asyncio.gather(greeting, ending, return_exceptions=True)
     log.info("Ray head started", address=head.address)
     return group
+
+
+def _check_lives(group: Group) -> None:
+    if group.returncode is not None:
+        raise WindlassError(f"the Ray head {describe_exit(group.returncode)}: {group.tail()[-500:]}")
 
 
 def _own_ip() -> str:
