@@ -119,7 +119,7 @@ class Bed:
             "heartbeat_timeout_s": LEASE_S,
             **self.settings,
         }
-        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items() if value is not None]
         config.write_text("\n".join([f"[fleets.{self.fleet}]", *lines]))
         return self.start(name, "dispatch", "--fleet", self.fleet, "--config", str(config))
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ray_bed import Bed, head_beside, made_bed, until
 
@@ -201,6 +202,35 @@ async def test_tasks_of_a_cluster_that_is_not_ours_belong_to_its_nodes(bed: Bed)
     assert task.worker_id == "n1"
     workers = await bed.store.workers()
     assert {worker.id for worker in workers if worker.kind is WorkerKind.NODE} == {"n1"}  # the head can hold none
+
+
+async def test_a_command_is_run_and_ends_with_its_attempt(bed: Bed, tmp_path: Path) -> None:
+    script, pid_file = tmp_path / "command.sh", tmp_path / "pid"
+    script.write_text(f"read task; case $task in *wait*) echo $$ > {pid_file}; exec sleep 60;; *) echo $task;; esac")
+    bed.settings.update({"handler": None, "exec": f"sh {script}"})
+    await bed.hire("n1")
+    bed.dispatch()
+    await bed.joined("n1")
+    echoed = await bed.add(new_task("q", {"say": "hello"}, max_attempts=1))
+    endless = await bed.add(new_task("q", {"say": "wait"}))
+    (task,) = await bed.finished([echoed])
+    assert (task.status, json.loads(task.result)) == (TaskStatus.COMPLETE, {"say": "hello"}), task.error
+
+    async def pid() -> int | None:
+        return int(pid_file.read_text()) if pid_file.exists() and pid_file.read_text() else None
+
+    process = psutil.Process(await until(pid, "the command's start"))
+    assert await bed.store.cancel_task(endless, "not wanted")
+    await asyncio.to_thread(process.wait, 15)
+    # A command that is nowhere is no task's fault: the dispatcher says so and ends.
+    bed.processes["dispatcher"].terminate()
+    bed.settings["exec"] = "nowhere-to-be-found"
+    refused = bed.dispatch("second")
+    given_back = await bed.add(new_task("q", {}))
+    assert await asyncio.to_thread(refused.wait, 30) == 2, bed.log("second")
+    assert "cannot find the command 'nowhere-to-be-found'" in bed.log("second").strip().rpartition("\n")[2]
+    task = await bed.store.task(given_back)
+    assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
 
 
 async def test_another_version_of_ray_is_refused_in_one_sentence(bed: Bed, head: HeadAddress) -> None:
