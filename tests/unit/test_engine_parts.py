@@ -106,6 +106,34 @@ def test_without_a_node_that_could_hold_one_nothing_is_claimed() -> None:
     assert free_places({"a": NodeRoom(CPU, CPU)}, {}, CPU, margin=5) == 5
 
 
+def test_tasks_that_fit_nowhere_take_no_room_from_others() -> None:
+    nodes = {"a": NodeRoom({"CPU": 2.0})}
+    misfits = {Flight(frozen({"CPU": 8.0})): 12}
+    assert free_places(nodes, misfits, CPU, margin=2) == free_places(nodes, {}, CPU, margin=2) == 4
+
+
+def test_of_a_cluster_that_may_grow_as_many_as_the_margin_wait_for_a_node() -> None:
+    waiting = [{Flight(frozen(CPU)): count} for count in range(4)]
+    assert [free_places({}, flights, CPU, margin=2, is_awaited=True) for flights in waiting] == [2, 1, 0, 0]
+    assert free_places({}, {}, CPU, margin=0, is_awaited=True) == 1
+    # Full is not awaited: its places become free.
+    full = {"a": NodeRoom(CPU, CPU)}
+    assert free_places(full, {}, CPU, margin=2, is_awaited=False) == 2
+
+
+@pytest.mark.parametrize("needs", [{}, {"disk": 0.001}], ids=["nothing", "hardly anything"])
+def test_of_tasks_that_need_no_processor_a_node_takes_a_limited_number(needs: dict[str, float]) -> None:
+    nodes = {"a": NodeRoom({"CPU": 2.0, "disk": 10.0}), "b": NodeRoom({"CPU": 2.0, "disk": 10.0})}
+    flights: Counter[Flight] = Counter()
+    for number in range(1000):
+        if not free_places(nodes, flights, needs, margin=3):
+            break
+        flights[Flight(frozen(needs), ("a", "b", None)[number % 3])] += 1
+    assert flights.total() == 2 * 100 + 3
+    # They are in nobody's way who needs one.
+    assert free_places(nodes, flights, CPU, margin=0) == 4 - 3
+
+
 def test_a_task_on_a_node_that_is_gone_takes_no_place() -> None:
     assert free_places({"a": NodeRoom(CPU)}, {Flight(frozen(CPU), "gone"): 1}, CPU, margin=0) == 1
 

@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import json
 import os
-import pickle
 import queue
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +54,10 @@ class NotStarted:
 
 @dataclass(frozen=True, slots=True)
 class NoHandler:
-    """There is nothing to run on this node, and so on no other."""
+    """This node has nothing to run it with."""
 
     why: str
+    node_id: str
 
 
 Answer = Outcome | NotStarted | NoHandler
@@ -112,10 +113,26 @@ _handlers: dict[str, Handler] = {}
 _runner: asyncio.Runner | None = None
 
 
-def run_packed(packed: bytes) -> Answer:
-    """An attempt as the driver packs it: a pickled claim and job."""
-    claim, job = pickle.loads(packed)  # noqa: S301 - from our dispatcher, by Ray, which pickles all there is
-    return run_attempt(claim, job)
+def portable() -> Callable[[bytes], Any]:
+    """What Ray runs for a packed claim and job. It is sent as it is, so that it runs on nodes without our program too.
+
+    It returns an Answer, or the node's id and why our program is of no use there.
+    """
+
+    def windlass_attempt(packed: bytes) -> Any:
+        import pickle  # noqa: PLC0415 - everything it uses, it finds where it runs
+
+        import ray  # noqa: PLC0415
+
+        try:
+            from windlass.engine.attempt import run_attempt  # noqa: PLC0415
+
+            claim, job = pickle.loads(packed)  # noqa: S301 - from our dispatcher, by Ray, which pickles all there is
+        except Exception as error:
+            return ray.get_runtime_context().get_node_id(), f"{type(error).__name__}: {error}"
+        return run_attempt(claim, job)
+
+    return windlass_attempt
 
 
 def run_attempt(claim: Claim, job: Job) -> Answer:
@@ -124,7 +141,7 @@ def run_attempt(claim: Claim, job: Job) -> Answer:
         handler = _handler(job.handler) if job.handler is not None else None
         command = _command(job) if job.command is not None else None
     except HandlerNotFound as error:
-        return NoHandler(str(error))
+        return NoHandler(str(error), _node_id())
     try:
         line = _line(job.gate)
         if not line.may_start(str(claim.token), _node_id()):
@@ -188,7 +205,7 @@ def _run_command(command: CommandExecutor, claim: Claim, report: ReportProgress)
     try:
         return _loop().run(command.run(claim, report))
     except HandlerNotFound as error:
-        return NoHandler(str(error))
+        return NoHandler(str(error), _node_id())
 
 
 def _loop() -> asyncio.Runner:

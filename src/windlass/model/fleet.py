@@ -337,6 +337,24 @@ class FleetConfig(BaseModel):
             )
         return self
 
+    @property
+    def node_offer(self) -> RaySettings | None:
+        """What each of its Ray nodes is started with. None: they are others'."""
+        if self.provider == "ray":
+            return None
+        if self.provider != "ray-local":
+            return self.ray
+        # Many nodes share this host: each offers what its tasks need, not all there is.
+        needs = [self.ray.needs_of(queue) for queue in self.queues]
+        cpus = max([self.concurrency * max(self.ray.num_cpus, 1.0), *(need.num_cpus for need in needs)])
+        gpus = max([self.concurrency * self.ray.num_gpus, *(need.num_gpus for need in needs)])
+        return self.ray.model_copy(
+            update={
+                "node_cpus": self.ray.node_cpus or cpus,
+                "node_gpus": gpus if self.ray.node_gpus is None else self.ray.node_gpus,
+            }
+        )
+
     def _check_engine(self) -> None:
         if self.engine is None:
             if self.provider in ("ray-local", "ray"):

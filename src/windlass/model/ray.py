@@ -66,6 +66,12 @@ class RaySettings(TaskNeeds):
     def needs_of(self, queue: str) -> TaskNeeds:
         return self.queues.get(queue, self)
 
+    def could_offer(self, needs: Mapping[str, float]) -> bool:
+        """Whether a node that is started with these settings could hold it, as far as they say."""
+        unsaid = {"CPU": self.node_cpus, "GPU": self.node_gpus, "memory": None}
+        offered = {name: unsaid.get(name, self.node_resources.get(name, 0.0)) for name in needs}
+        return all(amount is None or needs[name] <= amount for name, amount in offered.items())
+
     def classes(self, queues: tuple[str, ...]) -> dict[tuple[tuple[str, float], ...], tuple[str, ...]]:
         """The queues whose tasks need the same, together: a place for one is a place for all."""
         found: dict[tuple[tuple[str, float], ...], tuple[str, ...]] = {}
