@@ -242,3 +242,21 @@ async def test_one_that_is_being_called_back_can_be_called_again() -> None:
     # Its queue is seen by whoever hires, at once.
     assert given_back.value.delay_s == 0.0
     assert not flights.counts
+
+
+async def test_an_attempt_on_a_node_that_ray_has_given_up_is_over() -> None:
+    """Also where Ray hears nothing of its end, because the node was only cut off."""
+    nodes, ray, one = hired("n1"), Ray(), claim()
+    flights = flights_of(nodes)
+    attempt = asyncio.create_task(RayExecutor(ray, flights, nodes.settings).run(one, lambda _f, _n: None))
+    async with asyncio.timeout(LIMIT_S):
+        await ray.submitted.wait()
+        assert await flights.may_start(one.token, "id-n1")
+        flights.ground()
+        nodes.see([], {})
+        flights.ground()
+        await ray.is_ending.wait()
+        flights.ground()
+        ray.may_end.set()
+        outcome = await attempt
+    assert isinstance(outcome, Failure) and (outcome.code, outcome.retry) == ("NODE_LOST", True)

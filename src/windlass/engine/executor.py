@@ -57,6 +57,8 @@ class Nodes(Protocol):
     @property
     def closed(self) -> Collection[str]: ...
 
+    def is_alive(self, node_id: str) -> bool: ...
+
     def worker_of(self, node_id: str) -> str | None: ...
 
     def outlook(self, needs: Needs, shunned: Collection[str] = ()) -> Outlook: ...
@@ -80,6 +82,8 @@ class _Flight:
     is_lost: bool = False
     # Called back from Ray, to look at what it may expect.
     is_grounded: bool = False
+    # It ran on a node that is gone.
+    is_down: bool = False
     on_start: Callable[[], None] = lambda: None
     reference: Any = None
 
@@ -106,10 +110,18 @@ class Flights:
         return len(self._flights)
 
     def ground(self) -> None:
-        """Call back what waits where no node can hold it: in our name it would wait for ever, and nobody be hired."""
+        """Call back what waits where no node can hold it: in our name it would wait for ever, and nobody be hired.
+
+        And give up what runs on nodes that are gone: from one that was cut off, Ray would wait for minutes to hear.
+        """
         for flight in self._flights.values():
-            if flight.node_id is None and flight.reference is not None and not self._may_wait(flight):
-                flight.is_grounded = True
+            if flight.reference is None:
+                continue
+            if flight.node_id is None:
+                flight.is_grounded = flight.is_grounded or not self._may_wait(flight)
+            else:
+                flight.is_down = flight.is_down or not self.nodes.is_alive(flight.node_id)
+            if flight.is_grounded or flight.is_down:
                 flight.on_start()
 
     def _may_wait(self, flight: _Flight) -> bool:
@@ -141,7 +153,7 @@ class Flights:
 
     async def may_start(self, token: UUID, node_id: str) -> bool:
         flight, worker_id = self._flights.get(token), self.nodes.worker_of(node_id)
-        if flight is None or flight.is_grounded:
+        if flight is None or flight.is_grounded or flight.is_down:
             return False
         if worker_id is None:
             flight.shunned.add(node_id)
@@ -238,7 +250,7 @@ class RayExecutor:
             async with asyncio.timeout(None) as limit:
 
                 def on_start() -> None:
-                    if flight.is_grounded:
+                    if flight.is_grounded or flight.is_down:
                         limit.reschedule(loop.time())
                     elif claim.timeout_s is not None:
                         limit.reschedule(loop.time() + claim.timeout_s)
@@ -251,6 +263,8 @@ class RayExecutor:
             await self._hands.end(reference)
             if flight.is_grounded:
                 return NotStarted("no node could run it")
+            if flight.is_down:
+                return Failure("NODE_LOST", "its node was lost: Ray has given it up")
             return time_limit_failure(claim.timeout_s or 0)
         except asyncio.CancelledError:
             await asyncio.shield(asyncio.ensure_future(self._hands.end(reference)))

@@ -95,6 +95,9 @@ class Nodes:
 
     # ---------------------------------------------------------------------------------------------- what is asked
 
+    def is_alive(self, node_id: str) -> bool:
+        return node_id in self.alive
+
     def worker_of(self, node_id: str) -> str | None:
         """None: it is none of ours, or not yet seen."""
         node = self.alive.get(node_id)
