@@ -83,6 +83,17 @@ def test_a_node_that_cannot_run_our_tasks_is_passed_over_for_a_while_and_all_tog
     assert nodes.outlook(ONE_CPU) is Outlook.FITS
 
 
+def test_a_node_that_is_lost_is_kept_in_mind_and_one_that_was_to_end_is_not() -> None:
+    nodes = hired("n1", "n2", "n3")
+    nodes.bar(["n3"])
+    n1, n2, n3 = nodes.alive.values()
+    assert not nodes.see([n1, n2, n3], {})
+    assert not nodes.see([n1, n2], {})
+    assert nodes.see([n2], {})
+    assert nodes.closed == {"id-n1"}
+    assert not nodes.see([n2], {})
+
+
 def test_nodes_of_others_that_hold_any_of_our_queues_are_told_of_and_no_other() -> None:
     settings = RaySettings(num_gpus=1, queues={"q": TaskNeeds(num_cpus=1)})
     nodes = foreign(node("id-1", cpus=3.0), node("id-head", cpus=0.0), settings=settings, queues=("q", "g"))
@@ -260,3 +271,18 @@ async def test_an_attempt_on_a_node_that_ray_has_given_up_is_over() -> None:
         ray.may_end.set()
         outcome = await attempt
     assert isinstance(outcome, Failure) and (outcome.code, outcome.retry) == ("NODE_LOST", True)
+
+
+async def test_what_waits_when_a_node_is_lost_is_given_back_and_comes_again() -> None:
+    """Ray may be about to place it there, and would wait for that node."""
+    nodes, ray = hired("n1", "n2"), Ray()
+    flights = flights_of(nodes)
+    attempt = asyncio.create_task(RayExecutor(ray, flights, nodes.settings).run(claim(), lambda _f, _n: None))
+    async with asyncio.timeout(LIMIT_S):
+        await ray.submitted.wait()
+        flights.ground(all_waiting=True)
+        ray.may_end.set()
+        with pytest.raises(NotBegun) as given_back:
+            await attempt
+    assert given_back.value.delay_s == 0.0
+    assert len(ray.closed) == 1

@@ -262,8 +262,8 @@ class Dispatcher:
             return
         self._head_silent_since = None
         before = set(self._nodes.alive)
-        self._nodes.see(nodes, _used_by(flights.counts))
-        flights.ground()
+        are_some_lost = self._nodes.see(nodes, _used_by(flights.counts))
+        flights.ground(all_waiting=are_some_lost)
         config = self._dispatch.config
         try:
             barred = await self._store.report_nodes(

@@ -109,16 +109,17 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def ground(self) -> None:
+    def ground(self, *, all_waiting: bool = False) -> None:
         """Call back what waits where no node can hold it: in our name it would wait for ever, and nobody be hired.
 
         And give up what runs on nodes that are gone: from one that was cut off, Ray would wait for minutes to hear.
+        What it was about to place there waits as long: `all_waiting` calls back whatever waits.
         """
         for flight in self._flights.values():
             if flight.reference is None:
                 continue
             if flight.node_id is None:
-                flight.is_grounded = flight.is_grounded or not self._may_wait(flight)
+                flight.is_grounded = flight.is_grounded or all_waiting or not self._may_wait(flight)
             else:
                 flight.is_down = flight.is_down or not self.nodes.is_alive(flight.node_id)
             if flight.is_grounded or flight.is_down:
@@ -206,6 +207,9 @@ class RayExecutor:
                 return Failure(
                     "BAD_RESOURCES", f"no node of its fleet has what it needs: {_words(flight)}", retry=False
                 )
+            if flight.is_grounded:
+                # Ray may not have let go of it. Given back, it comes again with a token that what is left does not know
+                break
             answer = await self._submit(flight)
             if isinstance(answer, NoHandler):
                 if self._flights.nodes.refuse(answer.node_id, answer.why):
@@ -242,7 +246,6 @@ class RayExecutor:
 
     async def _submit(self, flight: _Flight) -> Answer:
         claim = flight.claim
-        flight.is_grounded = False
         closed = flight.shunned | set(self._flights.nodes.closed)
         reference = flight.reference = self._hands.submit(claim, flight.needs, closed)
         loop = asyncio.get_running_loop()
@@ -262,7 +265,7 @@ class RayExecutor:
             flight.on_start = lambda: None
             await self._hands.end(reference)
             if flight.is_grounded:
-                return NotStarted("no node could run it")
+                return NotStarted("it was called back from Ray, where nodes have changed")
             if flight.is_down:
                 return Failure("NODE_LOST", "its node was lost: Ray has given it up")
             return time_limit_failure(claim.timeout_s or 0)

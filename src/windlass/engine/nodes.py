@@ -19,6 +19,9 @@ from windlass.model.ray import RaySettings
 LOOKS_REMEMBERED = 3
 # A node that lacked something is tried again after this: somebody may have installed it.
 REFUSAL_S = 60.0
+# Ray may try for about a minute to reach a node that was cut off, also for tasks that could run elsewhere. Those that
+# are submitted with other wishes than before it does not line up behind them.
+LOST_S = 120.0
 
 
 class Outlook(enum.Enum):
@@ -51,6 +54,8 @@ class Nodes:
     # Worker ids that get no more tasks.
     _barred: set[str] = field(default_factory=set)
     _refusals: dict[str, _Refusal] = field(default_factory=dict)
+    # Until when they are kept in mind.
+    _lost: dict[str, float] = field(default_factory=dict)
     _looks: dict[str, deque[Mapping[str, float]]] = field(default_factory=dict)
     # Of what was seen last; thousands of tasks ask the same.
     _rooms: dict[str, NodeRoom] | None = None
@@ -58,8 +63,9 @@ class Nodes:
 
     # --------------------------------------------------------------------------------------------- what is learned
 
-    def see(self, nodes: Iterable[ClusterNode], ours: Mapping[str, Resources]) -> None:
-        """`ours`: what our own attempts use of each node."""
+    def see(self, nodes: Iterable[ClusterNode], ours: Mapping[str, Resources]) -> bool:
+        """`ours`: what our own attempts use of each node. True if nodes were lost that were not to end."""
+        before, now = self.alive, self.clock()
         own = [node for node in nodes if self._is_of_fleet(node)]
         self.alive = {node.node_id: node for node in own if node.is_alive}
         self._dead = {node.node_id: node for node in own if not node.is_alive}
@@ -69,13 +75,16 @@ class Nodes:
             self._looks[node_id].append(
                 {name: max(0.0, used - mine.get(name, 0.0)) for name, used in node.used.items()}
             )
-        now = self.clock()
+        lost = [node_id for node_id, node in before.items() if node_id not in self.alive and self._is_admitted(node)]
+        self._lost = {node_id: until for node_id, until in self._lost.items() if until > now}
+        self._lost |= dict.fromkeys(lost, now + LOST_S)
         self._refusals = {
             node_id: refusal
             for node_id, refusal in self._refusals.items()
             if node_id in self.alive and refusal.until > now
         }
         self._forget()
+        return bool(lost)
 
     def bar(self, worker_ids: Iterable[str]) -> None:
         """Only these get no more tasks."""
@@ -115,8 +124,8 @@ class Nodes:
 
     @property
     def closed(self) -> set[str]:
-        """Where Ray could place a task that is not to run there."""
-        return self.alive.keys() - self.rooms().keys()
+        """Where Ray could place a task, or try to, that is not to run there."""
+        return (self.alive.keys() - self.rooms().keys()) | self._lost.keys()
 
     def outlook(self, needs: Needs, shunned: Collection[str] = ()) -> Outlook:
         """`shunned`: nodes that would not have it."""
