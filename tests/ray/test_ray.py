@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from ray_bed import Bed, head_beside, made_bed, until
+from ray_bed import WAIT_S, Bed, head_beside, made_bed, until
 
 from windlass.engine.head import HeadAddress
 from windlass.model.task import TaskStatus, new_task
@@ -169,6 +169,7 @@ async def test_a_node_killed_in_the_middle_costs_time_and_nothing_else(bed: Bed,
     assert bed.log("n1").strip().rpartition("\n")[2].startswith("windlass: the Ray node ended by itself")
 
 
+@pytest.mark.timeout(240)
 async def test_a_node_that_is_cut_off_for_longer_than_ray_waits_is_given_up_and_nothing_counts_twice(
     bed: Bed, tmp_path: Path
 ) -> None:
@@ -183,7 +184,7 @@ async def test_a_node_that_is_cut_off_for_longer_than_ray_waits_is_given_up_and_
         for process in stopped:
             process.suspend()
         held = {task.id for task in await bed.running_on("n1")}
-        tasks = await bed.finished(ids)
+        tasks = await bed.finished(ids, 2 * WAIT_S)
     finally:
         for process in stopped:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -280,7 +280,11 @@ async def test_what_waits_when_a_node_is_lost_is_given_back_and_comes_again() ->
     attempt = asyncio.create_task(RayExecutor(ray, flights, nodes.settings).run(claim(), lambda _f, _n: None))
     async with asyncio.timeout(LIMIT_S):
         await ray.submitted.wait()
-        flights.ground(all_waiting=True)
+        flights.ground(waiting_since=asyncio.get_running_loop().time() - 60)
+        for _ in range(5):  # as many turns as it would take
+            await asyncio.sleep(0)
+        assert not ray.is_ending.is_set()
+        flights.ground(waiting_since=asyncio.get_running_loop().time() + 60)
         ray.may_end.set()
         with pytest.raises(NotBegun) as given_back:
             await attempt

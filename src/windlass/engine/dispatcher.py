@@ -49,6 +49,8 @@ LEASE_S = 10.0
 RENEWALS_PER_LEASE = 4
 # From one look at Ray's nodes to the next.
 LOOK_INTERVAL_S = 0.5
+# What waits since before a node was lost, and for so long after, waits perhaps for that node.
+STUCK_S = 10.0
 # From the first question that the head did not answer.
 HEAD_TIMEOUT_S = 10.0
 # Tasks at hand at the same time, however large the cluster is.
@@ -91,6 +93,8 @@ class Dispatcher:
         self._places: list[_Places] = []
         self._drained: set[str] = set()
         self._head_silent_since: float | None = None
+        # When a node was last lost, until what waits since then has been called back.
+        self._lost_at: float | None = None
 
     def stop(self) -> None:
         """Let what runs finish, give back what has not begun, and end. A second time: give everything back."""
@@ -262,8 +266,13 @@ class Dispatcher:
             return
         self._head_silent_since = None
         before = set(self._nodes.alive)
-        are_some_lost = self._nodes.see(nodes, _used_by(flights.counts))
-        flights.ground(all_waiting=are_some_lost)
+        if self._nodes.see(nodes, _used_by(flights.counts)):
+            self._lost_at = now
+        if self._lost_at is not None and now >= self._lost_at + STUCK_S:
+            flights.ground(waiting_since=self._lost_at)
+            self._lost_at = None
+        else:
+            flights.ground()
         config = self._dispatch.config
         try:
             barred = await self._store.report_nodes(

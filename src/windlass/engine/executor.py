@@ -8,6 +8,7 @@ beginning; when it is over, or the claim is gone, the attempt's process is ended
 """
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -86,6 +87,8 @@ class _Flight:
     is_down: bool = False
     on_start: Callable[[], None] = lambda: None
     reference: Any = None
+    # By the clock of the event loop.
+    submitted_at: float = 0.0
 
     @property
     def kind(self) -> Flight:
@@ -109,17 +112,18 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def ground(self, *, all_waiting: bool = False) -> None:
+    def ground(self, waiting_since: float = -math.inf) -> None:
         """Call back what waits where no node can hold it: in our name it would wait for ever, and nobody be hired.
 
         And give up what runs on nodes that are gone: from one that was cut off, Ray would wait for minutes to hear.
-        What it was about to place there waits as long: `all_waiting` calls back whatever waits.
+        What it was about to place there waits as long: what waits since before `waiting_since` is called back too.
         """
         for flight in self._flights.values():
             if flight.reference is None:
                 continue
             if flight.node_id is None:
-                flight.is_grounded = flight.is_grounded or all_waiting or not self._may_wait(flight)
+                is_stuck = flight.submitted_at < waiting_since
+                flight.is_grounded = flight.is_grounded or is_stuck or not self._may_wait(flight)
             else:
                 flight.is_down = flight.is_down or not self.nodes.is_alive(flight.node_id)
             if flight.is_grounded or flight.is_down:
@@ -249,6 +253,7 @@ class RayExecutor:
         closed = flight.shunned | set(self._flights.nodes.closed)
         reference = flight.reference = self._hands.submit(claim, flight.needs, closed)
         loop = asyncio.get_running_loop()
+        flight.submitted_at = loop.time()
         try:
             async with asyncio.timeout(None) as limit:
 
