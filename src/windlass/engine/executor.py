@@ -212,7 +212,7 @@ class RayExecutor:
                     "BAD_RESOURCES", f"no node of its fleet has what it needs: {_words(flight)}", retry=False
                 )
             if flight.is_grounded:
-                # Ray may not have let go of it. Given back, it comes again with a token that what is left does not know
+                # Ray may not have let go of it. Given back, it comes again with a token that what is left lacks.
                 break
             answer = await self._submit(flight)
             if isinstance(answer, NoHandler):
