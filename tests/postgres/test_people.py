@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any
@@ -13,8 +14,10 @@ from jsonschema import Draft202012Validator
 from face_bed import SECRET, Bed, bed_of
 from windlass.api import live as live_module
 from windlass.api.documented import EXAMPLES
+from windlass.api.errors import ApiError
 from windlass.api.gate import COOKIE, CSRF_HEADER
 from windlass.api.session import new_link
+from windlass.api.thinking import Thinking
 from windlass.model.access import Role, csrf_token
 from windlass.model.task import new_task
 from windlass.model.worker import Registration
@@ -58,6 +61,17 @@ async def test_without_tokens_whoever_is_on_the_host_may_look_and_nobody_else(be
     assert problem_of(await bed.here.get(f"{API}/overview", headers={"Host": "evil.example"})) == (401, "UNAUTHORIZED")
     for name in ("localhost:8080", "[::1]:8080", "127.0.0.1"):
         assert (await bed.here.get(f"{API}/overview", headers={"Host": name})).status_code == 200
+
+
+async def test_a_page_of_elsewhere_sees_nothing_through_a_browser_on_this_host(bed: Bed) -> None:
+    crossing = {"Sec-Fetch-Site": "cross-site"}
+    assert problem_of(await bed.here.get(f"{API}/overview", headers=crossing)) == (401, "UNAUTHORIZED")
+    for origin in ("none", "same-origin"):
+        assert (await bed.here.get(f"{API}/overview", headers={"Sec-Fetch-Site": origin})).status_code == 200
+    # Whoever is let in by more than being here is let in from there too.
+    assert (await bed.here.get(await new_link(bed.store, ""), headers=crossing)).status_code == 200
+    headers = await bed.token(Role.VIEWER)
+    assert (await bed.here.get(f"{API}/overview", headers=headers | crossing)).status_code == 200
 
 
 async def test_writing_always_needs_a_token(bed: Bed) -> None:
@@ -243,10 +257,39 @@ async def test_a_cycle_is_decided_again_with_other_settings(bed: Bed) -> None:
     assert same["is_same"]
     fewer = (await bed.here.get(f"{API}/cycles/{first['id']}/replay", params={"set": ["max_workers=1"]})).json()
     assert (len(fewer["then"]["actions"]), len(fewer["again"]["actions"])) == (2, 1)
-    for wrong in ("max_workers", "nonsense=1", "max_workers=-1", "policy=psychic", "min_workers=9"):
+    for wrong in (
+        *("max_workers", "nonsense=1", "max_workers=-1", "policy=psychic", "min_workers=9"),
+        # More than anybody could count, or wait for.
+        *("max_workers=99999999999", "max_changes_per_cycle=100001", "tasks_per_worker=1e-320", "stop_timeout_s=1e300"),
+        *("scale_up_multiplier=1e308", "poll_interval_s=inf"),
+    ):
         refused = await bed.here.get(f"{API}/cycles/{first['id']}/replay", params={"set": wrong})
         assert problem_of(refused) == (400, "BAD_INPUT"), wrong
     assert problem_of(await bed.here.get(f"{API}/cycles/99")) == (404, "NOT_FOUND")
+
+
+async def test_deciding_again_is_done_beside_the_loop_one_at_a_time_and_within_a_time() -> None:
+    thinking = Thinking(limit_s=0.05)
+    begun, may_end = threading.Event(), threading.Event()
+    threads = set()
+
+    def long() -> None:
+        threads.add(threading.get_ident())
+        begun.set()
+        may_end.wait(30)
+
+    for _ in range(2):  # the second waits for its turn, which does not come
+        with pytest.raises(ApiError, match="too long"):
+            await thinking.about(long)
+    assert begun.is_set()
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+    may_end.set()
+    patient = Thinking(limit_s=30)
+    assert await asyncio.gather(*(patient.about(lambda number=number: number) for number in range(3))) == [0, 1, 2]  # type: ignore[misc]
+    while thinking._turn.locked():
+        await asyncio.sleep(0.01)
+    assert await thinking.about(lambda: "again") == "again"
 
 
 async def test_costs_events_alerts_and_history(bed: Bed, clock: Any) -> None:

@@ -113,7 +113,7 @@ class Gate:
         return {"caller": None, "caller_name": None, "session": None}
 
     async def _is_open_to(self, scope: Scope) -> bool:
-        if not self._is_open_here or not _is_on_this_host(scope):
+        if not self._is_open_here or not _is_on_this_host(scope) or _is_passed_on(scope):
             return False
         has_tokens, believed_until = self._has_tokens
         if self._clock() >= believed_until:
@@ -211,6 +211,12 @@ def _is_on_this_host(scope: Scope) -> bool:
     host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
     name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
     return _is_loopback(_address(scope)) and (name == "localhost" or _is_loopback(name))
+
+
+def _is_passed_on(scope: Scope) -> bool:
+    """Whether somebody else had it sent: a page of elsewhere, in a browser here."""
+    headers = dict(scope["headers"])
+    return headers.get(b"sec-fetch-site") == b"cross-site"
 
 
 def _is_loopback(address: str) -> bool:

@@ -1,5 +1,6 @@
 """Reading over HTTP: how everything stands, lists in pages, stories, costs. Thin handlers over ports/reading.py."""
 
+import functools
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from typing import Annotated, Any
@@ -268,9 +269,9 @@ def _why(router: APIRouter, _face: Face, shown: Shown) -> None:
             list[str] | None, Query(alias="set", max_length=50, description="A setting of the fleet: max_workers=3.")
         ] = None,
     ) -> Response:
-        """From what a cycle saw, with its own settings or with some of them changed. Changes nothing."""
+        """From what a cycle saw, with its own settings or with some of them changed. Changes nothing. One at a time."""
         stored = await _stored(store.cycle, cycle_id)
-        return _replayed(replay_of(stored, setting or []))
+        return _replayed(await shown.thinking.about(functools.partial(replay_of, stored, setting or [])))
 
     @router.get("/explain/{what}", **documented(StoryShown, "Why is it so?", "story"))
     async def explain(what: Annotated[str, Path(max_length=200)]) -> Response:

@@ -4,6 +4,7 @@ Whoever may read the API may read these. What goes wrong is told on a page, neve
 """
 
 import asyncio
+import functools
 import gzip
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -254,8 +255,7 @@ def _add_decisions(router: APIRouter, face: Face, shown: Shown) -> None:
         problem = None
         if settings is not None and "replay" in request.query_params:
             try:
-                # Planning for thousands takes a while: not in the loop that answers everybody.
-                again = await asyncio.to_thread(decide_again, found, settings, given)
+                again = await shown.thinking.about(functools.partial(decide_again, found, settings, given))
             except BadInput as error:
                 problem = str(error)
         setting = setting_of(face, request, await shown.store.now(), is_live=False)
