@@ -21,6 +21,8 @@ from windlass.api.thinking import Thinking
 from windlass.model.access import Role, csrf_token
 from windlass.model.task import new_task
 from windlass.model.worker import Registration
+from windlass.store.connect import connected
+from windlass.wire import face as wire_face
 
 API = "/api/v1"
 
@@ -154,6 +156,26 @@ async def test_pages_of_configured_origins_may_ask_with_a_token(dsn: str) -> Non
         assert "access-control-allow-credentials" not in allowed.headers
         refused = await bed.elsewhere.options(f"{API}/status", headers=asks | {"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_no_crowd_of_readers_silences_a_worker(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_face, "PEOPLES_STATEMENT_TIMEOUT_S", 0.5)
+    async with bed_of(dsn) as bed, connected(dsn, "holding a lock") as connection, asyncio.timeout(60):
+        worker = await bed.join()
+        assert (await bed.here.get(f"{API}/cycles")).status_code == 200
+        async with connection.transaction():
+            await connection.execute("lock table windlass.cycles in access exclusive mode")
+            crowd = [asyncio.create_task(bed.here.get(f"{API}/cycles")) for _ in range(12)]
+            while len(bed.store._connections._lent) < wire_face.PEOPLES_CONNECTIONS:
+                await asyncio.sleep(0.01)
+            assert (await worker.post("/internal/worker/heartbeat", json={})).status_code == 200
+            assert (await bed.here.get("/readyz")).status_code == 200
+            assert not any(reader.done() for reader in crowd)
+            answers = await asyncio.gather(*crowd)
+        assert {problem_of(answer) for answer in answers} == {(503, "UNAVAILABLE")}
+        assert "takes too long" in answers[0].text
+        assert (await bed.here.get(f"{API}/cycles")).status_code == 200
+        await worker.aclose()
 
 
 # ---------------------------------------------------------------------------------------------------- what it answers

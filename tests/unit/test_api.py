@@ -1,5 +1,6 @@
 """The control plane's HTTP face: who gets in, what each may do, and what everybody is told."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -394,6 +395,20 @@ async def test_it_is_ready_while_its_database_answers_and_its_loop_turns(plane: 
     plane.pulses["gpus"] = FleetPulse(is_leader=False, last_cycle_age_s=60.0, limit_s=60.0)
     answer = await plane.client.get("/readyz")
     assert (answer.status_code, answer.json()["is_leader"]) == (200, False)
+
+
+async def test_however_many_probe_the_database_is_asked_once(clock: Any) -> None:
+    asked = 0
+
+    async def ask() -> None:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0)
+
+    async with plane_of(clock, ask_database=ask) as plane:
+        answers = await asyncio.gather(*(plane.client.get("/readyz") for _ in range(50)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert asked == 1
 
 
 @pytest.mark.parametrize("what", ["database", "loop", "no cycle yet"])

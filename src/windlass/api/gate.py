@@ -69,7 +69,8 @@ _Kind = TypeVar("_Kind", WorkerCaller, JoinCaller)
 class Gate:
     """Puts the caller of each request into its scope (None: nobody we know), or answers 401 or 429.
 
-    `is_open_here`: whoever is on this host may look for as long as no token was made.
+    `is_open_here`: whoever is on this host may look for as long as no token was made. `people`: where their tokens and
+    sessions are looked up, so that no crowd of them keeps a worker waiting; without it, where machines' are.
     """
 
     def __init__(
@@ -77,17 +78,20 @@ class Gate:
         app: ASGIApp,
         *,
         access: Access,
+        people: Access | None = None,
         is_open_here: bool = False,
         rate_limit: float = 500.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._access = access
+        self._people = people or access
         self._is_open_here = is_open_here
         self._clock = clock
         self._believed: OrderedDict[bytes, tuple[WorkerCaller, float]] = OrderedDict()
         self._failures = _Failures(clock)
         self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
+        self._lookups_of_people = asyncio.Semaphore(MAX_LOOKUPS)
         self._rates = Rates(rate_limit, clock)
         # Whether there are tokens, and until when we believe it.
         self._has_tokens = (True, float("-inf"))
@@ -106,7 +110,7 @@ class Gate:
         session = _session_of(scope)
         if _bearer(scope) is not None:
             return await self._admit(scope)
-        if session is not None and await self._access.has_session(hash_of(session)):
+        if session is not None and await self._people.has_session(hash_of(session)):
             return {"caller": SESSION, "caller_name": f"session {hash_of(session).hex()[:8]}", "session": session}
         if await self._is_open_to(scope):
             return {"caller": ON_THIS_HOST, "caller_name": None, "session": None}
@@ -117,7 +121,7 @@ class Gate:
             return False
         has_tokens, believed_until = self._has_tokens
         if self._clock() >= believed_until:
-            has_tokens = await self._access.has_tokens()
+            has_tokens = await self._people.has_tokens()
             self._has_tokens = (has_tokens, self._clock() + TOKENS_BELIEVED_S)
         return not has_tokens
 
@@ -144,8 +148,9 @@ class Gate:
     async def _look_up(self, token: str, token_hash: bytes) -> Caller | None:
         if not any(is_token(token, prefix) for prefix in (WORKER_PREFIX, JOIN_PREFIX, API_PREFIX)):
             return None
-        async with self._lookups:
-            return await self._access.caller(token_hash)
+        is_persons = is_token(token, API_PREFIX)
+        async with self._lookups_of_people if is_persons else self._lookups:
+            return await (self._people if is_persons else self._access).caller(token_hash)
 
     def _believe(self, token_hash: bytes, caller: WorkerCaller) -> None:
         self._believed[token_hash] = (caller, self._clock() + BELIEVED_S)
