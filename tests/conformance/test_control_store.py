@@ -1015,6 +1015,24 @@ async def do(store: ControlStores, clock: VirtualClock, worker_id: str, seconds:
     return task_id
 
 
+async def test_what_queues_cost_is_known_from_sums_and_adds_up_to_what_fleets_cost(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await hire_priced(ann, clock)
+    await store.register(Registration("w0", ("a", "b"), fleet="f"))
+    for queue, seconds in (("a", 1200), ("b", 600), ("a", 1800), ("b", 3600)):
+        await do(store, clock, "w0", seconds, queue)
+    assert await settle_all(store) == 1
+    by_queue, by_fleet = await told(store, "queue"), await told(store, "fleet")
+    assert set(by_queue) == {"a", "b", None}
+    assert by_queue["a"][1:] == by_queue["b"][1:] == (0, 0, 0)
+    assert [sum(parts) for parts in zip(*by_queue.values(), strict=True)] == list(by_fleet["f"])
+    if isinstance(store, PostgresControlStore):
+        async with store._connection("forgetting the charges themselves") as connection:
+            await connection.execute("truncate windlass.charges")
+        assert await told(store, "queue") == by_queue
+
+
 async def test_a_machine_with_a_price_has_a_bill_from_its_creation(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:

@@ -330,6 +330,36 @@ async def test_costs_events_alerts_and_history(bed: Bed, clock: Any) -> None:
     assert (await bed.here.get(f"{API}/logs")).json() == {"items": [], "next_cursor": None}
 
 
+async def test_the_cost_page_is_one_look_at_sums_for_all_who_watch_it(
+    bed: Bed, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hire(bed)
+    clock.advance(3700)
+    await bed.run_cycle()
+    asked: list[Any] = []
+    accounts, costs = bed.store.open_accounts, bed.store.costs
+
+    async def counted_accounts(**which: Any) -> Any:
+        asked.append("accounts")
+        return await accounts(**which)
+
+    async def counted_costs(by: str, *arguments: Any, **which: Any) -> Any:
+        asked.append(str(by))
+        return await costs(by, *arguments, **which)
+
+    monkeypatch.setattr(bed.store, "open_accounts", counted_accounts)
+    monkeypatch.setattr(bed.store, "costs", counted_costs)
+    pages = await asyncio.gather(*(bed.here.get("/cost?days=7") for _ in range(5)))
+    assert {page.status_code for page in pages} == {200}
+    assert "By queue" in pages[0].text
+    # Everything, this month, by day and by queue, from the sums of hours: once for the five.
+    assert sorted(asked) == ["accounts", "day", "fleet", "fleet", "queue"]
+    assert 'data-refresh-ms="10000"' in pages[0].text
+    reports = [await bed.here.get(f"{API}/cost", params={"by": "queue"}) for _ in range(3)]
+    assert len(asked) == 9
+    assert reports[0].json()["costs"] == reports[2].json()["costs"]
+
+
 async def test_bad_input_is_one_sentence(bed: Bed) -> None:
     headers = await bed.token(Role.OPERATOR)
     for body in (

@@ -13,6 +13,7 @@ from windlass.api.documented import documented
 from windlass.api.errors import not_found
 from windlass.api.face import Face, Shown, answering
 from windlass.api.gate import viewer
+from windlass.api.kept import Kept
 from windlass.api.shapes import (
     CycleShown,
     Decided,
@@ -33,7 +34,7 @@ from windlass.api.shapes import (
     task_shown,
     worker_shown,
 )
-from windlass.cost.asking import look, task_cost
+from windlass.cost.asking import Report, look, task_cost
 from windlass.cost.report import By
 from windlass.model.action import actions_to_plain
 from windlass.model.errors import BadInput
@@ -48,6 +49,8 @@ from windlass.ports.reading import MAX_PAGE, MAX_POINTS, LogLine, OpenAlert, Ove
 API = "/api/v1"
 MAX_LOG_LINES = 10_000
 MAX_COSTS = 1_000
+# What is paid changes by the hour: whoever asks for the same again within this time gets the same.
+COSTS_FRESH_S = 5.0
 # A chart goes back no further than samples are kept.
 MAX_HISTORY_S = 400 * 86_400.0
 
@@ -82,8 +85,9 @@ _lines = answering(Lines)
 
 def looking_routes(face: Face, shown: Shown) -> APIRouter:
     router = APIRouter(prefix=API, dependencies=[Looking])
-    for add in (_standing, _lists, _why):
-        add(router, face, shown)
+    _standing(router, face, shown)
+    _lists(router, shown)
+    _why(router, shown)
     return router
 
 
@@ -156,7 +160,7 @@ _COUNTS = ("queued_tasks", "running_tasks", *(f"{status}_workers" for status in 
 _ACTIONS = ("workers_promoted", "workers_failed", "workers_spawned", "workers_terminated", "tasks_reset")
 
 
-def _lists(router: APIRouter, _face: Face, shown: Shown) -> None:
+def _lists(router: APIRouter, shown: Shown) -> None:
     store = shown.store
 
     @router.get("/workers", **documented(Listed[WorkerShown], "Workers, page by page", "workers"))
@@ -249,8 +253,15 @@ def _lists(router: APIRouter, _face: Face, shown: Shown) -> None:
         return _logs(listed(page))
 
 
-def _why(router: APIRouter, _face: Face, shown: Shown) -> None:
+def _why(router: APIRouter, shown: Shown) -> None:
     store = shown.store
+
+    async def report(question: tuple[By, datetime | None, str | None, int]) -> Report:
+        by, since, fleet, limit = question
+        now = await store.now()
+        return await look(store, by, _since(since, now), now, fleet, limit)
+
+    reports = Kept(report, COSTS_FRESH_S)
 
     @router.get("/cycles", **documented(Listed[CycleShown], "What each cycle decided", "cycles"))
     async def cycles(fleet: Name = None, limit: Limit = 50, cursor: Cursor = None) -> Response:
@@ -288,9 +299,8 @@ def _why(router: APIRouter, _face: Face, shown: Shown) -> None:
         fleet: Name = None,
         limit: Annotated[int, Query(ge=1, le=MAX_COSTS)] = 100,
     ) -> Response:
-        """Added up, with what was wasted and what the month will come to. In micros of a currency."""
-        now = await store.now()
-        return _report(report_shown(await look(store, by, _since(since, now), now, fleet, limit)))
+        """Added up, with what was wasted and what the month will come to. In micros of a currency; a few seconds old."""
+        return _report(report_shown(await reports.of((by, since, fleet, limit))))
 
 
 # Nothing was paid before windlass was.

@@ -202,7 +202,7 @@ class PostgresControlStore(PostgresStore):
 
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
         async with self._connection("reading costs") as connection:
-            query = QUERIES["costs_of_hours" if by in ("day", "fleet") else "costs_of_charges"]
+            query = QUERIES["costs_of_hours" if by in ("day", "fleet", "queue") else "costs_of_charges"]
             rows = await connection.fetch(query, by, since, fleet, limit)
         return [Cost(**dict(row)) for row in rows]
 

@@ -114,14 +114,19 @@ select exists (
 delete from windlass.sessions where hash = $1 and not is_link;
 
 -- name: costs_of_hours
--- `windlass cost --by day|fleet`; spending_hour.
+-- `windlass cost --by day|fleet|queue`, the cost page; spending_hour. What was for no queue comes without a key.
 select
   k.key, s.currency,
   sum(s.task_micros)::bigint as task_micros, sum(s.boot_micros)::bigint as boot_micros,
   sum(s.idle_micros)::bigint as idle_micros, sum(s.tail_micros)::bigint as tail_micros
 from windlass.spending s
 cross join lateral (
-  select case $1::text when 'day' then to_char(s.hour at time zone 'UTC', 'YYYY-MM-DD') else s.fleet end as key
+  select
+    case $1::text
+      when 'day' then to_char(s.hour at time zone 'UTC', 'YYYY-MM-DD')
+      when 'queue' then nullif(s.queue, '')
+      else s.fleet
+    end as key
 ) as k
 where s.hour >= $2
   and ($3::text is null or s.fleet = $3)
@@ -134,7 +139,7 @@ order by
 limit $4;
 
 -- name: costs_of_charges
--- `windlass cost --by queue|worker|task`; charges_from. What was for no queue, or no task, comes without a key.
+-- `windlass cost --by worker|task`; charges_from. What was for no task comes without a key.
 select
   k.key, c.currency,
   coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0)::bigint as task_micros,
@@ -143,7 +148,7 @@ select
   coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)::bigint as tail_micros
 from windlass.charges c
 cross join lateral (
-  select case $1::text when 'queue' then c.queue when 'worker' then c.worker_id else c.task_id::text end as key
+  select case $1::text when 'worker' then c.worker_id else c.task_id::text end as key
 ) as k
 where c.from_at >= $2
   and ($3::text is null or c.fleet = $3)

@@ -122,7 +122,7 @@ LEGAL_MOVES = {
 
 _SUSPECT = TypeAdapter(Suspect)
 # A fleet, an hour of the clock and a currency.
-_Hour = tuple[str, datetime, str]
+_Hour = tuple[str, datetime, str, str]
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class MemoryControlStore(MemoryStore):
         self._fleets: dict[str, _FleetRow] = {}
         self._hired: defaultdict[str, _Hired] = defaultdict(_Hired)
         self._charges: list[Charge] = []
-        # What each fleet spent in each hour of the clock.
+        # What each fleet spent in each hour of the clock, for each queue and for none.
         self._spending: dict[_Hour, Cost] = {}
         self._cycles: OrderedDict[int, CycleInFull] = OrderedDict()
         self._last_cycle_id = 0
@@ -319,16 +319,16 @@ class MemoryControlStore(MemoryStore):
         )
 
     def _observe_spending(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
-        own = {(h, c): cost for (f, h, c), cost in self._spending.items() if f == fleet and h >= month_of(now)}
+        own = [(h, c, cost) for (f, h, c, _), cost in self._spending.items() if f == fleet and h >= month_of(now)]
 
         def since(begins: datetime, currency: str) -> int:
-            return sum(cost.total_micros for (hour, c), cost in own.items() if c == currency and hour >= begins)
+            return sum(cost.total_micros for hour, c, cost in own if c == currency and hour >= begins)
 
         return tuple(
             Spending(
                 currency, since(hour_of(now), currency), since(day_of(now), currency), since(month_of(now), currency)
             )
-            for currency in sorted({currency for _, currency in own})
+            for currency in sorted({currency for _, currency, _ in own})
         )
 
     def _observe_ended_bills(self, workers: list[_WorkerRow]) -> tuple[Bill, ...]:
@@ -790,7 +790,7 @@ class MemoryControlStore(MemoryStore):
         hired.settle_at = settlement.settle_at
         self._charges += settlement.charges
         for charge in settlement.charges:
-            hour = charge.fleet, hour_of(charge.from_at), charge.currency
+            hour = charge.fleet, hour_of(charge.from_at), charge.currency, charge.queue or ""
             self._spending[hour] = _with(self._spending.get(hour, Cost(None, charge.currency)), charge)
         hired.spans = {
             key: span
@@ -803,10 +803,10 @@ class MemoryControlStore(MemoryStore):
         return self._hired[worker.id].settle_at is not None
 
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
-        if by in ("day", "fleet"):
+        if by in ("day", "fleet", "queue"):
             found: list[tuple[str | None, Cost]] = [
-                (f"{hour:%Y-%m-%d}" if by == "day" else name, cost)
-                for (name, hour, _), cost in self._spending.items()
+                ({"day": f"{hour:%Y-%m-%d}", "queue": queue or None}.get(by, name), cost)
+                for (name, hour, _, queue), cost in self._spending.items()
                 if hour >= since and fleet in (None, name)
             ]
         else:

@@ -991,8 +991,8 @@ begin
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
-  delete from windlass.spending where (fleet, hour, currency) in (
-    select s.fleet, s.hour, s.currency
+  delete from windlass.spending where (fleet, hour, currency, queue) in (
+    select s.fleet, s.hour, s.currency, s.queue
     from windlass.spending s
     where s.hour < v_now - make_interval(secs => p_charges_s)
     order by s.hour
