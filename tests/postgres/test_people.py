@@ -360,6 +360,19 @@ async def test_the_cost_page_is_one_look_at_sums_for_all_who_watch_it(
     assert reports[0].json()["costs"] == reports[2].json()["costs"]
 
 
+async def test_no_day_is_left_out_where_two_currencies_are_paid_in(bed: Bed, clock: Any) -> None:
+    async with bed.store._connection("spending") as connection:
+        await connection.execute(
+            "insert into windlass.spending (fleet, hour, currency, task_micros)"
+            " select 'gpus', windlass.now() - day * interval '1 day', currency, 1000000"
+            " from generate_series(0, 6) as day, unnest(array['EUR', 'USD']) as currency"
+        )
+    page = (await bed.here.get("/cost?days=7")).text
+    for days_ago in range(7):
+        day = f"{clock() - timedelta(days=days_ago):%Y-%m-%d}"
+        assert page.count(f'<th scope="row">{day}</th>') == 2
+
+
 async def test_bad_input_is_one_sentence(bed: Bed) -> None:
     headers = await bed.token(Role.OPERATOR)
     for body in (

@@ -43,6 +43,8 @@ EVENTS_SHOWN = 12
 TASKS_AT_HAND = 100
 LOG_LINES = 300
 COST_ROWS = 100
+# More than anybody pays in: each day has a row for each.
+CURRENCIES = 10
 # What is paid changes by the hour, whatever else changes.
 COST_REFRESH_S = 10.0
 # Fleets whose slots are drawn on the page of all workers; the others have their own.
@@ -284,7 +286,7 @@ def _add_cost(router: APIRouter, face: Face, shown: Shown) -> None:
         fleet, days = question
         now = await shown.store.now()
         since = hour_of(now - timedelta(days=1)) if days == 1 else day_of(now) - timedelta(days=days - 1)
-        sides = {By.DAY: days + 1, By.FLEET: COST_ROWS, By.QUEUE: COST_ROWS}
+        sides = {By.DAY: (days + 1) * CURRENCIES, By.FLEET: COST_ROWS, By.QUEUE: COST_ROWS}
         found = await look_from(shown.store, sides, since, now, fleet)
         return _Costs(now, found, await _budgets(face, shown, found.accounts, fleet, now))
 
