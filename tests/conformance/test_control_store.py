@@ -61,6 +61,7 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.store import control, memory_control
 from windlass.store.control import PostgresControlStore
 from windlass.store.memory_control import MemoryControlStore
 
@@ -1392,6 +1393,12 @@ async def test_the_newest_cycle_that_saw_a_worker_is_found(
     assert (found.cycle.id, [view.id for view in found.snapshot.workers]) == (first, ["w0"])
     assert await store.last_cycle_with("f", "nobody") is None
     assert await store.last_cycle_with("g", "w0") is None
+    # However long ago it ended: it is looked for from its end on.
+    for number in range(201):
+        clock.advance(1)
+        await ann.observe()
+        await ann.commit(decision=f"later {number}")
+    assert (await store.last_cycle_with("f", "w0")).cycle.id == first  # type: ignore[union-attr]
 
 
 async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Leader) -> None:
@@ -1402,12 +1409,17 @@ async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Lead
     assert await store.tasks_at_hand() == {"hand": ids[:2]}
 
 
-async def test_how_many_come_before_a_task(store: ControlStores, clock: VirtualClock) -> None:
+async def test_how_many_come_before_a_task(
+    store: ControlStores, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = await store.enqueue(NewTask("a")), await store.enqueue(NewTask("a"))
     urgent = await store.enqueue(NewTask("a", priority=1))
     await store.enqueue(NewTask("b"))
     await store.enqueue(NewTask("a", priority=9, run_after=clock() + timedelta(seconds=9)))
     assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 2, 0]
+    for module in (control, memory_control):
+        monkeypatch.setattr(module, "MAX_AHEAD", 0)
+    assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 1, 0]
 
 
 async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: ControlStores, ann: Leader) -> None:

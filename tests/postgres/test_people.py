@@ -244,6 +244,30 @@ async def test_workers_are_shown_paused_replaced_and_ended(bed: Bed, clock: Any)
     await operator.aclose()
 
 
+async def test_the_page_of_a_worker_reads_its_own_tasks_and_rests_when_it_has_ended(
+    bed: Bed, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = sorted(await hire(bed))
+    (claim,) = await bed.store.claim(first, ["a"], 1)
+    (other,) = await bed.store.claim(second, ["a"], 1)
+
+    async def nobody_elses() -> Any:
+        raise AssertionError("the tasks of everybody are read")
+
+    monkeypatch.setattr(bed.store, "tasks_at_hand", nobody_elses)
+    page = (await bed.here.get(f"/workers/{first}")).text
+    assert f"/tasks/{claim.task_id}" in page
+    assert f"/tasks/{other.task_id}" not in page
+    assert "data-stream" in page
+    await bed.store.end_worker(first, "by hand")
+    clock.advance(60)
+    await bed.run_cycle()
+    assert (await bed.store.worker(first)).status == "terminated"  # type: ignore[union-attr]
+    ended = (await bed.here.get(f"/workers/{first}")).text
+    assert "data-stream" not in ended
+    assert "by hand" in ended
+
+
 async def test_fleets_are_paused_resumed_restarted_and_given_more(bed: Bed) -> None:
     await hire(bed)
     operator = bed.client("192.0.2.7", **await bed.token(Role.OPERATOR))

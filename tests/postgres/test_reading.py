@@ -12,7 +12,7 @@ from windlass.model.errors import BadInput
 from windlass.model.task import Finished, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports.reading import Page, TaskList
-from windlass.store import reading
+from windlass.store import control, reading
 from windlass.store.reading import PostgresReadingStore
 
 Store = PostgresReadingStore
@@ -325,6 +325,13 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
     for name, arguments in plans.items():
         plan = "\n".join(row[0] for row in await sql.fetch(f"explain {reading.QUERIES[name]}", *arguments))
         assert "Seq Scan on tasks" not in plan, f"{name}:\n{plan}"
+    (first,) = await sql.fetchrow("select min(id) from windlass.tasks where status = 'queued' and priority = 2")
+    plan = "\n".join(
+        row[0] for row in await sql.fetch(f"explain (analyze, timing off) {control.QUERIES['ready_before']}", first, 10_001)
+    )
+    # It is the next, and nothing is read of the thousands behind it.
+    assert "Rows Removed by Filter" not in plan, plan
+    assert "Seq Scan on tasks" not in plan, plan
 
 
 async def test_a_million_that_wait_are_counted_up_to_a_bound(

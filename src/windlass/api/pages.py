@@ -30,7 +30,7 @@ from windlass.model.access import Role, TokenCaller
 from windlass.model.cost import Account, day_of, hour_of, month_of
 from windlass.model.errors import BadInput
 from windlass.model.money import to_micros
-from windlass.model.task import MAX_TASK_ID, Task
+from windlass.model.task import MAX_TASK_ID
 from windlass.model.worker import WorkerStatus
 from windlass.ports.reading import FleetStanding, TaskList
 
@@ -133,9 +133,11 @@ def _add_workers(router: APIRouter, face: Face, shown: Shown) -> None:
         if row is None:
             raise not_found(f"there is no worker {worker_id}: it never was, or its retention is over.")
         story = await shown.explain(worker_id)
-        running = await _running(shown, worker_id) if row.running_tasks else []
+        running = await shown.store.tasks_at_hand_of(worker_id, TASKS_AT_HAND) if row.running_tasks else []
         log, problem = await _log_of(shown, row.fleet, worker_id)
-        setting = setting_of(face, request, await shown.store.now())
+        # Nothing more happens to one that has ended.
+        is_live = row.status is not WorkerStatus.TERMINATED
+        setting = setting_of(face, request, await shown.store.now(), is_live=is_live)
         return html(
             request,
             pages.worker_page(
@@ -165,12 +167,6 @@ def _worker_counts(standings: Sequence[FleetStanding]) -> Mapping[WorkerStatus, 
         for status in WorkerStatus
         if status is not WorkerStatus.TERMINATED
     }
-
-
-async def _running(shown: Shown, worker_id: str) -> list[Task]:
-    at_hand = (await shown.store.tasks_at_hand()).get(worker_id, [])
-    tasks = [await shown.store.task(task_id) for task_id in at_hand[:TASKS_AT_HAND]]
-    return [task for task in tasks if task is not None]
 
 
 async def _log_of(shown: Shown, fleet: str, worker_id: str) -> tuple[list[str] | None, str | None]:

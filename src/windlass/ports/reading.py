@@ -237,6 +237,9 @@ class Reading(Protocol):
 
     async def worker_row(self, worker_id: str) -> WorkerRow | None: ...
 
+    async def tasks_at_hand_of(self, worker_id: str, limit: int) -> list[TaskRow]:
+        """What a worker runs now, the oldest task first."""
+
     async def tasks_page(
         self,
         *,

@@ -23,6 +23,7 @@ from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, Memory, RunningView, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.ports.control import (
+    MAX_AHEAD,
     Candidate,
     Committed,
     Created,
@@ -246,7 +247,7 @@ class PostgresControlStore(PostgresStore):
 
     async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
         async with self._connection("reading a cycle") as connection:
-            row = await connection.fetchrow(QUERIES["last_cycle_with"], fleet, json.dumps([{"id": worker_id}]))
+            row = await connection.fetchrow(QUERIES["last_cycle_with"], fleet, worker_id)
         return CycleInFull(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
 
     async def tasks_at_hand(self) -> dict[str, list[int]]:
@@ -256,7 +257,7 @@ class PostgresControlStore(PostgresStore):
 
     async def ready_before(self, task_id: int) -> int:
         async with self._connection("counting tasks") as connection:
-            count: int = await connection.fetchval(QUERIES["ready_before"], task_id)
+            count: int = await connection.fetchval(QUERIES["ready_before"], task_id, MAX_AHEAD + 1)
         return count
 
 

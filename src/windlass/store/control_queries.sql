@@ -29,17 +29,22 @@ from windlass.cycles
 where id = $1;
 
 -- name: last_cycle_with
--- `windlass explain WORKER`; walks cycles_fleet backwards, over the last two hundred at the most.
+-- `windlass explain WORKER`; walks cycles_started back from when the worker ended, or from now. Every cycle of the fleet
+-- saw it while it was there, so the first is the one that is wanted; of a few more at the most the snapshot is opened.
 select c.id, c.fleet, c.term, c.started_at, c.finished_at, c.decision, c.plan, c.summary, c.repeats, c.repeated_at, c.snapshot
-from (
+from windlass.workers w
+cross join lateral (
   select *
-  from windlass.cycles
-  where fleet = $1
-  order by id desc
-  limit 200
+  from windlass.cycles l
+  where l.fleet = w.fleet
+    and l.started_at <= coalesce(w.terminated_at, windlass.now())
+  order by l.started_at desc, l.id desc
+  limit 5
 ) as c
-where c.snapshot -> 'workers' @> $2::jsonb
-order by c.id desc
+where w.id = $2
+  and w.fleet = $1
+  and c.snapshot -> 'workers' @> jsonb_build_array(jsonb_build_object('id', w.id))
+order by c.started_at desc, c.id desc
 limit 1;
 
 -- name: tasks_at_hand
@@ -50,14 +55,29 @@ where status = 'running'
 group by worker_id;
 
 -- name: ready_before
--- `windlass explain TASK`; tasks_ready.
+-- `windlass explain TASK`; tasks_ready, counted no further than $2. In two parts, each a range of the index.
 select count(*)
-from windlass.tasks t
-join windlass.tasks mine on mine.id = $1
-where t.queue = mine.queue
-  and t.status = 'queued'
-  and t.run_after is null
-  and (t.priority > mine.priority or (t.priority = mine.priority and t.id < mine.id));
+from (
+  (
+    select
+    from windlass.tasks mine
+    join windlass.tasks t
+      on t.queue = mine.queue and t.status = 'queued' and t.run_after is null and t.priority > mine.priority
+    where mine.id = $1
+    limit $2
+  )
+  union all
+  (
+    select
+    from windlass.tasks mine
+    join windlass.tasks t
+      on t.queue = mine.queue and t.status = 'queued' and t.run_after is null and t.priority = mine.priority
+      and t.id < mine.id
+    where mine.id = $1
+    limit $2
+  )
+  limit $2
+) as counted;
 
 -- name: create_token
 -- `windlass tokens create`; tokens_name. No row: the name is taken.

@@ -68,6 +68,7 @@ from windlass.model.snapshot import (
 from windlass.model.task import TaskStatus
 from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerStatus
 from windlass.ports.control import (
+    MAX_AHEAD,
     Candidate,
     Committed,
     Created,
@@ -97,7 +98,7 @@ MAX_HIRINGS = 1000
 MAX_RESTARTS_KEPT = 100
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
-MAX_CYCLES_SEARCHED = 200
+MAX_CYCLES_SEARCHED = 5
 MAX_ANSWERS = 50
 # Refusals that are not about one machine.
 FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
@@ -898,8 +899,12 @@ class MemoryControlStore(MemoryStore):
         return self._cycles.get(cycle_id)
 
     async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
-        own = (stored for stored in reversed(self._cycles.values()) if stored.cycle.fleet == fleet)
-        recent = islice(own, MAX_CYCLES_SEARCHED)
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.fleet != fleet:
+            return None
+        until = worker.terminated_at or self._clock()
+        stories = (stored for stored in reversed(self._cycles.values()) if stored.cycle.fleet == fleet)
+        recent = islice((stored for stored in stories if stored.cycle.started_at <= until), MAX_CYCLES_SEARCHED)
         return next((s for s in recent if any(view.id == worker_id for view in s.snapshot.workers)), None)
 
     async def tasks_at_hand(self) -> dict[str, list[int]]:
@@ -911,7 +916,8 @@ class MemoryControlStore(MemoryStore):
             return 0
         place = (-mine.priority, mine.id)
         rows = self._queues[mine.queue].unfinished.values()
-        return sum(row.is_ready() and (-row.priority, row.id) < place for row in rows)
+        before = sum(row.is_ready() and (-row.priority, row.id) < place for row in rows)
+        return min(before, MAX_AHEAD + 1)
 
     def _known_fleet(self, doing: str, name: str) -> _FleetRow:
         try:

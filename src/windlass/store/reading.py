@@ -189,6 +189,9 @@ class PostgresReadingStore(PostgresAccessStore):
             rows = await connection.fetch(QUERIES["worker_rows"], ids)
         return [_worker_row(row) for row in rows]
 
+    async def tasks_at_hand_of(self, worker_id: str, limit: int) -> list[TaskRow]:
+        return await self._task_rows(await self._ids("listing tasks", "tasks_at_hand_of", worker_id, limit))
+
     async def tasks_page(
         self,
         *,
@@ -204,10 +207,12 @@ class PostgresReadingStore(PostgresAccessStore):
         if search is not None and cursor is None:
             found = await self._named(search, queue, which)
         ids, next_cursor = await self._task_ids(queue, which, search, limit, cursor)
-        wanted = list(dict.fromkeys([*found, *ids]))
+        return Page(tuple(await self._task_rows(list(dict.fromkeys([*found, *ids])))), next_cursor)
+
+    async def _task_rows(self, ids: Sequence[int]) -> list[TaskRow]:
         async with self._connection("listing tasks") as connection:
-            rows = await connection.fetch(QUERIES["task_rows"], wanted)
-        return Page(tuple(TaskRow(**{**row, "status": TaskStatus(row["status"])}) for row in rows), next_cursor)
+            rows = await connection.fetch(QUERIES["task_rows"], ids)
+        return [TaskRow(**{**row, "status": TaskStatus(row["status"])}) for row in rows]
 
     async def _named(self, search: str, queue: str | None, which: TaskList | None) -> list[int]:
         """Tasks that a search means exactly, if they are in the list that is looked at."""

@@ -272,6 +272,15 @@ cross join lateral (
 left join windlass.tasks r on r.id = t.oldest_id
 order by wanted.place;
 
+-- name: tasks_at_hand_of
+-- tasks_at_hand_of; tasks_running.
+select t.id
+from windlass.tasks t
+where t.worker_id = $1
+  and t.status = 'running'
+order by t.id
+limit $2;
+
 -- name: tasks_newest
 -- tasks_page; the primary key backwards, from the cursor $3 on, over at most $5 rows.
 select s.id
