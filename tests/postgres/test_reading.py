@@ -115,6 +115,45 @@ async def test_waits_and_throughput_are_those_of_recent_work(store: Store, sql: 
     assert gpus.work.completed_per_minute == pytest.approx(20 / 5)
 
 
+async def test_a_busy_queue_does_not_hide_a_quiet_one(
+    store: Store, sql: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "RECENT_TASKS_OF_QUEUE", 20)
+    await add_fleet(sql)
+    for queue, count, every_ms, wait_s in (("a", 2500, 100, 1), ("b", 5, 50_000, 60)):
+        await sql.execute(
+            "insert into windlass.tasks (queue, status, attempts, created_at, started_at, finished_at)"
+            " select $1, 'complete', 1, f.at - ($4 + 2) * interval '1 s', f.at - interval '2 s', f.at"
+            " from generate_series(0, $2 - 1) as g"
+            " cross join lateral (select windlass.now() - g * $3 * interval '1 ms' as at) as f",
+            queue, count, every_ms, wait_s,
+        )  # fmt: skip
+    seen = await store.overview()
+    assert (seen.queues["a"].wait_p50_s, seen.queues["b"].wait_p50_s) == (1, 60)
+    assert seen.queues["a"].completed_per_minute == pytest.approx(2500 / 5)
+    assert seen.queues["b"].completed_per_minute == pytest.approx(5 / 5)
+    (gpus,) = seen.fleets
+    # Each counts for as many as were completed: nearly all waited for a second.
+    assert (gpus.work.wait_p50_s, gpus.work.wait_p95_s) == (1, 1)
+    assert gpus.work.completed_per_minute == pytest.approx(2505 / 5)
+    monkeypatch.setattr(reading, "RECENT_TASKS", 100)
+    assert (await store.overview()).queues["a"].completed_per_minute == pytest.approx(600, rel=0.02)
+
+
+async def test_who_waited_for_a_time_did_not_wait_for_a_worker(store: Store, sql: Any, clock: Any) -> None:
+    await add_fleet(sql)
+    await store.register(Registration("hand", ("a",)))
+    await store.enqueue(new_task("a", run_after=clock() + timedelta(hours=1)))
+    clock.advance(3600 + 7)
+    (claim,) = await store.claim("hand", ["a"])
+    await store.release("hand", claim.task_id, claim.token, "not now")
+    clock.advance(3)
+    assert (await store.overview()).queues["a"].oldest_queued_age_s == 3
+    (claim,) = await store.claim("hand", ["a"])
+    await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None)], [], 0)
+    assert (await store.overview()).queues["a"].wait_p50_s == 3
+
+
 async def test_fleets_that_are_over_are_left_out(store: Store, sql: Any) -> None:
     await add_fleet(sql, "configured")
     await add_fleet(sql, "staffed")
@@ -319,7 +358,7 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
         "tasks_failed": (None, None, 50, 50, None, None),
         "tasks_queued": (["a"], None, 50, 50, None, None),
         "tasks_waiting": (["a"], None, 50, 50, None, None, "error"),
-        "recent_work": (2000, 300.0),
+        "recent_work": (20_000, 500, 300.0),
         "running_by_queue": (),
     }
     for name, arguments in plans.items():

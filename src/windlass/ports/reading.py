@@ -46,7 +46,8 @@ class Page(Generic[Row]):
 class Work:
     """What waits and runs, in one queue or in all that a fleet serves, and how recent work went.
 
-    Waits and throughput are those of the newest completed tasks of the last minutes; None where there were none.
+    Waits and throughput are those of the newest completed tasks of the last minutes; None where there were none. A wait
+    begins when the task could have been claimed: when it was enqueued, its time came, or it was put back.
     """
 
     queued: int = 0

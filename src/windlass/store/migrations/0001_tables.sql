@@ -150,6 +150,8 @@ create table windlass.tasks (
   -- Not before this time. Null means ready, and only ready tasks stand in the index that claims read.
   run_after timestamptz,
   created_at timestamptz not null default windlass.now(),
+  -- Since when it could have been claimed, where that is later than created_at: its time came, or it was put back.
+  ready_at timestamptz,
   started_at timestamptz,
   finished_at timestamptz,
   -- The right to the present (or last) attempt. Every finish, failure and heartbeat names it.
