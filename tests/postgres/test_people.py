@@ -16,6 +16,7 @@ from windlass.api import live as live_module
 from windlass.api.documented import EXAMPLES
 from windlass.api.errors import ApiError
 from windlass.api.gate import COOKIE, CSRF_HEADER
+from windlass.api.server import listen, serving
 from windlass.api.session import new_link
 from windlass.api.thinking import Thinking
 from windlass.model.access import Role, csrf_token
@@ -74,6 +75,33 @@ async def test_a_page_of_elsewhere_sees_nothing_through_a_browser_on_this_host(b
     assert (await bed.here.get(await new_link(bed.store, ""), headers=crossing)).status_code == 200
     headers = await bed.token(Role.VIEWER)
     assert (await bed.here.get(f"{API}/overview", headers=headers | crossing)).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "X-Forwarded-Proto", "X-Real-IP", "Forwarded", "Via"])
+async def test_what_a_proxy_on_this_host_passes_on_is_not_from_this_host(bed: Bed, header: str) -> None:
+    passed_on = {header: "127.0.0.1", "Host": "localhost"}
+    assert problem_of(await bed.here.get(f"{API}/overview", headers=passed_on)) == (401, "UNAUTHORIZED")
+    token = await bed.token(Role.VIEWER)
+    assert (await bed.here.get(f"{API}/overview", headers=passed_on | token)).status_code == 200
+
+
+async def test_where_a_request_came_from_is_told_by_a_proxy_on_this_host(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.0/24")  # not ours to heed
+    addresses = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        addresses.append(scope["client"][0])
+        await bed.app(scope, receive, send)
+
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with serving(note, listener), httpx.AsyncClient(trust_env=False) as client:
+        await client.get(f"{url}/healthz", headers={"X-Forwarded-For": "198.51.100.7"})
+        # Whom the proxy itself heard it from counts, not what they said of others.
+        await client.get(f"{url}/healthz", headers={"X-Forwarded-For": "203.0.113.9, 192.0.2.1"})
+    assert addresses == ["198.51.100.7", "192.0.2.1"]
 
 
 async def test_writing_always_needs_a_token(bed: Bed) -> None:

@@ -14,10 +14,12 @@ from structlog.testing import capture_logs
 from windlass.api import gate
 from windlass.api.face import FleetPulse
 from windlass.model.access import JOIN_PREFIX, WORKER_PREFIX, Role
+from windlass.model.config import ApiConfig
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused, UnknownWorker
 from windlass.model.task import Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.ports.http import max_body_bytes
+from windlass.wire.face import is_reading_open
 
 TOKEN, OTHER_TOKEN = f"{WORKER_PREFIX}{'1' * 64}", f"{WORKER_PREFIX}{'2' * 64}"
 NOWHERE = "postgresql://u:hunter2@db.internal:5432"
@@ -373,6 +375,18 @@ async def test_no_log_line_holds_a_secret(plane: Plane) -> None:
     assert [line["event"] for line in logs if line["event"] == "request"] == ["request"] * 5
     for secret in (join_token, TOKEN, OTHER_TOKEN, "weak", SECRET):
         assert secret not in repr(logs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_open"),
+    [
+        pytest.param({}, True, id="on loopback"),
+        pytest.param({"host": "10.0.0.2"}, False, id="on a network"),
+        pytest.param({"url": "https://windlass.example"}, False, id="behind a proxy"),
+    ],
+)
+def test_reading_without_a_token_is_for_this_host_alone(settings: dict[str, Any], is_open: bool) -> None:
+    assert is_reading_open(ApiConfig(port=8080, **settings)) is is_open
 
 
 # -------------------------------------------------------------------------------------------------- health and wheel

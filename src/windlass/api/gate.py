@@ -47,6 +47,8 @@ OPEN = ("/healthz", "/readyz", "/static/")
 COOKIE = "windlass_session"
 CSRF_HEADER = "X-CSRF-Token"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+# What proxies add. Behind one on this host everybody comes from this host.
+FORWARDING_HEADERS = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip")
 # For this long it is believed that there is no token, or that there is one.
 TOKENS_BELIEVED_S = 5.0
 # A worker's token is believed for this long after it was checked.
@@ -219,9 +221,9 @@ def _is_on_this_host(scope: Scope) -> bool:
 
 
 def _is_passed_on(scope: Scope) -> bool:
-    """Whether somebody else had it sent: a page of elsewhere, in a browser here."""
+    """Whether somebody else had it sent: a page of elsewhere in a browser here, or whoever is behind a proxy here."""
     headers = dict(scope["headers"])
-    return headers.get(b"sec-fetch-site") == b"cross-site"
+    return headers.get(b"sec-fetch-site") == b"cross-site" or any(name in headers for name in FORWARDING_HEADERS)
 
 
 def _is_loopback(address: str) -> bool:

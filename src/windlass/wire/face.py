@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from windlass.api.metrics import Metrics
     from windlass.control.summary import Summary
     from windlass.control.up import Up
-    from windlass.model.config import Retention
+    from windlass.model.config import ApiConfig, Retention
     from windlass.store.access import PostgresAccessStore
     from windlass.store.reading import PostgresReadingStore
 
@@ -169,11 +169,16 @@ def _shown(
         worker_log=lambda fleet, worker_id, lines: worker_log(config, fleet, worker_id, lines, is_following=False),
         last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.heard().items()},
         metrics=metrics.read,
-        is_open_here=config.api.host in LOOPBACK,
+        is_open_here=is_reading_open(config.api),
         rate_limit=config.api.rate_limit,
         cors_origins=config.api.cors_origins,
     )
     return shown, metrics
+
+
+def is_reading_open(api: "ApiConfig") -> bool:
+    """To whoever is on this host. An address for others means that something stands before it, perhaps on this host."""
+    return api.host in LOOPBACK and api.url is None
 
 
 def _browser_url(config: Config, listener: "socket.socket") -> str:
