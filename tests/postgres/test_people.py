@@ -12,10 +12,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from face_bed import SECRET, Bed, bed_of
+from windlass.api import gate as gate_module
 from windlass.api import live as live_module
 from windlass.api.documented import EXAMPLES
 from windlass.api.errors import ApiError
 from windlass.api.gate import COOKIE, CSRF_HEADER
+from windlass.api.live import EventStream
 from windlass.api.server import listen, serving
 from windlass.api.session import new_link
 from windlass.api.thinking import Thinking
@@ -492,7 +494,7 @@ async def messages_of(stream: Any) -> AsyncIterator[tuple[str, Any, str | None]]
 async def test_who_listens_hears_of_a_pause_at_once_and_misses_nothing(dsn: str) -> None:
     async with bed_of(dsn) as bed, asyncio.timeout(30):
         await hire(bed)
-        told = messages_of(await bed.live.listen(None))
+        told = messages_of((await bed.live.listen(None)).messages())
         kind, overview, _ = await anext(told)
         assert kind == "overview"
         assert not overview["fleets"][0]["fleet"]["is_paused"]
@@ -507,25 +509,76 @@ async def test_who_listens_hears_of_a_pause_at_once_and_misses_nothing(dsn: str)
         (event,) = [(data, event_id) for kind, data, event_id in heard if kind == "event"]
         assert event[0]["code"] == "FLEET_PAUSED"
         await bed.store.pause_fleet("gpus", False)
-        again = messages_of(await bed.live.listen(int(event[1])))
+        again = messages_of((await bed.live.listen(int(event[1]))).messages())
         kind, data, _ = await anext(again)
         assert (kind, data["code"]) == ("event", "FLEET_RESUMED")
 
 
-async def test_listeners_are_bounded_and_the_slow_are_let_go(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "MAX_LISTENERS", 1)
+async def test_listeners_are_bounded_and_those_who_do_not_read_are_let_go(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_module, "MAX_LISTENERS", 2)
+    monkeypatch.setattr(live_module, "MAX_LISTENERS_OF_CALLER", 1)
     monkeypatch.setattr(live_module, "MAX_BEHIND", 1)
     monkeypatch.setattr(live_module, "LOOK_INTERVAL_S", 0.01)
     monkeypatch.setattr(live_module, "FRESH_S", 0.01)
     async with bed_of(dsn) as bed, asyncio.timeout(30):
-        stream = await bed.live.listen(None)
-        await anext(stream)
-        assert problem_of(await bed.here.get(f"{API}/stream")) == (503, "UNAVAILABLE")
-        # It reads nothing more until it has been let go: then there is an end to what it reads.
-        while not next(iter(bed.live._listeners))._is_let_go:
-            await asyncio.sleep(0.01)
-        assert [message async for message in stream] == []
+        listener = await bed.live.listen(None, "ann")
+        with pytest.raises(ApiError, match="you listen 1 times already"):
+            await bed.live.listen(None, "ann")
+        sent = 0
+
+        async def send(message: Any) -> None:
+            nonlocal sent
+            if sent := sent + len(message.get("body", b"")):
+                await asyncio.Event().wait()  # the client takes nothing more
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        stream = EventStream(listener)
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "GET", "path": "/", "headers": []}
+        # It comes to an end although its message never arrives, and does not count from the moment on it was let go.
+        await stream(scope, receive, send)
+        assert sent > 0
+        assert listener.is_let_go
         assert bed.live.listeners == 0
+        monkeypatch.setattr(live_module, "MAX_BEHIND", 10_000)
+        await bed.live.listen(None, "ann")
+        await bed.live.listen(None, "bob")
+        assert problem_of(await bed.here.get(f"{API}/stream")) == (503, "UNAVAILABLE")
+
+
+@pytest.mark.parametrize("kind", ["a token that is revoked", "a session that ended"])
+async def test_who_may_not_look_any_more_hears_nothing_more(
+    dsn: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(live_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(gate_module, "BELIEVED_S", 0.0)
+    async with bed_of(dsn) as bed, asyncio.timeout(30):
+        await hire(bed)
+        client = bed.client("192.0.2.7")
+        if kind == "a token that is revoked":
+            client.headers.update(await bed.token(Role.VIEWER))
+        else:
+            await client.get(await new_link(bed.store, ""))
+        listener = listen("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}{API}/stream"
+        headers = dict(client.headers) | {"Cookie": "; ".join(f"{k}={v}" for k, v in client.cookies.items())}
+        async with serving(bed.app, listener), httpx.AsyncClient(trust_env=False, timeout=20) as real:
+            async with real.stream("GET", url, headers=headers) as answer:
+                assert answer.status_code == 200
+                parts = answer.aiter_text()
+                assert "overview" in await anext(parts)
+                if kind == "a token that is revoked":
+                    (token,) = await bed.store.tokens()
+                    await bed.store.revoke_token(token.name)
+                else:
+                    await client.post("/logout", content=f"csrf={csrf_token(next(iter(client.cookies.values())))}")
+                async for _ in parts:  # to its end
+                    pass
+            await client.aclose()
+            assert bed.live.listeners == 0
 
 
 async def test_many_who_ask_at_once_are_answered_from_one_look(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:

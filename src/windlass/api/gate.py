@@ -12,6 +12,7 @@ others at the same address (a proxy's, a network's) do.
 """
 
 import asyncio
+import functools
 import hmac
 import ipaddress
 import time
@@ -38,6 +39,7 @@ from windlass.model.access import (
     hash_of,
     is_token,
 )
+from windlass.model.errors import DatabaseUnavailable
 from windlass.ports import http
 from windlass.ports.access import Access
 
@@ -102,6 +104,7 @@ class Gate:
         if scope["type"] == "http" and not scope["path"].startswith(OPEN):
             is_guarded = scope["path"].startswith(GUARDED)
             state = await (self._admit(scope) if is_guarded else self._recognise(scope))
+            state["may_look"] = functools.partial(self._is_still, state["caller"], scope)
             scope.setdefault("state", {}).update(state)
             if not isinstance(state["caller"], WorkerCaller | JoinCaller):
                 self._rates.check(state["caller_name"] or _address(scope))
@@ -117,6 +120,15 @@ class Gate:
         if await self._is_open_to(scope):
             return {"caller": ON_THIS_HOST, "caller_name": None, "session": None}
         return {"caller": None, "caller_name": None, "session": None}
+
+    async def _is_still(self, caller: Caller | None, scope: Scope) -> bool:
+        """Whether a request that lasts would be let in again as whom it was: tokens are revoked, sessions end."""
+        try:
+            return bool((await self._recognise(scope))["caller"] == caller)
+        except ApiError:
+            return False
+        except DatabaseUnavailable:
+            return True  # nobody knows; whoever was let in may wait until somebody does
 
     async def _is_open_to(self, scope: Scope) -> bool:
         if not self._is_open_here or not _is_on_this_host(scope) or _is_passed_on(scope):

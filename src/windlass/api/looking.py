@@ -5,8 +5,7 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Response
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import AwareDatetime, ValidationError
 
 from windlass.api.documented import documented
@@ -14,6 +13,7 @@ from windlass.api.errors import not_found
 from windlass.api.face import Face, Shown, answering
 from windlass.api.gate import viewer
 from windlass.api.kept import Kept
+from windlass.api.live import EventStream
 from windlass.api.shapes import (
     CycleShown,
     Decided,
@@ -129,12 +129,13 @@ def _standing(router: APIRouter, face: Face, shown: Shown) -> None:
 
     @router.get("/stream", **documented(str, "Live change", media_type="text/event-stream"))
     async def stream(
+        request: Request,
         last_event_id: Annotated[int | None, Header(ge=0, le=MAX_TASK_ID, description="Of the last one seen.")] = None,
     ) -> Response:
         """Server-sent events: `overview` about once a second, `event` for each event (with its id), `trouble` while the
         database is away."""
-        messages = await live.listen(last_event_id)
-        return StreamingResponse(messages, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        caller = request.state.caller_name or (request.client.host if request.client is not None else "")
+        return EventStream(await live.listen(last_event_id, caller, request.state.may_look))
 
 
 def status_of(seen: Overview, last_actions: Any) -> Status:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.model.address import LOOPBACK
-from windlass.model.config import Config
+from windlass.model.config import ApiConfig, Config, Retention
 from windlass.model.errors import WindlassError
 from windlass.wire.engine import ray_head
 from windlass.wire.providers import worker_log
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from windlass.api.metrics import Metrics
     from windlass.control.summary import Summary
     from windlass.control.up import Up
-    from windlass.model.config import ApiConfig, Retention
     from windlass.store.access import PostgresAccessStore
     from windlass.store.reading import PostgresReadingStore
 
@@ -60,7 +59,7 @@ class Counts:
 
 @asynccontextmanager
 async def face_stores(
-    dsn: str, retention: "Retention | None" = None, virtual_now: "Callable[[], datetime] | None" = None
+    dsn: str, retention: Retention | None = None, virtual_now: "Callable[[], datetime] | None" = None
 ) -> "AsyncIterator[tuple[PostgresAccessStore, PostgresReadingStore]]":
     """What machines call, and what people ask."""
     from windlass.store.access import PostgresAccessStore
@@ -176,7 +175,7 @@ def _shown(
     return shown, metrics
 
 
-def is_reading_open(api: "ApiConfig") -> bool:
+def is_reading_open(api: ApiConfig) -> bool:
     """To whoever is on this host. An address for others means that something stands before it, perhaps on this host."""
     return api.host in LOOPBACK and api.url is None
 
