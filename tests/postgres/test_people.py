@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from windlass.api import live as live_module
 from windlass.api.documented import EXAMPLES
 from windlass.api.errors import ApiError
 from windlass.api.gate import COOKIE, CSRF_HEADER
-from windlass.api.live import EventStream
+from windlass.api.live import EventStream, Live
 from windlass.api.server import listen, serving
 from windlass.api.session import new_link
 from windlass.api.thinking import Thinking
@@ -595,6 +596,25 @@ async def test_many_who_ask_at_once_are_answered_from_one_look(dsn: str, monkeyp
         answers = await asyncio.gather(*(bed.here.get(f"{API}/status") for _ in range(50)))
         assert {answer.status_code for answer in answers} == {200}
         assert looks == 1
+
+
+async def test_however_much_is_changed_looking_takes_its_share_of_the_time_and_no_more() -> None:
+    now, looks = 100.0, list[float]()
+
+    class Slow:
+        async def overview(self, _configured: Any) -> Any:
+            nonlocal now
+            looks.append(now)
+            now += 0.2
+            return len(looks)
+
+    live = Live(Slow(), frozenset, clock=lambda: now)  # type: ignore[arg-type]
+    for _ in range(1000):  # ten seconds in which something is changed a hundred times a second
+        live.poke()
+        assert await live.overview() == len(looks)
+        now += 0.01
+    assert min(later - earlier for earlier, later in pairwise(looks)) >= 0.8 - 1e-9
+    assert 0.2 * len(looks) / (now - 100.0) == pytest.approx(0.25, rel=0.1)
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics

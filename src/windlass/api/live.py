@@ -1,7 +1,8 @@
 """How everything stands, looked up once for all who want to know, and told to those who listen.
 
-Asking is shared: whoever asks gets what is at most a second old, or ten times as old as it takes to look it up, so that
-no number of callers takes more than a tenth of one connection. Listeners are told of every event, and how things stand,
+Asking is shared: whoever asks gets what is at most a second old, or four times as old as it takes to look it up, and what
+was changed here is looked at as soon as that allows. So no number of callers, nor of changes, takes more than a quarter
+of one connection. Listeners are told of every event, and how things stand,
 while there are any; without them nothing is looked up. One that does not keep up, or may not look any more, is let go.
 It may come again: it names the last event it saw and misses none that are still kept.
 """
@@ -25,8 +26,8 @@ from windlass.ports.reading import Overview, Reading
 
 # What is younger than this is good enough.
 FRESH_S = 1.0
-# And at most this share of the time is spent on looking it up.
-LOOK_UP_SHARE = 0.1
+# And at most this share of the time is spent on looking it up: enough that what a person does is seen within a second.
+LOOK_UP_SHARE = 0.25
 # From one look for events to the next.
 LOOK_INTERVAL_S = 0.5
 # A connection without a word for this long is cut by proxies.
@@ -64,6 +65,9 @@ class Live:
         self._looking = asyncio.Lock()
         self._overview: Overview | None = None
         self._fresh_until = float("-inf")
+        # Something changed since the look began; and when the next may begin.
+        self._is_stale = False
+        self._rested_at = float("-inf")
         self._listeners: set[Listener] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._poked = asyncio.Event()
@@ -77,22 +81,31 @@ class Live:
 
     async def overview(self) -> Overview:
         """Raises DatabaseUnavailable."""
-        if self._overview is None or self._clock() >= self._fresh_until:
+        if self._is_due():
             async with self._looking:  # whoever waited here finds what the first one found
-                if self._overview is None or self._clock() >= self._fresh_until:
+                if self._is_due():
                     await self._look()
         assert self._overview is not None  # noqa: S101
         return self._overview
 
+    def _is_due(self) -> bool:
+        now = self._clock()
+        return self._overview is None or now >= (self._rested_at if self._is_stale else self._fresh_until)
+
     async def _look(self) -> None:
-        started = self._clock()
-        self._overview = await self._reading.overview(self._configured())
-        took_s = self._clock() - started
-        self._fresh_until = self._clock() + max(FRESH_S, took_s / LOOK_UP_SHARE)
+        started, self._is_stale = self._clock(), False
+        try:
+            self._overview = await self._reading.overview(self._configured())
+        except BaseException:
+            self._is_stale = True  # as far as anybody knows
+            raise
+        ended = self._clock()
+        self._rested_at = started + (ended - started) / LOOK_UP_SHARE
+        self._fresh_until = max(ended + FRESH_S, self._rested_at)
 
     def poke(self) -> None:
         """Something was changed: what is known of it is old."""
-        self._fresh_until = float("-inf")
+        self._is_stale = True
         self._poked.set()
 
     async def listen(
@@ -135,24 +148,29 @@ class Live:
     async def _watch(self) -> None:
         told_until = float("-inf")
         while self._listeners:
+            started, rest_s = self._clock(), 0.0
+            self._poked.clear()
             try:
                 events = await self._new_events()
                 if events:
-                    self._fresh_until = float("-inf")
+                    self._is_stale = True
                     self._tell("".join(map(_event_message, events)))
                 overview = await self.overview()
                 if self._fresh_until > told_until:
                     self._tell(_overview_message(overview))
                     told_until = self._fresh_until
+                # However often it is poked: its share of the time, and no more.
+                ended = self._clock()
+                rest_s = max(0.0, max(started + (ended - started) / LOOK_UP_SHARE, self._rested_at) - ended)
             except WindlassError as error:
                 log.warning("listeners are told nothing", error=str(error))
                 self._tell(_message("trouble", json.dumps({"detail": "the database does not answer; trying again."})))
             except Exception:
                 # Whoever listens has a right to hear more than nothing for ever.
                 log.exception("looking for news failed")
-            self._poked.clear()
+            await asyncio.sleep(rest_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poked.wait(), LOOK_INTERVAL_S)
+                await asyncio.wait_for(self._poked.wait(), LOOK_INTERVAL_S - rest_s)
         self._watcher = None
 
     async def _new_events(self) -> list[Event]:
