@@ -12,7 +12,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from face_bed import SECRET, Bed, bed_of
+from face_bed import CHANCE, SECRET, Bed, bed_of
 from windlass.api import gate as gate_module
 from windlass.api import live as live_module
 from windlass.api.documented import EXAMPLES
@@ -22,7 +22,7 @@ from windlass.api.live import EventStream, Live
 from windlass.api.server import listen, serving
 from windlass.api.session import new_link
 from windlass.api.thinking import Thinking
-from windlass.model.access import Role, csrf_token
+from windlass.model.access import SESSION_PREFIX, Role, csrf_token, new_token
 from windlass.model.task import new_task
 from windlass.model.worker import Registration
 from windlass.store.connect import connected
@@ -158,6 +158,47 @@ async def test_a_link_lets_one_browser_in_and_its_pages_prove_themselves(bed: Be
     browser.cookies.set(COOKIE, cookie.partition("=")[2].partition(";")[0])
     assert problem_of(await browser.get(f"{API}/overview")) == (401, "UNAUTHORIZED")
     await browser.aclose()
+
+
+async def test_a_flood_of_made_up_sessions_is_told_to_wait_before_anybody_looks_them_up(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookups = 0
+    has_session = bed.store.has_session
+
+    async def counted(session_hash: bytes) -> bool:
+        nonlocal lookups
+        lookups += 1
+        return await has_session(session_hash)
+
+    monkeypatch.setattr(bed.store, "has_session", counted)
+    flood = bed.client("192.0.2.66")
+    made_up = [new_token(SESSION_PREFIX, CHANCE) for _ in range(200)]
+    answers = [
+        await flood.get(f"{API}/overview", headers={"Cookie": f"{COOKIE}={session}"}) for session in made_up
+    ]
+    assert {problem_of(answer) for answer in answers} == {(401, "UNAUTHORIZED"), (429, "TOO_MANY")}
+    assert lookups < 150
+    browser = bed.client("192.0.2.7")
+    await browser.get(await new_link(bed.store, ""))
+    lookups = 0
+    answers = await asyncio.gather(*(browser.get(f"{API}/overview") for _ in range(10)))
+    answers += [await browser.get(f"{API}/overview") for _ in range(10)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert lookups <= 10  # those that came at once; then it is believed
+    for client in (flood, browser):
+        await client.aclose()
+
+
+async def test_a_token_is_believed_for_looking_and_checked_for_whatever_changes_something(bed: Bed) -> None:
+    client = bed.client("192.0.2.7", **await bed.token(Role.OPERATOR))
+    assert (await client.get(f"{API}/status")).status_code == 200
+    (token,) = await bed.store.tokens()
+    await bed.store.revoke_token(token.name)
+    assert (await client.get(f"{API}/status")).status_code == 200  # for BELIEVED_S
+    assert problem_of(await client.post(f"{API}/pause")) == (401, "UNAUTHORIZED")
+    assert problem_of(await client.get(f"{API}/status")) == (401, "UNAUTHORIZED")
+    await client.aclose()
 
 
 async def test_who_calls_too_often_is_told_to_wait(dsn: str) -> None:
