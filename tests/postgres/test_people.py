@@ -12,12 +12,12 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from face_bed import CHANCE, SECRET, Bed, bed_of
+from face_bed import CHANCE, SECRET, URL, Bed, bed_of
 from windlass.api import gate as gate_module
 from windlass.api import live as live_module
 from windlass.api.documented import EXAMPLES
 from windlass.api.errors import ApiError
-from windlass.api.gate import COOKIE, CSRF_HEADER
+from windlass.api.gate import CSRF_HEADER, session_cookie
 from windlass.api.live import EventStream, Live
 from windlass.api.server import listen, serving
 from windlass.api.session import new_link
@@ -29,6 +29,7 @@ from windlass.store.connect import connected
 from windlass.wire import face as wire_face
 
 API = "/api/v1"
+COOKIE = session_cookie(httpx.URL(URL).netloc.decode())
 
 
 @pytest.fixture
@@ -157,6 +158,35 @@ async def test_a_link_lets_one_browser_in_and_its_pages_prove_themselves(bed: Be
     assert (await browser.post("/logout", content=f"csrf={csrf}")).status_code == 303
     browser.cookies.set(COOKIE, cookie.partition("=")[2].partition(";")[0])
     assert problem_of(await browser.get(f"{API}/overview")) == (401, "UNAUTHORIZED")
+    await browser.aclose()
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("127.0.0.1:8080", "windlass_session_8080"),
+        ("localhost:8081", "windlass_session_8081"),
+        ("[::1]:8080", "windlass_session_8080"),
+        ("windlass.example", "windlass_session"),
+        ("[::1]", "windlass_session"),
+        ("a:b;c", "windlass_session"),
+        ("", "windlass_session"),
+    ],
+)
+def test_a_session_is_of_one_port(host: str, name: str) -> None:
+    assert session_cookie(host) == name
+
+
+async def test_two_on_one_host_do_not_log_each_other_out(bed: Bed, dsn: str) -> None:
+    browser = bed.client("192.0.2.7")
+    for port in (8080, 8081):
+        assert (await browser.get(await new_link(bed.store, f"http://127.0.0.1:{port}"))).status_code == 200
+    for port in (8080, 8081):
+        assert (await browser.get(f"http://127.0.0.1:{port}{API}/overview")).status_code == 200
+    csrf = csrf_token(browser.cookies["windlass_session_8081"])
+    await browser.post("http://127.0.0.1:8081/logout", content=f"csrf={csrf}")
+    assert problem_of(await browser.get(f"http://127.0.0.1:8081{API}/overview")) == (401, "UNAUTHORIZED")
+    assert (await browser.get(f"http://127.0.0.1:8080{API}/overview")).status_code == 200
     await browser.aclose()
 
 

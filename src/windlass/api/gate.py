@@ -47,7 +47,6 @@ from windlass.ports.access import Access
 GUARDED = "/internal/"
 # Asked for by whoever watches, at any time: nobody asks who they are.
 OPEN = ("/healthz", "/readyz", "/static/")
-COOKIE = "windlass_session"
 CSRF_HEADER = "X-CSRF-Token"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 # What proxies add. Behind one on this host everybody comes from this host.
@@ -300,12 +299,19 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
+def session_cookie(host: str) -> str:
+    """What the cookie of a session is called where we are called by this name. Cookies know no ports: without it, two of
+    us on one host would log each other's people out."""
+    port = host.rpartition("]")[2].rpartition(":")[2]
+    return f"windlass_session_{port}" if port.isascii() and port.isdigit() and ":" in host else "windlass_session"
+
+
 def _session_of(scope: Scope) -> str | None:
     try:
         cookies = SimpleCookie(dict(scope["headers"]).get(b"cookie", b"").decode("latin-1"))
     except CookieError:
         return None
-    found = cookies.get(COOKIE)
+    found = cookies.get(session_cookie(dict(scope["headers"]).get(b"host", b"").decode("latin-1")))
     return found.value if found is not None and is_token(found.value, SESSION_PREFIX) else None
 
 
