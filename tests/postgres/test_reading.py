@@ -11,7 +11,7 @@ from windlass.cost.meter import read_meter
 from windlass.model.errors import BadInput
 from windlass.model.task import Finished, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
-from windlass.ports.reading import Page, TaskList
+from windlass.ports.reading import MAX_QUEUES, Page, TaskList
 from windlass.store import control, reading
 from windlass.store.reading import PostgresReadingStore
 
@@ -380,6 +380,22 @@ async def test_a_million_that_wait_are_counted_up_to_a_bound(
     await sql.execute("insert into windlass.tasks (queue) select 'a' from generate_series(1, 25)")
     assert (await store.overview()).queues["a"].queued == 10
     assert len(await everything(store.tasks_page, which=TaskList.QUEUED, limit=10)) == 25
+
+
+async def test_queues_that_somebody_made_up_are_told_of_up_to_a_bound(store: Store, sql: Any) -> None:
+    await add_fleet(sql, queues="{zz-served}")
+    await sql.execute("insert into windlass.tasks (queue) select 'made-up-' || g from generate_series(1, 1500) as g")
+    seen = await store.overview()
+    assert len(seen.queues) == MAX_QUEUES + 1
+    assert seen.queues["zz-served"].queued == 0
+    assert seen.has_more_queues
+    assert len(await store.known_queues()) <= 2_001
+    assert len((await store.tasks_page(which=TaskList.QUEUED, limit=500)).rows) == MAX_QUEUES
+    # By its name each is found.
+    hidden = next(name for name in (f"made-up-{n}" for n in range(1, 1501)) if name not in seen.queues)
+    assert len((await store.tasks_page(queue=hidden, which=TaskList.QUEUED)).rows) == 1
+    await sql.execute("delete from windlass.tasks where queue <> 'made-up-1'")
+    assert not (await store.overview()).has_more_queues
 
 
 async def test_statuses_are_the_models(store: Store, sql: Any, clock: Any) -> None:

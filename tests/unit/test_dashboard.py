@@ -310,6 +310,7 @@ def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
         SETTING,
         Page((row,), None),
         queues=["q"],
+        has_more_queues=True,
         queue=None,
         which="failed",
         search=evil,
@@ -321,6 +322,7 @@ def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
     )
     assert evil not in listed + of_worker
     assert "&lt;script&gt;" in listed
+    assert "and more: write queue=NAME into the address" in listed
     assert "&lt;script&gt;" in of_worker
 
 

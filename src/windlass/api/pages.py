@@ -195,13 +195,14 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
         )
         dead = [task.id for task in found.rows] if which is TaskList.FAILED else []
         histories = {task_id: await _history(shown, task_id) for task_id in dead}
-        queues = {*(await shown.store.known_queues()), *((await shown.live.overview()).queues)}
+        overview = await shown.live.overview()
         return html(
             request,
             pages.tasks_page(
                 setting_of(face, request, await shown.store.now()),
                 found,
-                queues=sorted(queues),
+                queues=sorted({*overview.queues, *([queue] if queue else [])}),
+                has_more_queues=overview.has_more_queues,
                 queue=queue or None,
                 which=which.value if which is not None else None,
                 search=search or None,

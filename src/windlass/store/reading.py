@@ -24,6 +24,7 @@ from windlass.ports.reading import (
     COUNT_LIMIT,
     MAX_PAGE,
     MAX_POINTS,
+    MAX_QUEUES,
     SCAN_LIMIT,
     Burn,
     FleetStanding,
@@ -74,7 +75,8 @@ class PostgresReadingStore(PostgresAccessStore):
         fleets = await self.fleets()
         async with self._connection("looking at everything") as connection:
             moment = await connection.fetchrow(QUERIES["moment"])
-            counted = await connection.fetch(QUERIES["work_of_queues"], await _queues(connection), COUNT_LIMIT)
+            queues, has_more_queues = await _queues(connection)
+            counted = await connection.fetch(QUERIES["work_of_queues"], queues, COUNT_LIMIT)
             running = dict(map(tuple, await connection.fetch(QUERIES["running_by_queue"])))
             dead = dict(map(tuple, await connection.fetch(QUERIES["dead_by_queue"], COUNT_LIMIT)))
             recent = await connection.fetch(QUERIES["recent_work"], RECENT_TASKS, RECENT_TASKS_OF_QUEUE, RECENT_S)
@@ -121,6 +123,7 @@ class PostgresReadingStore(PostgresAccessStore):
             alerts=tuple(alert for alert in alerts if alert.fleet is None),
             leader=Leader(**leader) if leader is not None else None,
             last_event_id=moment["last_event_id"],
+            has_more_queues=has_more_queues,
         )
 
     async def history(self, fleet: str, since_s: float, points: int = 240) -> list[Sample]:
@@ -220,7 +223,7 @@ class PostgresReadingStore(PostgresAccessStore):
         """Tasks that a search means exactly, if they are in the list that is looked at."""
         task_id = int(search) if search.isascii() and search.isdigit() and int(search) <= _MAX_ID else None
         async with self._connection("listing tasks") as connection:
-            queues = [queue] if queue is not None else await _queues(connection)
+            queues = [queue] if queue is not None else (await _queues(connection))[0]
             rows = await connection.fetch(QUERIES["tasks_named"], search, queues, task_id)
         return [row["id"] for row in rows if queue in (None, row["queue"]) and which in (None, _list_of(row))]
 
@@ -253,7 +256,7 @@ class PostgresReadingStore(PostgresAccessStore):
     ) -> tuple[list[int], str | None]:
         scan = SCAN_LIMIT if search is not None else limit
         async with self._connection("listing tasks") as connection:
-            queues = [queue] if queue is not None else await _queues(connection)
+            queues = [queue] if queue is not None else (await _queues(connection))[0]
             if which is TaskList.QUEUED:
                 priority, last_id = _read_cursor(cursor, _PRIORITY_AND_ID) or (None, None)
                 rows = await connection.fetch(QUERIES["tasks_queued"], queues, search, limit, scan, priority, last_id)
@@ -326,11 +329,12 @@ class PostgresReadingStore(PostgresAccessStore):
         return [dict(row) for row in rows]
 
 
-async def _queues(connection: Any) -> list[str]:
-    """All that are served, or have tasks that are not finished."""
-    known = await connection.fetch(QUEUE_QUERIES["known_queues"])
-    served = await connection.fetch(QUERIES["queues"])
-    return sorted({row["queue"] for row in (*known, *served)})
+async def _queues(connection: Any) -> tuple[list[str], bool]:
+    """All that are served, and of those that have tasks which are not finished so many; whether there are more."""
+    served = {row["queue"] for row in await connection.fetch(QUERIES["queues"])}
+    known = {row["queue"] for row in await connection.fetch(QUEUE_QUERIES["known_queues"])}
+    others = sorted(known - served)
+    return sorted([*served, *others[:MAX_QUEUES]]), len(others) > MAX_QUEUES
 
 
 class _Recently:
