@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from jsonschema import Draft202012Validator
+from structlog.testing import capture_logs
 
 from face_bed import CHANCE, SECRET, URL, Bed, bed_of
 from windlass.api import gate as gate_module
@@ -23,8 +24,10 @@ from windlass.api.server import listen, serving
 from windlass.api.session import new_link
 from windlass.api.thinking import Thinking
 from windlass.model.access import SESSION_PREFIX, Role, csrf_token, new_token
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import new_task
 from windlass.model.worker import Registration
+from windlass.store import reading
 from windlass.store.connect import connected
 from windlass.wire import face as wire_face
 
@@ -686,6 +689,29 @@ async def test_however_much_is_changed_looking_takes_its_share_of_the_time_and_n
         now += 0.01
     assert min(later - earlier for earlier, later in pairwise(looks)) >= 0.8 - 1e-9
     assert 0.2 * len(looks) / (now - 100.0) == pytest.approx(0.25, rel=0.1)
+
+
+async def test_samples_are_taken_whatever_went_wrong_before(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "SAMPLE_INTERVAL_S", 0.01)
+    async with bed_of(dsn) as bed, asyncio.timeout(30):
+        await hire(bed)
+        troubles = iter([ZeroDivisionError("a defect"), DatabaseUnavailable("it is away")])
+        look = bed.live.overview
+
+        async def overview() -> Any:
+            if (trouble := next(troubles, None)) is not None:
+                raise trouble
+            return await look()
+
+        monkeypatch.setattr(bed.live, "overview", overview)
+        with capture_logs() as logs:
+            sampling = asyncio.create_task(wire_face.take_samples(bed.store, bed.live))
+            while not await bed.store.history("gpus", 60):
+                await asyncio.sleep(0.01)
+                assert not sampling.done()
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+        assert [line["log_level"] for line in logs if line["event"] == "no sample was taken"] == ["error", "warning"]
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics

@@ -124,7 +124,7 @@ async def http_face(
             shown=shown,
             ray_head=ray_head(config),
         )
-        sampling = asyncio.create_task(_take_samples(people, shown.live))
+        sampling = asyncio.create_task(take_samples(people, shown.live))
         try:
             async with serving(make_app(face), listener):
                 on_link(await new_link(people, _browser_url(config, listener)))
@@ -189,19 +189,23 @@ def _browser_url(config: Config, listener: "socket.socket") -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _take_samples(store: "PostgresReadingStore", live: "Live") -> None:
-    """How things stand, every few seconds, for charts; and the retention of what only faces need."""
+async def take_samples(store: "PostgresReadingStore", live: "Live") -> None:
+    """How things stand, every few seconds, for charts; and the retention of what only faces need. Whatever happens."""
     import structlog
 
     from windlass.store.reading import SAMPLE_INTERVAL_S
 
+    log = structlog.get_logger(__name__)
     for round_number in itertools.count():
         try:
             await store.take_samples(await live.overview())
             if round_number % SAMPLES_PER_SWEEP == 0:
                 await store.sweep_faces()
         except WindlassError as error:
-            structlog.get_logger(__name__).warning("no sample was taken", error=str(error))
+            log.warning("no sample was taken", error=str(error))
+        except Exception:
+            # A defect; but without this loop charts end for good, and nobody is told why.
+            log.exception("no sample was taken")
         await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 
