@@ -546,6 +546,19 @@ async def test_every_example_is_as_the_description_says(bed: Bed) -> None:
                 assert problems == [], f"{method} {path}"
     assert seen > 20
     assert set(EXAMPLES) >= {"problem"}
+    bodies = [
+        (operation["operationId"], content)
+        for methods in description["paths"].values()
+        for operation in methods.values()
+        for content in operation.get("requestBody", {}).get("content", {}).values()
+    ]
+    assert len(bodies) >= 16
+    for name, content in bodies:
+        schema = content["schema"] | {"components": description["components"]}
+        assert [error.message for error in Draft202012Validator(schema).iter_errors(content["example"])] == [], name
+    # Whoever probes has no token, and needs none.
+    is_open = {path for path, methods in description["paths"].items() if methods.get("get", {}).get("security") == []}
+    assert is_open == {"/healthz", "/readyz"}
 
 
 # ----------------------------------------------------------------------------------------------------------------- live
