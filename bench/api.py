@@ -5,8 +5,8 @@
 
 One process serves, as `windlass up` does: the API with its two pools of connections, a cycle a second over all workers,
 samples for charts, and the look for what is the matter. Another asks with a token, at fixed times, whether or not the
-last answer has come: a request waits from when it was due; and one listens to the stream all the while. Cycles are timed
-before and meanwhile.
+last answer has come: a request waits from when it was due; and one listens to the stream all the while. Cycles are
+timed before and meanwhile.
 """
 
 import argparse
@@ -241,7 +241,8 @@ async def measure(dsn: str, rate: float, seconds: float) -> None:
     print(f"{WORKERS:,} workers, {FINISHED + QUEUED:,} tasks, {rate:g} requests a second for {seconds:g} s")
     print(f"answered {len(statuses) - len(refused):,} of {len(statuses):,}; not so: {sorted(set(refused)) or 'none'}\n")
     print(table(["ms", "p50", "p95", "p99", "highest"], list(_rows(waits, before, meanwhile))))
-    print(f"\ncycles meanwhile: {len(meanwhile)} in {seconds:g} s, one a second is due; one listener heard {heard} messages")
+    print(f"\ncycles meanwhile: {len(meanwhile)} in {seconds:g} s, one a second is due")
+    print(f"the listener heard {heard} messages")
 
 
 def _rows(waits: list[float], before: list[float], meanwhile: list[float]) -> Iterator[list[str]]:

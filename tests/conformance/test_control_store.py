@@ -1023,6 +1023,7 @@ async def test_what_queues_cost_is_known_from_sums_and_adds_up_to_what_fleets_co
     await store.register(Registration("w0", ("a", "b"), fleet="f"))
     for queue, seconds in (("a", 1200), ("b", 600), ("a", 1800), ("b", 3600)):
         await do(store, clock, "w0", seconds, queue)
+        clock.advance(300)
     assert await settle_all(store) == 1
     by_queue, by_fleet = await told(store, "queue"), await told(store, "fleet")
     assert set(by_queue) == {"a", "b", None}

@@ -366,7 +366,8 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
         assert "Seq Scan on tasks" not in plan, f"{name}:\n{plan}"
     (first,) = await sql.fetchrow("select min(id) from windlass.tasks where status = 'queued' and priority = 2")
     plan = "\n".join(
-        row[0] for row in await sql.fetch(f"explain (analyze, timing off) {control.QUERIES['ready_before']}", first, 10_001)
+        row[0]
+        for row in await sql.fetch(f"explain (analyze, timing off) {control.QUERIES['ready_before']}", first, 10_001)
     )
     # It is the next, and nothing is read of the thousands behind it.
     assert "Rows Removed by Filter" not in plan, plan

@@ -6,9 +6,10 @@ A session is a cookie, which browsers send along whoever asks them to: so whatev
 session's CSRF token too.
 
 Who was checked is believed for a few seconds. Workers call many times a second, and it takes nothing from revocation:
-what an ended worker may still do is for the store to say, call by call. People are believed as long for looking; whatever
-changes something is checked each time. What is no token of ours by its looks is not looked up. Whoever keeps coming with
-wrong ones is told to wait; a good one is never refused for what others at the same address (a proxy's, a network's) do.
+what an ended worker may still do is for the store to say, call by call. People are believed as long for looking;
+whatever changes something is checked each time. What is no token of ours by its looks is not looked up. Whoever keeps
+coming with wrong ones is told to wait; a good one is never refused for what others at the same address (a proxy's, a
+network's) do.
 """
 
 import asyncio
@@ -300,8 +301,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def session_cookie(host: str) -> str:
-    """What the cookie of a session is called where we are called by this name. Cookies know no ports: without it, two of
-    us on one host would log each other's people out."""
+    """What the cookie of a session is called where we are called by this name.
+
+    Cookies know no ports: without it, two of us on one host would log each other's people out.
+    """
     port = host.rpartition("]")[2].rpartition(":")[2]
     return f"windlass_session_{port}" if port.isascii() and port.isdigit() and ":" in host else "windlass_session"
 

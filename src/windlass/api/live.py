@@ -1,10 +1,10 @@
 """How everything stands, looked up once for all who want to know, and told to those who listen.
 
-Asking is shared: whoever asks gets what is at most a second old, or four times as old as it takes to look it up, and what
-was changed here is looked at as soon as that allows. So no number of callers, nor of changes, takes more than a quarter
-of one connection. Listeners are told of every event, and how things stand,
-while there are any; without them nothing is looked up. One that does not keep up, or may not look any more, is let go.
-It may come again: it names the last event it saw and misses none that are still kept.
+Asking is shared: whoever asks gets what is at most a second old, or four times as old as it takes to look it up, and
+what was changed here is looked at as soon as that allows. So no number of callers, nor of changes, takes more than a
+quarter of one connection. Listeners are told of every event, and how things stand, while there are any; without them
+nothing is looked up. One that does not keep up, or may not look any more, is let go. It may come again: it names the
+last event it saw and misses none that are still kept.
 """
 
 import asyncio
@@ -26,8 +26,10 @@ from windlass.ports.reading import Overview, Reading
 
 # What is younger than this is good enough.
 FRESH_S = 1.0
-# And at most this share of the time is spent on looking it up: enough that what a person does is seen within a second.
+# And at most this share of the time is spent on looking it up; so much of it may be saved up, so that what a person
+# does now and then is seen at once.
 LOOK_UP_SHARE = 0.25
+SAVED_UP_S = 5.0
 # From one look for events to the next.
 LOOK_INTERVAL_S = 0.5
 # A connection without a word for this long is cut by proxies.
@@ -65,9 +67,9 @@ class Live:
         self._looking = asyncio.Lock()
         self._overview: Overview | None = None
         self._fresh_until = float("-inf")
-        # Something changed since the look began; and when the next may begin.
+        # Something changed since the look began; and until when the time spent on looking is paid for.
         self._is_stale = False
-        self._rested_at = float("-inf")
+        self._paid_until = float("-inf")
         self._listeners: set[Listener] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._poked = asyncio.Event()
@@ -90,7 +92,15 @@ class Live:
 
     def _is_due(self) -> bool:
         now = self._clock()
-        return self._overview is None or now >= (self._rested_at if self._is_stale else self._fresh_until)
+        return self._overview is None or now >= self._fresh_until or (self._is_stale and self._rest_s(now) <= 0)
+
+    def _rest_s(self, now: float) -> float:
+        """For how long nothing is to be looked up only because something changed."""
+        return self._paid_until - SAVED_UP_S - now
+
+    def _spend(self, started: float) -> None:
+        ended = self._clock()
+        self._paid_until = max(self._paid_until, started) + (ended - started) / LOOK_UP_SHARE
 
     async def _look(self) -> None:
         started, self._is_stale = self._clock(), False
@@ -99,9 +109,9 @@ class Live:
         except BaseException:
             self._is_stale = True  # as far as anybody knows
             raise
+        self._spend(started)
         ended = self._clock()
-        self._rested_at = started + (ended - started) / LOOK_UP_SHARE
-        self._fresh_until = max(ended + FRESH_S, self._rested_at)
+        self._fresh_until = max(ended + FRESH_S, started + (ended - started) / LOOK_UP_SHARE)
 
     def poke(self) -> None:
         """Something was changed: what is known of it is old."""
@@ -152,6 +162,7 @@ class Live:
             self._poked.clear()
             try:
                 events = await self._new_events()
+                self._spend(started)
                 if events:
                     self._is_stale = True
                     self._tell("".join(map(_event_message, events)))
@@ -159,9 +170,7 @@ class Live:
                 if self._fresh_until > told_until:
                     self._tell(_overview_message(overview))
                     told_until = self._fresh_until
-                # However often it is poked: its share of the time, and no more.
-                ended = self._clock()
-                rest_s = max(0.0, max(started + (ended - started) / LOOK_UP_SHARE, self._rested_at) - ended)
+                rest_s = max(0.0, self._rest_s(self._clock()))
             except WindlassError as error:
                 log.warning("listeners are told nothing", error=str(error))
                 self._tell(_message("trouble", json.dumps({"detail": "the database does not answer; trying again."})))
@@ -259,7 +268,7 @@ class Listener:
 
 
 class EventStream(StreamingResponse):
-    """What a listener hears, as an answer. It is broken off when the listener is let go, also in the middle of sending."""
+    """What a listener hears, as an answer: broken off when the listener is let go, also in the middle of sending."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__(listener.messages(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})

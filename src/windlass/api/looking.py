@@ -300,7 +300,7 @@ def _why(router: APIRouter, shown: Shown) -> None:
         fleet: Name = None,
         limit: Annotated[int, Query(ge=1, le=MAX_COSTS)] = 100,
     ) -> Response:
-        """Added up, with what was wasted and what the month will come to. In micros of a currency; a few seconds old."""
+        """Added up, with what was wasted and what the month will come to. In micros of a currency; seconds old."""
         return _report(report_shown(await reports.of((by, since, fleet, limit))))
 
 

@@ -75,7 +75,8 @@ def explain_task(
     workers: Sequence[Worker],
     fleets: Sequence[tuple[Fleet, Cycle | None]],
 ) -> Story:
-    """`ahead`: ready tasks of its queue that come before it, MAX_AHEAD + 1 for "more". `fleets`: those serving its queue, with the last cycle."""
+    """`ahead`: ready tasks of its queue that come before it, MAX_AHEAD + 1 for "more". `fleets`: those serving its
+    queue, with the last cycle."""
     answer = _task_answer(task, now, ahead)
     if task.status in (TaskStatus.QUEUED, TaskStatus.ERROR) and not _is_waiting_for_time(task, now):
         answer += _who_could_take_it(task, workers)

@@ -43,9 +43,7 @@ async def look(store: Costs, by: By, since: datetime, now: datetime, fleet: str 
     return Report(by, seen.since, seen.costs[by], seen.total, seen.forecasts)
 
 
-async def look_from(
-    store: Costs, sides: Mapping[By, int], since: datetime, now: datetime, fleet: str | None
-) -> Look:
+async def look_from(store: Costs, sides: Mapping[By, int], since: datetime, now: datetime, fleet: str | None) -> Look:
     """`sides`: by what it is added up, and how many rows of each are wanted."""
     # Whole hours: the sums are kept by the hour.
     since = hour_of(since)

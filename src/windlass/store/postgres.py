@@ -20,7 +20,7 @@ from uuid import UUID
 import asyncpg
 
 from windlass.model.config import Retention
-from windlass.model.errors import BadInput, TooSlow, UnknownWorker
+from windlass.model.errors import BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
 from windlass.model.event import Event, QueueDepth
 from windlass.model.node import NodeState, NodeView
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, TaskSummary, Turn, storable
@@ -113,6 +113,16 @@ class PostgresStore:
             applied = await applied_migrations(connection)
             return max(applied, default=None)
 
+    def _pooled_limits(self) -> str:
+        if self._statement_timeout_s is None:
+            return POOLED_LIMITS
+        return f"{POOLED_LIMITS}; {_break_off_after(self._statement_timeout_s, 'local')}"
+
+    def _unavailable(self, doing: str, error: BaseException) -> DatabaseUnavailable:
+        if isinstance(error, asyncpg.QueryCanceledError) and self._statement_timeout_s is not None:
+            return TooSlow(f"{doing}: not done within {self._statement_timeout_s:g} s.")
+        return unavailable(doing, self._dsn, error)
+
     @asynccontextmanager
     async def _connection(self, doing: str) -> AsyncIterator[Any]:
         assert self._listener is not None, "the store is used inside `async with`"  # noqa: S101
@@ -125,9 +135,7 @@ class PostgresStore:
                     )
                 if self._is_pooled:
                     async with connection.transaction():
-                        await connection.execute(POOLED_LIMITS)
-                        if self._statement_timeout_s is not None:
-                            await connection.execute(_break_off_after(self._statement_timeout_s, "local"))
+                        await connection.execute(self._pooled_limits())
                         yield connection
                 else:
                     yield connection
@@ -139,9 +147,7 @@ class PostgresStore:
                 raise
             self._connections.give_back(connection)
         except CONNECTION_ERRORS as error:
-            if isinstance(error, asyncpg.QueryCanceledError) and self._statement_timeout_s is not None:
-                raise TooSlow(f"{doing}: not done within {self._statement_timeout_s:g} s.") from None
-            raise unavailable(doing, self._dsn, error) from None
+            raise self._unavailable(doing, error) from None
         except asyncpg.NoDataFoundError as error:
             raise UnknownWorker(f"{doing}: {words(error)}") from None
         except (

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from windlass.ports.reading import Reading
 
 QUERIES = read_queries("windlass.store", "reading.sql")
-# Recent work: so many completed tasks of all queues are counted, of so many seconds, and so many of each queue looked at.
-# A quiet queue is then not forgotten because another is busy.
+# Recent work: so many completed tasks of all queues are counted, of so many seconds, and so many of each queue looked
+# at. A quiet queue is then not forgotten because another is busy.
 RECENT_TASKS = 20_000
 RECENT_TASKS_OF_QUEUE = 500
 RECENT_S = 300.0

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from windlass.store.access import PostgresAccessStore
     from windlass.store.reading import PostgresReadingStore
 
-# Connections for what comes over HTTP, apart from those of the control loop: no flood of calls delays a cycle. And those
-# of machines apart from those of people, so that no crowd of readers silences a worker.
+# Connections for what comes over HTTP, apart from those of the control loop: no flood of calls delays a cycle. And
+# those of machines apart from those of people, so that no crowd of readers silences a worker.
 MACHINES_CONNECTIONS = 8
 PEOPLES_CONNECTIONS = 6
 # What a person asks is answered within this time, or not at all.

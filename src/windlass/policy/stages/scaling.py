@@ -208,7 +208,7 @@ def _room_for_requests(draft: Draft, staying: list[WorkerState]) -> int:
 
 
 def _with_room(draft: Draft, taken: set[int], most: int) -> list[int]:
-    """Of the slots that are not taken, those to fill now, so that no more machines than the maximum exist at any moment.
+    """Of the slots not taken, those to fill now, so that no more machines than the maximum exist at any moment.
 
     A slot whose worker this plan deletes is filled only after the deletion. Any other must leave room for every machine
     there is: strays, and those being deleted, too.
