@@ -99,7 +99,7 @@ async def serve(dsn: str) -> None:
                 started = time.perf_counter()
                 alarm.note(await cycle.run())
                 took_s = time.perf_counter() - started
-                print(json.dumps({"cycle_s": took_s}), flush=True)
+                print(json.dumps({"cycle_s": took_s, "cpu_s": time.process_time()}), flush=True)
                 await asyncio.sleep(max(0.0, CYCLE_INTERVAL_S - took_s))
 
 
@@ -147,6 +147,8 @@ class Server:
         self.port = 0
         self.token = ""
         self.cycles: list[float] = []
+        # What its process had used of a processor after each.
+        self.cpu: list[float] = []
 
     async def listen(self) -> None:
         assert self._process.stdout is not None
@@ -156,6 +158,7 @@ class Server:
                 self.port, self.token = said["port"], said["token"]
             else:
                 self.cycles.append(said["cycle_s"])
+                self.cpu.append(said["cpu_s"])
 
     async def until_cycles(self, count: int) -> None:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -231,6 +234,7 @@ async def measure(dsn: str, rate: float, seconds: float) -> None:
         asked = len(server.cycles)
         waits, statuses = await ask(server, rate, seconds)
         meanwhile = server.cycles[asked:]
+        used = [server.cpu[asked - 1] - server.cpu[alone - 1], server.cpu[-1] - server.cpu[asked - 1]]
         hearing.cancel()
         heard = await hearing
     finally:
@@ -243,6 +247,8 @@ async def measure(dsn: str, rate: float, seconds: float) -> None:
     print(table(["ms", "p50", "p95", "p99", "highest"], list(_rows(waits, before, meanwhile))))
     print(f"\ncycles meanwhile: {len(meanwhile)} in {seconds:g} s, one a second is due")
     print(f"the listener heard {heard} messages")
+    alone, under_load = used[0] / max(1, len(before)), used[1] / max(1, len(meanwhile))
+    print(f"the server's process used {alone:.0%} of a processor alone, {under_load:.0%} meanwhile")
 
 
 def _rows(waits: list[float], before: list[float], meanwhile: list[float]) -> Iterator[list[str]]:
