@@ -280,7 +280,8 @@ class EventStream(StreamingResponse):
         try:
             await sending
         except asyncio.CancelledError:
-            if not self._listener.is_let_go:
+            ourselves = asyncio.current_task()
+            if not self._listener.is_let_go or (ourselves is not None and ourselves.cancelling()):
                 raise
         finally:
             sending.cancel()
