@@ -120,11 +120,12 @@ order by t.finished_at desc
 limit $1;
 
 -- name: open_alerts
--- overview; alerts_open, a handful of rows.
+-- overview; alerts_open, a handful of rows: of each fleet and code a few at most.
 select id, fleet, code, severity, reason, since, seen_at, resolved_at
 from windlass.alerts
 where resolved_at is null
-order by since, id;
+order by since, id
+limit 500;
 
 -- name: leader
 -- overview; primary key.

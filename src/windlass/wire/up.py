@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from windlass.ports.control import Candidate
     from windlass.store.control import PostgresControlStore
 
+# Without a leader for so many leases before people are told: a restart and a failover take one.
+LEADER_GRACE_LEASES = 2
 # Hands every log line to whoever asks, until they call what they got for it.
 Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
@@ -161,6 +163,7 @@ async def _alarm(
             store,
             receivers(config),
             dead_letters_allowed=config.alerts.dead_letters_per_hour,
+            leader_grace_s=LEADER_GRACE_LEASES * config.control.lease_s,
             ignored=config.alerts.ignored,
             on_message=on_message,
         )
