@@ -1,6 +1,8 @@
 """The contract of ports/access.py, over memory and over PostgreSQL in the same virtual time."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
 from random import Random, SystemRandom
 from typing import Any
 
@@ -10,15 +12,18 @@ from worlds import RETENTION, empty_tables
 from windlass.model.access import (
     API_PREFIX,
     JOIN_PREFIX,
+    SESSION_ROLES,
     WORKER_PREFIX,
     Activation,
     JoinCaller,
     Role,
+    Session,
     TokenCaller,
     WorkerCaller,
     hash_of,
     is_token,
     new_token,
+    session_id,
 )
 from windlass.model.action import Plan
 from windlass.model.errors import BadInput
@@ -208,15 +213,17 @@ async def test_a_name_that_is_none_is_refused(store: Stores) -> None:
 LINK, SESSION, OTHER_SESSION = hash_of("link"), hash_of("session"), hash_of("another session")
 
 
-async def test_a_link_opens_one_session(store: Stores) -> None:
-    await store.create_link(LINK, 60)
-    assert not await store.has_session(LINK)
+@pytest.mark.parametrize("role", SESSION_ROLES)
+async def test_a_link_opens_one_session_of_its_role(store: Stores, role: Role) -> None:
+    await store.create_link(LINK, role, 60)
+    assert await store.session_role(LINK) is None
     assert await store.open_session(LINK, SESSION, 60)
     assert not await store.open_session(LINK, OTHER_SESSION, 60)
-    assert await store.has_session(SESSION)
-    assert not await store.has_session(OTHER_SESSION)
+    assert not await store.open_session(SESSION, OTHER_SESSION, 60)
+    assert await store.session_role(SESSION) is role
+    assert await store.session_role(OTHER_SESSION) is None
     await store.end_session(SESSION)
-    assert not await store.has_session(SESSION)
+    assert await store.session_role(SESSION) is None
 
 
 async def test_links_and_sessions_expire(store: Stores, clock: Any) -> None:
@@ -226,7 +233,25 @@ async def test_links_and_sessions_expire(store: Stores, clock: Any) -> None:
     await store.create_link(OTHER_JOIN, 60)
     assert await store.open_session(OTHER_JOIN, SESSION, 60)
     clock.advance(60)
-    assert not await store.has_session(SESSION)
+    assert await store.session_role(SESSION) is None
+    assert await store.sessions() == []
+    assert not await store.revoke_session(session_id(SESSION))
+
+
+async def test_sessions_and_unused_links_are_listed_and_revoked_by_their_id(store: Stores, clock: Any) -> None:
+    opened_at = clock()
+    await store.create_link(LINK, Role.VIEWER, 60)
+    assert await store.open_session(LINK, SESSION, 600)
+    clock.advance(1)
+    await store.create_link(OTHER_JOIN, Role.OPERATOR, 60)
+    link = Session(session_id(OTHER_JOIN), Role.OPERATOR, True, clock(), clock() + timedelta(seconds=60))
+    browser = Session(session_id(SESSION), Role.VIEWER, False, opened_at, opened_at + timedelta(seconds=600))
+    assert await store.sessions() == [link, browser]
+    assert await store.revoke_session(browser.id)
+    assert await store.revoke_session(link.id)
+    assert not await store.revoke_session(link.id)
+    assert await store.session_role(SESSION) is None
+    assert not await store.open_session(OTHER_JOIN, OTHER_SESSION, 60)
 
 
 async def test_whether_any_token_is_in_use(store: Stores) -> None:

@@ -113,6 +113,31 @@ async def test_a_link_lets_one_browser_in_and_its_pages_prove_themselves(bed: Be
     await browser.aclose()
 
 
+async def test_browsers_find_an_icon_on_their_way_in(bed: Bed) -> None:
+    icon = await bed.elsewhere.get("/favicon.ico")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
+    welcome = await bed.elsewhere.get(await new_link(bed.store, ""))
+    assert 'rel="icon" href="/favicon.ico"' in welcome.text
+
+
+async def test_a_viewers_link_lets_a_browser_look_and_not_act(bed: Bed) -> None:
+    browser = bed.client("192.0.2.7")
+    await browser.get(await new_link(bed.store, "http://127.0.0.1:1", Role.VIEWER))
+    csrf = csrf_token(browser.cookies[COOKIE])
+    page = await browser.get("/")
+    assert page.status_code == 200
+    assert "read only" in page.text
+    assert "Sign out" in page.text
+    for path in (f"{API}/tasks", f"{API}/pause"):
+        refused = await browser.post(path, json={"queue": "a"}, headers={CSRF_HEADER: csrf})
+        assert problem_of(refused) == (403, "FORBIDDEN")
+    assert (await browser.post("/fleets/default/pause", content=f"csrf={csrf}&is_confirmed=yes")).status_code == 403
+    (session,) = await bed.store.sessions()
+    assert await bed.store.revoke_session(session.id)
+    assert problem_of(await browser.get(f"{API}/overview")) == (401, "UNAUTHORIZED")
+    await browser.aclose()
+
+
 async def test_who_calls_too_often_is_told_to_wait(dsn: str) -> None:
     async with bed_of(dsn, rate_limit=5.0) as bed:
         answers = [await bed.here.get(f"{API}/status") for _ in range(10)]

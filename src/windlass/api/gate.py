@@ -37,6 +37,7 @@ from windlass.model.access import (
     csrf_token,
     hash_of,
     is_token,
+    session_id,
 )
 from windlass.ports import http
 from windlass.ports.access import Access
@@ -59,7 +60,6 @@ MAX_FAILURES = 20
 FAILURE_FORGOTTEN_S = 3.0
 MAX_ADDRESSES = 10_000
 
-SESSION = TokenCaller("the dashboard", Role.OPERATOR)
 ON_THIS_HOST = TokenCaller("somebody on this host", Role.VIEWER)
 
 _RANKS = {Role.VIEWER: 0, Role.PRODUCER: 1, Role.OPERATOR: 2}
@@ -106,8 +106,10 @@ class Gate:
         session = _session_of(scope)
         if _bearer(scope) is not None:
             return await self._admit(scope)
-        if session is not None and await self._access.has_session(hash_of(session)):
-            return {"caller": SESSION, "caller_name": f"session {hash_of(session).hex()[:8]}", "session": session}
+        role = await self._access.session_role(hash_of(session)) if session is not None else None
+        if session is not None and role is not None:
+            caller = TokenCaller("the dashboard", role)
+            return {"caller": caller, "caller_name": f"session {session_id(hash_of(session))}", "session": session}
         if await self._is_open_to(scope):
             return {"caller": ON_THIS_HOST, "caller_name": None, "session": None}
         return {"caller": None, "caller_name": None, "session": None}

@@ -60,6 +60,12 @@ def page_routes(face: Face, shown: Shown) -> APIRouter:
 def asset_routes() -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
+    @router.get("/favicon.ico")
+    async def icon() -> Response:
+        """Browsers ask for it wherever a page names none: on the way in, or when they show JSON."""
+        found = next(asset for address, asset in assets().items() if address.startswith("/static/icon-"))
+        return Response(found.content, media_type=found.media_type, headers={"Cache-Control": "public, max-age=86400"})
+
     @router.get("/static/{name}")
     async def static(name: str, request: Request) -> Response:
         found = assets().get(f"/static/{name}")
@@ -374,6 +380,6 @@ def problem(face: Face, request: Request, error: ApiError) -> Response:
     setting = setting_of(face, request, datetime.now(UTC), is_live=False)
     sentence = str(error.detail)
     if error.status_code == 401:
-        sentence = "Open the link that `windlass up` printed when it started; it lets this browser in, once."
+        sentence = "Open a link that `windlass tokens link` or `windlass up` printed; it lets this browser in, once."
     title = _TITLES.get(error.status_code, "This did not work")
     return html(request, pages.problem_page(setting, title, sentence[:1].upper() + sentence[1:]), error.status_code)

@@ -66,6 +66,25 @@ class ApiToken:
     revoked_at: datetime | None
 
 
+# What a browser may be let in as.
+SESSION_ROLES = (Role.VIEWER, Role.OPERATOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A browser that was let in, or a link that will let one in. `id` is the beginning of its hash."""
+
+    id: str
+    role: Role
+    is_link: bool
+    created_at: datetime
+    expires_at: datetime
+
+
+def session_id(session_hash: bytes) -> str:
+    return session_hash.hex()[:12]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerCaller:
     """A hired worker, by its own token. It acts in its own name and serves the queues it was hired for."""

@@ -7,13 +7,15 @@ The contract:
   answer may simply ask again; with another worker token it is refused.
 - A worker's token is worth something until the worker is terminated, and nobody has to revoke it. An API token is worth
   something until it is revoked.
-- A link lets one browser in, once, until it expires; the session it opened lasts until it expires or is ended.
+- A link lets one browser in, once, until it expires; the session it opened has the link's role and lasts until it
+  expires or is ended.
 - Every method raises DatabaseUnavailable when the answer did not arrive.
 """
 
 from typing import Protocol
 
-from windlass.model.access import Activation, ApiToken, Caller, Role
+from windlass.model.access import Activation, ApiToken, Caller, Role, Session
+from windlass.model.worker import Registration, WorkerStatus
 
 
 class Access(Protocol):
@@ -35,12 +37,19 @@ class Access(Protocol):
     async def has_tokens(self) -> bool:
         """Whether any API token is in use."""
 
-    async def create_link(self, link_hash: bytes, ttl_s: float) -> None:
-        """One that may be exchanged for a session for as long."""
+    async def create_link(self, link_hash: bytes, role: Role, ttl_s: float) -> None:
+        """One that may be exchanged for a session of this role for as long."""
 
     async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
         """Exchange a link for a session. False if the link is nobody's, was used, or has expired."""
 
-    async def has_session(self, session_hash: bytes) -> bool: ...
+    async def session_role(self, session_hash: bytes) -> Role | None:
+        """What the browser may do that has this session; None if it is nobody's, or over."""
+
+    async def sessions(self) -> list[Session]:
+        """Newest first; links that were not used yet too."""
 
     async def end_session(self, session_hash: bytes) -> None: ...
+
+    async def revoke_session(self, session_id: str) -> bool:
+        """End a session, or a link, by its id. False if there is none."""

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.model.address import LOOPBACK
 from windlass.model.config import Config
-from windlass.model.errors import WindlassError
+from windlass.model.errors import BadInput, WindlassError
 from windlass.wire.engine import ray_head
 from windlass.wire.providers import worker_log
+from windlass.wire.receivers import receivers
+from windlass.wire.stores import access_store
 
 if TYPE_CHECKING:
     from windlass.api.face import FleetPulse, Shown
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from windlass.api.metrics import Metrics
     from windlass.control.summary import Summary
     from windlass.control.up import Up
+    from windlass.model.access import Role
     from windlass.store.reading import PostgresReadingStore
 
 # Connections for all that comes over HTTP, apart from those of the control loop: no flood of calls delays a cycle.
@@ -98,7 +101,7 @@ async def http_face(
         sampling = asyncio.create_task(_take_samples(store, shown.live))
         try:
             async with serving(make_app(face), listener):
-                on_link(await new_link(store, _browser_url(config, listener)))
+                on_link(await new_link(store, _browser_url(config, listener.getsockname()[1])))
                 try:
                     yield Counts(metrics.note_message, metrics.note_dropped_lines)
                 finally:
@@ -146,7 +149,21 @@ def _shown(
     return shown, metrics
 
 
-def _browser_url(config: Config, listener: "socket.socket") -> str:
+async def dashboard_link(config: Config, role: "Role", url: str | None) -> str:
+    """The address that lets one more browser in. `url`: where the dashboard is, if the configuration does not say."""
+    from windlass.api.session import new_link
+
+    if url is None and config.api.url is None and not config.api.port:
+        raise BadInput(
+            "the configuration does not say where the dashboard is: give --url http://127.0.0.1:8080 with the port of "
+            "`windlass up --port`, or set api.port or api.url."
+        )
+    base_url = url if url is not None else _browser_url(config, config.api.port or 0)
+    async with access_store(config) as store:
+        return await new_link(store, base_url.rstrip("/"), role)
+
+
+def _browser_url(config: Config, port: int) -> str:
     """Where a person on this host, or wherever machines call from, finds us."""
     if config.api.url is not None:
         return config.api.url

@@ -163,6 +163,7 @@ $$;
 create table windlass.sessions (
   hash bytea primary key,
   is_link boolean not null,
+  role text not null check (role in ('viewer', 'operator')),
   created_at timestamptz not null default windlass.now(),
   expires_at timestamptz not null
 );
