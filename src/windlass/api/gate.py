@@ -275,6 +275,13 @@ async def machine_caller(request: Request) -> WorkerCaller | JoinCaller:
     raise forbidden("only a machine's join token or worker token opens this.")
 
 
+async def enlisting_caller(request: Request) -> TokenCaller:
+    caller = request.state.caller
+    if not isinstance(caller, TokenCaller) or caller.role is not Role.WORKER:
+        raise forbidden("this needs a token of role worker: `windlass tokens create NAME --role worker` makes one.")
+    return caller
+
+
 async def viewer(request: Request) -> TokenCaller:
     return _with_rank(request, Role.VIEWER)
 
@@ -300,7 +307,7 @@ def check_role(request: Request, needed: Role) -> TokenCaller:
     if caller is None:
         raise unauthorized(
             "this address needs a token (`Authorization: Bearer <token>`) or a session of the dashboard: "
-            "`windlass up` prints a link to one."
+            "`windlass tokens link` prints a link to one, and so does `windlass up` when it starts."
         )
     if caller is ON_THIS_HOST and needed is not Role.VIEWER:
         raise unauthorized(f"only looking is open here; for more, `windlass tokens create NAME --role {needed}`.")

@@ -51,7 +51,7 @@ class Role(StrEnum):
     VIEWER = "viewer"  # look
     PRODUCER = "producer"  # enqueue
     OPERATOR = "operator"  # everything a person does by hand
-    WORKER = "worker"  # for workers that nobody hired; no endpoint asks for it yet
+    WORKER = "worker"  # run workers that nobody hired, and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def session_id(session_hash: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCaller:
-    """A hired worker, by its own token. It acts in its own name and serves the queues it was hired for."""
+    """A worker, by its own token. It acts in its own name and serves the queues it was hired or enlisted for."""
 
     worker_id: str
     fleet: str

@@ -5,6 +5,8 @@ The contract:
 - A join token is bound to one worker, is exchanged once and expires with the time that worker has to start. Repeating
   the exchange with the same two tokens is accepted for as long as the worker lives, so a machine that did not get its
   answer may simply ask again; with another worker token it is refused.
+- A worker that nobody hired enlists with an API token of role worker and a worker token that it made up. It is over
+  when that API token is revoked.
 - A worker's token is worth something until the worker is terminated, and nobody has to revoke it. An API token is worth
   something until it is revoked.
 - A link lets one browser in, once, until it expires; the session it opened has the link's role and lasts until it
@@ -24,6 +26,10 @@ class Access(Protocol):
 
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         """Exchange a worker's join token for a worker token that its machine made up."""
+
+    async def enlist(self, api_token_hash: bytes, token_hash: bytes, registration: Registration) -> WorkerStatus | None:
+        """Register a worker that nobody hired, known by this token from now on; repeating that is accepted. None if the
+        API token is not in use, or of another role. BadInput if the name is another's."""
 
     async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
         """BadInput if another that is not revoked has this name."""

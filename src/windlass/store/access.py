@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.model.access import Activation, ApiToken, Caller, JoinCaller, Role, Session, TokenCaller, WorkerCaller
 from windlass.model.errors import BadInput
+from windlass.model.worker import Registration, WorkerStatus
 from windlass.store.control import QUERIES, PostgresControlStore
 
 if TYPE_CHECKING:
@@ -33,6 +34,26 @@ class PostgresAccessStore(PostgresControlStore):
                 "select windlass.activate_worker($1, $2, $3)", worker_id, join_token_hash, token_hash
             )
         return Activation(verdict)
+
+    async def enlist(self, api_token_hash: bytes, token_hash: bytes, registration: Registration) -> WorkerStatus | None:
+        r = registration
+        async with self._connection("enlisting a worker") as connection:
+            status = await connection.fetchval(
+                "select windlass.enlist_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+                api_token_hash,
+                token_hash,
+                r.worker_id,
+                r.fleet,
+                list(r.queues),
+                r.concurrency,
+                r.lease_s,
+                r.host,
+                r.pid,
+                r.version,
+            )
+        if status == "taken":
+            raise BadInput(f"there is a worker {r.worker_id} already: take another name.")
+        return WorkerStatus(status) if status is not None else None
 
     async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
         async with self._connection("creating a token") as connection:

@@ -23,7 +23,7 @@ from windlass.model.access import (
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput
 from windlass.model.task import check_queue_name
-from windlass.model.worker import LIVE, WorkerStatus
+from windlass.model.worker import LIVE, Registration, WorkerStatus
 from windlass.ports.control import Intent
 from windlass.store.memory import _interval
 from windlass.store.memory_control import MemoryControlStore, _FleetRow
@@ -37,9 +37,12 @@ USE_NOTED_EVERY = timedelta(minutes=1)
 
 @dataclass(slots=True)
 class _Credentials:
-    join_token_hash: bytes
-    join_expires_at: datetime
+    # None of one that enlisted.
+    join_token_hash: bytes | None = None
+    join_expires_at: datetime = datetime.min
     token_hash: bytes | None = None
+    # Who let it in that enlisted.
+    api_token_hash: bytes | None = None
 
 
 class MemoryAccessStore(MemoryControlStore):
@@ -56,7 +59,9 @@ class MemoryAccessStore(MemoryControlStore):
         for worker_id, credentials in self._credentials.items():
             worker = self._workers[worker_id]
             if credentials.token_hash == token_hash:
-                has_ended = worker.status is WorkerStatus.TERMINATED
+                sponsor = self._api_tokens.get(credentials.api_token_hash) if credentials.api_token_hash else None
+                is_revoked = sponsor is not None and sponsor.revoked_at is not None
+                has_ended = worker.status is WorkerStatus.TERMINATED or is_revoked
                 return WorkerCaller(worker_id, worker.fleet, worker.queues, has_ended)
             if credentials.join_token_hash == token_hash:
                 is_expired = credentials.join_expires_at <= self._clock()
@@ -83,6 +88,17 @@ class MemoryAccessStore(MemoryControlStore):
         credentials.token_hash = token_hash
         self._note("WORKER_JOINED", "its machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
         return Activation.ACTIVATED
+
+    async def enlist(self, api_token_hash: bytes, token_hash: bytes, registration: Registration) -> WorkerStatus | None:
+        sponsor = self._api_tokens.get(api_token_hash)
+        if sponsor is None or sponsor.revoked_at is not None or sponsor.role is not Role.WORKER:
+            return None
+        known = self._credentials.get(registration.worker_id)
+        if registration.worker_id in self._workers and (known is None or known.token_hash != token_hash):
+            raise BadInput(f"there is a worker {registration.worker_id} already: take another name.")
+        status = await self.register(registration)
+        self._credentials[registration.worker_id] = _Credentials(token_hash=token_hash, api_token_hash=api_token_hash)
+        return status
 
     async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
         check_queue_name(name)
