@@ -205,7 +205,8 @@ def secrets_of(config: Config) -> set[str]:
     found: set[str] = set()
     _collect_secrets(config, found)
     for fleet in config.fleets.values():
-        found |= {value for name, value in fleet.env.items() if _SECRET_NAME.search(name)}
+        environment = {**fleet.env, **fleet.runpod.env}
+        found |= {value for name, value in environment.items() if _SECRET_NAME.search(name)}
     return found
 
 

@@ -240,7 +240,11 @@ async def test_fleets_are_paused_resumed_restarted_and_given_more(bed: Bed) -> N
     shown = (await operator.get(f"{API}/fleets/gpus")).json()
     assert shown["fleet"]["is_paused"]
     assert shown["settings"]["max_workers"] == 3
-    assert "env" not in shown["settings"]
+    # What an environment holds, and passwords in addresses, are not for viewers.
+    assert shown["settings"]["env"] == {"API_KEY": "********"}
+    assert shown["settings"]["bootstrap"]["requirements"] == [
+        "--extra-index-url https://app:********@pypi.example/simple"
+    ]
     assert (await operator.post(f"{API}/resume")).json() == {"changed": 2}
     asked = (await operator.post(f"{API}/fleets/gpus/spawn", json={"count": 5})).json()
     assert asked == {"fleet": "gpus", "granted": 1, "requested": 1, "max_workers": 3}
