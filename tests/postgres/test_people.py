@@ -433,9 +433,37 @@ async def test_metrics_have_everything_that_is_watched(bed: Bed, clock: Any) -> 
         "windlass_has_leader 1.0",
         'windlass_worker_cost{currency="EUR",fleet="gpus"} 0.006',
         'windlass_cycle_seconds_count{fleet="gpus"} 2.0',
+        'windlass_workers{fleet="gpus",status="terminated"} 0.0',
     ):
         assert line in text.splitlines(), f"{line}\n{text}"
     assert "gpus-0" not in text  # no label for each worker
+
+
+async def test_counters_begin_at_zero_so_that_their_first_increase_is_seen(bed: Bed) -> None:
+    bed.metrics.expect(["gpus"], ["slack"])
+    text = (await bed.here.get("/metrics")).text
+    for line in (
+        'windlass_provider_calls_total{call="create",fleet="gpus",outcome="error"} 0.0',
+        'windlass_worker_crashes_total{fleet="gpus"} 0.0',
+        'windlass_alert_messages_total{outcome="given_up",receiver="slack"} 0.0',
+    ):
+        assert line in text.splitlines(), f"{line}\n{text}"
+
+
+async def test_several_alerts_of_a_kind_are_one_series_and_workers_that_ended_are_counted(bed: Bed) -> None:
+    first, _ = await hire(bed)
+    async with bed.store._connection("making alerts") as connection:
+        await connection.execute(
+            "insert into windlass.alerts (fleet, key, code, severity, reason)"
+            " select 'gpus', 'SLOT_FAILED ' || n, 'SLOT_FAILED', 'critical', 'x' from generate_series(1, 2) as n"
+        )
+    await bed.store.end_worker(first, "by hand")
+    for _ in range(2):
+        await bed.run_cycle()
+    lines = (await bed.here.get("/metrics")).text.splitlines()
+    firing = [line for line in lines if line.startswith("windlass_alerts_firing{")]
+    assert firing == ['windlass_alerts_firing{code="SLOT_FAILED",fleet="gpus",severity="critical"} 2.0']
+    assert 'windlass_workers{fleet="gpus",status="terminated"} 1.0' in lines
 
 
 async def test_crashes_are_counted_and_timed(bed: Bed, clock: Any) -> None:

@@ -151,6 +151,8 @@ class Measures:
     restarts: int
     failed_slots: int
     since_last_crash_s: float | None
+    # Workers that have ended and are still remembered, counted up to ten thousand.
+    terminated: int
     # What the machines that are there have cost so far, by currency.
     machine_costs: tuple[tuple[str, int], ...]
     # What the last day's paid time was for, by currency: task, boot, idle, tail.

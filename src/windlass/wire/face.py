@@ -124,6 +124,7 @@ def _shown(
 
     live = Live(store, lambda: frozenset(up.fleets))
     metrics = Metrics(live.overview, store.measures)
+    metrics.expect(up.fleets, [receiver.name for receiver in receivers(config)])
 
     def note(summary: "Summary") -> None:
         metrics.note_cycle(
@@ -167,7 +168,6 @@ def _browser_url(config: Config, port: int) -> str:
     """Where a person on this host, or wherever machines call from, finds us."""
     if config.api.url is not None:
         return config.api.url
-    port = listener.getsockname()[1]
     host = "127.0.0.1" if config.api.host in ("0.0.0.0", "::", *LOOPBACK) else config.api.host  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

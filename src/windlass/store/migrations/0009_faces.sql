@@ -173,6 +173,8 @@ create index events_alert on windlass.events (at) where code = 'ALERT';
 
 -- Lists of live workers, in the order of their slots. Heartbeats change none of these columns.
 create index workers_by_slot on windlass.workers (fleet, coalesce(slot, 2147483647), id) where status <> 'terminated';
+-- How many have ended, for metrics.
+create index workers_terminated on windlass.workers (fleet) where status = 'terminated';
 create index logs_worker on windlass.logs (worker_id, id) where worker_id is not null;
 
 -- Whether a task is what somebody looks for: an id, the beginning of a unique key, an error's code or a part of its text.
