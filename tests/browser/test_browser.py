@@ -231,6 +231,24 @@ def test_pausing_in_one_browser_is_seen_in_another_within_a_second(house: House,
     expect(chip).not_to_have_text("paused")
 
 
+def test_tabs_in_the_background_hold_no_connection_and_catch_up_when_they_are_looked_at(
+    house: House, new_page: NewPage
+) -> None:
+    first = live(new_page("/"))
+    tabs = [first, *(first.context.new_page() for _ in range(6))]
+    for tab in tabs:
+        # Of a browser without a window every tab is in front: whether one is not is said here.
+        tab.add_init_script("Object.defineProperty(document, 'hidden', {get: () => window.isBehind === true})")
+        live_tab = live(tab) if tab.goto("/workers") else tab
+        if tab is not tabs[-1]:
+            live_tab.evaluate("window.isBehind = true; document.dispatchEvent(new Event('visibilitychange'))")
+    # Six that listened on would have left the seventh no connection.
+    first.evaluate("document.querySelector('h1').textContent = 'as it was left'")
+    first.evaluate("window.isBehind = false; document.dispatchEvent(new Event('visibilitychange'))")
+    expect(first.get_by_role("heading", name="Workers", exact=True)).to_be_visible()
+    live(first)
+
+
 def confirm_in(page: Page, part: str, button: str, verb: str | None = None) -> None:
     page.locator(part).get_by_role("button", name=button, exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name=verb or button, exact=True).click()

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -322,6 +323,53 @@ def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
     assert evil not in listed + of_worker
     assert "&lt;script&gt;" in listed
     assert "&lt;script&gt;" in of_worker
+
+
+def announced(page: str) -> dict[str, str]:
+    return dict(re.findall(r'id="([^"]+)" data-announce="([^"]*)"', page))
+
+
+def test_screen_readers_hear_what_became_something_else_and_not_each_number() -> None:
+    def page(queued: int, decision: str, **changed: Any) -> str:
+        seen = standing(fleet(**changed), work=Work(queued=queued, dead=queued), decision=decision)
+        return pages.overview_page(SETTING, overview(seen), {}, [])
+
+    before = announced(page(41, "hiring 3: 41 waiting, clears in 9 min"))
+    assert before == {"decision-renders": "hiring", "matter-dead-renders": "there"}
+    assert announced(page(1_234, "hiring 1,200: 1,234 waiting, clears in 2 h")) == before
+    assert announced(page(41, "nothing to do: 41 waiting")) != before
+    paused = announced(page(41, "hiring 3: 41 waiting", is_paused=True))
+    assert paused.keys() - before.keys() == {"matter-paused-renders"}
+
+
+NODE = NodeView(NodeState.ALIVE, NOW, NOW, "n1", {"memory": 4 * 2**30, "disk": 2.0, "CPU": 4.0}, {"CPU": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("node", "state"),
+    [
+        (NODE, "Ray: alive"),
+        (replace(NODE, state=NodeState.DEAD, note="its raylet is gone"), "Ray: dead"),
+        (NodeView(NodeState.ABSENT, NOW, NOW), "Ray: not joined"),
+    ],
+)
+def test_a_ray_node_says_whether_ray_has_it_and_what_of_it_is_in_use(node: NodeView, state: str) -> None:
+    row = worker(0, kind=WorkerKind.NODE, node=node)
+    url = "http://127.0.0.1:8265"
+    of_worker = pages.worker_page(
+        SETTING, row, answer=["x"], history=[], tasks=[], log=None, log_problem="none", ray_dashboard=url
+    )
+    listed = pages.workers_page(
+        SETTING, Page((row,), None), fleets=["renders"], maps=[], counts={},
+        ray_dashboards={"renders": url, "other": "x"}, fleet="renders", is_ended=False, is_first=True,
+    )  # fmt: skip
+    assert state in of_worker
+    assert state in listed
+    assert f'href="{url}"' in of_worker
+    assert listed.count("dashboard of") == 1
+    assert ("CPU 3 of 4" in listed) == bool(node.total)
+    assert ("0.0 of 4.0 GiB in use" in of_worker) == bool(node.total)
+    assert (node.note or "x") in of_worker
 
 
 def test_no_page_has_a_script_or_a_style_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from re import compile as pattern
 from typing import Any
 
 from windlass.cost.meter import Meter, read_meter
@@ -35,6 +36,7 @@ TASK_LISTS = (
 )
 # How decisions begin that are worth a colour.
 _HIRING = ("hiring", "wanting")
+_NUMBER = pattern(r"\d[\d,.]*")
 
 
 # ------------------------------------------------------------------------------------------------------------- overview
@@ -48,6 +50,8 @@ class FleetCard:
     state_words: str
     decision_head: str
     decision_rest: str
+    # Its head without numbers: what is worth telling whoever does not see the page, when it becomes another.
+    decision_kind: str
 
 
 def overview_page(
@@ -121,7 +125,8 @@ def _card(standing: FleetStanding, samples: Sequence[Sample], now: datetime) -> 
         state, words = "hiring", "hiring"
     else:
         state, words = "steady", "running"
-    return FleetCard(standing, fleet_charts(standing, now, samples), state, words, head, rest)
+    kind = " ".join(_NUMBER.sub("", head).split()) or "no cycle yet"
+    return FleetCard(standing, fleet_charts(standing, now, samples), state, words, head, rest, kind)
 
 
 def decision_parts(decision: str) -> tuple[str, str]:
