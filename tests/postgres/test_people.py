@@ -4,20 +4,22 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from face_bed import SECRET, Bed, bed_of
+from face_bed import FLEET, SECRET, Bed, bed_of
 from windlass.api import live as live_module
 from windlass.api.documented import EXAMPLES
 from windlass.api.gate import COOKIE, CSRF_HEADER
 from windlass.api.session import new_link
 from windlass.model.access import Role, csrf_token
 from windlass.model.task import new_task
-from windlass.model.worker import Registration
+from windlass.model.worker import Registration, WorkerKind
+from windlass.store.log_sink import LogSink, PostgresLogStore
 
 API = "/api/v1"
 
@@ -411,6 +413,39 @@ async def test_many_who_ask_at_once_are_answered_from_one_look(dsn: str, monkeyp
         answers = await asyncio.gather(*(bed.here.get(f"{API}/status") for _ in range(50)))
         assert {answer.status_code for answer in answers} == {200}
         assert looks == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- pages
+
+
+async def test_a_budget_of_which_nothing_is_spent_is_shown(bed: Bed) -> None:
+    await bed.run_cycle()
+    bed.fleets["gpus"] = FLEET.model_copy(update={"budget_per_day": Decimal(10)})
+    page = (await bed.here.get("/cost")).text
+    assert "per day: 0.00 of 10.00" in page
+    assert "Nothing was paid" in page
+
+
+async def test_of_a_worker_elsewhere_the_page_shows_what_the_database_has_of_it(bed: Bed, dsn: str) -> None:
+    await bed.store.register(Registration("far", ("a",), fleet="clouds"))
+    assert "there is no log of worker far on this host" in (await bed.here.get("/workers/far")).text.lower()
+    async with PostgresLogStore(dsn) as logs:
+        sink = LogSink(logs)
+        sink.take({"level": "warning", "event": "machine refused", "worker_id": "far", "code": "NO_CAPACITY"})
+        await sink.write()
+    page = (await bed.here.get("/workers/far")).text
+    assert "warning machine refused code=NO_CAPACITY" in page
+    assert "logged of it" in page
+
+
+async def test_rays_own_dashboard_is_linked_where_a_dispatcher_says_where_it_is(bed: Bed) -> None:
+    await hire(bed)
+    for name, url in (("d1", "http://127.0.0.1:8265"), ("d2", "javascript:alert(1)")):
+        await bed.store.register(Registration(name, ("a",), fleet="gpus", kind=WorkerKind.DISPATCHER))
+        await bed.store.heartbeat(name, (), {"ray_dashboard": url})
+    page = (await bed.here.get("/workers")).text
+    assert 'href="http://127.0.0.1:8265"' in page
+    assert "javascript:" not in page
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import subprocess
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ from windlass.dashboard.attention import attention
 from windlass.dashboard.charts import day_bars, fleet_charts, round_up
 from windlass.dashboard.render import Setting, Viewer, assets, in_code, query
 from windlass.dashboard.replay import decide_again, knobs
-from windlass.dashboard.slots import MAX_CELLS, slot_map
+from windlass.dashboard.slots import MAX_CELLS, SlotMap, slot_map
 from windlass.model.cost import Cost
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
+from windlass.model.node import NodeState, NodeView
 from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, QueueView, Snapshot
 from windlass.model.task import Task, TaskStatus, TaskSummary
-from windlass.model.worker import WorkerStatus
+from windlass.model.worker import WorkerKind, WorkerStatus
 from windlass.policy.plan import plan
 from windlass.ports.reading import (
     Burn,
@@ -318,8 +320,9 @@ def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
         is_first=True,
     )
     of_worker = pages.worker_page(
-        SETTING, worker(1, reason=evil), answer=[evil], history=[(NOW, evil)], tasks=[], log=[evil], log_problem=None
-    )
+        SETTING, worker(1, reason=evil), answer=[evil], history=[(NOW, evil)], tasks=[], log=[evil], log_problem=None,
+        ray_dashboard=None,
+    )  # fmt: skip
     assert evil not in listed + of_worker
     assert "&lt;script&gt;" in listed
     assert "&lt;script&gt;" in of_worker
@@ -404,6 +407,23 @@ def test_a_budget_says_how_much_of_it_is_used_and_what_happens_then() -> None:
     assert "90 % of the budget used" in page
     assert "stop-spawning" in page
     assert budget.weight == "warn"
+
+
+def test_a_large_slot_map_leads_on_to_its_next_page() -> None:
+    first = slot_map(fleet(max_workers=10_000), [worker(slot) for slot in range(3)], next_cursor="c1")
+    last = slot_map(fleet(max_workers=10_000), [worker(slot) for slot in range(3, 5)], is_first_page=False)
+
+    def page(of: SlotMap) -> str:
+        return pages.workers_page(
+            SETTING, Page((worker(0),), None), fleets=["renders"], maps=[of], counts={}, ray_dashboards={},
+            fleet=None, is_ended=False, is_first=True,
+        )  # fmt: skip
+
+    assert "slots 0 to 2" in page(first)
+    assert 'href="/workers?fleet=renders&amp;slots=c1" rel="next"' in page(first)
+    assert "slots 3 to 4" in page(last)
+    assert 'rel="next"' not in page(last)
+    assert '<a class="button small" href="/workers?fleet=renders">First page</a>' in page(last)
 
 
 def test_every_file_that_is_served_names_where_it_is_from() -> None:

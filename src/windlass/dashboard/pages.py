@@ -170,6 +170,7 @@ def workers_page(
     fleets: Sequence[str],
     maps: Sequence[SlotMap],
     counts: Mapping[WorkerStatus, int],
+    ray_dashboards: Mapping[str, str],
     fleet: str | None,
     is_ended: bool,
     is_first: bool,
@@ -183,6 +184,7 @@ def workers_page(
         next_url=_next_url("/workers", page, fleet=fleet, ended="yes" if is_ended else None),
         fleets=fleets,
         maps=maps,
+        ray_dashboards=ray_dashboards,
         summary=", ".join(parts) or "Nobody is there.",
         fleet=fleet,
         is_ended=is_ended,
@@ -199,8 +201,9 @@ def worker_page(
     tasks: Sequence[TaskSummary],
     log: Sequence[str] | None,
     log_problem: str | None,
+    ray_dashboard: str | None,
 ) -> str:
-    """`log` None: there is none to be had here, because of `log_problem`."""
+    """`log` None: there is none to be had here, because of `log_problem`. With both, it is what others said of it."""
     return render(
         "worker.html",
         setting,
@@ -213,6 +216,7 @@ def worker_page(
         tasks=tasks,
         log=log,
         log_problem=log_problem and log_problem[:1].upper() + log_problem[1:],
+        ray_dashboard=ray_dashboard,
     )
 
 

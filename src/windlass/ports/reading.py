@@ -215,6 +215,9 @@ class LogLine:
 
 
 class Reading(Protocol):
+    async def ray_dashboards(self) -> Mapping[str, str]:
+        """By fleet whose tasks Ray places: where Ray's own dashboard is, if its dispatcher says so."""
+
     async def overview(self, configured: frozenset[str] | None = None) -> Overview:
         """With the names of those that are configured here, fleets that are over are left out."""
 
