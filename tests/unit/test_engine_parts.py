@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
@@ -15,7 +16,7 @@ from windlass.engine.needs import needs_of
 from windlass.engine.room import Flight, NodeRoom, capacity, free_places, places
 from windlass.engine.versions import Versions, check_node_image, check_versions
 from windlass.model.errors import BadInput, ConfigError
-from windlass.model.ray import RaySettings, TaskNeeds
+from windlass.model.ray import RaySettings, TaskNeeds, frozen
 from windlass.model.task import Claim
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -88,25 +89,25 @@ def test_how_many_fit(free: dict[str, float], needs: dict[str, float], count: in
 
 def test_others_and_our_own_tasks_take_their_places_and_the_margin_is_added() -> None:
     nodes = {"a": NodeRoom({"CPU": 4.0}, {"CPU": 1.0}), "b": NodeRoom({"CPU": 2.0})}
-    assert free_places(nodes, [], CPU, margin=2) == 5 + 2
-    flights = [Flight(CPU, "a"), Flight(CPU, "a"), Flight(CPU), Flight(CPU)]
+    assert free_places(nodes, {}, CPU, margin=2) == 5 + 2
+    flights = {Flight(frozen(CPU), "a"): 2, Flight(frozen(CPU)): 2}
     assert free_places(nodes, flights, CPU, margin=2) == 1 + 2
 
 
 def test_those_that_wait_beyond_what_fits_use_up_the_margin() -> None:
     nodes = {"a": NodeRoom({"CPU": 1.0})}
-    assert [free_places(nodes, [Flight(CPU)] * count, CPU, margin=2) for count in range(5)] == [3, 2, 1, 0, 0]
+    assert [free_places(nodes, {Flight(frozen(CPU)): count}, CPU, margin=2) for count in range(5)] == [3, 2, 1, 0, 0]
 
 
 def test_without_a_node_that_could_hold_one_nothing_is_claimed() -> None:
-    assert free_places({}, [], CPU, margin=5) == 0
-    assert free_places({"a": NodeRoom({"CPU": 4.0})}, [], {"GPU": 1.0}, margin=5) == 0
+    assert free_places({}, {}, CPU, margin=5) == 0
+    assert free_places({"a": NodeRoom({"CPU": 4.0})}, {}, {"GPU": 1.0}, margin=5) == 0
     # One that is full is another matter: its place becomes free.
-    assert free_places({"a": NodeRoom(CPU, CPU)}, [], CPU, margin=5) == 5
+    assert free_places({"a": NodeRoom(CPU, CPU)}, {}, CPU, margin=5) == 5
 
 
 def test_a_task_on_a_node_that_is_gone_takes_no_place() -> None:
-    assert free_places({"a": NodeRoom(CPU)}, [Flight(CPU, "gone")], CPU, margin=0) == 1
+    assert free_places({"a": NodeRoom(CPU)}, {Flight(frozen(CPU), "gone"): 1}, CPU, margin=0) == 1
 
 
 @given(
@@ -117,11 +118,11 @@ def test_a_task_on_a_node_that_is_gone_takes_no_place() -> None:
 def test_never_more_is_held_than_fits_and_the_margin(cpus: list[int], needs: list[float], margin: int) -> None:
     """Claiming one by one, as long as there is a place: whatever they need, the count stays within the bound."""
     nodes = {str(number): NodeRoom({"CPU": float(count)}) for number, count in enumerate(cpus)}
-    flights: list[Flight] = []
+    flights: Counter[Flight] = Counter()
     for need in needs:
         if free_places(nodes, flights, {"CPU": need}, margin):
-            flights.append(Flight({"CPU": need}))
-    assert len(flights) <= capacity(nodes, {"CPU": 0.5}) + margin
+            flights[Flight(frozen({"CPU": need}))] += 1
+    assert flights.total() <= capacity(nodes, {"CPU": 0.5}) + margin
 
 
 # ------------------------------------------------------------------------------------------- versions and labels

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pickle
 import queue
 import socket
 import sys
@@ -108,6 +109,12 @@ class _Line:
 _lines: dict[tuple[str, int], _Line] = {}
 _handlers: dict[str, Handler] = {}
 _runner: asyncio.Runner | None = None
+
+
+def run_packed(packed: bytes) -> Answer:
+    """An attempt as the driver packs it: a pickled claim and job."""
+    claim, job = pickle.loads(packed)  # noqa: S301 - from our dispatcher, by Ray, which pickles all there is
+    return run_attempt(claim, job)
 
 
 def run_attempt(claim: Claim, job: Job) -> Answer:

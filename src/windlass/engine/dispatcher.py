@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +41,7 @@ from windlass.engine.versions import check_versions, our_versions
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.node import AliveNode, DeadNode, Resources, dispatcher_lease
-from windlass.model.ray import RaySettings
+from windlass.model.ray import RaySettings, frozen
 from windlass.model.task import Claim
 from windlass.model.worker import WorkerKind
 from windlass.ports.control import Candidate, LeaseLost, Standby
@@ -279,14 +279,16 @@ class Dispatcher:
             yield WorkerRuntime(settings, self._open_transport, own, self._free_places(dict(needs), own, flights))
 
     def _free_places(self, needs: Resources, own: "_OwnFlights", flights: Flights) -> Callable[[int], int]:
+        kind = Flight(frozen(needs))
+
         def count(running: int) -> int:
             if not self._trust.is_valid or self._head_silent_since is not None:
                 return 0
             # Claimed, and not yet on their way to Ray.
-            about_to = [Flight(needs)] * (running - own.count)
-            seen = [*flights.as_seen(), *about_to]
+            about_to = running - own.count
+            seen = flights.counts + Counter({kind: about_to})
             free = free_places(self._nodes.rooms(), seen, needs, self._settings.margin)
-            return min(free, MAX_IN_FLIGHT - len(seen))
+            return min(free, MAX_IN_FLIGHT - len(flights) - about_to)
 
         return count
 
@@ -326,7 +328,7 @@ class Dispatcher:
             return
         self._head_silent_since = None
         before = set(self._nodes.alive)
-        self._nodes.see(nodes, _used_by(flights.as_seen()))
+        self._nodes.see(nodes, _used_by(flights.counts))
         if set(self._nodes.alive) - before:
             self._look_again()
         if not any(capacity(self._nodes.rooms(), dict(needs)) for needs in self._classes):
@@ -397,13 +399,13 @@ class _OwnFlights:
             self.count -= 1
 
 
-def _used_by(flights: Iterable[Flight]) -> dict[str, dict[str, float]]:
+def _used_by(flights: Mapping[Flight, int]) -> dict[str, dict[str, float]]:
     used: dict[str, dict[str, float]] = {}
-    for flight in flights:
+    for flight, count in flights.items():
         if flight.node_id is not None:
             amounts = used.setdefault(flight.node_id, {})
-            for name, amount in flight.needs.items():
-                amounts[name] = amounts.get(name, 0.0) + amount
+            for name, amount in flight.needs:
+                amounts[name] = amounts.get(name, 0.0) + count * amount
     return used
 
 

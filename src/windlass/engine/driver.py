@@ -7,10 +7,11 @@ process and all: so it is a process of its own.
 
 import asyncio
 import contextlib
+import pickle
 from collections.abc import Collection
 from typing import Any
 
-from windlass.engine.attempt import Answer, Job, run_attempt
+from windlass.engine.attempt import Answer, Job, run_packed
 from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, label_value
 from windlass.model.errors import WindlassError
 from windlass.model.node import Resources
@@ -67,7 +68,8 @@ class Driver:
         self._job = job
 
     def submit(self, claim: Claim, needs: Resources, barred: Collection[str]) -> Any:
-        return self._handle(needs, barred).remote(claim, self._job)
+        # Bytes are what Ray handles fastest: objects of ours it would take apart with cloudpickle, each by itself.
+        return self._handle(needs, barred).remote(pickle.dumps((claim, self._job)))
 
     async def answer(self, reference: Any) -> Answer:
         """What came of it. Whatever Ray says of an attempt that it could not bring to an end is a failure."""
@@ -125,7 +127,7 @@ class Driver:
             options["memory"] = needs.pop("memory")
         if labels:
             options["label_selector"] = labels
-        return ray.remote(run_attempt).options(resources=needs, **options)
+        return ray.remote(run_packed).options(resources=needs, **options)
 
 
 def _first_line(error: BaseException) -> str:

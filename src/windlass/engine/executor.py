@@ -7,6 +7,7 @@ attempt's process is ended.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,10 +15,10 @@ from uuid import UUID
 
 from windlass.engine.attempt import Answer, NoHandler, NotStarted
 from windlass.engine.needs import needs_of
-from windlass.engine.room import Flight
+from windlass.engine.room import Flight, Needs
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.node import Placement, Resources, Verdict
-from windlass.model.ray import RaySettings
+from windlass.model.ray import RaySettings, frozen
 from windlass.model.task import Claim
 from windlass.worker.executor import Failure, NotBegun, Outcome, time_limit_failure
 from windlass.worker.handler import ReportProgress
@@ -42,6 +43,7 @@ class Hands(Protocol):
 class _Flight:
     claim: Claim
     needs: Resources
+    frozen_needs: Needs
     report: ReportProgress
     # Nodes that would not have it.
     barred: set[str] = field(default_factory=set)
@@ -50,6 +52,10 @@ class _Flight:
     is_grounded: bool = False
     on_start: Callable[[], None] = lambda: None
     reference: Any = None
+
+    @property
+    def kind(self) -> Flight:
+        return Flight(self.frozen_needs, self.node_id)
 
 
 class Flights:
@@ -66,12 +72,11 @@ class Flights:
         self._place = place
         self._on_change = on_change
         self._flights: dict[UUID, _Flight] = {}
+        # Of each kind.
+        self.counts: Counter[Flight] = Counter()
 
     def __len__(self) -> int:
         return len(self._flights)
-
-    def as_seen(self) -> list[Flight]:
-        return [Flight(flight.needs, flight.node_id) for flight in self._flights.values()]
 
     def ground(self) -> None:
         """No node is there: give back what has not begun, or it would wait in our name and nobody would be hired."""
@@ -82,12 +87,27 @@ class Flights:
                     flight.on_start()
 
     def begin(self, claim: Claim, needs: Resources, report: ReportProgress) -> _Flight:
-        flight = self._flights[claim.token] = _Flight(claim, needs, report)
+        flight = self._flights[claim.token] = _Flight(claim, needs, frozen(needs), report)
+        self.counts[flight.kind] += 1
         return flight
 
     def end(self, claim: Claim) -> None:
-        del self._flights[claim.token]
+        self._uncount(self._flights.pop(claim.token))
         self._on_change()
+
+    def _move(self, flight: _Flight, node_id: str | None) -> None:
+        # It may have ended while the database was asked.
+        if flight.claim.token in self._flights:
+            self._uncount(flight)
+            flight.node_id = node_id
+            self.counts[flight.kind] += 1
+
+    def _uncount(self, flight: _Flight) -> None:
+        kind = flight.kind
+        if self.counts[kind] > 1:
+            self.counts[kind] -= 1
+        else:
+            del self.counts[kind]
 
     # --------------------------------------------------------------------------------------- what the gate brings
 
@@ -95,12 +115,12 @@ class Flights:
         flight, worker_id = self._flights.get(token), self._worker_of(node_id)
         if flight is None or worker_id is None or flight.is_grounded:
             return False
-        flight.node_id = node_id
+        self._move(flight, node_id)
         verdict = await self._place(Placement(flight.claim.task_id, token, worker_id))
         if verdict is Verdict.PLACED:
             flight.on_start()
             return True
-        flight.node_id = None
+        self._move(flight, None)
         if verdict is Verdict.BARRED:
             flight.barred.add(worker_id)
         else:

@@ -4,10 +4,13 @@ What we have in flight is counted by ourselves, from the moment of the claim: Ra
 and claims would overrun it. What others use of the same nodes (a handler's own Ray tasks, other jobs) is Ray's word.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from windlass.model.node import Resources
+
+# Amounts by name, in an order that makes equal ones equal.
+Needs = tuple[tuple[str, float], ...]
 
 # Of tasks that need nothing, a node takes as many as this.
 MAX_PLACES_PER_NODE = 100
@@ -25,9 +28,9 @@ class NodeRoom:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A claimed task. `node_id` None: it waits for a place."""
+    """Claimed tasks of a kind: there are thousands in flight, and few kinds. `node_id` None: they wait for a place."""
 
-    needs: Resources
+    needs: Needs
     node_id: str | None = None
 
 
@@ -42,29 +45,30 @@ def capacity(nodes: Mapping[str, NodeRoom], needs: Resources) -> int:
     return sum(places(node.total, needs) for node in nodes.values())
 
 
-def free_places(nodes: Mapping[str, NodeRoom], flights: Sequence[Flight], needs: Resources, margin: int) -> int:
+def free_places(nodes: Mapping[str, NodeRoom], flights: Mapping[Flight, int], needs: Resources, margin: int) -> int:
     """How many more tasks with these needs to claim. Where no node could ever hold one: none, whatever the margin."""
     if not capacity(nodes, needs):
         return 0
     free = {node_id: _minus(node.total, node.others) for node_id, node in nodes.items()}
-    waiting = []
-    for flight in flights:
+    for flight, count in flights.items():
         if flight.node_id in free:
-            free[flight.node_id] = _minus(free[flight.node_id], flight.needs)
-        elif flight.node_id is None:
-            waiting.append(flight.needs)
-    beyond = sum(not _seat(free, task) for task in waiting)
+            free[flight.node_id] = _minus(free[flight.node_id], dict(flight.needs), count)
+    waiting = ((dict(flight.needs), count) for flight, count in flights.items() if flight.node_id is None)
+    beyond = sum(_left_standing(free, tasks, count) for tasks, count in waiting)
     return max(0, sum(places(amounts, needs) for amounts in free.values()) + margin - beyond)
 
 
-def _seat(free: dict[str, dict[str, float]], needs: Resources) -> bool:
-    """Keep the first place that is large enough for one that waits. False: there is none."""
+def _left_standing(free: dict[str, dict[str, float]], needs: Resources, count: int) -> int:
+    """Keep the first places that are large enough for those that wait. Returns for how many there is none."""
     for node_id, amounts in free.items():
-        if places(amounts, needs):
-            free[node_id] = _minus(amounts, needs)
-            return True
-    return False
+        seated = min(count, places(amounts, needs))
+        if seated:
+            free[node_id] = _minus(amounts, needs, seated)
+            count -= seated
+        if not count:
+            break
+    return count
 
 
-def _minus(amounts: Resources, taken: Resources) -> dict[str, float]:
-    return {name: amount - taken.get(name, 0.0) for name, amount in amounts.items()}
+def _minus(amounts: Resources, taken: Resources, times: int = 1) -> dict[str, float]:
+    return {name: amount - times * taken.get(name, 0.0) for name, amount in amounts.items()}
