@@ -83,8 +83,8 @@ insert into windlass.workers (
 select 'cloud-' || s, 'cloud', s, 'active', '{clips}', now() - interval '39 minutes', now(), 86400, 'cx23', 'm' || s,
   24576, 8000 * s, 9000, 'EUR', 3600, now() - interval '40 minutes'
 from generate_series(0, 2) as s;
-insert into windlass.spending (fleet, hour, currency, task_micros, boot_micros, idle_micros, tail_micros)
-select 'cloud', date_trunc('hour', now()) - h * interval '1 hour', 'EUR', 27000, 900, 4000, 1100
+insert into windlass.spending (fleet, hour, currency, queue, task_micros, boot_micros, idle_micros, tail_micros)
+select 'cloud', date_trunc('hour', now()) - h * interval '1 hour', 'EUR', 'clips', 27000, 900, 4000, 1100
 from generate_series(1, 60) as h;
 insert into windlass.charges (worker_id, fleet, queue, kind, from_at, until_at, amount_micros, currency)
 select 'cloud-old', 'cloud', 'clips', 'task', now() - h * interval '1 hour', now() - (h - 1) * interval '1 hour',

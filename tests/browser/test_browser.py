@@ -459,7 +459,7 @@ def test_a_database_that_goes_away_is_said_and_its_return_is_noticed(
     house: House, new_page: NewPage, embedded_server: Server
 ) -> None:
     page = live(new_page("/workers", may_complain=True))
-    other = new_page("/cost", may_complain=True)
+    other = new_page("/decisions", may_complain=True)
     embedded_server.crash()
     try:
         expect(page.locator("#away")).to_contain_text("the database does not answer")

@@ -61,6 +61,7 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.store import control, memory_control
 from windlass.store.control import PostgresControlStore
 from windlass.store.memory_control import MemoryControlStore
 
@@ -1015,6 +1016,25 @@ async def do(store: ControlStores, clock: VirtualClock, worker_id: str, seconds:
     return task_id
 
 
+async def test_what_queues_cost_is_known_from_sums_and_adds_up_to_what_fleets_cost(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await hire_priced(ann, clock)
+    await store.register(Registration("w0", ("a", "b"), fleet="f"))
+    for queue, seconds in (("a", 1200), ("b", 600), ("a", 1800), ("b", 3600)):
+        await do(store, clock, "w0", seconds, queue)
+        clock.advance(300)
+    assert await settle_all(store) == 1
+    by_queue, by_fleet = await told(store, "queue"), await told(store, "fleet")
+    assert set(by_queue) == {"a", "b", None}
+    assert by_queue["a"][1:] == by_queue["b"][1:] == (0, 0, 0)
+    assert [sum(parts) for parts in zip(*by_queue.values(), strict=True)] == list(by_fleet["f"])
+    if isinstance(store, PostgresControlStore):
+        async with store._connection("forgetting the charges themselves") as connection:
+            await connection.execute("truncate windlass.charges")
+        assert await told(store, "queue") == by_queue
+
+
 async def test_a_machine_with_a_price_has_a_bill_from_its_creation(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
@@ -1374,6 +1394,12 @@ async def test_the_newest_cycle_that_saw_a_worker_is_found(
     assert (found.cycle.id, [view.id for view in found.snapshot.workers]) == (first, ["w0"])
     assert await store.last_cycle_with("f", "nobody") is None
     assert await store.last_cycle_with("g", "w0") is None
+    # However long ago it ended: it is looked for from its end on.
+    for number in range(201):
+        clock.advance(1)
+        await ann.observe()
+        await ann.commit(decision=f"later {number}")
+    assert (await store.last_cycle_with("f", "w0")).cycle.id == first  # type: ignore[union-attr]
 
 
 async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Leader) -> None:
@@ -1384,12 +1410,17 @@ async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Lead
     assert await store.tasks_at_hand() == {"hand": ids[:2]}
 
 
-async def test_how_many_come_before_a_task(store: ControlStores, clock: VirtualClock) -> None:
+async def test_how_many_come_before_a_task(
+    store: ControlStores, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = await store.enqueue(NewTask("a")), await store.enqueue(NewTask("a"))
     urgent = await store.enqueue(NewTask("a", priority=1))
     await store.enqueue(NewTask("b"))
     await store.enqueue(NewTask("a", priority=9, run_after=clock() + timedelta(seconds=9)))
     assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 2, 0]
+    for module in (control, memory_control):
+        monkeypatch.setattr(module, "MAX_AHEAD", 0)
+    assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 1, 0]
 
 
 async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: ControlStores, ann: Leader) -> None:

@@ -313,6 +313,7 @@ def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
         SETTING,
         Page((row,), None),
         queues=["q"],
+        has_more_queues=True,
         queue=None,
         which="failed",
         search=evil,
@@ -325,6 +326,7 @@ def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
     )  # fmt: skip
     assert evil not in listed + of_worker
     assert "&lt;script&gt;" in listed
+    assert "and more: write queue=NAME into the address" in listed
     assert "&lt;script&gt;" in of_worker
 
 

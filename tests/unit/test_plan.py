@@ -182,6 +182,13 @@ def test_a_slot_that_broke_too_often_is_failed_even_if_nobody_saw_the_last_time(
     assert only(plan(seen, LOCAL), FailSlot).slot == 3
 
 
+def test_slots_are_not_listed_to_find_the_few_that_are_wanted() -> None:
+    # As many as nobody can list; settings themselves go no further than a hundred thousand.
+    endless = LOCAL.model_copy(update={"max_workers": 10**11})
+    planned = plan(snapshot(worker("w0", 0), worker("w2", 2), queued=5), endless)
+    assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [1, 3, 4]
+
+
 def test_a_failed_slot_stays_empty_until_a_person_says_so() -> None:
     seen = snapshot(queued=5, slots=(SlotView(0, True),))
     assert kinds(plan(seen, fleet(max_workers=1))) == ["Alert"]

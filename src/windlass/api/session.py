@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 from windlass.api.errors import gone
 from windlass.api.face import Shown
-from windlass.api.gate import COOKIE, check_csrf
+from windlass.api.gate import check_csrf, session_cookie
 from windlass.model.access import LINK_PREFIX, SESSION_PREFIX, Role, hash_of, is_token, new_token
 from windlass.ports.access import Access
 
@@ -46,7 +46,7 @@ def session_routes(shown: Shown) -> APIRouter:
             raise gone("this link was used, or has expired: `windlass tokens link` prints another.")
         answer = HTMLResponse(_WELCOME)
         answer.set_cookie(
-            COOKIE,
+            session_cookie(request.headers.get("host", "")),
             session,
             max_age=int(SESSION_TTL_S),
             httponly=True,
@@ -61,7 +61,7 @@ def session_routes(shown: Shown) -> APIRouter:
         if request.state.session is not None:
             check_csrf(request, (await form_of(request)).get("csrf"))
             await access.end_session(hash_of(request.state.session))
-        answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+        answer.delete_cookie(session_cookie(request.headers.get("host", "")), httponly=True, samesite="strict")
         return answer
 
     return router

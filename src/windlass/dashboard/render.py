@@ -49,6 +49,8 @@ class Setting:
     theme: str | None = None
     # Where changes are told. None: the page does not change.
     stream: str | None = None
+    # However much changes, the page is fetched again no more often than this; None: as soon as may be.
+    refresh_s: float | None = None
     # Its own address, to come back to.
     back: str = "/"
     # What became of what the reader has just done.

@@ -68,6 +68,7 @@ from windlass.model.snapshot import (
 from windlass.model.task import TaskStatus
 from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerStatus
 from windlass.ports.control import (
+    MAX_AHEAD,
     Candidate,
     Committed,
     Created,
@@ -97,7 +98,7 @@ MAX_HIRINGS = 1000
 MAX_RESTARTS_KEPT = 100
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
-MAX_CYCLES_SEARCHED = 200
+MAX_CYCLES_SEARCHED = 5
 MAX_ANSWERS = 50
 # Refusals that are not about one machine.
 FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
@@ -122,7 +123,7 @@ LEGAL_MOVES = {
 
 _SUSPECT = TypeAdapter(Suspect)
 # A fleet, an hour of the clock and a currency.
-_Hour = tuple[str, datetime, str]
+_Hour = tuple[str, datetime, str, str]
 
 
 @dataclass(slots=True)
@@ -182,7 +183,7 @@ class MemoryControlStore(MemoryStore):
         self._fleets: dict[str, _FleetRow] = {}
         self._hired: defaultdict[str, _Hired] = defaultdict(_Hired)
         self._charges: list[Charge] = []
-        # What each fleet spent in each hour of the clock.
+        # What each fleet spent in each hour of the clock, for each queue and for none.
         self._spending: dict[_Hour, Cost] = {}
         self._cycles: OrderedDict[int, CycleInFull] = OrderedDict()
         self._last_cycle_id = 0
@@ -319,16 +320,16 @@ class MemoryControlStore(MemoryStore):
         )
 
     def _observe_spending(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
-        own = {(h, c): cost for (f, h, c), cost in self._spending.items() if f == fleet and h >= month_of(now)}
+        own = [(h, c, cost) for (f, h, c, _), cost in self._spending.items() if f == fleet and h >= month_of(now)]
 
         def since(begins: datetime, currency: str) -> int:
-            return sum(cost.total_micros for (hour, c), cost in own.items() if c == currency and hour >= begins)
+            return sum(cost.total_micros for hour, c, cost in own if c == currency and hour >= begins)
 
         return tuple(
             Spending(
                 currency, since(hour_of(now), currency), since(day_of(now), currency), since(month_of(now), currency)
             )
-            for currency in sorted({currency for _, currency in own})
+            for currency in sorted({currency for _, currency, _ in own})
         )
 
     def _observe_ended_bills(self, workers: list[_WorkerRow]) -> tuple[Bill, ...]:
@@ -790,7 +791,7 @@ class MemoryControlStore(MemoryStore):
         hired.settle_at = settlement.settle_at
         self._charges += settlement.charges
         for charge in settlement.charges:
-            hour = charge.fleet, hour_of(charge.from_at), charge.currency
+            hour = charge.fleet, hour_of(charge.from_at), charge.currency, charge.queue or ""
             self._spending[hour] = _with(self._spending.get(hour, Cost(None, charge.currency)), charge)
         hired.spans = {
             key: span
@@ -803,10 +804,10 @@ class MemoryControlStore(MemoryStore):
         return self._hired[worker.id].settle_at is not None
 
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
-        if by in ("day", "fleet"):
+        if by in ("day", "fleet", "queue"):
             found: list[tuple[str | None, Cost]] = [
-                (f"{hour:%Y-%m-%d}" if by == "day" else name, cost)
-                for (name, hour, _), cost in self._spending.items()
+                ({"day": f"{hour:%Y-%m-%d}", "queue": queue or None}.get(by, name), cost)
+                for (name, hour, _, queue), cost in self._spending.items()
                 if hour >= since and fleet in (None, name)
             ]
         else:
@@ -898,8 +899,12 @@ class MemoryControlStore(MemoryStore):
         return self._cycles.get(cycle_id)
 
     async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
-        own = (stored for stored in reversed(self._cycles.values()) if stored.cycle.fleet == fleet)
-        recent = islice(own, MAX_CYCLES_SEARCHED)
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.fleet != fleet:
+            return None
+        until = worker.terminated_at or self._clock()
+        stories = (stored for stored in reversed(self._cycles.values()) if stored.cycle.fleet == fleet)
+        recent = islice((stored for stored in stories if stored.cycle.started_at <= until), MAX_CYCLES_SEARCHED)
         return next((s for s in recent if any(view.id == worker_id for view in s.snapshot.workers)), None)
 
     async def tasks_at_hand(self) -> dict[str, list[int]]:
@@ -911,7 +916,8 @@ class MemoryControlStore(MemoryStore):
             return 0
         place = (-mine.priority, mine.id)
         rows = self._queues[mine.queue].unfinished.values()
-        return sum(row.is_ready() and (-row.priority, row.id) < place for row in rows)
+        before = sum(row.is_ready() and (-row.priority, row.id) < place for row in rows)
+        return min(before, MAX_AHEAD + 1)
 
     def _known_fleet(self, doing: str, name: str) -> _FleetRow:
         try:

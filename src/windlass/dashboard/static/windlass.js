@@ -88,7 +88,8 @@
   // --------------------------------------------------------------------------------------------------------- refreshing
 
   // A burst of changes is one refresh; under a steady stream of them there is one in this time.
-  const REFRESH_EVERY_MS = 600;
+  // A page may want less.
+  const REFRESH_EVERY_MS = Number(root.dataset.refreshMs ?? 600);
   const REFRESH_TIMEOUT_MS = 15000;
   // A page that could not be had is asked for again after this time.
   const RETRY_PAGE_MS = 2000;
