@@ -250,7 +250,7 @@ async def test_a_worker_that_nobody_hired_works_over_http_with_an_api_token(plan
     hand = await enlist(plane)
     first = await plane.crew.enqueue(files(plane.crew))
     await until((plane.crew.folder / "running-1").exists, f"the handler runs\n{hand.last_lines()}")
-    (name,) = await names(plane)
+    (name,) = await until(lambda: names(plane), f"its heartbeat\n{hand.last_lines()}")
     worker = await plane.store.worker(name)
     assert worker is not None
     assert (worker.fleet, worker.slot) == ("default", None)
