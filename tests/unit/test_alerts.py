@@ -82,7 +82,7 @@ def test_what_is_the_matter(seen: Watched, expected: list[tuple[str, str]]) -> N
 def test_many_of_a_kind_are_named_by_the_first_few_and_their_number() -> None:
     told = {f"SLOT_FAILED {number}": f"slot {number} is failed" for number in range(12)}
     (problem,) = firing(watched(told=told), 0, GRACE_S)
-    assert problem.reason == "12 at once (0, 1, 10, ...): slot 0 is failed"
+    assert problem.reason == "12 at once (0, 1, 2, ...): slot 0 is failed"
 
 
 def test_as_many_dead_letters_as_are_allowed_are_no_matter() -> None:

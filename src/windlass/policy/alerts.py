@@ -112,7 +112,8 @@ def _told(fleet: str, code: str, reasons: Mapping[str, str]) -> Iterator[Firing]
         for about, reason in reasons.items():
             yield _firing(fleet, code, about, reason)
         return
-    first = sorted(reasons)[:MAX_APART]
+    # Slot 2 before slot 10.
+    first = sorted(reasons, key=lambda about: (len(about), about))[:MAX_APART]
     yield _firing(fleet, code, "", f"{len(reasons)} at once ({', '.join(first)}, ...): {reasons[first[0]]}")
 
 
