@@ -16,6 +16,7 @@ from windlass.control.cycle import FleetCycle
 from windlass.control.explain import tell
 from windlass.control.summary import Summary
 from windlass.model.access import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
+from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import WorkerConfig
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
@@ -28,7 +29,13 @@ from windlass.wire.face import face_stores
 
 URL = "http://127.0.0.1:1"
 SECRET = "hunter2"
-FLEET = FleetConfig(queues=("a",), handler="app:work", max_workers=3, env={"API_KEY": SECRET})
+FLEET = FleetConfig(
+    queues=("a",),
+    handler="app:work",
+    max_workers=3,
+    env={"API_KEY": SECRET},
+    bootstrap=BootstrapSettings(requirements=(f"--extra-index-url https://app:{SECRET}@pypi.example/simple",)),
+)
 CHANCE = SystemRandom()
 
 
@@ -58,6 +65,8 @@ class Shed:
 class Bed:
     def __init__(self, machines: PostgresAccessStore, store: PostgresReadingStore, **other: Any) -> None:
         self.store = store
+        # The settings of those that are run here, as they are now.
+        self.fleets = {"gpus": FLEET}
         self.live = Live(store, lambda: frozenset({"gpus"}))
         self.metrics = Metrics(self.live.overview, store.measures)
         self.summaries: dict[str, Summary] = {}
@@ -76,7 +85,7 @@ class Bed:
                 store=machines,
                 access=machines,
                 doorbell=self.doorbell,
-                fleet={"gpus": FLEET}.get,
+                fleet=self.fleets.get,
                 worker_defaults=WorkerConfig(),
                 max_payload_bytes=10_000,
                 version="1.0",

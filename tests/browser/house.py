@@ -20,7 +20,6 @@ import httpx
 from playwright.sync_api import Page
 
 from servers import run_aside, wait_until
-from windlass.api.session import new_link
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import Worker
 from windlass.store.reading import PostgresReadingStore
@@ -153,8 +152,18 @@ class House:
         assert found is not None, self.log()
         return found[0]
 
-    def another_link(self) -> str:
-        return self.ask(lambda store: new_link(store, self.url))
+    def another_link(self, role: str = "operator") -> str:
+        """As an operator makes one for a colleague."""
+        done = subprocess.run(
+            [sys.executable, "-m", "windlass", "tokens", "link", "--role", role, "--url", self.url],
+            cwd=self.folder,
+            env={**os.environ, "DATABASE_URL": self.dsn},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+        return done.stdout.strip()
 
     # ------------------------------------------------------------------------------------------------- the database
 

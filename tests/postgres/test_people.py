@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from structlog.testing import capture_logs
 
-from face_bed import CHANCE, SECRET, URL, Bed, bed_of
+from face_bed import CHANCE, FLEET, SECRET, URL, Bed, bed_of
 from windlass.api import gate as gate_module
 from windlass.api import live as live_module
 from windlass.api.documented import EXAMPLES
@@ -25,9 +26,10 @@ from windlass.api.thinking import Thinking
 from windlass.model.access import SESSION_PREFIX, Role, csrf_token, new_token
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import new_task
-from windlass.model.worker import Registration
+from windlass.model.worker import Registration, WorkerKind
 from windlass.store import reading
 from windlass.store.connect import connected
+from windlass.store.log_sink import LogSink, PostgresLogStore
 from windlass.wire import face as wire_face
 
 API = "/api/v1"
@@ -163,6 +165,32 @@ async def test_a_link_lets_one_browser_in_and_its_pages_prove_themselves(bed: Be
     await browser.aclose()
 
 
+async def test_browsers_find_an_icon_on_their_way_in(bed: Bed) -> None:
+    icon = await bed.elsewhere.get("/favicon.ico")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
+    welcome = await bed.elsewhere.get(await new_link(bed.store, ""))
+    assert 'rel="icon" href="/favicon.ico"' in welcome.text
+
+
+async def test_a_viewers_link_lets_a_browser_look_and_not_act(bed: Bed) -> None:
+    browser = bed.client("192.0.2.7")
+    await browser.get(await new_link(bed.store, "http://127.0.0.1:1", Role.VIEWER))
+    csrf = csrf_token(browser.cookies[COOKIE])
+    page = await browser.get("/")
+    assert page.status_code == 200
+    assert "read only" in page.text
+    assert "Sign out" in page.text
+    for path in (f"{API}/tasks", f"{API}/pause"):
+        refused = await browser.post(path, json={"queue": "a"}, headers={CSRF_HEADER: csrf})
+        assert problem_of(refused) == (403, "FORBIDDEN")
+    assert (await browser.post("/fleets/default/pause", content=f"csrf={csrf}&is_confirmed=yes")).status_code == 403
+    (session,) = await bed.store.sessions()
+    assert await bed.store.revoke_session(session.id)
+    assert problem_of(await browser.post(f"{API}/pause", headers={CSRF_HEADER: csrf})) == (401, "UNAUTHORIZED")
+    assert problem_of(await browser.get(f"{API}/overview")) == (401, "UNAUTHORIZED")
+    await browser.aclose()
+
+
 @pytest.mark.parametrize(
     ("host", "name"),
     [
@@ -196,14 +224,14 @@ async def test_a_flood_of_made_up_sessions_is_told_to_wait_before_anybody_looks_
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lookups = 0
-    has_session = bed.store.has_session
+    session_role = bed.store.session_role
 
-    async def counted(session_hash: bytes) -> bool:
+    async def counted(session_hash: bytes) -> Role | None:
         nonlocal lookups
         lookups += 1
-        return await has_session(session_hash)
+        return await session_role(session_hash)
 
-    monkeypatch.setattr(bed.store, "has_session", counted)
+    monkeypatch.setattr(bed.store, "session_role", counted)
     flood = bed.client("192.0.2.66")
     made_up = [new_token(SESSION_PREFIX, CHANCE) for _ in range(200)]
     answers = [await flood.get(f"{API}/overview", headers={"Cookie": f"{COOKIE}={session}"}) for session in made_up]
@@ -378,7 +406,11 @@ async def test_fleets_are_paused_resumed_restarted_and_given_more(bed: Bed) -> N
     shown = (await operator.get(f"{API}/fleets/gpus")).json()
     assert shown["fleet"]["is_paused"]
     assert shown["settings"]["max_workers"] == 3
-    assert "env" not in shown["settings"]
+    # What an environment holds, and passwords in addresses, are not for viewers.
+    assert shown["settings"]["env"] == {"API_KEY": "********"}
+    assert shown["settings"]["bootstrap"]["requirements"] == [
+        "--extra-index-url https://app:********@pypi.example/simple"
+    ]
     assert (await operator.post(f"{API}/resume")).json() == {"changed": 2}
     asked = (await operator.post(f"{API}/fleets/gpus/spawn", json={"count": 5})).json()
     assert asked == {"fleet": "gpus", "granted": 1, "requested": 1, "max_workers": 3}
@@ -729,6 +761,39 @@ async def test_samples_are_taken_whatever_went_wrong_before(dsn: str, monkeypatc
         assert [line["log_level"] for line in logs if line["event"] == "no sample was taken"] == ["error", "warning"]
 
 
+# ---------------------------------------------------------------------------------------------------------------- pages
+
+
+async def test_a_budget_of_which_nothing_is_spent_is_shown(bed: Bed) -> None:
+    await bed.run_cycle()
+    bed.fleets["gpus"] = FLEET.model_copy(update={"budget_per_day": Decimal(10)})
+    page = (await bed.here.get("/cost")).text
+    assert "per day: 0.00 of 10.00" in page
+    assert "Nothing was paid" in page
+
+
+async def test_of_a_worker_elsewhere_the_page_shows_what_the_database_has_of_it(bed: Bed, dsn: str) -> None:
+    await bed.store.register(Registration("far", ("a",), fleet="clouds"))
+    assert "there is no log of worker far on this host" in (await bed.here.get("/workers/far")).text.lower()
+    async with PostgresLogStore(dsn) as logs:
+        sink = LogSink(logs)
+        sink.take({"level": "warning", "event": "machine refused", "worker_id": "far", "code": "NO_CAPACITY"})
+        await sink.write()
+    page = (await bed.here.get("/workers/far")).text
+    assert "warning machine refused code=NO_CAPACITY" in page
+    assert "logged of it" in page
+
+
+async def test_rays_own_dashboard_is_linked_where_a_dispatcher_says_where_it_is(bed: Bed) -> None:
+    await hire(bed)
+    for name, url in (("d1", "http://127.0.0.1:8265"), ("d2", "javascript:alert(1)")):
+        await bed.store.register(Registration(name, ("a",), fleet="gpus", kind=WorkerKind.DISPATCHER))
+        await bed.store.heartbeat(name, (), {"ray_dashboard": url})
+    page = (await bed.here.get("/workers")).text
+    assert 'href="http://127.0.0.1:8265"' in page
+    assert "javascript:" not in page
+
+
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
@@ -749,9 +814,37 @@ async def test_metrics_have_everything_that_is_watched(bed: Bed, clock: Any) -> 
         "windlass_has_leader 1.0",
         'windlass_worker_cost{currency="EUR",fleet="gpus"} 0.006',
         'windlass_cycle_seconds_count{fleet="gpus"} 2.0',
+        'windlass_workers{fleet="gpus",status="terminated"} 0.0',
     ):
         assert line in text.splitlines(), f"{line}\n{text}"
     assert "gpus-0" not in text  # no label for each worker
+
+
+async def test_counters_begin_at_zero_so_that_their_first_increase_is_seen(bed: Bed) -> None:
+    bed.metrics.expect(["gpus"], ["slack"])
+    text = (await bed.here.get("/metrics")).text
+    for line in (
+        'windlass_provider_calls_total{call="create",fleet="gpus",outcome="error"} 0.0',
+        'windlass_worker_crashes_total{fleet="gpus"} 0.0',
+        'windlass_alert_messages_total{outcome="given_up",receiver="slack"} 0.0',
+    ):
+        assert line in text.splitlines(), f"{line}\n{text}"
+
+
+async def test_several_alerts_of_a_kind_are_one_series_and_workers_that_ended_are_counted(bed: Bed) -> None:
+    first, _ = await hire(bed)
+    async with bed.store._connection("making alerts") as connection:
+        await connection.execute(
+            "insert into windlass.alerts (fleet, key, code, severity, reason)"
+            " select 'gpus', 'SLOT_FAILED ' || n, 'SLOT_FAILED', 'critical', 'x' from generate_series(1, 2) as n"
+        )
+    await bed.store.end_worker(first, "by hand")
+    for _ in range(2):
+        await bed.run_cycle()
+    lines = (await bed.here.get("/metrics")).text.splitlines()
+    firing = [line for line in lines if line.startswith("windlass_alerts_firing{")]
+    assert firing == ['windlass_alerts_firing{code="SLOT_FAILED",fleet="gpus",severity="critical"} 2.0']
+    assert 'windlass_workers{fleet="gpus",status="terminated"} 1.0' in lines
 
 
 async def test_crashes_are_counted_and_timed(bed: Bed, clock: Any) -> None:

@@ -187,7 +187,7 @@ async def test_retention_of_what_only_faces_need(store: Store, sql: Any, clock: 
         " values ('x', 'X', 'warning', 'x', windlass.now())"
     )
     await sql.execute(
-        "insert into windlass.sessions values ('\\x01', false, windlass.now(), windlass.now() + '1 hour')"
+        "insert into windlass.sessions values ('\\x01', false, 'viewer', windlass.now(), windlass.now() + '1 hour')"
     )
     clock.advance(7200)
     await sql.execute("select set_config('windlass.now', $1, false)", clock().isoformat())

@@ -40,6 +40,7 @@ from windlass.model.access import (
     csrf_token,
     hash_of,
     is_token,
+    session_id,
 )
 from windlass.model.errors import DatabaseUnavailable
 from windlass.ports import http
@@ -66,7 +67,6 @@ MAX_FAILURES = 20
 FAILURE_FORGOTTEN_S = 3.0
 MAX_ADDRESSES = 10_000
 
-SESSION = TokenCaller("the dashboard", Role.OPERATOR)
 ON_THIS_HOST = TokenCaller("somebody on this host", Role.VIEWER)
 
 _RANKS = {Role.VIEWER: 0, Role.PRODUCER: 1, Role.OPERATOR: 2}
@@ -121,21 +121,23 @@ class Gate:
         session = _session_of(scope)
         if _bearer(scope) is not None:
             return await self._admit(scope)
-        if session is not None and await self._has_session(hash_of(session), scope):
-            return {"caller": SESSION, "caller_name": f"session {hash_of(session).hex()[:8]}", "session": session}
+        caller = await self._session_caller(hash_of(session), scope) if session is not None else None
+        if session is not None and caller is not None:
+            return {"caller": caller, "caller_name": f"session {session_id(hash_of(session))}", "session": session}
         if await self._is_open_to(scope):
             return {"caller": ON_THIS_HOST, "caller_name": None, "session": None}
         return {"caller": None, "caller_name": None, "session": None}
 
-    async def _has_session(self, session_hash: bytes, scope: Scope) -> bool:
+    async def _session_caller(self, session_hash: bytes, scope: Scope) -> Caller | None:
         known = self._believed_people.about(session_hash) if _is_looking(scope) else None
         if known is not None:
-            return known.caller is not None
+            return known.caller
         self._session_lookups.check(_address(scope))
         async with self._lookups_of_people:
-            is_ours = await self._people.has_session(session_hash)
-        self._believe_person(session_hash, SESSION if is_ours else None, scope)
-        return is_ours
+            role = await self._people.session_role(session_hash)
+        caller = TokenCaller("the dashboard", role) if role is not None else None
+        self._believe_person(session_hash, caller, scope)
+        return caller
 
     async def _is_still(self, caller: Caller | None, scope: Scope) -> bool:
         """Whether a request that lasts would be let in again as whom it was: tokens are revoked, sessions end."""
@@ -362,6 +364,13 @@ async def machine_caller(request: Request) -> WorkerCaller | JoinCaller:
     raise forbidden("only a machine's join token or worker token opens this.")
 
 
+async def enlisting_caller(request: Request) -> TokenCaller:
+    caller = request.state.caller
+    if not isinstance(caller, TokenCaller) or caller.role is not Role.WORKER:
+        raise forbidden("this needs a token of role worker: `windlass tokens create NAME --role worker` makes one.")
+    return caller
+
+
 async def viewer(request: Request) -> TokenCaller:
     return _with_rank(request, Role.VIEWER)
 
@@ -387,7 +396,7 @@ def check_role(request: Request, needed: Role) -> TokenCaller:
     if caller is None:
         raise unauthorized(
             "this address needs a token (`Authorization: Bearer <token>`) or a session of the dashboard: "
-            "`windlass up` prints a link to one."
+            "`windlass tokens link` prints a link to one, and so does `windlass up` when it starts."
         )
     if caller is ON_THIS_HOST and needed is not Role.VIEWER:
         raise unauthorized(f"only looking is open here; for more, `windlass tokens create NAME --role {needed}`.")

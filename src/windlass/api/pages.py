@@ -32,7 +32,7 @@ from windlass.model.errors import BadInput
 from windlass.model.money import to_micros
 from windlass.model.task import MAX_TASK_ID
 from windlass.model.worker import WorkerStatus
-from windlass.ports.reading import FleetStanding, TaskList
+from windlass.ports.reading import FleetStanding, LogLine, TaskList
 
 STREAM = "/api/v1/stream"
 PAGE_ROWS = 50
@@ -68,6 +68,12 @@ def page_routes(face: Face, shown: Shown) -> APIRouter:
 def asset_routes() -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
+    @router.get("/favicon.ico")
+    async def icon() -> Response:
+        """Browsers ask for it wherever a page names none: on the way in, or when they show JSON."""
+        found = next(asset for address, asset in assets().items() if address.startswith("/static/icon-"))
+        return Response(found.content, media_type=found.media_type, headers={"Cache-Control": "public, max-age=86400"})
+
     @router.get("/static/{name}")
     async def static(name: str, request: Request) -> Response:
         found = assets().get(f"/static/{name}")
@@ -102,8 +108,14 @@ def _add_overview(router: APIRouter, face: Face, shown: Shown) -> None:
 def _add_workers(router: APIRouter, face: Face, shown: Shown) -> None:
     @router.get("/workers")
     async def workers(
-        request: Request, _looker: Looker, fleet: Name = None, ended: str | None = None, cursor: Cursor = None
+        request: Request,
+        _looker: Looker,
+        fleet: Name = None,
+        ended: str | None = None,
+        cursor: Cursor = None,
+        slots: Cursor = None,
     ) -> Response:
+        """`slots`: where the slot map of the fleet begins."""
         overview = await shown.live.overview()
         is_ended = ended is not None
         standings = [standing for standing in overview.fleets if fleet in (None, "", standing.fleet.name)]
@@ -119,8 +131,9 @@ def _add_workers(router: APIRouter, face: Face, shown: Shown) -> None:
                 setting_of(face, request, overview.at),
                 found,
                 fleets=[standing.fleet.name for standing in overview.fleets],
-                maps=await _slot_maps(shown, standings[:MAPS]) if not is_ended and cursor is None else [],
+                maps=await _slot_maps(shown, standings[:MAPS], slots) if not is_ended and cursor is None else [],
                 counts=_worker_counts(standings),
+                ray_dashboards=await shown.store.ray_dashboards(),
                 fleet=fleet or None,
                 is_ended=is_ended,
                 is_first=cursor is None,
@@ -148,16 +161,19 @@ def _add_workers(router: APIRouter, face: Face, shown: Shown) -> None:
                 tasks=running,
                 log=log,
                 log_problem=problem,
+                ray_dashboard=(await shown.store.ray_dashboards()).get(row.fleet),
             ),
         )
 
 
-async def _slot_maps(shown: Shown, standings: Sequence[FleetStanding]) -> list[SlotMap]:
+async def _slot_maps(shown: Shown, standings: Sequence[FleetStanding], cursor: str | None) -> list[SlotMap]:
     maps = []
-    for standing in standings:
+    # A cursor is of one fleet.
+    for standing in standings if cursor is None else standings[:1]:
         if standing.fleet.planned_at is not None:  # nobody hired for the others: they have no slots
-            page = await shown.store.workers_page(fleet=standing.fleet.name, limit=MAX_CELLS)
-            maps.append(slot_map(standing.fleet, page.rows))
+            page = await shown.store.workers_page(fleet=standing.fleet.name, limit=MAX_CELLS, cursor=cursor)
+            is_first_page, next_cursor = cursor is None, page.next_cursor
+            maps.append(slot_map(standing.fleet, page.rows, is_first_page=is_first_page, next_cursor=next_cursor))
     return maps
 
 
@@ -170,10 +186,17 @@ def _worker_counts(standings: Sequence[FleetStanding]) -> Mapping[WorkerStatus, 
 
 
 async def _log_of(shown: Shown, fleet: str, worker_id: str) -> tuple[list[str] | None, str | None]:
+    """What it printed, if it runs here; otherwise what is in the database about it, if logs are kept there."""
     try:
         return [line async for line in shown.worker_log(fleet, worker_id, LOG_LINES)], None
     except BadInput as error:
-        return None, str(error)
+        kept = (await shown.store.logs_page(worker_id=worker_id, limit=LOG_LINES)).rows
+        return [_log_text(line) for line in reversed(kept)] or None, str(error)
+
+
+def _log_text(line: LogLine) -> str:
+    more = "".join(f" {name}={value}" for name, value in (line.fields or {}).items())
+    return f"{line.at:%Y-%m-%d %H:%M:%S} {line.level} {line.message}{more}"
 
 
 def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
@@ -334,9 +357,12 @@ async def _budgets(
             if limit is None:
                 continue
             own = [account for account in accounts if account.fleet == name]
+            told = forecasts([cost for cost in settled if cost.key == name], own, since, now)
+            spent = [(forecast.currency, forecast.spent_micros) for forecast in told]
             found += [
-                Budget(name, period, told.currency, told.spent_micros, to_micros(limit), limited[name].budget_action)
-                for told in forecasts([cost for cost in settled if cost.key == name], own, since, now)
+                Budget(name, period, currency, micros, to_micros(limit), limited[name].budget_action)
+                # Nothing is spent in any currency: that is known too.
+                for currency, micros in spent or [("", 0)]
             ]
     return sorted(found, key=lambda budget: budget.fleet)
 
@@ -395,6 +421,6 @@ def problem(face: Face, request: Request, error: ApiError) -> Response:
     setting = setting_of(face, request, datetime.now(UTC), is_live=False)
     sentence = str(error.detail)
     if error.status_code == 401:
-        sentence = "Open the link that `windlass up` printed when it started; it lets this browser in, once."
+        sentence = "Open a link that `windlass tokens link` or `windlass up` printed; it lets this browser in, once."
     title = _TITLES.get(error.status_code, "This did not work")
     return html(request, pages.problem_page(setting, title, sentence[:1].upper() + sentence[1:]), error.status_code)

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from windlass.dashboard import words
+from windlass.dashboard import nodes, words
 from windlass.model.money import amount
 
 # A browser keeps a file for this long; its address changes with its content.
@@ -100,6 +100,7 @@ def _environment() -> Environment:
     environment.globals["asset"] = lambda name: _addresses()[name]
     for function in (
         *(words.duration, words.brief, words.count, words.counted, words.percent, words.money, words.moment),
+        *(nodes.node_state, nodes.node_uses),
         *(words.gigabytes, words.last_line, words.gist, words.deed, words.plain, query, in_code, amount),
     ):
         environment.filters[function.__name__] = function

@@ -4,13 +4,15 @@ Most of it the plan itself finds out and keeps in its memory while it lasts (slo
 is put together with what no plan can know: that there was none, what providers answered, what became of tasks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from windlass.model.alert import Firing, Severity, Watched, WatchedFleet
 from windlass.model.snapshot import Hold
 
 # Errors of one kind of call in a row.
 PROVIDER_ERRORS = 3
+# Of one code in one fleet, told apart; more are told as one: whoever hears of a thousand hears nothing.
+MAX_APART = 3
 # Codes of the plan that cannot wait until tomorrow. What holds a fleet back entirely is always one of them.
 CRITICAL = frozenset(
     {
@@ -64,10 +66,11 @@ ADVICE = {
 }
 
 
-def firing(watched: Watched, dead_letters_allowed: int) -> list[Firing]:
-    """Everything that is the matter, in a stable order. `dead_letters_allowed`: in an hour, of a queue."""
+def firing(watched: Watched, dead_letters_allowed: int, leader_grace_s: float) -> list[Firing]:
+    """Everything that is the matter, in a stable order. `dead_letters_allowed`: in an hour, of a queue.
+    `leader_grace_s`: for a restart, or for another to take over."""
     found = [problem for fleet in watched.fleets for problem in _of_fleet(fleet, watched)]
-    if not watched.is_led and watched.fleets:
+    if watched.leaderless_s is not None and watched.leaderless_s >= leader_grace_s and watched.fleets:
         found.append(_firing(None, "NO_LEADER", "", "no orchestrator leads: nobody is hired, healed or let go"))
     for queue, count in sorted(watched.dead_letters.items()):
         if count > dead_letters_allowed:
@@ -84,13 +87,14 @@ def _of_fleet(seen: WatchedFleet, watched: Watched) -> Iterator[Firing]:
         if watched.is_led:
             yield _firing(name, "UNATTENDED", "", f"fleet {name} has had no cycle for {unattended_s:.0f} s")
         return
-    codes = set()
+    by_code: dict[str, dict[str, str]] = {}
     for key, reason in seen.told.items():
         code, _, about = key.partition(" ")
-        codes.add(code)
-        yield _firing(name, code, about, reason)
+        by_code.setdefault(code, {})[about] = reason
+    for code, reasons in by_code.items():
+        yield from _told(name, code, reasons)
     hold = seen.fleet.hold
-    if hold is not None and hold.code not in codes:
+    if hold is not None and hold.code not in by_code:
         yield _held(name, hold)
     for call, count in sorted((seen.provider_errors or {}).items()):
         if count >= PROVIDER_ERRORS:
@@ -100,6 +104,17 @@ def _of_fleet(seen: WatchedFleet, watched: Watched) -> Iterator[Firing]:
         count = len(seen.provisioning_timeouts)
         what = f"{who} was" if count == 1 else f"{count} workers ({who}{', ...' if count > 3 else ''}) were"
         yield _firing(name, "PROVISIONING_TIMEOUT", "", f"{what} made and never heard of")
+
+
+def _told(fleet: str, code: str, reasons: Mapping[str, str]) -> Iterator[Firing]:
+    """`reasons`: by what each is about."""
+    if len(reasons) <= MAX_APART:
+        for about, reason in reasons.items():
+            yield _firing(fleet, code, about, reason)
+        return
+    # Slot 2 before slot 10.
+    first = sorted(reasons, key=lambda about: (len(about), about))[:MAX_APART]
+    yield _firing(fleet, code, "", f"{len(reasons)} at once ({', '.join(first)}, ...): {reasons[first[0]]}")
 
 
 def _held(fleet: str, hold: Hold) -> Firing:

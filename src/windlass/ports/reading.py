@@ -157,6 +157,8 @@ class Measures:
     restarts: int
     failed_slots: int
     since_last_crash_s: float | None
+    # Workers that have ended and are still remembered, counted up to ten thousand.
+    terminated: int
     # What the machines that are there have cost so far, by currency.
     machine_costs: tuple[tuple[str, int], ...]
     # What the last day's paid time was for, by currency: task, boot, idle, tail.
@@ -219,6 +221,9 @@ class LogLine:
 
 
 class Reading(Protocol):
+    async def ray_dashboards(self) -> Mapping[str, str]:
+        """By fleet whose tasks Ray places: where Ray's own dashboard is, if its dispatcher says so."""
+
     async def overview(self, configured: frozenset[str] | None = None) -> Overview:
         """With the names of those that are configured here, fleets that are over are left out."""
 

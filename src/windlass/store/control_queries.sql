@@ -105,9 +105,9 @@ returning true;
 select exists (select from windlass.tokens where revoked_at is null);
 
 -- name: create_link
--- `windlass up`; primary key.
-insert into windlass.sessions (hash, is_link, expires_at)
-values ($1, true, windlass.now() + make_interval(secs => $2::double precision));
+-- `windlass up`, `windlass tokens link`; primary key.
+insert into windlass.sessions (hash, is_link, role, expires_at)
+values ($1, true, $2, windlass.now() + make_interval(secs => $3::double precision));
 
 -- name: open_session
 -- The link is gone when the session is there, however many come with it; primary key.
@@ -116,22 +116,38 @@ with used as (
   where hash = $1
     and is_link
     and expires_at > windlass.now()
-  returning true
+  returning role
 )
-insert into windlass.sessions (hash, is_link, expires_at)
-select $2, false, windlass.now() + make_interval(secs => $3::double precision)
+insert into windlass.sessions (hash, is_link, role, expires_at)
+select $2, false, role, windlass.now() + make_interval(secs => $3::double precision)
 from used
 returning true;
 
--- name: has_session
+-- name: session_role
 -- Every request of a browser; primary key.
-select exists (
-  select from windlass.sessions where hash = $1 and not is_link and expires_at > windlass.now()
-);
+select role
+from windlass.sessions
+where hash = $1
+  and not is_link
+  and expires_at > windlass.now();
+
+-- name: sessions
+-- `windlass tokens sessions`; a handful of rows.
+select left(encode(hash, 'hex'), 12) as id, role, is_link, created_at, expires_at
+from windlass.sessions
+where expires_at > windlass.now()
+order by created_at desc, hash;
 
 -- name: end_session
 -- Logging out; primary key.
 delete from windlass.sessions where hash = $1 and not is_link;
+
+-- name: revoke_session
+-- `windlass tokens revoke --session`; a handful of rows.
+delete from windlass.sessions
+where left(encode(hash, 'hex'), 12) = $1
+  and expires_at > windlass.now()
+returning true;
 
 -- name: costs_of_hours
 -- `windlass cost --by day|fleet|queue`, the cost page; spending_hour. What was for no queue comes without a key.

@@ -323,6 +323,11 @@ class PostgresReadingStore(PostgresAccessStore):
             rows = await connection.fetch(QUERIES["alerts_page"], is_open, before, limit)
         return Page(tuple(OpenAlert(**row) for row in rows), _next(rows, limit, key=("id",)))
 
+    async def ray_dashboards(self) -> Mapping[str, str]:
+        async with self._connection("looking for Ray's dashboards") as connection:
+            rows = await connection.fetch(QUERIES["ray_dashboards"])
+        return {row["fleet"]: row["url"] for row in rows}
+
     async def component_health(self) -> Sequence[Mapping[str, Any]]:
         async with self._connection("reading the workers' health") as connection:
             rows = await connection.fetch(QUERIES["component_health"], MAX_COMPONENTS)

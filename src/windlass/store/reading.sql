@@ -134,11 +134,12 @@ from (
 where s.place <= $2;
 
 -- name: open_alerts
--- overview; alerts_open, a handful of rows.
+-- overview; alerts_open, a handful of rows: of each fleet and code a few at most.
 select id, fleet, code, severity, reason, since, seen_at, resolved_at
 from windlass.alerts
 where resolved_at is null
-order by since, id;
+order by since, id
+limit 500;
 
 -- name: leader
 -- overview; primary key.
@@ -184,14 +185,19 @@ group by 1
 order by 1;
 
 -- name: measures
--- Metrics; for each fleet workers_hired, workers_failed, and its slots.
+-- Metrics; for each fleet workers_hired, workers_failed, workers_terminated, and its slots.
 select
   f.name as fleet,
   hired.success_ratio::double precision as provisioning_success_ratio,
   hired.mean_s::double precision as provisioning_mean_s,
   slots.restarts, slots.failed_slots,
-  extract(epoch from windlass.now() - crash.failed_at)::double precision as since_last_crash_s
+  extract(epoch from windlass.now() - crash.failed_at)::double precision as since_last_crash_s,
+  ended.terminated
 from windlass.fleets f
+cross join lateral (
+  select count(*) as terminated
+  from (select from windlass.workers w where w.fleet = f.name and w.status = 'terminated' limit 10000) as counted
+) as ended
 cross join lateral (
   select
     count(h.activated_at)::numeric / nullif(count(h.activated_at) + count(*) filter (where h.is_over), 0) as success_ratio,
@@ -539,3 +545,20 @@ select component, status, pid, current_job, restart_count, last_seen
 from windlass.health
 order by component collate "C"
 limit $1;
+
+-- name: ray_dashboards
+-- Pages of workers; workers_by_slot of each fleet, those without a slot.
+select f.name as fleet, d.url
+from windlass.fleets f
+cross join lateral (
+  select w.metadata ->> 'ray_dashboard' as url
+  from windlass.workers w
+  where w.fleet = f.name
+    and w.status <> 'terminated'
+    and coalesce(w.slot, 2147483647) = 2147483647
+    and w.kind = 'dispatcher'
+    -- It is what a worker says, and becomes a link.
+    and w.metadata ->> 'ray_dashboard' ~ '^https?://'
+  order by w.id desc
+  limit 1
+) as d;

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.model.address import LOOPBACK
 from windlass.model.config import ApiConfig, Config, Retention
-from windlass.model.errors import WindlassError
+from windlass.model.errors import BadInput, WindlassError
 from windlass.wire.engine import ray_head
 from windlass.wire.providers import worker_log
+from windlass.wire.receivers import receivers
+from windlass.wire.stores import access_store
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from windlass.api.metrics import Metrics
     from windlass.control.summary import Summary
     from windlass.control.up import Up
+    from windlass.model.access import Role
     from windlass.store.access import PostgresAccessStore
     from windlass.store.reading import PostgresReadingStore
 
@@ -127,7 +130,7 @@ async def http_face(
         sampling = asyncio.create_task(take_samples(people, shown.live))
         try:
             async with serving(make_app(face), listener):
-                on_link(await new_link(people, _browser_url(config, listener)))
+                on_link(await new_link(people, _browser_url(config, listener.getsockname()[1])))
                 try:
                     yield Counts(metrics.note_message, metrics.note_dropped_lines)
                 finally:
@@ -150,6 +153,7 @@ def _shown(
 
     live = Live(store, lambda: frozenset(up.fleets))
     metrics = Metrics(live.overview, store.measures)
+    metrics.expect(up.fleets, [receiver.name for receiver in receivers(config)])
 
     def note(summary: "Summary") -> None:
         metrics.note_cycle(
@@ -180,11 +184,24 @@ def is_reading_open(api: ApiConfig) -> bool:
     return api.host in LOOPBACK and api.url is None
 
 
-def _browser_url(config: Config, listener: "socket.socket") -> str:
+async def dashboard_link(config: Config, role: "Role", url: str | None) -> str:
+    """The address that lets one more browser in. `url`: where the dashboard is, if the configuration does not say."""
+    from windlass.api.session import new_link
+
+    if url is None and config.api.url is None and not config.api.port:
+        raise BadInput(
+            "the configuration does not say where the dashboard is: give --url http://127.0.0.1:8080 with the port of "
+            "`windlass up --port`, or set api.port or api.url."
+        )
+    base_url = url if url is not None else _browser_url(config, config.api.port or 0)
+    async with access_store(config) as store:
+        return await new_link(store, base_url.rstrip("/"), role)
+
+
+def _browser_url(config: Config, port: int) -> str:
     """Where a person on this host, or wherever machines call from, finds us."""
     if config.api.url is not None:
         return config.api.url
-    port = listener.getsockname()[1]
     host = "127.0.0.1" if config.api.host in ("0.0.0.0", "::", *LOOPBACK) else config.api.host  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

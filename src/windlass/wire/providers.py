@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from windlass.model.address import LOOPBACK, problem_of_control_plane_url
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
+from windlass.model.secrecy import mask_of
 from windlass.wire.stores import control_store, data_dir, has_embedded_database
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         return _hetzner_provider(name, fleet, config, instance_id)
     if fleet.provider == "runpod":
         return _runpod_provider(name, fleet, config, instance_id)
-    from windlass.configure import environment_of, secret_variables
+    from windlass.configure import environment_of, secret_variables, secrets_of
     from windlass.providers.local import LocalProvider
 
     program = _node_program(fleet, config) if fleet.provider == "ray-local" else ("windlass", "worker")
@@ -78,16 +79,20 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         # All that a worker needs to know is where its database is.
         withheld=[name for name, key in secret_variables().items() if key != ("database_url",)],
         program=program,
+        # The fleet may have been reloaded since.
+        mask=mask_of(secrets_of(config.model_copy(update={"fleets": {**config.fleets, name: fleet}}))),
     )
 
 
 async def worker_log(
     config: Config, fleet: str, worker_id: str, lines: int, *, is_following: bool
 ) -> AsyncIterator[str]:
-    """What a worker of a local fleet printed on this host. Raises BadInput if nothing of it is here."""
+    """What a worker of a local fleet printed on this host, without secrets. Raises BadInput if nothing is here."""
+    from windlass.configure import secrets_of
     from windlass.providers.local.logs import log_folder
 
-    async for line in log_folder(data_dir(config), fleet).read(worker_id, lines, follow=is_following):
+    mask = mask_of(secrets_of(config))
+    async for line in log_folder(data_dir(config), fleet, mask).read(worker_id, lines, follow=is_following):
         yield line
 
 

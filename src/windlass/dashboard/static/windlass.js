@@ -150,15 +150,16 @@
     announce(said);
   }
 
-  // Screen readers hear of what is marked as worth it, not of each number that moves.
+  // Screen readers hear of what is new and of what became something else, not of each number and age that moves:
+  // `data-announce` names what an element is, `data-say` what is said when that changes.
   function spoken() {
-    return new Map([...main.querySelectorAll("[data-announce]")].map((one) => [one.id, one.innerText.trim()]));
+    return new Map([...main.querySelectorAll("[data-announce]")].map((one) => [one.id, one.dataset.announce]));
   }
 
   function announce(before) {
     const news = [];
-    for (const [id, words] of spoken()) if (before.get(id) !== words && words) news.push(words.replace(/\s+/g, " "));
-    if (news.length) document.getElementById("news").textContent = news.join(". ");
+    for (const [id, kind] of spoken()) if (before.get(id) !== kind) news.push(document.getElementById(id).dataset.say);
+    if (news.length) document.getElementById("news").textContent = news.join(" ");
   }
 
   // --------------------------------------------------------------------------------------------------------- the stream
@@ -171,6 +172,7 @@
   let retryMs = FIRST_RETRY_MS;
   let stream = null;
   let silence = null;
+  let retry = null;
 
   function tell(state, why) {
     link = state;
@@ -185,7 +187,9 @@
     if (banner.textContent !== sentence) banner.textContent = sentence;
   }
 
+  // Only while somebody looks: a browser has six connections to a server, for all its tabs together.
   function listen() {
+    if (document.hidden || stream !== null) return;
     stream = new EventSource(root.dataset.stream);
     stream.onopen = () => {
       retryMs = FIRST_RETRY_MS;
@@ -223,8 +227,25 @@
     stream = null;
     clearTimeout(silence);
     tell("away");
-    setTimeout(listen, retryMs * (0.5 + Math.random() / 2));
+    clearTimeout(retry);
+    retry = setTimeout(listen, retryMs * (0.5 + Math.random() / 2));
     retryMs = Math.min(retryMs * 2, LAST_RETRY_MS);
+  }
+
+  function rest() {
+    stream?.close();
+    stream = null;
+    clearTimeout(silence);
+    clearTimeout(retry);
+  }
+
+  // What was missed is seen by the refresh that comes with the stream.
+  function wake() {
+    if (stream !== null) return;
+    clearTimeout(retry);
+    retryMs = FIRST_RETRY_MS;
+    if (link === "live") tell("joining");
+    listen();
   }
 
   // --------------------------------------------------------------------------------------------------------- doing things
@@ -449,8 +470,10 @@
   }
   draw();
   setInterval(tick, 1000);
-  document.addEventListener("visibilitychange", () => { if (!document.hidden && missed) refreshSoon(); });
   // The browser must not show a page of yesterday when one comes back to it.
   addEventListener("pageshow", (event) => { if (event.persisted) refreshSoon(); });
-  if (root.dataset.stream) listen();
+  if (root.dataset.stream) {
+    document.addEventListener("visibilitychange", () => (document.hidden ? rest() : wake()));
+    listen();
+  }
 })();

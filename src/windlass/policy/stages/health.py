@@ -18,7 +18,6 @@ RESTARTS_TO_TELL = 4
 UNLISTED_TO_TELL = 3
 # More than this share of the maximum in use is worth a word; of small fleets it is their everyday life.
 NEAR_MAX_SHARE = 0.8
-NEAR_MAX_MIN = 10
 # How long a machine may take to go before a person should know.
 UNDELETED_TO_TELL_S = 300.0
 
@@ -158,7 +157,7 @@ def warn(draft: Draft) -> list[Action]:
 def _warn_of_maximum(draft: Draft) -> list[Action]:
     """Of rented machines: whoever pays for them should know before they are all in use, and the limit can be raised."""
     hired, limit = sum(state.is_hired for state in draft.states.values()), draft.fleet.max_workers
-    if not draft.snapshot.traits.is_remote or limit < NEAR_MAX_MIN or hired <= NEAR_MAX_SHARE * limit:
+    if not draft.snapshot.traits.is_remote or hired <= NEAR_MAX_SHARE * limit:
         return []
     return draft.alert("NEAR_MAX", f"{hired} of at most {limit} workers are hired")
 

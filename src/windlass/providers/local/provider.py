@@ -37,6 +37,7 @@ from typing import TypeVar
 from windlass.model.errors import Ambiguous, NoCapacity, Refused, Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
+from windlass.model.secrecy import Mask
 from windlass.providers.local.logs import log_folder, safe_name
 from windlass.providers.local.processes import HOST, Process, ProcessTable, is_alive, process_table, send_signal
 
@@ -129,6 +130,7 @@ class LocalProvider:
         settings: Mapping[str, str] | None = None,
         withheld: Collection[str] = (),
         program: Sequence[str] = ("windlass", "worker"),
+        mask: Mask | None = None,
         stop_grace_s: float = STOP_GRACE_S,
         table: ProcessTable | None = None,
     ) -> None:
@@ -136,7 +138,7 @@ class LocalProvider:
 
         `settings` is all they are told beyond their command line, as environment: they read no file, which might have
         changed since. `withheld`: names in our environment that are none of their business. `program` is a Python
-        module and its first arguments.
+        module and its first arguments. `mask`: for what is told of their logs.
         """
         self._fleet = fleet
         self._config = config
@@ -147,7 +149,7 @@ class LocalProvider:
         self._program = tuple(program)
         self._stop_grace_s = stop_grace_s
         self._table = table or process_table()
-        self._logs = log_folder(state_dir.absolute(), fleet)
+        self._logs = log_folder(state_dir.absolute(), fleet, mask or Mask())
         instance = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._prefix = f"{instance}/{safe_name(fleet)}/"
         # Worker and process by machine id. What was ours once stays ours, even if it overwrites its environment.
