@@ -18,6 +18,8 @@ from windlass.ports.control import (
     PreparationUnclear,
     Prepared,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
 
 
@@ -89,21 +91,33 @@ def count_status(snapshot: Snapshot) -> dict[str, int]:
     }
 
 
-_CALLS: dict[type, tuple[str, str]] = {
-    Created: ("create", "ok"),
-    CreationRefused: ("create", "refused"),
-    CreationUnclear: ("create", "error"),
-    Deleted: ("delete", "ok"),
-    StrayDeleted: ("delete", "ok"),
-    NotDeleted: ("delete", "error"),
-    Prepared: ("prepare", "ok"),
-    PreparationFailed: ("prepare", "refused"),
-    PreparationUnclear: ("prepare", "error"),
-}
+def call_of(outcome: Outcome) -> tuple[str, str]:
+    """What was asked of the provider, and how it went."""
+    match outcome:
+        case Created():
+            return "create", "ok"
+        case CreationRefused():
+            return "create", "refused"
+        case CreationUnclear():
+            return "create", "error"
+        case Deleted() | StrayDeleted():
+            return "delete", "ok"
+        case NotDeleted():
+            return "delete", "error"
+        case Prepared():
+            return "prepare", "ok"
+        case PreparationFailed():
+            return "prepare", "refused"
+        case PreparationUnclear():
+            return "prepare", "error"
+        case VolumeGrown():
+            return "grow", "ok"
+        case VolumeNotGrown():
+            return "grow", "error"
 
 
 def count_calls(is_listed: bool, outcomes: list[Outcome]) -> tuple[tuple[str, str, int], ...]:
-    counts = Counter(_CALLS[type(outcome)] for outcome in outcomes)
+    counts = Counter(call_of(outcome) for outcome in outcomes)
     counts["list", "ok" if is_listed else "error"] += 1
     return tuple((call, outcome, count) for (call, outcome), count in sorted(counts.items()))
 

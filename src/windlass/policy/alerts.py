@@ -94,7 +94,8 @@ def _of_fleet(seen: WatchedFleet, watched: Watched) -> Iterator[Firing]:
         yield _held(name, hold)
     for call, count in sorted((seen.provider_errors or {}).items()):
         if count >= PROVIDER_ERRORS:
-            yield _firing(name, "PROVIDER_ERRORS", call, f"{count} calls in a row to {call} a machine went wrong")
+            what = "storage" if call == "grow" else "machines"
+            yield _firing(name, "PROVIDER_ERRORS", call, f"{count} calls in a row to {call} {what} went wrong")
     if seen.provisioning_timeouts:
         who = ", ".join(seen.provisioning_timeouts[:3])
         count = len(seen.provisioning_timeouts)
