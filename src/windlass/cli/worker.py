@@ -89,6 +89,7 @@ async def worker(
     # Set by the provider that started it. Taken out: what a handler starts is not this worker.
     worker_id = os.environ.pop("WINDLASS_WORKER_ID", None)
     fleet = os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET)
+    needs_gpu = bool(os.environ.pop("WINDLASS_NEEDS_GPU", ""))
     loaded = load(
         config,
         data_dir,
@@ -102,7 +103,7 @@ async def worker(
     hide(secrets_of(loaded.config))
     if chdir is not None:
         _change_directory(chdir)
-    settings = _settings(loaded.config.worker, queue, fleet, worker_id, concurrency)
+    settings = _settings(loaded.config.worker, queue, fleet, worker_id, concurrency, needs_gpu=needs_gpu)
     try:
         ending = await run_worker(loaded.config, settings, handler=handler, command=exec_, is_inline=inline)
     except Exception as error:
@@ -119,7 +120,13 @@ def _check_what_runs(handler: str | None, command: str | None, is_inline: bool) 
 
 
 def _settings(
-    chosen: "WorkerConfig", queues: list[str], fleet: str, worker_id: str | None, concurrency: int | None
+    chosen: "WorkerConfig",
+    queues: list[str],
+    fleet: str,
+    worker_id: str | None,
+    concurrency: int | None,
+    *,
+    needs_gpu: bool,
 ) -> "WorkerSettings":
     from windlass.model.task import check_queue_name
     from windlass.worker.runtime import WorkerSettings
@@ -134,6 +141,7 @@ def _settings(
         timeout_s=chosen.timeout_s,
         drain_timeout_s=chosen.drain_timeout_s,
         version=__version__,
+        needs_gpu=needs_gpu,
     )
 
 

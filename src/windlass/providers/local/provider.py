@@ -45,6 +45,7 @@ MARK = "_WINDLASS_MACHINE"
 # The worker is told who it is by these, and takes them out of its environment.
 WORKER_ID = "WINDLASS_WORKER_ID"
 FLEET = "WINDLASS_FLEET"
+NEEDS_GPU = "WINDLASS_NEEDS_GPU"
 
 # Any of these takes milliseconds. Longer, and something is wrong with the host: what happened is then found out later.
 CREATE_TIMEOUT_S = 5.0
@@ -342,6 +343,7 @@ class LocalProvider:
             MARK: f"{self._prefix}{request.name}",
             WORKER_ID: request.name,
             FLEET: self._fleet,
+            NEEDS_GPU: "yes" if self._config.has_gpu else "",
         }
 
     # -------------------------------------------------------------------------------------------------------- list
