@@ -68,6 +68,8 @@ class WorkerView:
     host_key: str | None = None
     # What its engine last said of it, where tasks are placed by one.
     node: NodeView | None = None
+    # Since when nothing but failures has come of what it took.
+    failing_since: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

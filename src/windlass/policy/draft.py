@@ -10,7 +10,7 @@ from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hold, Memory, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.policy.derive import Presence, WorkerState, derive_worker_state
-from windlass.policy.evidence import blames
+from windlass.policy.evidence import Verdict, verdicts
 
 # A list that lost more than half of what it had, and at least this many, is doubted before it is believed.
 SHRUNK_MIN = 3
@@ -29,6 +29,7 @@ class Draft:
     states: dict[str, WorkerState]
     machines: dict[str, tuple[Machine, ...]]  # by the name of the worker they were made for, oldest first
     own: dict[str, Machine]  # the one machine of each worker that has one
+    verdicts: dict[str, Verdict] = field(default_factory=dict)  # by worker, on those that are to blame for failures
     actions: list[Action] = field(default_factory=list)
     decision: str = ""
     is_cut_short: bool = False
@@ -125,7 +126,7 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> Draft:
     presences = _presences(draft)
     hired = {worker.id for worker in snapshot.workers if worker.slot is not None}
     suspects = [suspect for suspect in snapshot.suspects if suspect.worker_id in hired]
-    blamed = blames(suspects, fleet, memory.tried_at, snapshot.now)
+    draft.verdicts = verdicts(suspects, fleet, memory.tried_at, snapshot.now)
     for worker in snapshot.workers:
         draft.states[worker.id] = derive_worker_state(
             worker,
@@ -136,7 +137,7 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> Draft:
             snapshot.queue.queued,
             idle_since=snapshot.memory.idle_since.get(worker.id),
             unclaimed_since=snapshot.memory.unclaimed_since.get(worker.id),
-            blamed=blamed.get(worker.id),
+            blamed=draft.verdicts[worker.id].reason if worker.id in draft.verdicts else None,
         )
     states = draft.states.values()
     draft.remember(

@@ -17,6 +17,7 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 
 from windlass.model.action import (
+    Acquittal,
     Action,
     Adopt,
     Alert,
@@ -316,6 +317,7 @@ class MemoryControlStore(MemoryStore):
             prepare_reason=hired.prepare_reason,
             host_key=hired.host_key,
             node=worker.node,
+            failing_since=worker.failing_since,
         )
 
     def _observe_spending(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
@@ -477,8 +479,8 @@ class MemoryControlStore(MemoryStore):
     def _carry_out(self, fleet: str, action: Action, snapshot: Snapshot) -> int:
         """What of an action needs no provider. Returns how many tasks it took from their workers."""
         match action:
-            case Fail(worker_id, code, reason, evidence):
-                return self._fail_worker(worker_id, code, reason, counts=True, evidence=evidence)
+            case Fail(worker_id, code, reason, evidence, acquittal):
+                return self._fail_worker(worker_id, code, reason, counts=True, evidence=evidence, acquittal=acquittal)
             case Requeue(worker_id, reason):
                 return self._requeue_tasks_of(worker_id, "WORKER_LOST", reason)
             case Promote():
@@ -555,7 +557,14 @@ class MemoryControlStore(MemoryStore):
             hired.settle_at = self._clock() + SETTLED_AFTER_END
 
     def _fail_worker(
-        self, worker_id: str, code: str, reason: str, *, counts: bool, evidence: Suspect | None = None
+        self,
+        worker_id: str,
+        code: str,
+        reason: str,
+        *,
+        counts: bool,
+        evidence: Suspect | None = None,
+        acquittal: Acquittal | None = None,
     ) -> int:
         worker, now = self._in(worker_id, *LIVE), self._clock()
         if worker is None:
@@ -568,20 +577,22 @@ class MemoryControlStore(MemoryStore):
         if counts and worker.slot is not None:
             slot = self._fleets[worker.fleet].slots[worker.slot]
             slot.restarts = [*slot.restarts, now][-MAX_RESTARTS_KEPT:]
-        if evidence is not None:
-            self._acquit_tasks(worker_id, evidence.since)
+        if acquittal is not None:
+            self._acquit_tasks(worker_id, acquittal)
             held = self._held_in_order(worker_id)
             for row in held:
                 self._release(row, worker_id, "its worker is to blame for failures")
             return len(held)
         return self._requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
 
-    def _acquit_tasks(self, worker_id: str, since: datetime) -> None:
+    def _acquit_tasks(self, worker_id: str, acquittal: Acquittal) -> None:
         events = (e for e in reversed(self._events_of_worker[worker_id]) if e.code in ("TASK_ERROR", "TASK_FAILED"))
-        blamed = islice(takewhile(lambda event: event.at >= since, events), MAX_ACQUITTED)
+        blamed = islice(takewhile(lambda event: event.at >= acquittal.since, events), MAX_ACQUITTED)
         for task_id, count in sorted(Counter(event.task_id for event in blamed if event.task_id is not None).items()):
             row = self._tasks.get(task_id)
             if row is None or row.status is TaskStatus.COMPLETE or row.error_code == "CANCELLED":
+                continue
+            if acquittal.is_trial and self._was_acquitted(task_id):
                 continue
             row.attempts = max(row.attempts - count, 1 if row.status is TaskStatus.RUNNING else 0)
             has_left = row.status is TaskStatus.FAILED and row.attempts < row.max_attempts
@@ -592,6 +603,11 @@ class MemoryControlStore(MemoryStore):
                 self._announce(row.queue)
             reason = f"{count} failed attempts on worker {worker_id} do not count: it is to blame"
             self._note("TASK_ACQUITTED", reason, worker_id=worker_id, task_id=task_id)
+
+    def _was_acquitted(self, task_id: int) -> bool:
+        """Since it was enqueued, or a person retried it."""
+        events = takewhile(lambda event: event.code != "TASK_RETRIED", reversed(self._events_of_task[task_id]))
+        return any(event.code == "TASK_ACQUITTED" for event in events)
 
     def _requeue_tasks_of(self, worker_id: str, code: str, reason: str) -> int:
         tasks = self._held_in_order(worker_id)

@@ -158,7 +158,9 @@ $$;
 -- A worker is to blame for what failed on it since p_since: those attempts count for no task. What waits for its retry
 -- because of it, or ended as a dead letter before its attempts would have been used up without it, is ready again; what
 -- somebody is at goes on. At most ten thousand failures, newest first. A task that somebody has locked keeps its count.
-create function windlass.acquit_tasks(p_worker_id text, p_since timestamptz) returns void
+-- p_is_trial: nobody has done better yet. A task that was acquitted before, since it was enqueued or a person retried it,
+-- then stands for itself: what fails everywhere would be tried for ever. Index events_task.
+create function windlass.acquit_tasks(p_worker_id text, p_since timestamptz, p_is_trial boolean) returns void
 language plpgsql
 set enable_seqscan = off
 as $$
@@ -183,6 +185,14 @@ begin
     join failures f on f.task_id = t.id
     where t.status <> 'complete'
       and t.error_code is distinct from 'CANCELLED'
+      and not (p_is_trial and exists (
+        select
+        from windlass.events a
+        where a.task_id = t.id
+          and a.code = 'TASK_ACQUITTED'
+          and a.id > coalesce(
+            (select max(r.id) from windlass.events r where r.task_id = t.id and r.code = 'TASK_RETRIED'), 0)
+      ))
     order by t.id
     for no key update of t skip locked
   ),
