@@ -1624,6 +1624,14 @@ async def test_a_task_is_acquitted_on_trial_once_until_a_person_retries_it(store
     assert attempts == [ready, dead, ready]
 
 
+async def test_a_worker_remembers_its_provider_when_its_fleet_gets_another(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    seen = await ann.observe(FLEET.model_copy(update={"provider": "hetzner"}))
+    assert [view.provider for view in seen.workers] == [FLEET.provider]
+    await join(store, "by-hand")
+    assert {view.id: view.provider for view in (await ann.observe()).workers}["by-hand"] is None
+
+
 async def test_a_worker_that_has_done_something_right_is_not_failing(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await join(store, "w0")

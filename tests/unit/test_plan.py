@@ -670,3 +670,43 @@ def test_processes_of_another_host_are_judged_by_their_heartbeats_alone() -> Non
     silent_there = replace(views[0], last_heartbeat=ago(31))
     planned = plan(snapshot(silent_there, machines=(), traits=here), LOCAL)
     assert only(planned, Delete).machine_id == "there/7-1"
+
+
+# ------------------------------------------------------------------------------------------ providers and accounts
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_held"),
+    [("runpod", "hetzner", True), ("hetzner", "local", True), ("local", "ray-local", False), ("local", "local", False)],
+)
+def test_while_machines_of_another_provider_are_there_nothing_is_touched(before: str, now: str, is_held: bool) -> None:
+    views = (
+        worker("a", 0, "error", provider=before),
+        worker("b", 1, "terminating", terminating=50, provider=before),
+        worker("c", 2, created=200, heartbeat=700, provider=before),
+    )
+    planned = plan(snapshot(*views, machines=(), queued=9), fleet(provider=now, handler="a:b"))
+    if not is_held:
+        assert planned.hold is None
+        assert of_kind(planned.actions, Delete)
+        return
+    assert planned.hold is not None
+    assert (planned.hold.code, planned.hold.is_total) == ("OTHER_PROVIDER", True)
+    assert f"its provider is {now} now, and 3 of its workers are of {before}" in only(planned, Alert).reason
+
+
+def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account() -> None:
+    lagging = ProviderTraits(absence_grace_s=60, is_remote=True)
+    views = (worker("a", 0, created=900), worker("b", 1, "terminating", created=900, terminating=50, heartbeat=40))
+    memory = {"missing_since": {"a": ago(60), "b": ago(60)}}
+    planned = plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU)
+    assert planned.hold is not None
+    assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
+    assert "is the key another account's?" in only(planned, Alert).reason
+    # One that is listed: the account is the right one.
+    again = plan(snapshot(*views, machines=machines_of(views[:1]), traits=lagging, memory=memory), GPU)
+    assert again.hold is None
+    assert [delete.worker_id for delete in of_kind(again.actions, Delete)] == ["b"]
+    # So it is while lists may be old.
+    memory = {"missing_since": {"a": ago(59), "b": ago(59)}}
+    assert plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU).hold is None

@@ -70,6 +70,8 @@ class WorkerView:
     node: NodeView | None = None
     # Since when nothing but failures has come of what it took.
     failing_since: datetime | None = None
+    # Who was asked for its machine. None for one that a person started.
+    provider: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

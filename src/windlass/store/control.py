@@ -270,7 +270,7 @@ def _worker_view(rows: Sequence[Any]) -> WorkerView:
     row = rows[0]
     running = () if row["task_id"] is None else tuple(RunningView(*task[-3:]) for task in rows)
     known = [row["id"], row["slot"], _STATUSES[row["status"]], *row[4:19], running, *row[19:22]]
-    fields: list[Any] = [*known, _bill(row), *row[28:32], node_view(row["node"]), row["failing_since"]]
+    fields: list[Any] = [*known, _bill(row), *row[28:32], node_view(row["node"]), row["failing_since"], row["provider"]]
     return WorkerView(*fields)
 
 

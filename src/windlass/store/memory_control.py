@@ -159,6 +159,7 @@ class _Hired:
     """The columns of a worker that only the control loop reads."""
 
     terminating_at: datetime | None = None
+    provider: str | None = None
     machine_id: str | None = None
     machine_at: datetime | None = None
     creation: str | None = None
@@ -318,6 +319,7 @@ class MemoryControlStore(MemoryStore):
             host_key=hired.host_key,
             node=worker.node,
             failing_since=worker.failing_since,
+            provider=hired.provider,
         )
 
     def _observe_spending(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
@@ -646,6 +648,7 @@ class MemoryControlStore(MemoryStore):
             queues=fleet.queues, lease_s=intent.lease_s, is_paused=fleet.is_paused,
         )  # fmt: skip
         self._workers[row.id] = self._not_terminated[row.id] = row
+        self._hired[row.id].provider = fleet.provider
         self._note("WORKER_HIRED", intent.reason, fleet=fleet.name, worker_id=row.id, detail={"slot": intent.slot})
 
     async def commit_outcomes(

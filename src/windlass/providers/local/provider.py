@@ -174,6 +174,9 @@ class LocalProvider:
 
     async def delete(self, machine: Machine) -> None:
         doing = f"ending worker {machine.name} (process {machine.id})"
+        if "/" not in machine.id:
+            # Whoever has such a one, it is not known here that it is gone.
+            raise Refused(f"{doing}: that is no process: look for it where the fleet's machines were before.")
         if not machine.id.startswith(f"{HOST}/"):
             # It hears from the database that it is over. One that does not listen is a stray to whoever leads there.
             return

@@ -16,6 +16,7 @@ What it promises:
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -63,6 +64,8 @@ _CREATION_LATENESS_S = 60.0 + _ABSENCE_GRACE_S
 # A pod deleted a moment ago may still be listed, and one made by a newer leader before its row is seen.
 _STRAY_GRACE_S = _ABSENCE_GRACE_S
 _PAUSE_S = 5.0
+# A word of letters and digits. One of digits alone is a server's.
+_POD_ID = re.compile(r"[A-Za-z0-9_-]+")
 
 # Stopped or broken: it will not work again, and while it is there it may cost.
 _EXITED = {"EXITED": "its pod has stopped", "ERROR": "its pod is in an error that it does not recover from"}
@@ -284,6 +287,9 @@ class RunpodProvider:
 
     async def delete(self, machine: Machine) -> datetime | None:
         doing = f"deleting pod {machine.id} of {machine.name}"
+        if not _POD_ID.fullmatch(machine.id) or machine.id.isdecimal():
+            # Whoever has such a one, it is not known here that it is gone.
+            raise Refused(f"{doing}: that is no pod: look for it where the fleet's machines were before.")
         try:
             async with asyncio.timeout(DELETE_TIMEOUT_S):
                 return await self._delete(machine, doing)

@@ -4,6 +4,8 @@
 -- wakes up late can write nothing. What happened at a provider is a fact and is written down whoever reports it.
 
 alter table windlass.workers
+  -- Who was asked for its machine: a fleet may change its provider, a machine cannot.
+  add column provider text,
   -- What became of the call that should have made its machine: created, ambiguous, refused. Null: no answer yet.
   add column creation text check (creation in ('created', 'ambiguous', 'refused')),
   -- When its machine became known to us. A list that was asked for before then says nothing about it.
@@ -192,6 +194,7 @@ create function windlass.observe(
   host_key text,
   node jsonb,
   failing_since timestamptz,
+  provider text,
   task_id bigint,
   task_started_at timestamptz,
   task_timeout_s double precision
@@ -334,7 +337,7 @@ begin
       w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.code, w.reason, w.lease_s::double precision,
       w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since, w.settled_until,
-      w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since,
+      w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since, w.provider,
       t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
@@ -531,9 +534,9 @@ begin
 
   with hired as (
     insert into windlass.workers (
-      id, fleet, slot, status, paused, queues, reason, lease_s, join_token_hash, join_expires_at
+      id, fleet, slot, status, paused, provider, queues, reason, lease_s, join_token_hash, join_expires_at
     )
-    select i ->> 'worker_id', p_fleet, (i ->> 'slot')::integer, 'spawning', f.paused, f.queues, null,
+    select i ->> 'worker_id', p_fleet, (i ->> 'slot')::integer, 'spawning', f.paused, f.provider, f.queues, null,
       coalesce((i ->> 'lease_s')::double precision, 30),
       decode(i ->> 'join_token_hash', 'hex'),
       windlass.now() + make_interval(secs => (i ->> 'join_ttl_s')::double precision)
