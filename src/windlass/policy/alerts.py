@@ -62,7 +62,7 @@ ADVICE = {
     "TASKS_FAILING": "look at the errors of its last tasks: is it this worker, the tasks, or the handler everywhere?",
     "TOO_MANY_DEAD": "see whether workers can reach the database: they fell silent together",
     "TOO_MANY_STRAYS": "see whether this is the right database: machines of ours are unknown to it",
-    "UNATTENDED": "see whether the windlass.toml of whoever leads has this fleet",
+    "UNATTENDED": "see whether the windlass.toml of whoever leads has this fleet; left out, it is wound down in minutes",
     "VRAM_STALE": "look at the worker: its GPU has stopped to answer",
     "WAS_AWAY": "nothing: whoever lives is heard within two heartbeats",
 }
