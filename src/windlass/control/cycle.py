@@ -15,7 +15,15 @@ import structlog
 
 from windlass.control.act import CALL_TIMEOUT_S, Actor
 from windlass.control.leader import Trust
-from windlass.control.summary import Summary, alerts_of, count_actions, count_calls, count_status, failures_of
+from windlass.control.summary import (
+    Summary,
+    alerts_of,
+    count_actions,
+    count_calls,
+    count_machines,
+    count_status,
+    failures_of,
+)
 from windlass.cost.ledger import settle
 from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
@@ -173,6 +181,7 @@ class FleetCycle:
             actions=count_actions(decided, [*late, *outcomes], requeued),
             status=count_status(snapshot),
             hired=sum(worker.slot is not None for worker in snapshot.workers),
+            machines=count_machines(snapshot),
             failures=failures_of(decided, [*late, *outcomes]),
             alerts=alerts_of(decided),
             provider_calls=count_calls(machines is not None, [*late, *outcomes]),

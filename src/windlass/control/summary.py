@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.model.action import Alert, Fail, Plan, Promote
+from windlass.model.machine import MachineState
 from windlass.model.snapshot import Snapshot
 from windlass.model.worker import WorkerStatus
 from windlass.ports.control import (
@@ -40,6 +41,8 @@ class Summary:
     status: dict[str, int] | None = None
     # Of all workers it saw, those that were hired: one that a person started is not the fleet's to wait for.
     hired: int | None = None
+    # Machines that it saw and that are paid for, whoever's they are. None: their list could not be had.
+    machines: int | None = None
     # Who was found broken, or was refused, and why: worker id, code, reason.
     failures: tuple[tuple[str, str, str], ...] = ()
     # What a person should know: code, reason.
@@ -75,6 +78,14 @@ def count_actions(plan: Plan, outcomes: list[Outcome], requeued: int) -> dict[st
         "workers_terminated": sum(isinstance(outcome, Deleted) for outcome in outcomes),
         "tasks_reset": requeued,
     }
+
+
+def count_machines(snapshot: Snapshot) -> int | None:
+    """A process that has ended is listed for a while and costs nothing; a pod that has does."""
+    if snapshot.machines is None:
+        return None
+    is_paid = snapshot.traits.is_remote
+    return sum(is_paid or machine.state is not MachineState.EXITED for machine in snapshot.machines)
 
 
 def count_status(snapshot: Snapshot) -> dict[str, int]:
