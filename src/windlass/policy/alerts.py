@@ -57,6 +57,7 @@ ADVICE = {
     "PROVISIONING_TIMEOUT": "see the machine's console or log: it was made and never came to work",
     "SLOT_FAILED": "look at the log of its last worker, mend the cause, then `windlass restart FLEET`",
     "SLOT_RESTARTS": "look at the log of its last worker before its restarts are used up",
+    "STORAGE_DOUBTED": "see whether volume_path is where the network volume is mounted on that worker's machine",
     "STORAGE_FULL": "delete what is no longer needed from the network volume, or move the fleet to a new one",
     "STORAGE_NOT_GROWN": "see in the provider's console why the network volume does not grow: balance, limit, rights",
     "TASKS_FAILING": "look at the errors of its last tasks: is it this worker, the tasks, or the handler everywhere?",
