@@ -1514,6 +1514,26 @@ async def test_a_worker_on_which_tasks_fail_in_a_row_is_a_suspect_with_how_other
     assert (await ann.observe(FLEET.model_copy(update={"quarantine_min_failures": 4}))).suspects == ()
 
 
+async def test_how_others_did_is_seen_beside_a_queue_that_is_far_busier(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0, 1)
+    await join(store, "w0", "w1")
+    await store.register(Registration("busy", ("c",)))
+    for queue in "aaab":
+        await store.enqueue(NewTask(queue))
+    for _ in range(3):
+        await fail_one(store, "w0")
+    clock.advance(0.1)
+    await complete_alone(store, "w1")
+    clock.advance(1)
+    await store.enqueue_many([NewTask("c") for _ in range(600)])
+    claims = await store.claim("busy", ("c",), 600)
+    await store.finish_and_claim("busy", [Finished(claim.task_id, claim.token, None) for claim in claims], (), 0)
+    (suspect,) = (await ann.observe()).suspects
+    assert (suspect.others, suspect.others_completed) == (1, 1)
+
+
 async def complete_alone(store: ControlStores, worker_id: str) -> None:
     (claim,) = await store.claim(worker_id, ("b",))
     await store.finish_and_claim(worker_id, [Finished(claim.task_id, claim.token, None)], (), 0)

@@ -50,6 +50,7 @@ from windlass.model.cost import (
     month_of,
 )
 from windlass.model.errors import BadInput
+from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
@@ -103,7 +104,9 @@ MAX_ANSWERS = 50
 # Refusals that are not about one machine.
 FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
 MAX_SUSPECTS = 50
+MAX_TASKS_WEIGHED = 500
 MAX_EVENTS_WEIGHED = 1000
+MAX_LOOKED_AT = 20_000
 MAX_ACQUITTED = 10_000
 MAX_ENDED_BILLS = 1000
 MAX_SPANS = 20_000
@@ -385,20 +388,32 @@ class MemoryControlStore(MemoryStore):
             and worker.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
             and len(worker.failed_tasks) >= config.quarantine_min_failures
         ]
-        return tuple(self._suspect(self._workers[id_], config.queues) for _, id_ in sorted(failing)[:MAX_SUSPECTS])
+        if not failing:
+            return ()
+        completed = self._completed_lately(config.queues, min(since for since, _ in failing))
+        doers = {row.worker_id for row in completed}
+        events = islice(reversed(self._events), MAX_LOOKED_AT)
+        failed = [e for e in events if e.code in ("TASK_ERROR", "TASK_FAILED") and e.worker_id in doers]
+        return tuple(
+            self._suspect(self._workers[id_], completed, failed[:MAX_EVENTS_WEIGHED])
+            for _, id_ in sorted(failing)[:MAX_SUSPECTS]
+        )
 
-    def _suspect(self, worker: _WorkerRow, queues: Sequence[str]) -> Suspect:
+    def _completed_lately(self, queues: Sequence[str], since: datetime) -> list[_TaskRow]:
+        """Newest first."""
+        finished = islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
+        recent = (row for row in finished if row.finished_at is not None and row.finished_at >= since)
+        return list(islice((row for row in recent if row.queue in queues), MAX_TASKS_WEIGHED))
+
+    def _suspect(self, worker: _WorkerRow, lately: list[_TaskRow], failed: list[Event]) -> Suspect:
         since = worker.failing_since
         assert since is not None  # noqa: S101
         completed = [
             row.worker_id
-            for row in islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_DURATIONS)
-            if row.queue in queues and row.finished_at and row.finished_at >= since and row.worker_id != worker.id
+            for row in lately
+            if row.finished_at is not None and row.finished_at >= since and row.worker_id != worker.id
         ]
         others = set(completed)
-        failed = [
-            e for e in islice(reversed(self._events), MAX_EVENTS_WEIGHED) if e.code in ("TASK_ERROR", "TASK_FAILED")
-        ]
         rows = [row for id_ in sorted(worker.failed_tasks) if (row := self._tasks.get(id_)) is not None]
         return Suspect(
             worker_id=worker.id,

@@ -84,8 +84,9 @@ as $$
 $$;
 
 -- Workers of a fleet on which at least p_min different tasks in a row have failed, and how others did meanwhile, in the
--- shape of model/snapshot.py. Bounded: fifty suspects, the last 500 completed tasks, the last thousand events. Without a
--- suspect it costs one look at workers_failing.
+-- shape of model/snapshot.py. Without a suspect it costs one look at workers_failing. Bounded: fifty suspects; of what
+-- happened since the first of them began to fail, 500 completed tasks of these queues and a thousand failures of those who
+-- completed them, the newest; and for each of the two at most the last 20,000 rows are looked at, whosever they are.
 create function windlass.observe_suspects(p_fleet text, p_queues text[], p_min integer) returns json
 language sql stable
 as $$
@@ -105,21 +106,27 @@ as $$
       select t.worker_id, t.queue, t.finished_at
       from windlass.tasks t
       where t.status = 'complete'
+        and t.finished_at >= (select min(s.failing_since) from suspects s)
       order by t.finished_at desc
-      limit 500
+      limit 20000
     ) as c
     where c.queue = any (p_queues)
+    order by c.finished_at desc
+    limit 500
   ),
   failed as materialized (
     select f.worker_id, f.at
     from (
-      select e.worker_id, e.at, e.code
+      select e.id, e.worker_id, e.at, e.code
       from windlass.events e
       where e.at >= (select min(s.failing_since) from suspects s)
       order by e.at desc, e.id desc
-      limit 1000
+      limit 20000
     ) as f
     where f.code in ('TASK_ERROR', 'TASK_FAILED')
+      and f.worker_id in (select c.worker_id from completed c)
+    order by f.at desc, f.id desc
+    limit 1000
   )
   select coalesce(json_agg(json_build_object(
     'worker_id', s.id,
