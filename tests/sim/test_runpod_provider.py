@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from runpod_bed import GPU, OTHER_GPU, TOKEN, URL, Bed, request_for, virtually
+from runpod_bed import GPU, IMAGE, OTHER_GPU, TOKEN, URL, Bed, request_for, virtually
+from windlass.emulate.runpod.errors import NO_CAPACITY
 from windlass.model.errors import (
     Ambiguous,
     Denied,
@@ -138,6 +139,43 @@ async def test_what_one_fleet_learned_about_capacity_all_with_its_key_know() -> 
 
 
 @pytest.mark.parametrize(
+    "other",
+    [
+        {"gpu_count": 1},
+        {"gpu_count": 8, "min_cuda_version": "12.4"},
+        {"gpu_count": 8, "choices": [f"{GPU}@SECURE/US-KS-2"]},
+        {"gpu_count": 8, "has_volume": True},
+    ],
+    ids=lambda other: ", ".join(other),
+)
+def test_a_lack_of_one_kind_of_pod_is_no_lack_of_another(other: dict[str, Any]) -> None:
+    @virtually
+    async def learn() -> None:
+        bed = Bed()
+        account = bed.account()
+        if other.pop("has_volume", False):
+            place = {"name": "v", "size": 10, "dataCenter": "EU-RO-1"}
+            other["network_volume_id"] = bed.client.post("/network-volumes", json=place).json()["id"]
+        bed.faults.next_create(400, detail=NO_CAPACITY)
+        with pytest.raises(NoCapacity):
+            await bed.provider(account=account, gpu_count=8).create(request_for())
+        await bed.provider("blue", account=account, **other).create(request_for(fleet="blue"))
+        assert len(bed.pods) == 1
+
+    learn()
+
+
+@virtually
+async def test_stock_is_known_for_each_number_of_gpus() -> None:
+    bed = Bed()
+    account = bed.account()
+    for count in (1, 8, 1):
+        await bed.provider(account=account, gpu_count=count).list_machines()
+    counts = [path.rpartition("count=")[2] for _, _, path in bed.asked("GET", "/catalog/gpus")]
+    assert counts == ["1", "8"]
+
+
+@pytest.mark.parametrize(
     ("status", "error", "words", "tried"),
     [
         (401, Denied, r"missing bearer token \(401\): check runpod_api_key", 1),
@@ -179,11 +217,19 @@ async def test_every_violation_is_told_in_the_vendors_words() -> None:
 
 
 @virtually
-async def test_what_only_a_person_can_mend_is_said_before_a_lack_of_machines() -> None:
+async def test_a_lack_of_machines_passes_whatever_is_wrong_with_another_choice() -> None:
+    """And so the fleet is not held for long; but what only a person can mend is said."""
     bed = Bed()
     bed.faults.no_capacity(GPU, is_announced=False)
-    with pytest.raises(InvalidRequest, match=r"gpu type 'NVIDIA Abacus' not found \(400\)"):
-        await bed.provider(choices=["NVIDIA Abacus", GPU]).create(request_for())
+    provider = bed.provider(choices=["NVIDIA Abacus", GPU])
+    words = rf"Runpod has none of {GPU} in SECURE now .*; NVIDIA Abacus in SECURE: gpu type 'NVIDIA Abacus' not found"
+    # The second time, what is out is not asked for.
+    for _ in range(2):
+        with pytest.raises(NoCapacity, match=words):
+            await provider.create(request_for())
+    bed.faults.clear()
+    await asyncio.sleep(301)
+    assert (await provider.create(request_for())).instance_type == GPU
 
 
 @virtually

@@ -4,7 +4,8 @@ What it promises:
 - A pod is ours if its environment carries a tag that names our database, our fleet and a worker, and it bears that
   worker's name. Any other is neither listed nor touched.
 - `create` sends one request per choice of GPU, cloud and data centers, and none twice. A choice without capacity moves
-  on to the next and is remembered; so does one that this account may not have. Whatever is not a clear no is Ambiguous.
+  on to the next and is remembered; so does one that this account may not have. Where any was without capacity, that is
+  the answer: it will pass, whatever is wrong with the others. What was sent and is not a clear no is Ambiguous.
   A pod that is there already under this name is taken over.
 - `list_machines` is whole or raises. Lists that follow each other within seconds are answered from the last one, with
   what we did since.
@@ -35,10 +36,10 @@ from windlass.model.errors import (
     Unavailable,
 )
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits, Volume
-from windlass.model.runpod import RunpodSettings
+from windlass.model.runpod import GpuChoice, RunpodSettings
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Account, Json, Listing
-from windlass.providers.runpod.catalog import CURRENCY, Offer, in_order, micros_of, named
+from windlass.providers.runpod.catalog import CURRENCY, Offer, Want, in_order, micros_of, named
 from windlass.providers.runpod.preparing import Preparer
 from windlass.providers.runpod.problems import HOW_TO_BE_LET_IN, Kind, Problem, Trouble
 from windlass.providers.runpod.ssh import Endpoint
@@ -170,8 +171,10 @@ class RunpodProvider:
 
     async def _create(self, order: Json, offers: Mapping[str, Mapping[str, Offer]], doing: str) -> Json:
         """One request per choice. A problem that another choice may not have is kept until all have been tried."""
-        problems: list[Problem] = []
-        for choice in in_order(self._settings.ordered, self._account.exhausted(), offers):
+        choices = self._settings.ordered
+        exhausted = [choice for choice in choices if self._account.is_exhausted(self._want(choice))]
+        refused: list[tuple[GpuChoice, Problem]] = []
+        for choice in in_order(choices, exhausted, offers):
             try:
                 pod = await self._account.call("POST", "/pods", {**order, **naming.place_of(choice, self._settings)})
             except Trouble as trouble:
@@ -179,22 +182,31 @@ class RunpodProvider:
                 if problem.kind not in (Kind.NO_CAPACITY, Kind.FORBIDDEN, Kind.REFUSED):
                     raise self._refusal(problem, doing) from trouble
                 log.info("choice not to be had", fleet=self._fleet, choice=str(choice), said=problem.words)
-                problems.append(problem)
-                if problem.kind is Kind.NO_CAPACITY:
-                    self._account.note_no_capacity(choice, self._settings.capacity_memory_s)
+                if problem.kind is not Kind.NO_CAPACITY:
+                    refused.append((choice, problem))
+                else:
+                    exhausted.append(choice)
+                    self._account.note_no_capacity(self._want(choice), self._settings.capacity_memory_s)
             else:
                 if not pod.get("id"):
                     raise Ambiguous(f"{doing}: an answer without the pod's id")
                 return pod
-        # What only a person can mend is said first; where it is nothing but a lack of machines, that will pass.
-        grave = [problem for problem in problems if problem.kind is not Kind.NO_CAPACITY]
-        raise self._refusal(grave[-1], doing) if grave else self._no_capacity(doing)
+        raise self._no_capacity(doing, exhausted, refused) if exhausted else self._refusal(refused[-1][1], doing)
 
-    def _no_capacity(self, doing: str) -> NoCapacity:
-        return NoCapacity(
-            f"{doing}: Runpod has none of {named(self._settings.ordered)} now: wait, or add to runpod.choices of fleet "
-            f"{self._fleet}."
-        )
+    def _want(self, choice: GpuChoice) -> Want:
+        settings = self._settings
+        return Want(choice, settings.gpu_count, settings.min_cuda_version, settings.network_volume_id)
+
+    def _no_capacity(
+        self, doing: str, exhausted: Sequence[GpuChoice], refused: Sequence[tuple[GpuChoice, Problem]]
+    ) -> NoCapacity:
+        lacking = [choice for choice in self._settings.ordered if choice in exhausted]
+        what = f"Runpod has none of {named(lacking)} now (wait, or add to runpod.choices of fleet {self._fleet})"
+        # What only a person can mend is no reason to hold the others up, but a person must hear of it.
+        wrong = [f"{choice}: {problem.words}" for choice, problem in refused]
+        if wrong:
+            log.warning("choices refused", fleet=self._fleet, said=wrong)
+        return NoCapacity("; ".join([f"{doing}: {what}", *wrong]) + ".")
 
     def _refusal(self, problem: Problem, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
