@@ -317,7 +317,10 @@ def test_a_machine_that_does_not_go_is_told_of(asked_s: float, is_told: bool) ->
     assert first.memory.ending_since == {"m-w0": NOW}
     again = plan(snapshot(broken, traits=CLOUD, memory={"ending_since": {"m-w0": ago(asked_s)}}), LOCAL)
     assert [alert.code for alert in of_kind(again.actions, Alert)] == ["NOT_DELETED"] * is_told
-    gone = plan(snapshot(broken, machines=(), traits=CLOUD, memory={"ending_since": {"m-w0": ago(900)}}), LOCAL)
+    # One that has lost our tags is in no list, and is paid for all the same.
+    unlisted = snapshot(broken, machines=(), traits=CLOUD, memory={"ending_since": {"m-w0": ago(asked_s)}})
+    assert [alert.code for alert in of_kind(plan(unlisted, LOCAL).actions, Alert)] == ["NOT_DELETED"] * is_told
+    gone = plan(snapshot(machines=(), traits=CLOUD, memory={"ending_since": {"m-w0": ago(900)}}), LOCAL)
     assert gone.memory.ending_since == {}
 
 

@@ -218,7 +218,7 @@ class Memory:
     idle_since: dict[str, datetime] = field(default_factory=dict)
     # Worker id to the first of the cycles, without a break, that saw tasks waiting and it without any claim ever.
     unclaimed_since: dict[str, datetime] = field(default_factory=dict)
-    # Machine id to the first of the cycles, without a break, that asked for its end and still saw it listed.
+    # Machine id to the first of the cycles, without a break, that asked for its end.
     ending_since: dict[str, datetime] = field(default_factory=dict)
     # When a worker on which all tasks fail was last replaced to see how they fare on another.
     tried_at: datetime | None = None

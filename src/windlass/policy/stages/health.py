@@ -172,14 +172,14 @@ def _warn_of_maximum(draft: Draft) -> list[Action]:
 
 
 def _warn_of_undeleted(draft: Draft) -> list[Action]:
-    """Machines that were asked to go, in every cycle for minutes, and have not gone."""
+    """Machines that were asked to go, in every cycle for minutes, and have not gone. Listed or not: one that has lost
+    our tags is in no list, and paid for."""
     if draft.snapshot.machines is None:
         return []
-    listed = {machine.id for machine in draft.snapshot.machines}
     asked = {
         action.machine_id: action.worker_id if isinstance(action, Delete) else action.name
         for action in draft.actions
-        if isinstance(action, Delete | DeleteStray) and action.machine_id in listed
+        if isinstance(action, Delete | DeleteStray)
     }
     before = draft.snapshot.memory.ending_since
     since = {machine_id: before.get(machine_id, draft.now) for machine_id in asked if machine_id is not None}
@@ -188,7 +188,7 @@ def _warn_of_undeleted(draft: Draft) -> list[Action]:
     for machine_id, name in asked.items():
         if machine_id is not None and draft.age_s(since[machine_id]) >= UNDELETED_TO_TELL_S:
             why = (
-                f"machine {machine_id} of {name} was asked to go at {since[machine_id]:%H:%M:%S} UTC and is there: "
+                f"machine {machine_id} of {name} was asked to go at {since[machine_id]:%H:%M:%S} UTC and is not gone: "
                 f"`windlass explain {name}` says what the provider answered; delete it by hand if that does not end it"
             )
             actions += draft.alert("NOT_DELETED", why, about=machine_id)
