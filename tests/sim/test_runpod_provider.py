@@ -4,7 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,6 +16,7 @@ from windlass.model.errors import (
     InvalidRequest,
     LimitReached,
     NoCapacity,
+    NotPrepared,
     ProviderError,
     Refused,
     Throttled,
@@ -26,6 +27,7 @@ from windlass.model.runpod import RunpodSettings
 from windlass.providers.runpod.examine import examine
 from windlass.providers.runpod.limiter import Limiter
 from windlass.providers.runpod.naming import installation_of
+from windlass.providers.runpod.preparing import Preparer
 from windlass.sim.loop import virtual_now
 
 BOOTED_S = 10.0
@@ -309,7 +311,11 @@ async def test_a_pod_that_is_there_under_the_name_is_taken_over() -> None:
 async def test_without_a_list_nothing_is_made() -> None:
     bed = Bed()
     bed.faults.next_list(503, times=9)
-    with pytest.raises(Ambiguous, match="creating pod red-0-aa: service temporarily unavailable"):
+    # Nothing was sent, so nothing is unclear.
+    with pytest.raises(Throttled, match=r"creating pod red-0-aa: no list of pods \(service temporarily unavailable"):
+        await bed.provider().create(request_for())
+    bed.faults.next_list(None, times=9)
+    with pytest.raises(Throttled, match="creating pod red-0-aa: no list of pods within 55 s"):
         await bed.provider().create(request_for())
     assert bed.asked("POST") == []
 
@@ -442,6 +448,43 @@ async def test_a_deletion_that_does_nothing_for_ever_is_no_deletion() -> None:
     with pytest.raises(Unavailable, match=f"deleting pod {machine.id} of red-0-aa: it is still there"):
         await provider.delete(machine)
     assert machine.id in bed.pods
+
+
+@virtually
+async def test_why_a_pod_does_not_go_is_said_in_the_vendors_words() -> None:
+    bed = Bed()
+    provider = bed.provider()
+    machine = await provider.create(request_for())
+    bed.faults.next_delete(409, times=99)
+    with pytest.raises(Unavailable, match=r"it is still there, .* \(action not valid for current pod status \(409\)\)"):
+        await provider.delete(machine)
+
+
+@pytest.mark.parametrize("is_deleted", [True, False], ids=["deleted", "stopped"])
+def test_a_pod_that_is_over_is_not_prepared_until_time_runs_out(is_deleted: bool) -> None:
+    @virtually
+    async def prepare() -> None:
+        bed = Bed()
+
+        def open_shell(*_: object) -> NoReturn:
+            raise AssertionError("nobody can be reached there")
+
+        preparer = Preparer(RunpodSettings(image=IMAGE), open_shell, bed.rng)
+        provider = bed.provider(preparer=preparer, public_key="ssh-ed25519 OURS")
+        machine = await provider.create(request_for())
+        await asyncio.sleep(BOOTED_S)
+        if is_deleted:
+            bed.client.delete(f"/pods/{machine.id}")
+        else:
+            bed.client.post(f"/pods/{machine.id}/stop")
+        began = virtual_now()
+        with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: it") as caught:
+            await provider.prepare(machine, "its key")
+        assert (caught.value.code, caught.value.host_key) == ("MACHINE_GONE", "its key")
+        # A new one may hide for a minute.
+        assert virtual_now() - began < timedelta(seconds=75)
+
+    prepare()
 
 
 @virtually

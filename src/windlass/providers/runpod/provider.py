@@ -30,6 +30,7 @@ from windlass.model.errors import (
     InvalidRequest,
     LimitReached,
     NoCapacity,
+    NotPrepared,
     ProviderError,
     Refused,
     Throttled,
@@ -140,12 +141,17 @@ class RunpodProvider:
     async def _create_in_time(self, request: MachineRequest) -> Machine:
         doing = f"creating pod {request.name}"
         order = naming.order_of(request, self._settings, self._tag, url=self._url, public_key=self._public_key)
+        give_up_at = asyncio.get_running_loop().time() + CREATE_TIMEOUT_S
         try:
-            async with asyncio.timeout(CREATE_TIMEOUT_S):
+            async with asyncio.timeout_at(give_up_at):
                 found = await self._find(request.name, doing)
                 if found is not None:
                     return found
                 offers = await self._offers()
+        except TimeoutError:
+            raise Throttled(f"{doing}: no list of pods within {CREATE_TIMEOUT_S:g} s", _PAUSE_S) from None
+        try:
+            async with asyncio.timeout_at(give_up_at):
                 pod = await self._create(order, offers, doing)
         except TimeoutError:
             raise Ambiguous(f"{doing}: no answer within {CREATE_TIMEOUT_S:g} s") from None
@@ -161,6 +167,9 @@ class RunpodProvider:
         except Throttled:
             raise
         except Trouble as trouble:
+            if trouble.problem.kind is Kind.LOST:
+                # Nothing was sent that could make a pod.
+                raise Throttled(f"{doing}: no list of pods ({trouble.problem.words})", _PAUSE_S) from trouble
             raise self._refusal(trouble.problem, doing) from trouble
         return next((machine for machine in self._merged(listing, {}) if machine.name == name), None)
 
@@ -322,15 +331,22 @@ class RunpodProvider:
                 "environment; until then it is paid for."
             )
         ended_at: datetime | None = None
+        said = ""
         for look_s in self._delete_looks_s:
             asked = asyncio.get_running_loop().time()
-            ended_at = await self._send_deletion(machine.id) or ended_at
+            try:
+                ended_at = await self._send_deletion(machine.id)
+            except Trouble as trouble:
+                # Not found, or in a state that will pass: we look for ourselves. No answer: so, too.
+                if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY, Kind.LOST):
+                    raise
+                said = f" ({trouble.problem.words})"
             await asyncio.sleep(look_s)
             if await self._is_gone(machine, asked, has_been_told=ended_at is not None):
                 self._note(machine.id, None)
                 self._unfound.pop(machine.id, None)
                 return ended_at
-        raise Unavailable(f"{doing}: it is still there, or that it is gone is not certain yet")
+        raise Unavailable(f"{doing}: it is still there, or that it is gone is not certain yet{said}")
 
     async def _is_ours(self, pod_id: str) -> bool:
         """Whether it may be touched. One that is not found may be a new one of ours: it is asked to go all the same,
@@ -338,15 +354,8 @@ class RunpodProvider:
         pod = self._account.last_seen(pod_id) or await self._account.pod(pod_id)
         return pod is None or naming.worker_of(pod, self._tag) is not None
 
-    async def _send_deletion(self, pod_id: str) -> datetime | None:
-        try:
-            second = await self._account.delete_pod(pod_id)
-        except Trouble as trouble:
-            # Not found, or in a state that will pass: we look for ourselves. No answer: so, too.
-            if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY, Kind.LOST):
-                raise
-            return None
-        return _within(second, self._now())
+    async def _send_deletion(self, pod_id: str) -> datetime:
+        return _within(await self._account.delete_pod(pod_id), self._now())
 
     async def _is_gone(self, machine: Machine, asked: float, *, has_been_told: bool) -> bool:
         if await self._account.pod(machine.id) is not None:
@@ -358,6 +367,10 @@ class RunpodProvider:
         if any(str(pod["id"]) == machine.id for pod in listing.pods):
             return False
         # Neither here nor there. A new one may hide from both.
+        return self._is_old(machine)
+
+    def _is_old(self, machine: Machine) -> bool:
+        """Whether it would have been found by now, if it were there."""
         since = machine.created_at or self._unfound.setdefault(machine.id, self._now())
         return self._now() - since >= timedelta(seconds=self._hidden_s)
 
@@ -377,12 +390,21 @@ class RunpodProvider:
         if self._preparer is None:
             return Preparation()
 
+        what = f"pod {machine.id} of {machine.name}"
+
         async def where() -> Endpoint | None:
             listing = await self._list(self._list_reuse_s)
             pod = next((pod for pod in listing.pods if str(pod["id"]) == machine.id), None)
+            if pod is None and self._is_old(machine):
+                # A list may lag. What is found neither there nor by its id is not waited for.
+                pod = await self._account.pod(machine.id)
+                if pod is None:
+                    raise NotPrepared("MACHINE_GONE", f"preparing {what}: it is gone", host_key=host_key)
+            if pod is not None and pod.get("status") in _EXITED:
+                raise NotPrepared("MACHINE_GONE", f"preparing {what}: {_EXITED[pod['status']]}", host_key=host_key)
             return self._endpoint(pod) if pod is not None else None
 
-        return await self._preparer.prepare(f"pod {machine.id} of {machine.name}", where, host_key)
+        return await self._preparer.prepare(what, where, host_key)
 
     # ----------------------------------------------------------------------------------------------------- storage
 
