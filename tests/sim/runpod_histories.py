@@ -262,9 +262,7 @@ class SlowPreparer:
         if worker is None or pod_id not in self._history.pods.emulator.account.pods:
             raise NotPrepared("SSH_UNREACHABLE", f"preparing {pod}: nobody answers")
         if worker.conduct.luck.has_no_gpu and self._rng.random() < 0.5:
-            raise NotPrepared(
-                "GPU_NOT_DETECTED", f"preparing {pod}: no GPU answers", "No devices were found", "its key"
-            )
+            raise NotPrepared("GPU_NOT_DETECTED", f"preparing {pod}: no GPU answers", "what it said", "its key")
         if worker.conduct.luck.never_joins:
             raise NotPrepared(self._rng.choice(CODES), f"preparing {pod}: it is a bad one", "what it said", "its key")
         if not self._history.is_calm and self._rng.random() < 0.3:

@@ -59,6 +59,9 @@ class Heard:
 
 @dataclass(slots=True)
 class _Forgotten:
+    """Since when a fleet with workers has not been configured here, and when a person was last told that nobody lets
+    them go, by the loop's clock."""
+
     since: float | None = None
     told_at: float = float("-inf")
 
@@ -85,7 +88,7 @@ class Up:
         self._is_stopping = False
         self._beside: set[asyncio.Task[None]] = set()
         self._heard: dict[str, Heard] = {}
-        # Fleets with workers that are not configured here: since when, and when that was last said, by the loop's clock.
+        # Fleets with workers that are not configured here.
         self._forgotten: dict[str, _Forgotten] = {}
         # Set by the next summary, which puts a new one here.
         self._news = asyncio.Event()
@@ -214,7 +217,7 @@ class Up:
             await asyncio.sleep(WAKE_INTERVAL_S)
 
     async def _look_for_the_forgotten(self) -> None:
-        """Workers of fleets that no configuration here has any more would be nobody's to let go, and may be paid for."""
+        """Workers of fleets that no configuration here has would be nobody's to let go, and may be paid for."""
         while True:
             # Whoever leads has the say; its file may have them.
             if self._heard.keys() - self._standing_by and not self._is_stopping:

@@ -52,7 +52,7 @@ ADVICE = {
     "NO_CAPACITY": "add other types or places to the fleet's list, or wait",
     "NO_LEADER": "start `windlass up`; if it runs, look at its log and at the database",
     "OTHER_ACCOUNT": "put the key of the account back that rents its machines, until they are gone",
-    "OTHER_PROVIDER": "put the fleet's former provider back until they are gone; give the new one a fleet of another name",
+    "OTHER_PROVIDER": "put the fleet's former provider back until they are gone, or give the new one another fleet",
     "PROVIDER_ERRORS": "see the provider's status page, and the log for what it answered",
     "PROVISIONING_TIMEOUT": "see the machine's console or log: it was made and never came to work",
     "SLOT_FAILED": "look at the log of its last worker, mend the cause, then `windlass restart FLEET`",
@@ -63,7 +63,7 @@ ADVICE = {
     "TASKS_FAILING": "look at the errors of its last tasks: is it this worker, the tasks, or the handler everywhere?",
     "TOO_MANY_DEAD": "see whether workers can reach the database: they fell silent together",
     "TOO_MANY_STRAYS": "see whether this is the right database: machines of ours are unknown to it",
-    "UNATTENDED": "see whether the windlass.toml of whoever leads has this fleet; left out, it is wound down in minutes",
+    "UNATTENDED": "see whether the windlass.toml of whoever leads has this fleet; left out, it is wound down",
     "VRAM_STALE": "look at the worker: its GPU has stopped to answer",
     "WAS_AWAY": "nothing: whoever lives is heard within two heartbeats",
 }

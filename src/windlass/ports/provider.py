@@ -13,8 +13,8 @@ The contract:
   asked for. It raises NotPrepared if that cannot be; after anything else it is asked for again. It alone may take
   minutes.
 - No call takes longer than the adapter's own time limit. A machine without our tags is never touched. One that is
-  there and paid for, and has lost them, is not gone: deleting it raises Refused. So does one whose id no machine of this
-  provider can have: it may be another's.
+  there and paid for, and has lost them, is not gone: deleting it raises Refused. So does one whose id no machine of
+  this provider can have: it may be another's.
 """
 
 from datetime import datetime

@@ -1,8 +1,8 @@
 """What runs on a cloud's machines: it joins, beats, claims, works for a while and delivers, through a transport.
 
 Its luck is decided when it moves in: it may never join, boot slowly, crash, stand still for a while and come back with
-late results, ignore that it should end, have no GPU, or a handler that fails. A worker without bad luck is blameless, and
-`Conduct` keeps the evidence: nobody may end a blameless worker's work before its time.
+late results, ignore that it should end, have no GPU, or a handler that fails. A worker without bad luck is blameless,
+and `Conduct` keeps the evidence: nobody may end a blameless worker's work before its time.
 """
 
 import asyncio

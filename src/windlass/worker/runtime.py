@@ -3,9 +3,10 @@
 One call both delivers what is finished and claims what is next. Results survive the database: a delivery is repeated
 until it is answered, and the claim token makes the repetition harmless. A worker that is told to end (SIGTERM,
 `terminating`) finishes what it holds within the drain limit and gives the rest back; one that is paused finishes and
-claims nothing, and so does one that needs a GPU and sees none; one that was declared lost drops everything and, unless it was hired, joins again under a new name. One
-whose handler can no longer be started gives its tasks back and leaves: it would only use up their attempts. One whose
-database got another schema than this program knows finishes what it holds and leaves.
+claims nothing, and so does one that needs a GPU and sees none; one that was declared lost drops everything and, unless
+it was hired, joins again under a new name. One whose handler can no longer be started gives its tasks back and leaves:
+it would only use up their attempts. One whose database got another schema than this program knows finishes what it
+holds and leaves.
 """
 
 import asyncio

@@ -22,8 +22,8 @@ DRAIN_SETTLE_S = 0.5
 
 
 def keep_provider(draft: Draft) -> list[Action]:
-    """A fleet's machines are all rented from one provider. While some of another's are not gone, nothing is touched: the
-    provider of today knows nothing of them, and what it does not know it would call gone."""
+    """A fleet's machines are all rented from one provider. While some of another's are not gone, nothing is touched:
+    the provider of today knows nothing of them, and what it does not know it would call gone."""
     rents = draft.fleet.provider
     others = [
         state.worker.provider
@@ -41,8 +41,8 @@ def keep_provider(draft: Draft) -> list[Action]:
 
 
 def _keep_account(draft: Draft) -> list[Action]:
-    """Whoever speaks has a machine. If a provider that lists none of a fleet's machines is asked to end one, it says that
-    it is gone: with the key of another account, that would be how each of them is forgotten."""
+    """Whoever speaks has a machine. A provider that lists none of a fleet's machines, asked to end one, says that it is
+    gone: with the key of another account, that would be how each of them is forgotten."""
     grace_s, missing = draft.snapshot.traits.absence_grace_s, draft.memory.missing_since
     if grace_s == 0 or draft.snapshot.machines is None or draft.own:
         return []
