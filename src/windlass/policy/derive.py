@@ -70,6 +70,8 @@ class WorkerState:
     worker: WorkerView
     lifecycle: Lifecycle
     presence: Presence
+    is_hired: bool  # False: a person started it
+    has_active_task: bool
     # Since its program was started, or since it was hired.
     effective_age_s: float
     heartbeat_age_s: float | None
@@ -96,21 +98,12 @@ class WorkerState:
     code: str | None
 
     @property
-    def is_hired(self) -> bool:
-        """False: a person started it."""
-        return self.worker.slot is not None
-
-    @property
     def has_heartbeat(self) -> bool:
         return self.heartbeat_age_s is not None
 
     @property
     def has_ever_claimed(self) -> bool:
         return self.worker.first_claimed_at is not None
-
-    @property
-    def has_active_task(self) -> bool:
-        return bool(self.worker.running)
 
     @property
     def is_healthy(self) -> bool:
@@ -135,17 +128,22 @@ def derive_worker_state(
     the tasks that failed on it, if it is.
     """
     heartbeat_age_s = _age_s(worker.last_heartbeat, now)
+    age_s = (now - (worker.prepared_at or worker.created_at)).total_seconds()
     is_silent = heartbeat_age_s is not None and heartbeat_age_s > _silence_limit_s(worker, fleet)
     lifecycle = _lifecycle(worker, machine, presence, fleet, heartbeat_age_s, is_silent)
     is_recent = heartbeat_age_s is not None and heartbeat_age_s < fleet.promotion_age_s
     idle_since = None if worker.running else idle_since or now
-    unclaimed_since = (unclaimed_since or now) if _is_unclaimed(worker, lifecycle, queued) else None
-    code, reason = _trouble(worker, machine, presence, lifecycle, fleet, now, queued, unclaimed_since, blamed)
+    has_worked = worker.first_claimed_at is not None or bool(worker.running)
+    is_unclaimed = queued > 0 and not has_worked and _is_unclaimed(worker, lifecycle)
+    unclaimed_since = (unclaimed_since or now) if is_unclaimed else None
+    code, reason = _trouble(worker, machine, presence, lifecycle, fleet, now, queued, age_s, unclaimed_since, blamed)
     return WorkerState(
         worker=worker,
         lifecycle=lifecycle,
         presence=presence,
-        effective_age_s=_effective_age_s(worker, now),
+        is_hired=worker.slot is not None,
+        has_active_task=bool(worker.running),
+        effective_age_s=age_s,
         heartbeat_age_s=heartbeat_age_s,
         idle_since=idle_since,
         idle_s=None if idle_since is None else _idle_s(worker, idle_since, now),
@@ -157,7 +155,7 @@ def derive_worker_state(
         is_not_claiming=code == "GPU_READY_NOT_CLAIMING",
         # A worker that finishes its last tasks can fall silent too; a crashed one is worse than silent.
         is_stale=is_silent and worker.status in LIVE and lifecycle is not Lifecycle.CRASHED,
-        is_booting=_is_booting(worker, lifecycle, fleet, now),
+        is_booting=not has_worked and _is_booting(lifecycle, fleet, age_s),
         is_proven=_is_proven(worker, lifecycle, fleet) and code != "GPU_READY_NOT_CLAIMING" and blamed is None,
         should_promote=worker.status is WorkerStatus.SPAWNING and is_recent and lifecycle in PROMOTABLE,
         should_terminate=code is not None,
@@ -216,6 +214,7 @@ def _trouble(  # noqa: PLR0912 - one for each way to be broken
     fleet: FleetConfig,
     now: datetime,
     queued: int,
+    age_s: float,
     unclaimed_since: datetime | None,
     blamed: str | None,
 ) -> tuple[str | None, str | None]:
@@ -238,7 +237,6 @@ def _trouble(  # noqa: PLR0912 - one for each way to be broken
         return "STUCK_TASK", f"Stuck task {stuck.task_id} ({(now - stuck.started_at).total_seconds():.0f}s)"
     if blamed is not None:
         return QUARANTINED, blamed
-    age_s = _effective_age_s(worker, now)
     if lifecycle is Lifecycle.ACTIVE_GPU_NOT_DETECTED and age_s > fleet.gpu_not_detected_timeout_s:
         return "GPU_NOT_DETECTED", f"GPU not detected (VRAM=0) after {age_s:.0f}s"
     unclaimed_s = _age_s(unclaimed_since, now)
@@ -301,26 +299,17 @@ def _given_up(
     return None, None
 
 
-def _is_unclaimed(worker: WorkerView, lifecycle: Lifecycle, queued: int) -> bool:
-    """Tasks wait, and it has never taken any. For a moment that is nothing; for long it is broken."""
-    return (
-        lifecycle in (Lifecycle.ACTIVE_READY, Lifecycle.ACTIVE_INITIALIZING)
-        and worker.slot is not None
-        and queued > 0
-        and worker.first_claimed_at is None
-        and not worker.running
-        and not worker.is_paused
-    )
+def _is_unclaimed(worker: WorkerView, lifecycle: Lifecycle) -> bool:
+    """Whether one that has never taken a task could take any. For a moment that is nothing; for long it is broken."""
+    is_able = lifecycle in (Lifecycle.ACTIVE_READY, Lifecycle.ACTIVE_INITIALIZING)
+    return is_able and worker.slot is not None and not worker.is_paused
 
 
-def _is_booting(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig, now: datetime) -> bool:
-    if worker.running or worker.first_claimed_at is not None:
-        return False
-    # One that has no word of its GPU after all its time is no longer expected: it may be let go like any other.
-    is_still_expected = _effective_age_s(worker, now) <= fleet.startup_grace_s
+def _is_booting(lifecycle: Lifecycle, fleet: FleetConfig, age_s: float) -> bool:
     if lifecycle in SPAWNING or lifecycle is Lifecycle.NODE_JOINING:
         return True
-    return lifecycle in NOT_READY and is_still_expected
+    # One that has no word of its GPU after all its time is no longer expected: it may be let go like any other.
+    return lifecycle in NOT_READY and age_s <= fleet.startup_grace_s
 
 
 def _is_proven(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig) -> bool:
@@ -348,10 +337,6 @@ def _silence_limit_s(worker: WorkerView, fleet: FleetConfig) -> float:
     if worker.slot is None and worker.lease_s is not None:
         return worker.lease_s
     return fleet.heartbeat_timeout_s
-
-
-def _effective_age_s(worker: WorkerView, now: datetime) -> float:
-    return (now - (worker.prepared_at or worker.created_at)).total_seconds()
 
 
 def _idle_s(worker: WorkerView, idle_since: datetime, now: datetime) -> float:

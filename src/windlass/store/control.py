@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import lru_cache
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -262,22 +260,32 @@ class PostgresControlStore(PostgresStore):
 
 def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
     """The rows of a worker stand together, one for each task it has at hand."""
-    return tuple(_worker_view(list(group)) for _, group in groupby(rows, key=itemgetter("id")))
-
-
-def _worker_view(rows: Sequence[Any]) -> WorkerView:
     # By position, in the order of the fields: there may be thousands, in every cycle.
-    row = rows[0]
-    running = () if row["task_id"] is None else tuple(RunningView(*task[-3:]) for task in rows)
-    known = [row["id"], row["slot"], _STATUSES[row["status"]], *row[4:19], running, *row[19:22]]
-    fields: list[Any] = [*known, _bill(row), *row[28:32], node_view(row["node"]), row["failing_since"], row["provider"]]
-    return WorkerView(*fields)
+    views: list[WorkerView] = []
+    for row in rows:
+        _, worker_id, slot, status, *known = row
+        running = () if known[-3] is None else (RunningView(*known[-3:]),)
+        if views and views[-1].id == worker_id:
+            views[-1].running += running
+            continue
+        bill = None if row["billed_since"] is None else _bill(row)
+        fields: list[Any] = [
+            worker_id,
+            slot,
+            _STATUSES[status],
+            *known[:15],
+            running,
+            *known[15:18],
+            bill,
+            *known[24:28],
+            node_view(known[28]),
+            *known[29:31],
+        ]
+        views.append(WorkerView(*fields))
+    return tuple(views)
 
 
-def _bill(row: Any) -> Bill | None:
-    """Of a machine that is there, if it costs anything."""
-    if row["billed_since"] is None:
-        return None
+def _bill(row: Any) -> Bill:
     price, currency, unit_s, parts, since, settled_until = (row[name] for name in _BILL_COLUMNS)
     return Bill(Tariff(price, currency, unit_s, price_parts_of(parts)), since, None, settled_until)
 

@@ -35,7 +35,7 @@ create function windlass.instance_id() returns uuid
 language sql stable
 as $$ select id from windlass.instance $$;
 
-create index workers_hired on windlass.workers (fleet, created_at) where slot is not null;
+create index workers_hired on windlass.workers (fleet, created_at, id collate "C") where slot is not null;
 create index workers_failed on windlass.workers (fleet, failed_at) where failed_at is not null;
 
 alter table windlass.fleets
