@@ -41,6 +41,7 @@ def alerts(planned: Plan) -> list[str]:
 
 def test_the_stages_stand_in_the_seeds_order() -> None:
     assert [stage.__name__ for stage in STAGES] == [
+        "keep_provider",
         "promote",
         "brake",
         "doubt_strays",
@@ -688,7 +689,8 @@ def test_while_machines_of_another_provider_are_there_nothing_is_touched(before:
         worker("b", 1, "terminating", terminating=50, provider=before),
         worker("c", 2, created=200, heartbeat=700, provider=before),
     )
-    planned = plan(snapshot(*views, machines=(), queued=9), fleet(provider=now, handler="a:b"))
+    engine = {"engine": "ray"} if now == "ray-local" else {}
+    planned = plan(snapshot(*views, machines=(), queued=9), fleet(provider=now, handler="a:b", **engine))
     if not is_held:
         assert planned.hold is None
         assert of_kind(planned.actions, Delete)

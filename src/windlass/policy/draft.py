@@ -17,6 +17,8 @@ SHRUNK_MIN = 3
 LIST_SHRANK = "LIST_SHRANK"
 # And this many times longer than a single absence.
 SHRUNK_PATIENCE = 3
+# Who was heard less than so many beats ago is there.
+BEATS_WHILE_SPEAKING = 2
 # Whoever was told of something that lasts is reminded this often.
 ALERT_AGAIN_S = 3600.0
 
@@ -104,6 +106,10 @@ class Draft:
             if keep is not None:
                 pairs += [(machine, keep) for machine in found if machine.id != keep]
         return pairs
+
+    def is_speaking(self, worker: WorkerView) -> bool:
+        heard_at = worker.last_heartbeat
+        return heard_at is not None and self.age_s(heard_at) < BEATS_WHILE_SPEAKING * self.fleet.heartbeat_interval_s
 
     def age_s(self, moment: datetime) -> float:
         return (self.now - moment).total_seconds()
@@ -213,11 +219,8 @@ def _presence(
         return Presence.NEVER if is_never else Presence.UNKNOWN
     if missing_since is None or draft.age_s(missing_since) < grace_s:
         return Presence.UNKNOWN
-    is_heard = (
-        worker.last_heartbeat is not None and draft.age_s(worker.last_heartbeat) < 2 * draft.fleet.heartbeat_interval_s
-    )
     # Whoever still speaks is not gone, whatever a list that may lag says.
-    return Presence.UNKNOWN if is_heard and grace_s > 0 else Presence.MISSING
+    return Presence.UNKNOWN if grace_s > 0 and draft.is_speaking(worker) else Presence.MISSING
 
 
 def _may_still_appear(draft: Draft, worker: WorkerView) -> bool:

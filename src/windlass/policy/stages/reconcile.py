@@ -49,7 +49,9 @@ def _keep_account(draft: Draft) -> list[Action]:
     speaking = [
         state
         for state in draft.states.values()
-        if state.is_heartbeat_recent and state.worker.id in missing and draft.age_s(missing[state.worker.id]) >= grace_s
+        if state.worker.id in missing
+        and draft.age_s(missing[state.worker.id]) >= grace_s
+        and draft.is_speaking(state.worker)
     ]
     if not speaking:
         return []
