@@ -220,6 +220,12 @@ async def test_workers_are_started_over_ssh_and_a_pod_without_a_gpu_is_replaced(
     (broken,) = await site.told("WORKER_ERROR")
     assert broken.detail == {"code": "GPU_NOT_DETECTED"}
     assert broken.worker_id == failed.worker_id
+
+    async def is_prepared() -> bool:
+        # Its start is watched for a moment before it is written down, and the tasks are short.
+        return len(await site.told("MACHINE_PREPARED")) > 0
+
+    await until(is_prepared, "a start is written down")
     story = [event.code for event in await site.store.events(limit=1000) if event.worker_id]
     assert story.index("MACHINE_PREPARING") < min(story.index("MACHINE_PREPARED"), story.index("WORKER_JOINED"))
     # The orchestrator dies without a word; the next one finds everybody at work and starts nobody twice.
