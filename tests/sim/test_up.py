@@ -375,6 +375,27 @@ def test_a_changed_fleet_keeps_what_is_under_way_and_its_old_provider_until_that
     in_a_bed(live)
 
 
+def test_a_cycle_ends_with_the_provider_it_began_with() -> None:
+    """Or what it decided of one provider's machines would be asked of another."""
+
+    async def live(bed: Bed) -> None:
+        bed.fleets = {"red": config("red", max_workers=1)}
+        old = bed.clouds["red"]
+        old.next_list(takes_s=3.0)
+        up = bed.start()
+        await asyncio.sleep(1.0)
+        bed.clouds["red"] = new = bed._cloud("red")
+        new.books, new._tenants = old.books, old._tenants
+        changed = config("red", max_workers=1, idle_timeout_s=99.0)
+        up.up.reconfigure({"red": changed})
+        assert up.up.fleet("red") == changed
+        await asyncio.sleep(SOON_S)
+        assert (old.created_calls, new.created_calls, old.closed) == (1, 0, 1)
+        assert new.listed_calls > 0
+
+    in_a_bed(live)
+
+
 def test_a_configuration_that_comes_too_late_changes_nothing() -> None:
     async def live(bed: Bed) -> None:
         up = bed.start()
