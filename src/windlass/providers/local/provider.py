@@ -342,11 +342,13 @@ class LocalProvider:
             # Not on the command line, which everybody on this host can read.
             environment["DATABASE_URL"] = self._database_url
             environment.pop("WINDLASS_DATABASE_URL", None)
+        if self._config.has_gpu and self._config.engine is None:
+            # What a node has is its engine's word.
+            environment[NEEDS_GPU] = "yes"
         return environment | {
             MARK: f"{self._prefix}{request.name}",
             WORKER_ID: request.name,
             FLEET: self._fleet,
-            NEEDS_GPU: "yes" if self._config.has_gpu else "",
         }
 
     # -------------------------------------------------------------------------------------------------------- list
