@@ -757,8 +757,8 @@ async def test_a_stopped_worker_is_ended_too(ground: Ground) -> None:
 async def test_a_pid_that_changed_hands_is_not_signalled(ground: Ground) -> None:
     provider = ground.provider()
     machine = await provider.create(named("crowd-0-aa"))
-    pid, started = machine.id.rpartition("/")[2].split("-")
-    earlier = replace(machine, id=f"{pid}-{int(started) - 1}")
+    process, _, started = machine.id.rpartition("-")
+    earlier = replace(machine, id=f"{process}-{int(started) - 1}")
     await provider.delete(earlier)
     send_signal(ProcFs(), Process(int(pid), int(started) - 1, os.getpid(), int(pid), is_zombie=False), signal.SIGKILL)
     assert is_alive(int(pid))
