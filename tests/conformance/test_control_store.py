@@ -18,6 +18,7 @@ import pytest
 
 from windlass.cost.ledger import settle
 from windlass.model.action import (
+    Acquittal,
     Action,
     Adopt,
     Alert,
@@ -1544,6 +1545,26 @@ async def test_a_worker_on_which_tasks_fail_in_a_row_is_a_suspect_with_how_other
     assert (await ann.observe(FLEET.model_copy(update={"quarantine_min_failures": 4}))).suspects == ()
 
 
+async def test_how_others_did_is_seen_beside_a_queue_that_is_far_busier(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0, 1)
+    await join(store, "w0", "w1")
+    await store.register(Registration("busy", ("c",)))
+    for queue in "aaab":
+        await store.enqueue(NewTask(queue))
+    for _ in range(3):
+        await fail_one(store, "w0")
+    clock.advance(0.1)
+    await complete_alone(store, "w1")
+    clock.advance(1)
+    await store.enqueue_many([NewTask("c") for _ in range(600)])
+    claims = await store.claim("busy", ("c",), 600)
+    await store.finish_and_claim("busy", [Finished(claim.task_id, claim.token, None) for claim in claims], (), 0)
+    (suspect,) = (await ann.observe()).suspects
+    assert (suspect.others, suspect.others_completed) == (1, 1)
+
+
 async def complete_alone(store: ControlStores, worker_id: str) -> None:
     (claim,) = await store.claim(worker_id, ("b",))
     await store.finish_and_claim(worker_id, [Finished(claim.task_id, claim.token, None)], (), 0)
@@ -1612,7 +1633,7 @@ async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
     (claim,) = [claim for claim in await store.claim("w1", ("a",), 2) if claim.task_id == others]
     await store.fail("w1", others, claim.token, "no", jitter=0.0)
     (suspect,) = (await ann.observe()).suspects
-    committed = await ann.commit(Fail("w0", "QUARANTINED", "all fails here", suspect))
+    committed = await ann.commit(Fail("w0", "QUARANTINED", "all fails here", suspect, Acquittal(suspect.since)))
     assert committed.requeued == 1
     told = {task_id: await store.task(task_id) for task_id in (before, dead, waiting, others, cancelled, at_hand)}
     assert {
@@ -1632,6 +1653,45 @@ async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
     acquitted = [event for event in await store.events(worker_id="w0") if event.code == "TASK_ACQUITTED"]
     assert [event.task_id for event in acquitted] == [before, dead, waiting, others]
     assert acquitted[0].reason == "1 failed attempts on worker w0 do not count: it is to blame"
+
+
+async def test_a_task_is_acquitted_on_trial_once_until_a_person_retries_it(store: ControlStores, ann: Leader) -> None:
+    task_id = await store.enqueue(NewTask("a", max_attempts=1))
+    attempts = []
+    for slot, is_retried in ((0, False), (1, False), (2, True)):
+        await ann.hire(slot)
+        await join(store, f"w{slot}")
+        if is_retried:
+            assert await store.retry_task(task_id)
+        assert await fail_one(store, f"w{slot}") == task_id
+        (view,) = [view for view in (await ann.observe()).workers if view.id == f"w{slot}"]
+        assert view.failing_since is not None
+        acquittal = Acquittal(view.failing_since, is_trial=True)
+        await ann.commit(Fail(f"w{slot}", "QUARANTINED", "another is tried", None, acquittal))
+        task = await store.task(task_id)
+        assert task is not None
+        attempts.append((task.status, task.attempts))
+    ready, dead = (TaskStatus.QUEUED, 0), (TaskStatus.FAILED, 1)
+    assert attempts == [ready, dead, ready]
+
+
+async def test_a_worker_remembers_its_provider_when_its_fleet_gets_another(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    seen = await ann.observe(FLEET.model_copy(update={"provider": "hetzner"}))
+    assert [view.provider for view in seen.workers] == [FLEET.provider]
+    await join(store, "by-hand")
+    assert {view.id: view.provider for view in (await ann.observe()).workers}["by-hand"] is None
+
+
+async def test_a_worker_that_has_done_something_right_is_not_failing(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await join(store, "w0")
+    for queue in "ab":
+        await store.enqueue(NewTask(queue))
+    await fail_one(store, "w0")
+    assert [view.failing_since is None for view in (await ann.observe()).workers] == [False]
+    await complete_alone(store, "w0")
+    assert [view.failing_since is None for view in (await ann.observe()).workers] == [True]
 
 
 async def test_a_dead_letter_says_on_whom_it_failed_and_who_has_worked_since(

@@ -60,6 +60,7 @@ async def test_a_join_token_buys_the_work_order(plane: Plane) -> None:
         "exec": None,
         "is_inline": False,
         "chdir": "/srv/app",
+        "needs_gpu": False,
         "storage_path": None,
         "timeout_s": 99,
         "memory_limit_mb": 512,

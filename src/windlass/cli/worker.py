@@ -107,6 +107,7 @@ async def worker(
     # Set by the provider that started it. Taken out: what a handler starts is not this worker.
     worker_id = os.environ.pop("WINDLASS_WORKER_ID", None)
     fleet = os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET)
+    needs_gpu = bool(os.environ.pop("WINDLASS_NEEDS_GPU", ""))
     loaded = load(
         config,
         data_dir,
@@ -120,7 +121,7 @@ async def worker(
     hide({*secrets_of(loaded.config), api_token})
     if chdir is not None:
         _change_directory(chdir)
-    settings = _settings(loaded.config.worker, queue, fleet, worker_id, concurrency)
+    settings = _settings(loaded.config.worker, queue, fleet, worker_id, concurrency, needs_gpu=needs_gpu)
     run = partial(run_worker, loaded.config, settings)
     if url is not None:
         run = partial(run_enlisted_worker, loaded.config, settings, url.rstrip("/"), api_token)
@@ -164,7 +165,13 @@ def _api_token(url: str, file: Path | None) -> str:
 
 
 def _settings(
-    chosen: "WorkerConfig", queues: list[str], fleet: str, worker_id: str | None, concurrency: int | None
+    chosen: "WorkerConfig",
+    queues: list[str],
+    fleet: str,
+    worker_id: str | None,
+    concurrency: int | None,
+    *,
+    needs_gpu: bool,
 ) -> "WorkerSettings":
     from windlass.model.task import check_queue_name
     from windlass.worker.runtime import WorkerSettings
@@ -179,6 +186,7 @@ def _settings(
         timeout_s=chosen.timeout_s,
         drain_timeout_s=chosen.drain_timeout_s,
         version=__version__,
+        needs_gpu=needs_gpu,
     )
 
 

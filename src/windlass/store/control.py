@@ -278,9 +278,10 @@ def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
             running,
             *known[15:18],
             bill,
-            *known[24:29],
+            *known[24:28],
+            node_view(known[28]),
+            *known[29:31],
         ]
-        fields[-1] = node_view(fields[-1])
         views.append(WorkerView(*fields))
     return tuple(views)
 

@@ -17,6 +17,7 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 
 from windlass.model.action import (
+    Acquittal,
     Action,
     Adopt,
     Alert,
@@ -49,6 +50,7 @@ from windlass.model.cost import (
     month_of,
 )
 from windlass.model.errors import BadInput
+from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
@@ -103,7 +105,9 @@ MAX_ANSWERS = 50
 # Refusals that are not about one machine.
 FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
 MAX_SUSPECTS = 50
+MAX_TASKS_WEIGHED = 500
 MAX_EVENTS_WEIGHED = 1000
+MAX_LOOKED_AT = 20_000
 MAX_ACQUITTED = 10_000
 MAX_ENDED_BILLS = 1000
 MAX_SPANS = 20_000
@@ -159,6 +163,7 @@ class _Hired:
     """The columns of a worker that only the control loop reads."""
 
     terminating_at: datetime | None = None
+    provider: str | None = None
     machine_id: str | None = None
     machine_at: datetime | None = None
     creation: str | None = None
@@ -317,6 +322,8 @@ class MemoryControlStore(MemoryStore):
             prepare_reason=hired.prepare_reason,
             host_key=hired.host_key,
             node=worker.node,
+            failing_since=worker.failing_since,
+            provider=hired.provider,
         )
 
     def _observe_spending(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
@@ -382,20 +389,32 @@ class MemoryControlStore(MemoryStore):
             and worker.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
             and len(worker.failed_tasks) >= config.quarantine_min_failures
         ]
-        return tuple(self._suspect(self._workers[id_], config.queues) for _, id_ in sorted(failing)[:MAX_SUSPECTS])
+        if not failing:
+            return ()
+        completed = self._completed_lately(config.queues, min(since for since, _ in failing))
+        doers = {row.worker_id for row in completed}
+        events = islice(reversed(self._events), MAX_LOOKED_AT)
+        failed = [e for e in events if e.code in ("TASK_ERROR", "TASK_FAILED") and e.worker_id in doers]
+        return tuple(
+            self._suspect(self._workers[id_], completed, failed[:MAX_EVENTS_WEIGHED])
+            for _, id_ in sorted(failing)[:MAX_SUSPECTS]
+        )
 
-    def _suspect(self, worker: _WorkerRow, queues: Sequence[str]) -> Suspect:
+    def _completed_lately(self, queues: Sequence[str], since: datetime) -> list[_TaskRow]:
+        """Newest first."""
+        finished = islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
+        recent = (row for row in finished if row.finished_at is not None and row.finished_at >= since)
+        return list(islice((row for row in recent if row.queue in queues), MAX_TASKS_WEIGHED))
+
+    def _suspect(self, worker: _WorkerRow, lately: list[_TaskRow], failed: list[Event]) -> Suspect:
         since = worker.failing_since
         assert since is not None  # noqa: S101
         completed = [
             row.worker_id
-            for row in islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_DURATIONS)
-            if row.queue in queues and row.finished_at and row.finished_at >= since and row.worker_id != worker.id
+            for row in lately
+            if row.finished_at is not None and row.finished_at >= since and row.worker_id != worker.id
         ]
         others = set(completed)
-        failed = [
-            e for e in islice(reversed(self._events), MAX_EVENTS_WEIGHED) if e.code in ("TASK_ERROR", "TASK_FAILED")
-        ]
         rows = [row for id_ in sorted(worker.failed_tasks) if (row := self._tasks.get(id_)) is not None]
         return Suspect(
             worker_id=worker.id,
@@ -478,8 +497,8 @@ class MemoryControlStore(MemoryStore):
     def _carry_out(self, fleet: str, action: Action, snapshot: Snapshot) -> int:
         """What of an action needs no provider. Returns how many tasks it took from their workers."""
         match action:
-            case Fail(worker_id, code, reason, evidence):
-                return self._fail_worker(worker_id, code, reason, counts=True, evidence=evidence)
+            case Fail(worker_id, code, reason, evidence, acquittal):
+                return self._fail_worker(worker_id, code, reason, counts=True, evidence=evidence, acquittal=acquittal)
             case Requeue(worker_id, reason):
                 return self._requeue_tasks_of(worker_id, "WORKER_LOST", reason)
             case Promote():
@@ -556,7 +575,14 @@ class MemoryControlStore(MemoryStore):
             hired.settle_at = self._clock() + SETTLED_AFTER_END
 
     def _fail_worker(
-        self, worker_id: str, code: str, reason: str, *, counts: bool, evidence: Suspect | None = None
+        self,
+        worker_id: str,
+        code: str,
+        reason: str,
+        *,
+        counts: bool,
+        evidence: Suspect | None = None,
+        acquittal: Acquittal | None = None,
     ) -> int:
         worker, now = self._in(worker_id, *LIVE), self._clock()
         if worker is None:
@@ -569,20 +595,22 @@ class MemoryControlStore(MemoryStore):
         if counts and worker.slot is not None:
             slot = self._fleets[worker.fleet].slots[worker.slot]
             slot.restarts = [*slot.restarts, now][-MAX_RESTARTS_KEPT:]
-        if evidence is not None:
-            self._acquit_tasks(worker_id, evidence.since)
+        if acquittal is not None:
+            self._acquit_tasks(worker_id, acquittal)
             held = self._held_in_order(worker_id)
             for row in held:
                 self._release(row, worker_id, "its worker is to blame for failures")
             return len(held)
         return self._requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
 
-    def _acquit_tasks(self, worker_id: str, since: datetime) -> None:
+    def _acquit_tasks(self, worker_id: str, acquittal: Acquittal) -> None:
         events = (e for e in reversed(self._events_of_worker[worker_id]) if e.code in ("TASK_ERROR", "TASK_FAILED"))
-        blamed = islice(takewhile(lambda event: event.at >= since, events), MAX_ACQUITTED)
+        blamed = islice(takewhile(lambda event: event.at >= acquittal.since, events), MAX_ACQUITTED)
         for task_id, count in sorted(Counter(event.task_id for event in blamed if event.task_id is not None).items()):
             row = self._tasks.get(task_id)
             if row is None or row.status is TaskStatus.COMPLETE or row.error_code == "CANCELLED":
+                continue
+            if acquittal.is_trial and self._was_acquitted(task_id):
                 continue
             row.attempts = max(row.attempts - count, 1 if row.status is TaskStatus.RUNNING else 0)
             has_left = row.status is TaskStatus.FAILED and row.attempts < row.max_attempts
@@ -593,6 +621,11 @@ class MemoryControlStore(MemoryStore):
                 self._announce(row.queue)
             reason = f"{count} failed attempts on worker {worker_id} do not count: it is to blame"
             self._note("TASK_ACQUITTED", reason, worker_id=worker_id, task_id=task_id)
+
+    def _was_acquitted(self, task_id: int) -> bool:
+        """Since it was enqueued, or a person retried it."""
+        events = takewhile(lambda event: event.code != "TASK_RETRIED", reversed(self._events_of_task[task_id]))
+        return any(event.code == "TASK_ACQUITTED" for event in events)
 
     def _requeue_tasks_of(self, worker_id: str, code: str, reason: str) -> int:
         tasks = self._held_in_order(worker_id)
@@ -631,6 +664,7 @@ class MemoryControlStore(MemoryStore):
             queues=fleet.queues, lease_s=intent.lease_s, is_paused=fleet.is_paused,
         )  # fmt: skip
         self._workers[row.id] = self._not_terminated[row.id] = row
+        self._hired[row.id].provider = fleet.provider
         self._note("WORKER_HIRED", intent.reason, fleet=fleet.name, worker_id=row.id, detail={"slot": intent.slot})
 
     async def commit_outcomes(

@@ -37,20 +37,25 @@ def check_machines_can_call(config: Config) -> None:
     remote = next((name for name, fleet in config.fleets.items() if fleet.provider in ("hetzner", "runpod")), None)
     if remote is None:
         return
-    if config.machine_url is None:
-        raise ConfigError(
-            f"the machines of fleet {remote} work over HTTP, but where they call is not known: "
-            "set api.port (or --port) and control_plane_ip, or api.url."
-        )
-    problem = problem_of_control_plane_url(config.machine_url)
+    url = _machine_url(remote, config)
+    problem = problem_of_control_plane_url(url)
     if problem is not None:
-        raise ConfigError(f"the machines of fleet {remote} are to call {config.machine_url}, which {problem}.")
+        raise ConfigError(f"the machines of fleet {remote} are to call {url}, which {problem}.")
     is_only_here = config.api.host in LOOPBACK
     if config.api.url is None and config.control_plane_ip not in (None, config.api.host) and is_only_here:
         raise ConfigError(
             f"the machines of fleet {remote} are to call {config.machine_url}, but api.host is {config.api.host}, "
             f"where only this host can: set it to {config.control_plane_ip} or 0.0.0.0."
         )
+
+
+def _machine_url(fleet: str, config: Config) -> str:
+    if config.machine_url is None:
+        raise ConfigError(
+            f"the machines of fleet {fleet} work over HTTP, but where they call is not known: "
+            "set api.port (or --port) and control_plane_ip, or api.url."
+        )
+    return config.machine_url
 
 
 def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
@@ -126,17 +131,15 @@ def _hetzner_provider(name: str, fleet: "FleetConfig", config: Config, instance_
         hetzner_account(config, settings.call_timeout_s),
         identity=instance_id,
         network_id=config.hetzner_network_id,
-        render_user_data=_user_data(fleet, config),
+        render_user_data=_user_data(name, fleet, config),
     )
 
 
-def _user_data(fleet: "FleetConfig", config: Config) -> "Callable[[MachineRequest], str]":
+def _user_data(name: str, fleet: "FleetConfig", config: Config) -> "Callable[[MachineRequest], str]":
     """What a new machine of this fleet is told at its first boot."""
     from windlass.worker.bootstrap import render_user_data
 
-    url = config.machine_url
-    if url is None:
-        raise AssertionError("check_machines_can_call comes before any provider")
+    url = _machine_url(name, config)
     bootstrap = _with_ray(fleet.bootstrap) if fleet.engine == "ray" else fleet.bootstrap
     return lambda request: render_user_data(bootstrap, request, url, stop_timeout_s=fleet.stop_timeout_s)
 
@@ -194,9 +197,7 @@ def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_i
     from windlass.providers.runpod import RunpodProvider
     from windlass.providers.runpod.preparing import Preparer
 
-    url = config.machine_url
-    if url is None:
-        raise AssertionError("check_machines_can_call comes before any provider")
+    url = _machine_url(name, config)
     settings = fleet.runpod
     identity = runpod_identity(name, fleet, config) if fleet.auto_start_worker else None
     return RunpodProvider(

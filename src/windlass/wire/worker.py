@@ -99,6 +99,7 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
         registration_timeout_s=JOINED_REGISTRATION_TIMEOUT_S,
         worker_id=order.worker_id,
         version=version,
+        needs_gpu=order.needs_gpu,
         storage_path=order.storage_path,
     )
     if order.ray is not None:

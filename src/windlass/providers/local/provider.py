@@ -46,6 +46,7 @@ MARK = "_WINDLASS_MACHINE"
 # The worker is told who it is by these, and takes them out of its environment.
 WORKER_ID = "WINDLASS_WORKER_ID"
 FLEET = "WINDLASS_FLEET"
+NEEDS_GPU = "WINDLASS_NEEDS_GPU"
 
 # Any of these takes milliseconds. Longer, and something is wrong with the host: what happened is then found out later.
 CREATE_TIMEOUT_S = 5.0
@@ -175,6 +176,9 @@ class LocalProvider:
 
     async def delete(self, machine: Machine) -> None:
         doing = f"ending worker {machine.name} (process {machine.id})"
+        if "/" not in machine.id:
+            # Whoever has such a one, it is not known here that it is gone.
+            raise Refused(f"{doing}: that is no process: look for it where the fleet's machines were before.")
         if not machine.id.startswith(f"{HOST}/"):
             # It hears from the database that it is over. One that does not listen is a stray to whoever leads there.
             return
@@ -340,6 +344,9 @@ class LocalProvider:
             # Not on the command line, which everybody on this host can read.
             environment["DATABASE_URL"] = self._database_url
             environment.pop("WINDLASS_DATABASE_URL", None)
+        if self._config.has_gpu and self._config.engine is None:
+            # What a node has is its engine's word.
+            environment[NEEDS_GPU] = "yes"
         return environment | {
             MARK: f"{self._prefix}{request.name}",
             WORKER_ID: request.name,
