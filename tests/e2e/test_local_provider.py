@@ -758,10 +758,10 @@ async def test_a_pid_that_changed_hands_is_not_signalled(ground: Ground) -> None
     provider = ground.provider()
     machine = await provider.create(named("crowd-0-aa"))
     process, _, started = machine.id.rpartition("-")
-    earlier = replace(machine, id=f"{process}-{int(started) - 1}")
-    await provider.delete(earlier)
-    send_signal(ProcFs(), Process(int(pid), int(started) - 1, os.getpid(), int(pid), is_zombie=False), signal.SIGKILL)
-    assert is_alive(int(pid))
+    pid, earlier = pid_of(machine), int(started) - 1
+    await provider.delete(replace(machine, id=f"{process}-{earlier}"))
+    send_signal(ProcFs(), Process(pid, earlier, os.getpid(), pid, is_zombie=False), signal.SIGKILL)
+    assert is_alive(pid)
     assert [found.id for found in await provider.list_machines()] == [machine.id]
 
 
