@@ -105,7 +105,7 @@ async def test_servers_of_hetzner_become_nodes_and_leave(tmp_path: Path, dsn: st
         with serving(emulator) as address:
             port = _free_port()
             of_fleet = COMMON.format(chdir=HANDLERS)
-            toml = HETZNER.format(port=port, image=fitting[0] if fitting else "ubuntu-22.04")
+            toml = HETZNER.format(port=port, image=fitting[0] if fitting else "114690387")
             toml = toml.replace("concurrency = 2\n", f"concurrency = 2\n{of_fleet}", 1)
             secrets = {"HCLOUD_ENDPOINT": f"{address}/v1", "HETZNER_API_TOKEN": "any"}
             async with PostgresEngineStore(dsn) as store, up(tmp_path, dsn, toml, **secrets):

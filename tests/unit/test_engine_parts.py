@@ -152,6 +152,11 @@ def test_an_image_with_another_python_is_refused_before_anything_is_hired() -> N
         ConfigError, match=r"ubuntu-24.04, which has Python 3.12.*fleets.many.hetzner.image to debian-12"
     ):
         check_node_image(ours, "ubuntu-24.04", "many")
+    # With a Python that windlass itself cannot run on, only another image helps.
+    with pytest.raises(ConfigError, match=r"Python 3.10, .*: set fleets.many.hetzner.image to debian-12\.$"):
+        check_node_image(ours, "ubuntu-22.04", "many")
+    with pytest.raises(ConfigError, match=r"choose an image that has Python 3.15\.$"):
+        check_node_image(Versions("2.60.0", "3.15.0"), "ubuntu-22.04", "many")
 
 
 def test_names_of_fleets_become_labels_that_ray_accepts_and_that_differ() -> None:

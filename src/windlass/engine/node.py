@@ -25,7 +25,7 @@ import structlog
 
 from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, label_value
 from windlass.engine.folder import ray_folder
-from windlass.engine.versions import Versions, check_versions, our_versions
+from windlass.engine.versions import MATCH_MINOR, Versions, check_versions, our_versions
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.ray import RaySettings
 from windlass.model.worker import LIVE, Pulse, Registration, WorkerKind, WorkerStatus
@@ -92,7 +92,7 @@ class Node:
                 await heartbeat.stop()
 
     async def _run_ray(self, transport: WorkerTransport, folder: Path) -> Ending:
-        command, env = ray_start(self._settings, folder), {**os.environ, **self._settings.env}
+        command, env = ray_start(self._settings, folder), {**os.environ, **self._settings.env, **MATCH_MINOR}
         group = await start_group(command, env=env, max_output_bytes=math.inf)
         group.call_on_exit(self._changed.set)
         watch = asyncio.create_task(self._watch_raylet(group))

@@ -40,6 +40,7 @@ async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
     import structlog
 
     from windlass.engine.dispatcher import Dispatch, Dispatcher, HeadLost
+    from windlass.engine.versions import MATCH_MINOR
     from windlass.ports.control import LeaseLost
     from windlass.store.engine import PostgresEngineStore
 
@@ -48,6 +49,7 @@ async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
         raise AssertionError("whoever dispatches has a cluster")
     if chosen.chdir is not None:
         os.chdir(chosen.chdir)
+    os.environ.update(MATCH_MINOR)  # where Ray, which we drive in this process, looks
     async with (
         database(config) as dsn,
         PostgresEngineStore(dsn, retention=config.retention, max_connections=4) as opened,
