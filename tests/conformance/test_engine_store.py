@@ -8,6 +8,7 @@ from uuid import UUID, uuid4
 import pytest
 from worlds import RETENTION, empty_tables, hire_in_postgres
 
+from windlass.model.fleet import FleetConfig
 from windlass.model.node import AliveNode, DeadNode, NodeState, Placement, Verdict, dispatcher_lease
 from windlass.model.task import Claim, Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerKind, WorkerStatus
@@ -168,6 +169,17 @@ async def test_progress_of_a_placed_task_comes_from_its_dispatcher(world: World)
     await world.store.heartbeat("d", [HeldClaim(claim.task_id, claim.token, 0.5, "half")])
     task = await world.store.task(claim.task_id)
     assert (task.progress, task.progress_note) == (0.5, "half")
+
+
+async def test_what_a_dispatcher_holds_without_a_place_for_it_waits_still(world: World) -> None:
+    """So that somebody is hired for it."""
+    placed, _ = await world.claim(2)
+    await world.place(placed, "n1")
+    world.clock.advance(9)
+    fleet = FleetConfig(provider="ray-local", queues=("q",))
+    _, snapshot = await world.store.observe(Candidate("leader", LEASE_S), FLEET, fleet)
+    seen = snapshot.queue
+    assert (seen.queued, seen.running, seen.oldest_queued_age_s) == (1, 1, 9.0)
 
 
 # --------------------------------------------------------------------------------------------------- taking over

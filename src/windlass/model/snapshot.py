@@ -102,7 +102,7 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """The queues a fleet serves, together."""
+    """The queues a fleet serves, together. What a dispatcher has claimed and not yet placed waits still: it is queued."""
 
     queued: int = 0
     running: int = 0
