@@ -4,6 +4,8 @@ migrations/0008_ray.sql says what is right; tests/conformance/test_engine_store.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -73,10 +75,18 @@ class MemoryEngineStore(MemoryControlStore):
         for worker in self._nodes(fleet):
             if worker.slot is None and worker.id not in alive:
                 self._end_foreign(worker, deaths[worker.id].death if worker.id in deaths else GONE)
+        repeat = timedelta(seconds=lease_s / 6)
         for worker in self._nodes(fleet):
-            worker.node = self._said_of(worker, alive.get(worker.id), deaths.get(worker.id))
-            if worker.id in alive:
-                worker.concurrency = alive[worker.id].places
+            said, node = self._said_of(worker, alive.get(worker.id), deaths.get(worker.id)), alive.get(worker.id)
+            is_known = worker.node is not None and replace(said, at=worker.node.at) == worker.node
+            if is_known and said.at - worker.node.at < repeat and (node is None or node.places == worker.concurrency):
+                continue
+            worker.node = said
+            if node is not None:
+                worker.concurrency = node.places
+                if not node.is_hired:
+                    worker.last_heartbeat = said.at
+                    worker.heartbeat_gapless_since = worker.heartbeat_gapless_since or said.at
         over = (WorkerStatus.TERMINATING, WorkerStatus.ERROR)
         return {
             worker.id: worker.status in over
@@ -89,15 +99,14 @@ class MemoryEngineStore(MemoryControlStore):
         return [w for w in workers if (w.fleet, w.kind) == (fleet, WorkerKind.NODE) and w.status in LIVE]
 
     async def _hear_of(self, node: AliveNode, fleet: str, queues: Sequence[str], lease_s: float) -> None:
+        ended = self._terminated.get(node.worker_id)
+        if ended is not None and ended.kind is WorkerKind.NODE and ended.slot is None:
+            del self._terminated[ended.id], self._workers[ended.id]
         if node.worker_id not in self._workers:
             queues = tuple(queues)
             await self.register(
                 Registration(node.worker_id, queues, fleet, node.places, lease_s, node.host, kind=WorkerKind.NODE)
             )
-        worker = self._workers[node.worker_id]
-        if worker.status in LIVE:
-            worker.last_heartbeat = self._clock()
-            worker.heartbeat_gapless_since = worker.heartbeat_gapless_since or worker.last_heartbeat
 
     def _end_foreign(self, worker: _WorkerRow, death: str) -> None:
         self._requeue_tasks_of(worker.id, "NODE_DEAD", f"node {worker.id}: {death}")
