@@ -133,6 +133,27 @@ LIFECYCLES = (
         flags={"is_booting": False, "should_promote": True, "is_healthy": True},
     ),
     Case(
+        "a node that runs what another's handler placed there is not idle",
+        worker(node=node("alive", total={"CPU": 2}, used={"CPU": 1.0, "memory": 0.0})),
+        Lifecycle.ACTIVE_READY,
+        fleet=RAY,
+        flags={"has_active_task": True, "idle_s": None},
+    ),
+    Case(
+        "a node of which nothing is in use is idle",
+        worker(node=node("alive", total={"CPU": 2}, used={"CPU": 0.0})),
+        Lifecycle.ACTIVE_READY,
+        fleet=RAY,
+        flags={"has_active_task": False, "idle_s": 0.0},
+    ),
+    Case(
+        "what was in use when its engine was last looked at, long ago, is no work",
+        worker(node=node("alive", said=31, total={"CPU": 2}, used={"CPU": 1.0})),
+        Lifecycle.ACTIVE_READY,
+        fleet=RAY,
+        flags={"has_active_task": False},
+    ),
+    Case(
         "a node without the GPU it should have is judged by its engine's word",
         worker(node=node("alive", total={"CPU": 2}), vram_mb=24_000),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
