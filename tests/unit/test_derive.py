@@ -167,9 +167,30 @@ LIFECYCLES = (
     ),
     Case(
         "one that never joined is not judged while nobody looks at its engine",
-        worker(status="spawning", created=90, node=node("absent", said=31)),
+        worker(status="spawning", created=90, node=node("absent", said=31, since=90)),
         Lifecycle.NODE_JOINING,
         fleet=RAY,
+    ),
+    Case(
+        "one that took long to boot has all its time to join from then on",
+        worker(status="spawning", created=300, node=node("absent", since=60)),
+        Lifecycle.NODE_JOINING,
+        fleet=RAY,
+    ),
+    Case(
+        "one that gets no tasks is not judged while nobody places any",
+        worker(created=700, node=node("alive", said=650, since=690, total={"CPU": 2})),
+        Lifecycle.ACTIVE_READY,
+        fleet=RAY,
+        queued=5,
+        unclaimed=640,
+        flags={"unclaimed_since": None},
+    ),
+    Case(
+        "nor by a GPU that was not there when somebody last looked",
+        worker(created=900, node=node("alive", said=650, since=690, total={"CPU": 2})),
+        Lifecycle.ACTIVE_GPU_NOT_DETECTED,
+        fleet=fleet(RAY, has_gpu=True),
     ),
     Case(
         "heard of, without a word about its GPU, is initializing",
@@ -227,7 +248,7 @@ def test_the_lifecycle_of_a_worker_follows_from_its_signals(case: Case) -> None:
 TERMINATIONS = (
     Case(
         "booted, and never joined its cluster within the time to start",
-        worker(status="spawning", created=61, node=node("absent")),
+        worker(status="spawning", created=90, node=node("absent", since=61)),
         Lifecycle.NODE_JOINING,
         "NODE_NOT_JOINED",
         "Booted, but never joined its cluster (61s)",

@@ -138,7 +138,9 @@ def derive_worker_state(
     is_at_work = bool(worker.running) or _is_used(worker, fleet, now)
     idle_since = None if is_at_work else idle_since or now
     has_worked = worker.first_claimed_at is not None or bool(worker.running)
-    is_unclaimed = queued > 0 and not has_worked and _is_unclaimed(worker, lifecycle)
+    # Where nobody places tasks, who gets none is not to blame.
+    is_dispatched = fleet.engine is None or not _is_engine_silent(worker, fleet, now)
+    is_unclaimed = queued > 0 and not has_worked and is_dispatched and _is_unclaimed(worker, lifecycle)
     unclaimed_since = (unclaimed_since or now) if is_unclaimed else None
     code, reason = _trouble(worker, machine, presence, lifecycle, fleet, now, queued, age_s, unclaimed_since, blamed)
     return WorkerState(
@@ -241,6 +243,8 @@ def _trouble(  # noqa: PLR0912 - one for each way to be broken
         return "STUCK_TASK", f"Stuck task {stuck.task_id} ({(now - stuck.started_at).total_seconds():.0f}s)"
     if blamed is not None:
         return QUARANTINED, blamed
+    if fleet.engine is not None and _is_engine_silent(worker, fleet, now):
+        return None, None
     if lifecycle is Lifecycle.ACTIVE_GPU_NOT_DETECTED and age_s > fleet.gpu_not_detected_timeout_s:
         return "GPU_NOT_DETECTED", f"GPU not detected (VRAM=0) after {age_s:.0f}s"
     unclaimed_s = _age_s(unclaimed_since, now)
@@ -297,9 +301,10 @@ def _given_up(
         return None, None
     if lifecycle is Lifecycle.NODE_DEAD:
         return "NODE_DEAD", f"Its node is dead: {node.note or 'no word why'}"
-    age_s = (now - worker.created_at).total_seconds()
-    if age_s > fleet.spawn_timeout_s:
-        return "NODE_NOT_JOINED", f"Booted, but never joined its cluster ({age_s:.0f}s)"
+    # Not from its hiring: since it said that it had booted, as its engine was asked for it from then on.
+    waited_s = (now - node.since).total_seconds()
+    if waited_s > fleet.spawn_timeout_s:
+        return "NODE_NOT_JOINED", f"Booted, but never joined its cluster ({waited_s:.0f}s)"
     return None, None
 
 
