@@ -30,7 +30,7 @@ async def report(store: PostgresEngineStore, term: int) -> None:
 
 @pytest.mark.parametrize("act", [place, report])
 async def test_nodes_are_locked_in_the_order_of_their_ids(dsn: str, act: Act) -> None:
-    """Else whoever places and whoever reports, both twice a second, would wait for each other until one is thrown out."""
+    """Else who places and who reports would wait for each other until one is thrown out."""
     person, onlooker = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
     try:
         await person.execute("insert into windlass.fleets (name) values ('f')")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
@@ -10,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine.cluster import label_value
+from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, ClusterNode, label_value
+from windlass.engine.dispatcher import Dispatch, _Nodes
 from windlass.engine.gate import Gate
 from windlass.engine.needs import needs_of
 from windlass.engine.room import Flight, NodeRoom, capacity, free_places, places
 from windlass.engine.versions import Versions, check_node_image, check_versions
 from windlass.model.errors import BadInput, ConfigError
+from windlass.model.fleet import FleetConfig
 from windlass.model.ray import RaySettings, TaskNeeds, frozen
 from windlass.model.task import Claim
 
@@ -164,6 +167,23 @@ def test_names_of_fleets_become_labels_that_ray_accepts_and_that_differ() -> Non
     labels = {label_value("a:b"), label_value("a-b"), label_value("a:b:"), label_value("x" * 63)}
     assert len(labels) == 4
     assert all(":" not in label and len(label) <= 63 for label in labels)
+
+
+def test_fleets_that_share_a_cluster_have_each_their_own_rows_of_its_nodes() -> None:
+    """Else one that takes over would take the other's tasks back."""
+    strange = ClusterNode("f" * 56, True, {}, "10.0.0.7", {"CPU": 4.0}, {}, is_head=False)
+    hired = replace(strange, node_id="e" * 56, labels={FLEET_LABEL: "a", WORKER_LABEL: "a-1"})
+    seen: dict[str, list[tuple[str, bool]]] = {}
+    for fleet in ("a", "b", "x" * 63):
+        config = FleetConfig(provider="ray", engine="ray")
+        nodes = _Nodes(Dispatch(fleet, config, "10.0.0.5:6379", True, 1000, None))
+        nodes.see([strange, hired], {})
+        seen[fleet] = [(node.worker_id, getattr(node, "is_hired", False)) for node in nodes.report(CPU)]
+        assert [nodes.worker_of(node.node_id) for node in (strange, hired)] == [name for name, _ in seen[fleet]]
+    assert seen["a"] == [(f"ray-a-{'f' * 16}", False), ("a-1", True)]
+    assert seen["b"] == [(f"ray-b-{'f' * 16}", False), (f"ray-b-{'e' * 16}", False)]
+    # Names of workers are labels in Ray.
+    assert all(label_value(name) == name for names in seen.values() for name, _ in names)
 
 
 # -------------------------------------------------------------------------------------------------------- gate

@@ -6,9 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from windlass.model.errors import ConfigError
 
-
-# For whoever joins or drives. By itself Ray takes 3.11.4 and 3.11.7 for strangers, and a node of an image that is a patch
-# ahead of its head would be hired, paid for, and never let in.
+# For whoever joins or drives. By itself Ray takes 3.11.4 and 3.11.7 for strangers: a node whose image is a patch ahead
+# of the head would be hired, paid for, and never let in.
 MATCH_MINOR = {"RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor"}
 
 

@@ -75,24 +75,28 @@ class MemoryEngineStore(MemoryControlStore):
         for worker in self._nodes(fleet):
             if worker.slot is None and worker.id not in alive:
                 self._end_foreign(worker, deaths[worker.id].death if worker.id in deaths else GONE)
-        repeat = timedelta(seconds=lease_s / 6)
         for worker in self._nodes(fleet):
-            said, node = self._said_of(worker, alive.get(worker.id), deaths.get(worker.id)), alive.get(worker.id)
-            is_known = worker.node is not None and replace(said, at=worker.node.at) == worker.node
-            if is_known and said.at - worker.node.at < repeat and (node is None or node.places == worker.concurrency):
-                continue
-            worker.node = said
-            if node is not None:
-                worker.concurrency = node.places
-                if not node.is_hired:
-                    worker.last_heartbeat = said.at
-                    worker.heartbeat_gapless_since = worker.heartbeat_gapless_since or said.at
+            self._write_news(worker, alive.get(worker.id), deaths.get(worker.id), timedelta(seconds=lease_s / 6))
         over = (WorkerStatus.TERMINATING, WorkerStatus.ERROR)
         return {
             worker.id: worker.status in over
             for worker in self._not_terminated.values()
             if (worker.fleet, worker.kind) == (fleet, WorkerKind.NODE) and (worker.status in over or worker.is_paused)
         }
+
+    def _write_news(
+        self, worker: _WorkerRow, alive: AliveNode | None, dead: DeadNode | None, repeat: timedelta
+    ) -> None:
+        before, said = worker.node, self._said_of(worker, alive, dead)
+        is_known = before is not None and replace(said, at=before.at) == before and said.at - before.at < repeat
+        if is_known and (alive is None or alive.places == worker.concurrency):
+            return
+        worker.node = said
+        if alive is not None:
+            worker.concurrency = alive.places
+            if not alive.is_hired:
+                worker.last_heartbeat = said.at
+                worker.heartbeat_gapless_since = worker.heartbeat_gapless_since or said.at
 
     def _nodes(self, fleet: str) -> list[_WorkerRow]:
         workers = sorted(self._not_terminated.values(), key=lambda worker: worker.id)
