@@ -68,6 +68,10 @@ class Verdict(StrEnum):
     BARRED = "barred"  # that node gets no more tasks
 
 
+# Its holder keeps a head for the database. No fleet has an empty name.
+HEAD_LEASE = "ray:"
+
+
 def dispatcher_lease(fleet: str) -> str:
     """Its holder acts for the fleet's engine. The same name: migrations/0008_ray.sql."""
     return f"ray:{fleet}"
