@@ -69,6 +69,20 @@ def test_queues_that_need_the_same_share_their_places() -> None:
     assert [*settings.classes(("a", "b", "c")).values()] == [("a", "c"), ("b",)]
 
 
+def test_nodes_of_one_host_offer_room_for_the_largest_tasks_of_any_queue() -> None:
+    renders = TaskNeeds(num_cpus=4, num_gpus=0.5, resources={"disk": 1})
+    settings = RaySettings(queues={"renders": renders})
+    offered = settings.offered(("renders", "thumbnails"), 3)
+    assert (offered.node_cpus, offered.node_gpus, offered.node_resources) == (12, 2, {"disk": 3})
+    total = {"CPU": offered.node_cpus or 0, "GPU": offered.node_gpus or 0, **offered.node_resources}
+    assert places(total, renders.as_resources()) == 3
+    # What is said goes before what is found out; a queue that is not served asks for nothing.
+    told = settings.model_copy(update={"node_cpus": 5, "node_gpus": 1, "node_resources": {"disk": 9, "x": 1}})
+    offered = told.offered(("renders",), 3)
+    assert (offered.node_cpus, offered.node_gpus, offered.node_resources) == (5, 1, {"disk": 9, "x": 1})
+    assert settings.offered(("thumbnails",), 3).node_gpus == 0
+
+
 # -------------------------------------------------------------------------------------------------------- room
 
 CPU = {"CPU": 1.0}

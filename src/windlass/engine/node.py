@@ -225,9 +225,9 @@ def ray_start(settings: NodeSettings, folder: Path) -> list[str]:
         f"--labels={WORKER_LABEL}={settings.worker_id},{FLEET_LABEL}={label_value(settings.fleet)}",
     ]
     if ray.node_cpus is not None:
-        command.append(f"--num-cpus={ray.node_cpus:g}")
+        command.append(f"--num-cpus={ray.node_cpus}")
     if ray.node_gpus is not None:
-        command.append(f"--num-gpus={ray.node_gpus:g}")
+        command.append(f"--num-gpus={ray.node_gpus}")
     if ray.node_resources:
         command.append(f"--resources={json.dumps(ray.node_resources)}")
     if ray.object_store_mb is not None:

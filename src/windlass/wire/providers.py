@@ -95,15 +95,10 @@ def _node_program(fleet: "FleetConfig", config: Config) -> tuple[str, ...]:
     """What makes a process of this host a node of the Ray cluster."""
     if config.ray_address is None:
         raise ConfigError("there is no Ray cluster to join: set RAY_ADDRESS, or use `windlass up`, which starts one.")
-    ray = fleet.ray
     # Many nodes share this host: each offers what its tasks need, not all there is.
-    offered = ray.model_copy(
-        update={
-            "node_cpus": ray.node_cpus or fleet.concurrency * max(ray.num_cpus, 1.0),
-            "node_gpus": ray.node_gpus if ray.node_gpus is not None else fleet.concurrency * ray.num_gpus,
-            "object_store_mb": ray.object_store_mb or LOCAL_OBJECT_STORE_MB,
-        }
-    )
+    offered = fleet.ray.offered(fleet.queues, fleet.concurrency)
+    if offered.object_store_mb is None:
+        offered = offered.model_copy(update={"object_store_mb": LOCAL_OBJECT_STORE_MB})
     return ("windlass", "ray", "node", "--address", config.ray_address, "--settings", offered.model_dump_json())
 
 
