@@ -6,8 +6,13 @@ import pytest
 
 from windlass.configure import load_config
 from windlass.engine.supervise import Programs
+from windlass.engine.versions import our_versions
+from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.errors import ConfigError
+from windlass.model.machine import MachineRequest
+from windlass.providers.local import LocalProvider
 from windlass.wire.engine import RayBeside, check_ray, dispatchers
+from windlass.wire.providers import _with_ray, provider
 
 FLEET = """
 [fleets.a]
@@ -63,3 +68,22 @@ async def test_an_image_that_cannot_work_is_refused_whoever_hires() -> None:
     write('[fleets.a]\nprovider = "hetzner"\nengine = "ray"\nhandler = "app:work"\nhetzner.image = "ubuntu-22.04"\n')
     with pytest.raises(ConfigError, match="ubuntu-22.04, which has Python 3.10"):
         await check_ray(load_config().config)
+
+
+def test_nodes_get_our_ray_with_what_was_asked_for_beside_it() -> None:
+    asked = BootstrapSettings(requirements=("numpy", "ray[data]>=2", "ray-lightning", "Ray [serve]"))
+    ours = our_versions().ray
+    assert _with_ray(asked).requirements == ("numpy", "ray-lightning", f"ray[data,serve]=={ours}")
+    assert _with_ray(BootstrapSettings(requirements=("ray==1.0",))).requirements == (f"ray=={ours}",)
+
+
+def test_only_nodes_are_told_how_to_join_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "hush")
+    write(FLEET + '[fleets.plain]\nhandler = "app:work"\n')
+    config = load_config().config.model_copy(update={"ray_address": ADDRESS})
+    told = {}
+    for name, fleet in config.fleets.items():
+        hires = provider(name, fleet, config, "i")
+        assert isinstance(hires, LocalProvider)
+        told[name] = hires._environment(MachineRequest("w", name, 0))
+    assert {name: "RAY_AUTH_TOKEN" in environment for name, environment in told.items()} == {"a": True, "plain": False}
