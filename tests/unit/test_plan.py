@@ -270,6 +270,15 @@ def test_a_node_that_others_still_use_is_neither_spared_nor_ended_before_its_tim
         assert [delete.code for delete in of_kind(plan(leaving, ray).actions, Delete)] == codes
 
 
+def test_what_a_lost_dispatcher_held_is_not_counted_twice() -> None:
+    """It waited all along: whoever is hired for it was wanted before."""
+    ray = fleet(provider="ray-local", engine="ray", max_workers=10, policy="clear-time", heartbeat_timeout_s=30)
+    lost = worker("d", None, heartbeat=31, running=(task(1), task(2)))
+    planned = plan(snapshot(lost, queued=2), ray)
+    assert [fail.worker_id for fail in of_kind(planned.actions, Fail)] == ["d"]
+    assert len(of_kind(planned.actions, Spawn)) == 2
+
+
 def test_a_terminating_worker_without_a_machine_id_is_ended_when_a_list_settles_it() -> None:
     leaving = worker(status="terminating", terminating=5, machine_id=None, created=50, heartbeat=None)
     assert plan(snapshot(leaving, machines=None, traits=CLOUD), LOCAL).actions == ()

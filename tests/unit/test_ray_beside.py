@@ -58,10 +58,10 @@ async def test_a_reload_that_would_need_a_head_or_another_one_is_refused() -> No
     config = load_config().config
     with pytest.raises(ConfigError, match="fleet a is the first whose tasks Ray places.*start `windlass up` again"):
         await RayBeside(Programs(), None).check(config)
-    beside = RayBeside(Programs(), ADDRESS)
-    beside._is_needed = True
-    with pytest.raises(ConfigError, match=f"joined the Ray head at {ADDRESS}, and ray_address is now 10.0.0.6:6379"):
-        await beside.check(config.model_copy(update={"ray_address": "10.0.0.6:6379"}))
+    with pytest.raises(
+        ConfigError, match=f"nodes join the Ray head at {ADDRESS}, and ray_address is now 10.0.0.6:6379"
+    ):
+        await RayBeside(Programs(), ADDRESS).check(config.model_copy(update={"ray_address": "10.0.0.6:6379"}))
 
 
 async def test_an_image_that_cannot_work_is_refused_whoever_hires() -> None:

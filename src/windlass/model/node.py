@@ -18,7 +18,8 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What its engine said of a node, when, and since when it has said so."""
+    """What its engine said of a node, when, and since when it has said so. What is said again is not written down each
+    time: `at` may be behind by a sixth of the time after which silence counts."""
 
     state: NodeState
     since: datetime

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
+from windlass.model.fleet import FleetConfig
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.postgres import PostgresStore
 from windlass.wire.stores import data_dir, database
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from windlass.configure import Loaded
     from windlass.engine.node import NodeSettings
     from windlass.engine.supervise import Program, Programs
-    from windlass.model.fleet import FleetConfig
     from windlass.model.order import RayHead
     from windlass.worker.runtime import Ending
 
@@ -94,7 +94,7 @@ async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
     return 0
 
 
-def placed_by_ray(config: Config) -> "dict[str, FleetConfig]":
+def placed_by_ray(config: Config) -> dict[str, FleetConfig]:
     return {name: fleet for name, fleet in config.fleets.items() if fleet.engine == "ray"}
 
 
@@ -125,7 +125,7 @@ class RayBeside:
 
     def __init__(self, programs: "Programs", address: str | None) -> None:
         self._programs = programs
-        self._is_needed = False
+        self._arranged: dict[str, FleetConfig] = {}
         # Of the head, given or started.
         self.address = address
 
@@ -137,24 +137,25 @@ class RayBeside:
                 f"fleet {next(iter(fleets))} is the first whose tasks Ray places, and there is no Ray head yet: start "
                 "`windlass up` again, which starts one."
             )
-        if self._is_needed and config.ray_address not in (None, self.address):
+        if fleets and self.address is not None and config.ray_address not in (None, self.address):
             raise ConfigError(
-                f"the nodes that are there have joined the Ray head at {self.address}, and ray_address is now "
-                f"{config.ray_address}: start `windlass up` again to change clusters."
+                f"nodes join the Ray head at {self.address}, and ray_address is now {config.ray_address}: start "
+                "`windlass up` again to change clusters."
             )
-        self.address = self.address if self._is_needed else config.ray_address or self.address
-        await check_ray(config.model_copy(update={"ray_address": self.address}))
+        self.address = self.address or config.ray_address
+        if fleets != self._arranged:
+            await check_ray(config.model_copy(update={"ray_address": self.address}))
 
     def arrange(self, loaded: "Loaded") -> None:
         """A dispatcher for each fleet: those whose settings have changed, and those not wanted any more, end in good
         order."""
-        self._is_needed = self._is_needed or bool(placed_by_ray(loaded.config))
+        self._arranged = placed_by_ray(loaded.config)
         if self.address is not None:
             self._programs.arrange(dispatchers(loaded, self.address))
 
     def head(self) -> "RayHead | None":
         """For machines that join it. Its versions are ours: that was checked."""
-        if self.address is None or not self._is_needed:
+        if self.address is None or not self._arranged:
             return None
         from windlass.engine.versions import our_versions
         from windlass.model.order import RayHead
