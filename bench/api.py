@@ -3,8 +3,10 @@
     python -m bench.api                     # 1,000 workers, 1,000,000 tasks, 200 requests a second for 20 s
     python -m bench.api --rate 400 --seconds 10
 
-One process serves, as `windlass up` does: the API, and a cycle a second over all workers. Another asks, at fixed times,
-whether or not the last answer has come: a request waits from when it was due. Cycles are timed before and meanwhile.
+One process serves, as `windlass up` does: the API with its two pools of connections, a cycle a second over all workers,
+samples for charts, and the look for what is the matter. Another asks with a token, at fixed times, whether or not the
+last answer has come: a request waits from when it was due; and one listens to the stream all the while. Cycles are
+timed before and meanwhile.
 """
 
 import argparse
@@ -30,15 +32,20 @@ from windlass.api.live import Live
 from windlass.api.metrics import Metrics
 from windlass.api.server import listen, serving
 from windlass.cli.logs import configure_logs
+from windlass.control.alarm import Alarm
 from windlass.control.cycle import FleetCycle
 from windlass.control.explain import tell
+from windlass.model.access import API_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
 from windlass.ports.control import Candidate
+from windlass.store.access import PostgresAccessStore
+from windlass.store.alarm import PostgresAlarmStore
 from windlass.store.control import PostgresControlStore
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
 from windlass.store.reading import PostgresReadingStore
+from windlass.wire.face import face_stores, take_samples
 
 WORKERS = 1_000
 CYCLE_INTERVAL_S = 1.0
@@ -74,45 +81,51 @@ async def serve(dsn: str) -> None:
     config = FleetConfig(
         queues=("bench",), handler="x:y", max_workers=WORKERS, heartbeat_timeout_s=36_000, stuck_timeout_s=36_000
     )
-    async with PostgresReadingStore(dsn, max_connections=8) as store, PostgresControlStore(dsn) as own:
+    token = new_token(API_PREFIX, random.SystemRandom())
+    async with (
+        face_stores(dsn) as (machines, people),
+        PostgresControlStore(dsn) as own,
+        PostgresAlarmStore(dsn, max_connections=2) as told,
+    ):
+        await people.create_token("bench", Role.VIEWER, hash_of(token))
         listener = listen("127.0.0.1", 0)
-        live = Live(store, lambda: frozenset({FLEET}))
-        app = make_app(_face(store, live, config))
+        live = Live(people, lambda: frozenset({FLEET}))
+        alarm = Alarm(told, [], dead_letters_allowed=0)
         cycle = FleetCycle(FLEET, config, own, Still(WORKERS), Candidate("bench", 600), random.Random(1))
-        async with serving(app, listener):
-            print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
-            while True:
+        beside = [asyncio.create_task(work) for work in (take_samples(people, live), alarm.run())]
+        async with serving(make_app(_face(machines, people, live, config)), listener):
+            print(json.dumps({"port": listener.getsockname()[1], "token": token}), flush=True)
+            while not any(task.done() for task in beside):
                 started = time.perf_counter()
-                await cycle.run()
+                alarm.note(await cycle.run())
                 took_s = time.perf_counter() - started
-                print(json.dumps({"cycle_s": took_s}), flush=True)
+                print(json.dumps({"cycle_s": took_s, "cpu_s": time.process_time()}), flush=True)
                 await asyncio.sleep(max(0.0, CYCLE_INTERVAL_S - took_s))
 
 
-def _face(store: PostgresReadingStore, live: Live, config: FleetConfig) -> Face:
+def _face(machines: PostgresAccessStore, people: PostgresReadingStore, live: Live, config: FleetConfig) -> Face:
     async def no_cycle() -> list[dict[str, Any]]:
         return []
 
     return Face(
-        store=store,
-        access=store,
-        doorbell=Doorbell(store.wait_for_work),
+        store=machines,
+        access=machines,
+        doorbell=Doorbell(machines.wait_for_work),
         fleet={FLEET: config}.get,
         worker_defaults=WorkerConfig(),
         max_payload_bytes=1 << 20,
         version="bench",
-        ask_database=store.now,
+        ask_database=machines.now,
         pulses=dict,
         run_cycle=no_cycle,
         wheel=lambda: None,
         shown=Shown(
-            store=store,
+            store=people,
             live=live,
-            explain=lambda what: tell(store, what),
+            explain=lambda what: tell(people, what),
             worker_log=lambda *_: _nothing(),
             last_actions=dict,
-            metrics=Metrics(live.overview, store.measures).read,
-            is_open_here=True,
+            metrics=Metrics(live.overview, people.measures).read,
             rate_limit=1e6,
         ),
     )
@@ -132,16 +145,20 @@ class Server:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.port = 0
+        self.token = ""
         self.cycles: list[float] = []
+        # What its process had used of a processor after each.
+        self.cpu: list[float] = []
 
     async def listen(self) -> None:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             said = json.loads(line)
             if "port" in said:
-                self.port = said["port"]
+                self.port, self.token = said["port"], said["token"]
             else:
                 self.cycles.append(said["cycle_s"])
+                self.cpu.append(said["cpu_s"])
 
     async def until_cycles(self, count: int) -> None:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -149,7 +166,24 @@ class Server:
                 await asyncio.sleep(0.05)
 
 
-async def ask(port: int, rate: float, seconds: float) -> tuple[list[float], list[int]]:
+async def hear(server: Server) -> int:
+    """Listen to the stream until cancelled. How many messages came."""
+    heard = 0
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(_request("/api/v1/stream", server.token))
+    try:
+        while line := await reader.readline():
+            heard += line.startswith(b"event:")
+    except asyncio.CancelledError:
+        writer.close()
+    return heard
+
+
+def _request(path: str, token: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+
+
+async def ask(server: Server, rate: float, seconds: float) -> tuple[list[float], list[int]]:
     """Seconds from when each request was due to its answer, and what was answered with.
 
     Over bare connections: an HTTP library takes longer to ask than the server to answer.
@@ -162,10 +196,10 @@ async def ask(port: int, rate: float, seconds: float) -> tuple[list[float], list
     )
 
     async def one_after_another() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         for at, path in due:  # shared: whoever is free takes the next
             await asyncio.sleep(max(0.0, at - time.perf_counter()))
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            writer.write(_request(path, server.token))
             async with asyncio.timeout(TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
@@ -193,12 +227,16 @@ async def measure(dsn: str, rate: float, seconds: float) -> None:
     try:
         # The first ones warm caches and plans.
         await server.until_cycles(3)
+        hearing = asyncio.create_task(hear(server))
         alone = len(server.cycles)
         await asyncio.sleep(max(5.0, seconds / 2))
         before = server.cycles[alone:]
         asked = len(server.cycles)
-        waits, statuses = await ask(server.port, rate, seconds)
+        waits, statuses = await ask(server, rate, seconds)
         meanwhile = server.cycles[asked:]
+        used = [server.cpu[asked - 1] - server.cpu[alone - 1], server.cpu[-1] - server.cpu[asked - 1]]
+        hearing.cancel()
+        heard = await hearing
     finally:
         process.terminate()
         await process.wait()
@@ -208,6 +246,9 @@ async def measure(dsn: str, rate: float, seconds: float) -> None:
     print(f"answered {len(statuses) - len(refused):,} of {len(statuses):,}; not so: {sorted(set(refused)) or 'none'}\n")
     print(table(["ms", "p50", "p95", "p99", "highest"], list(_rows(waits, before, meanwhile))))
     print(f"\ncycles meanwhile: {len(meanwhile)} in {seconds:g} s, one a second is due")
+    print(f"the listener heard {heard} messages")
+    alone, under_load = used[0] / max(1, len(before)), used[1] / max(1, len(meanwhile))
+    print(f"the server's process used {alone:.0%} of a processor alone, {under_load:.0%} meanwhile")
 
 
 def _rows(waits: list[float], before: list[float], meanwhile: list[float]) -> Iterator[list[str]]:

@@ -15,17 +15,27 @@ from windlass.api.metrics import Metrics
 from windlass.control.cycle import FleetCycle
 from windlass.control.explain import tell
 from windlass.control.summary import Summary
-from windlass.model.access import API_PREFIX, Role, hash_of, new_token
+from windlass.model.access import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
+from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import WorkerConfig
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.model.task import new_task
 from windlass.ports.control import Candidate
+from windlass.store.access import PostgresAccessStore
 from windlass.store.reading import PostgresReadingStore
+from windlass.wire.face import face_stores
 
 URL = "http://127.0.0.1:1"
 SECRET = "hunter2"
-FLEET = FleetConfig(queues=("a",), handler="app:work", max_workers=3, env={"API_KEY": SECRET})
+FLEET = FleetConfig(
+    queues=("a",),
+    handler="app:work",
+    max_workers=3,
+    env={"API_KEY": SECRET},
+    bootstrap=BootstrapSettings(requirements=(f"--extra-index-url https://app:{SECRET}@pypi.example/simple",)),
+)
 CHANCE = SystemRandom()
 
 
@@ -53,8 +63,10 @@ class Shed:
 
 
 class Bed:
-    def __init__(self, store: PostgresReadingStore, **other: Any) -> None:
+    def __init__(self, machines: PostgresAccessStore, store: PostgresReadingStore, **other: Any) -> None:
         self.store = store
+        # The settings of those that are run here, as they are now.
+        self.fleets = {"gpus": FLEET}
         self.live = Live(store, lambda: frozenset({"gpus"}))
         self.metrics = Metrics(self.live.overview, store.measures)
         self.summaries: dict[str, Summary] = {}
@@ -67,17 +79,17 @@ class Bed:
             metrics=self.metrics.read,
             **{"is_open_here": True, **other},
         )
-        self.doorbell = Doorbell(store.wait_for_work)
+        self.doorbell = Doorbell(machines.wait_for_work)
         self.app = make_app(
             Face(
-                store=store,
-                access=store,
+                store=machines,
+                access=machines,
                 doorbell=self.doorbell,
-                fleet={"gpus": FLEET}.get,
+                fleet=self.fleets.get,
                 worker_defaults=WorkerConfig(),
                 max_payload_bytes=10_000,
                 version="1.0",
-                ask_database=store.now,
+                ask_database=machines.now,
                 pulses=lambda: {"gpus": FleetPulse(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)},
                 run_cycle=self.run_cycle,
                 wheel=lambda: None,
@@ -113,6 +125,24 @@ class Bed:
         await self.store.create_token(f"a-{role}-{token[-6:]}", role, hash_of(token))
         return {"Authorization": f"Bearer {token}"}
 
+    async def join(self) -> httpx.AsyncClient:
+        """A worker that the fleet hires for a task, and that has joined over HTTP."""
+        await self.store.enqueue(new_task("a"))
+        await self.run_cycle()
+        worker_id = (await self.store.workers())[-1].id
+        join_token, token = new_token(JOIN_PREFIX, CHANCE), new_token(WORKER_PREFIX, CHANCE)
+        async with self.store._connection("giving a worker its token") as connection:
+            await connection.execute(
+                "update windlass.workers set join_token_hash = $2, join_expires_at = windlass.now() + interval '1 hour'"
+                " where id = $1",
+                worker_id,
+                hash_of(join_token),
+            )
+        worker = self.client("192.0.2.9", Authorization=f"Bearer {join_token}")
+        (await worker.post(f"/internal/workers/{worker_id}/activate", json={"token": token})).raise_for_status()
+        worker.headers["Authorization"] = f"Bearer {token}"
+        return worker
+
     def _last_actions(self) -> Mapping[str, Mapping[str, int]]:
         return {name: summary.actions or {} for name, summary in self.summaries.items()}
 
@@ -130,8 +160,8 @@ class Bed:
 
 @asynccontextmanager
 async def bed_of(dsn: str, clock: Any = None, **other: Any) -> AsyncIterator[Bed]:
-    async with PostgresReadingStore(dsn, virtual_now=clock) as store:
-        bed = Bed(store, **other)
+    async with face_stores(dsn, virtual_now=clock) as (machines, people):
+        bed = Bed(machines, people, **other)
         try:
             yield bed
         finally:

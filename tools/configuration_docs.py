@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from windlass.configure import PREFIX
 from windlass.model.config import Config
-from windlass.model.fleet import PROVIDER_DEFAULTS, FleetConfig
+from windlass.model.fleet import MAX_COUNT, PROVIDER_DEFAULTS, FleetConfig
 from windlass.model.worker import DEFAULT_FLEET
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -68,7 +68,10 @@ def render() -> str:
     for name, section in _parts(Config):
         sections += _sections(name, (section.__doc__ or "").strip(), section)
     providers = ", ".join(f"`{name}`" for name in PROVIDER_DEFAULTS)
-    fleet = f"One table per fleet. Defaults that depend on the provider ({providers}) are named with it."
+    fleet = (
+        f"One table per fleet. Defaults that depend on the provider ({providers}) are named with it. "
+        f"Counts go up to {MAX_COUNT:,}, times up to ten years."
+    )
     sections += _sections("fleets.NAME", fleet, FleetConfig)
     return INTRODUCTION + "".join(_section(title, text, fields) for title, text, fields in sections)
 

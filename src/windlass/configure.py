@@ -34,7 +34,8 @@ Values = dict[Key, tuple[Any, Source]]
 # Minutes in their old name, seconds in ours.
 _IN_MINUTES = {"FAILURE_WINDOW_MINUTES"}
 _FLEET_VARIABLE = re.compile(r"WINDLASS_FLEETS__(\w+?)__(\w+)")
-# Ours, but no settings: a switch of the command line, what a worker tells the commands it runs, and what a pod is told.
+# Ours, but no settings: a switch of the command line, what a worker tells the commands it runs, what a pod is told, and
+# the token of a worker that nobody hired.
 NOT_SETTINGS = {
     "WINDLASS_DEBUG",
     "WINDLASS_TASK_ID",
@@ -43,6 +44,7 @@ NOT_SETTINGS = {
     "WINDLASS_CLAIM_TOKEN",
     "WINDLASS_POD",
     "WINDLASS_JOIN",
+    "WINDLASS_TOKEN",
 }
 # Kubernetes puts these into every container beside a Service called windlass or windlass-something.
 _FROM_KUBERNETES = re.compile(r"WINDLASS_(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?")
@@ -203,7 +205,8 @@ def secrets_of(config: Config) -> set[str]:
     found: set[str] = set()
     _collect_secrets(config, found)
     for fleet in config.fleets.values():
-        found |= {value for name, value in fleet.env.items() if _SECRET_NAME.search(name)}
+        environment = {**fleet.env, **fleet.runpod.env}
+        found |= {value for name, value in environment.items() if _SECRET_NAME.search(name)}
     return found
 
 

@@ -20,7 +20,6 @@ import httpx
 from playwright.sync_api import Page
 
 from servers import run_aside, wait_until
-from windlass.api.session import new_link
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import Worker
 from windlass.store.reading import PostgresReadingStore
@@ -84,8 +83,8 @@ insert into windlass.workers (
 select 'cloud-' || s, 'cloud', s, 'active', '{clips}', now() - interval '39 minutes', now(), 86400, 'cx23', 'm' || s,
   24576, 8000 * s, 9000, 'EUR', 3600, now() - interval '40 minutes'
 from generate_series(0, 2) as s;
-insert into windlass.spending (fleet, hour, currency, task_micros, boot_micros, idle_micros, tail_micros)
-select 'cloud', date_trunc('hour', now()) - h * interval '1 hour', 'EUR', 27000, 900, 4000, 1100
+insert into windlass.spending (fleet, hour, currency, queue, task_micros, boot_micros, idle_micros, tail_micros)
+select 'cloud', date_trunc('hour', now()) - h * interval '1 hour', 'EUR', 'clips', 27000, 900, 4000, 1100
 from generate_series(1, 60) as h;
 insert into windlass.charges (worker_id, fleet, queue, kind, from_at, until_at, amount_micros, currency)
 select 'cloud-old', 'cloud', 'clips', 'task', now() - h * interval '1 hour', now() - (h - 1) * interval '1 hour',
@@ -153,8 +152,18 @@ class House:
         assert found is not None, self.log()
         return found[0]
 
-    def another_link(self) -> str:
-        return self.ask(lambda store: new_link(store, self.url))
+    def another_link(self, role: str = "operator") -> str:
+        """As an operator makes one for a colleague."""
+        done = subprocess.run(
+            [sys.executable, "-m", "windlass", "tokens", "link", "--role", role, "--url", self.url],
+            cwd=self.folder,
+            env={**os.environ, "DATABASE_URL": self.dsn},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+        return done.stdout.strip()
 
     # ------------------------------------------------------------------------------------------------- the database
 

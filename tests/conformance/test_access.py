@@ -1,33 +1,44 @@
 """The contract of ports/access.py, over memory and over PostgreSQL in the same virtual time."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
 from random import Random, SystemRandom
 from typing import Any
 
+import httpx
 import pytest
+from over_http import URL, face_over
 from worlds import RETENTION, empty_tables
 
+from windlass.api.app import make_app
+from windlass.api.doorbell import Doorbell
 from windlass.model.access import (
     API_PREFIX,
     JOIN_PREFIX,
+    SESSION_ROLES,
     WORKER_PREFIX,
     Activation,
     JoinCaller,
     Role,
+    Session,
     TokenCaller,
     WorkerCaller,
     hash_of,
     is_token,
     new_token,
+    session_id,
 )
 from windlass.model.action import Plan
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Memory
-from windlass.model.worker import WorkerStatus
+from windlass.model.task import new_task
+from windlass.model.worker import Recovery, Registration, WorkerStatus
 from windlass.ports.control import Candidate, Deleted, Intent
 from windlass.store.access import PostgresAccessStore
 from windlass.store.memory_access import MemoryAccessStore
+from windlass.worker.enlist import EnlistedTransport, new_enlistment
 
 Stores = MemoryAccessStore | PostgresAccessStore
 ANN = Candidate("ann", ttl_s=3600.0)
@@ -203,30 +214,119 @@ async def test_a_name_that_is_none_is_refused(store: Stores) -> None:
         await store.create_token("no name", Role.VIEWER, hash_of(new_token(API_PREFIX, SystemRandom())))
 
 
+# ------------------------------------------------------------------------------------- workers that nobody hired
+
+API = f"{API_PREFIX}{'a' * 64}"
+MINE = Registration("mine", ("a", "b"), lease_s=30.0)
+
+
+async def test_a_worker_that_nobody_hired_enlists_and_is_known_by_its_token(store: Stores) -> None:
+    await store.create_token("anywhere", Role.WORKER, hash_of(API))
+    for _ in range(2):  # the first answer may be lost
+        assert await store.enlist(hash_of(API), TOKEN, MINE) is WorkerStatus.ACTIVE
+    assert await store.caller(TOKEN) == WorkerCaller("mine", "default", ("a", "b"), has_ended=False)
+    worker = await store.worker("mine")
+    assert worker is not None
+    assert (worker.fleet, worker.slot, worker.status) == ("default", None, WorkerStatus.ACTIVE)
+    await store.leave("mine", "drained")
+    caller = await store.caller(TOKEN)
+    assert isinstance(caller, WorkerCaller)
+    assert caller.has_ended
+
+
+async def test_revoking_an_api_token_ends_the_tokens_of_those_it_let_in(store: Stores) -> None:
+    await store.create_token("anywhere", Role.WORKER, hash_of(API))
+    await store.enlist(hash_of(API), TOKEN, MINE)
+    await store.revoke_token("anywhere")
+    caller = await store.caller(TOKEN)
+    assert isinstance(caller, WorkerCaller)
+    assert caller.has_ended
+    assert await store.enlist(hash_of(API), TOKEN, MINE) is None
+
+
+async def test_nobody_enlists_with_another_role_or_under_anothers_name(store: Stores) -> None:
+    await store.create_token("ops", Role.OPERATOR, OTHER_TOKEN)
+    assert await store.enlist(OTHER_TOKEN, TOKEN, MINE) is None
+    assert await store.worker("mine") is None
+    await store.create_token("anywhere", Role.WORKER, hash_of(API))
+    await hire(store, "w0")
+    await store.register(MINE)
+    for name in ("w0", "mine"):
+        with pytest.raises(BadInput, match=f"there is a worker {name} already"):
+            await store.enlist(hash_of(API), TOKEN, replace(MINE, worker_id=name))
+    assert await store.caller(TOKEN) is None
+
+
+async def test_workers_that_enlisted_work_and_look_after_each_other(store: Stores, clock: Any) -> None:
+    await store.create_token("anywhere", Role.WORKER, hash_of(API))
+    doorbell = Doorbell(store.wait_for_work)
+    app = make_app(face_over(store, store, doorbell))
+    enlistments = [new_enlistment(URL, API, False, httpx.ASGITransport(app)) for _ in range(2)]
+    async with EnlistedTransport(enlistments[0]) as one, EnlistedTransport(enlistments[1]) as other:
+        await one.register(MINE)
+        await other.register(replace(MINE, worker_id="other"))
+        task_id = await store.enqueue(new_task("a", 1))
+        (claim,) = await other.claim("other", ["a"])
+        assert claim.task_id == task_id
+        # The heartbeat has a transport of its own.
+        async with EnlistedTransport(enlistments[0]) as heart:
+            for _ in range(8):
+                await heart.heartbeat("mine")
+                clock.advance(5)
+            await heart.heartbeat("mine")
+        assert await one.upkeep("mine") == [Recovery("other", 1, 0)]
+        assert (await other.heartbeat("other")).status is not WorkerStatus.ACTIVE
+        # Declared lost, it joins again under a new name.
+        assert await other.register(replace(MINE, worker_id="again")) is WorkerStatus.ACTIVE
+        with pytest.raises(BadInput, match="not c"):
+            await other.claim("again", ["c"])
+    await doorbell.close()
+
+
 # ------------------------------------------------------------------------------------------------------------- sessions
 
 LINK, SESSION, OTHER_SESSION = hash_of("link"), hash_of("session"), hash_of("another session")
 
 
-async def test_a_link_opens_one_session(store: Stores) -> None:
-    await store.create_link(LINK, 60)
-    assert not await store.has_session(LINK)
+@pytest.mark.parametrize("role", SESSION_ROLES)
+async def test_a_link_opens_one_session_of_its_role(store: Stores, role: Role) -> None:
+    await store.create_link(LINK, role, 60)
+    assert await store.session_role(LINK) is None
     assert await store.open_session(LINK, SESSION, 60)
     assert not await store.open_session(LINK, OTHER_SESSION, 60)
-    assert await store.has_session(SESSION)
-    assert not await store.has_session(OTHER_SESSION)
+    assert not await store.open_session(SESSION, OTHER_SESSION, 60)
+    assert await store.session_role(SESSION) is role
+    assert await store.session_role(OTHER_SESSION) is None
     await store.end_session(SESSION)
-    assert not await store.has_session(SESSION)
+    assert await store.session_role(SESSION) is None
 
 
 async def test_links_and_sessions_expire(store: Stores, clock: Any) -> None:
-    await store.create_link(LINK, 60)
+    await store.create_link(LINK, Role.OPERATOR, 60)
     clock.advance(60)
     assert not await store.open_session(LINK, SESSION, 60)
-    await store.create_link(OTHER_JOIN, 60)
+    await store.create_link(OTHER_JOIN, Role.OPERATOR, 60)
     assert await store.open_session(OTHER_JOIN, SESSION, 60)
     clock.advance(60)
-    assert not await store.has_session(SESSION)
+    assert await store.session_role(SESSION) is None
+    assert await store.sessions() == []
+    assert not await store.revoke_session(session_id(SESSION))
+
+
+async def test_sessions_and_unused_links_are_listed_and_revoked_by_their_id(store: Stores, clock: Any) -> None:
+    opened_at = clock()
+    await store.create_link(LINK, Role.VIEWER, 60)
+    assert await store.open_session(LINK, SESSION, 600)
+    clock.advance(1)
+    await store.create_link(OTHER_JOIN, Role.OPERATOR, 60)
+    link = Session(session_id(OTHER_JOIN), Role.OPERATOR, True, clock(), clock() + timedelta(seconds=60))
+    browser = Session(session_id(SESSION), Role.VIEWER, False, opened_at, opened_at + timedelta(seconds=600))
+    assert await store.sessions() == [link, browser]
+    assert await store.revoke_session(browser.id)
+    assert await store.revoke_session(link.id)
+    assert not await store.revoke_session(link.id)
+    assert await store.session_role(SESSION) is None
+    assert not await store.open_session(OTHER_JOIN, OTHER_SESSION, 60)
 
 
 async def test_whether_any_token_is_in_use(store: Stores) -> None:

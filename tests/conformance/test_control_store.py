@@ -18,6 +18,7 @@ import pytest
 
 from windlass.cost.ledger import settle
 from windlass.model.action import (
+    Acquittal,
     Action,
     Adopt,
     Alert,
@@ -61,6 +62,7 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.store import control, memory_control
 from windlass.store.control import PostgresControlStore
 from windlass.store.memory_control import MemoryControlStore
 
@@ -1015,6 +1017,25 @@ async def do(store: ControlStores, clock: VirtualClock, worker_id: str, seconds:
     return task_id
 
 
+async def test_what_queues_cost_is_known_from_sums_and_adds_up_to_what_fleets_cost(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await hire_priced(ann, clock)
+    await store.register(Registration("w0", ("a", "b"), fleet="f"))
+    for queue, seconds in (("a", 1200), ("b", 600), ("a", 1800), ("b", 3600)):
+        await do(store, clock, "w0", seconds, queue)
+        clock.advance(300)
+    assert await settle_all(store) == 1
+    by_queue, by_fleet = await told(store, "queue"), await told(store, "fleet")
+    assert set(by_queue) == {"a", "b", None}
+    assert by_queue["a"][1:] == by_queue["b"][1:] == (0, 0, 0)
+    assert [sum(parts) for parts in zip(*by_queue.values(), strict=True)] == list(by_fleet["f"])
+    if isinstance(store, PostgresControlStore):
+        async with store._connection("forgetting the charges themselves") as connection:
+            await connection.execute("truncate windlass.charges")
+        assert await told(store, "queue") == by_queue
+
+
 async def test_a_machine_with_a_price_has_a_bill_from_its_creation(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
@@ -1374,6 +1395,12 @@ async def test_the_newest_cycle_that_saw_a_worker_is_found(
     assert (found.cycle.id, [view.id for view in found.snapshot.workers]) == (first, ["w0"])
     assert await store.last_cycle_with("f", "nobody") is None
     assert await store.last_cycle_with("g", "w0") is None
+    # However long ago it ended: it is looked for from its end on.
+    for number in range(201):
+        clock.advance(1)
+        await ann.observe()
+        await ann.commit(decision=f"later {number}")
+    assert (await store.last_cycle_with("f", "w0")).cycle.id == first  # type: ignore[union-attr]
 
 
 async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Leader) -> None:
@@ -1384,12 +1411,17 @@ async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Lead
     assert await store.tasks_at_hand() == {"hand": ids[:2]}
 
 
-async def test_how_many_come_before_a_task(store: ControlStores, clock: VirtualClock) -> None:
+async def test_how_many_come_before_a_task(
+    store: ControlStores, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = await store.enqueue(NewTask("a")), await store.enqueue(NewTask("a"))
     urgent = await store.enqueue(NewTask("a", priority=1))
     await store.enqueue(NewTask("b"))
     await store.enqueue(NewTask("a", priority=9, run_after=clock() + timedelta(seconds=9)))
     assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 2, 0]
+    for module in (control, memory_control):
+        monkeypatch.setattr(module, "MAX_AHEAD", 0)
+    assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 1, 0]
 
 
 async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: ControlStores, ann: Leader) -> None:
@@ -1513,6 +1545,26 @@ async def test_a_worker_on_which_tasks_fail_in_a_row_is_a_suspect_with_how_other
     assert (await ann.observe(FLEET.model_copy(update={"quarantine_min_failures": 4}))).suspects == ()
 
 
+async def test_how_others_did_is_seen_beside_a_queue_that_is_far_busier(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0, 1)
+    await join(store, "w0", "w1")
+    await store.register(Registration("busy", ("c",)))
+    for queue in "aaab":
+        await store.enqueue(NewTask(queue))
+    for _ in range(3):
+        await fail_one(store, "w0")
+    clock.advance(0.1)
+    await complete_alone(store, "w1")
+    clock.advance(1)
+    await store.enqueue_many([NewTask("c") for _ in range(600)])
+    claims = await store.claim("busy", ("c",), 600)
+    await store.finish_and_claim("busy", [Finished(claim.task_id, claim.token, None) for claim in claims], (), 0)
+    (suspect,) = (await ann.observe()).suspects
+    assert (suspect.others, suspect.others_completed) == (1, 1)
+
+
 async def complete_alone(store: ControlStores, worker_id: str) -> None:
     (claim,) = await store.claim(worker_id, ("b",))
     await store.finish_and_claim(worker_id, [Finished(claim.task_id, claim.token, None)], (), 0)
@@ -1581,7 +1633,7 @@ async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
     (claim,) = [claim for claim in await store.claim("w1", ("a",), 2) if claim.task_id == others]
     await store.fail("w1", others, claim.token, "no", jitter=0.0)
     (suspect,) = (await ann.observe()).suspects
-    committed = await ann.commit(Fail("w0", "QUARANTINED", "all fails here", suspect))
+    committed = await ann.commit(Fail("w0", "QUARANTINED", "all fails here", suspect, Acquittal(suspect.since)))
     assert committed.requeued == 1
     told = {task_id: await store.task(task_id) for task_id in (before, dead, waiting, others, cancelled, at_hand)}
     assert {
@@ -1601,6 +1653,45 @@ async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
     acquitted = [event for event in await store.events(worker_id="w0") if event.code == "TASK_ACQUITTED"]
     assert [event.task_id for event in acquitted] == [before, dead, waiting, others]
     assert acquitted[0].reason == "1 failed attempts on worker w0 do not count: it is to blame"
+
+
+async def test_a_task_is_acquitted_on_trial_once_until_a_person_retries_it(store: ControlStores, ann: Leader) -> None:
+    task_id = await store.enqueue(NewTask("a", max_attempts=1))
+    attempts = []
+    for slot, is_retried in ((0, False), (1, False), (2, True)):
+        await ann.hire(slot)
+        await join(store, f"w{slot}")
+        if is_retried:
+            assert await store.retry_task(task_id)
+        assert await fail_one(store, f"w{slot}") == task_id
+        (view,) = [view for view in (await ann.observe()).workers if view.id == f"w{slot}"]
+        assert view.failing_since is not None
+        acquittal = Acquittal(view.failing_since, is_trial=True)
+        await ann.commit(Fail(f"w{slot}", "QUARANTINED", "another is tried", None, acquittal))
+        task = await store.task(task_id)
+        assert task is not None
+        attempts.append((task.status, task.attempts))
+    ready, dead = (TaskStatus.QUEUED, 0), (TaskStatus.FAILED, 1)
+    assert attempts == [ready, dead, ready]
+
+
+async def test_a_worker_remembers_its_provider_when_its_fleet_gets_another(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    seen = await ann.observe(FLEET.model_copy(update={"provider": "hetzner"}))
+    assert [view.provider for view in seen.workers] == [FLEET.provider]
+    await join(store, "by-hand")
+    assert {view.id: view.provider for view in (await ann.observe()).workers}["by-hand"] is None
+
+
+async def test_a_worker_that_has_done_something_right_is_not_failing(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await join(store, "w0")
+    for queue in "ab":
+        await store.enqueue(NewTask(queue))
+    await fail_one(store, "w0")
+    assert [view.failing_since is None for view in (await ann.observe()).workers] == [False]
+    await complete_alone(store, "w0")
+    assert [view.failing_since is None for view in (await ann.observe()).workers] == [True]
 
 
 async def test_a_dead_letter_says_on_whom_it_failed_and_who_has_worked_since(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -16,7 +17,7 @@ import pytest
 from hetzner_world import HetznerWorld
 from runpod_world import RunpodWorld
 
-from windlass.model.errors import Ambiguous, Refused, Unavailable
+from windlass.model.errors import Ambiguous, Refused, Throttled, Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.ports.provider import Provider
@@ -222,8 +223,9 @@ async def test_a_list_that_is_not_whole_is_no_list(world: World, provider: Provi
         await world.provider_without_answer().list_machines()
 
 
-async def test_a_creation_without_a_clear_answer_is_ambiguous(world: World, provider: Provider) -> None:
-    with pytest.raises(Ambiguous):
+async def test_a_creation_without_a_clear_answer_is_no_refusal(world: World, provider: Provider) -> None:
+    """Whoever knows that nothing was sent says so."""
+    with pytest.raises((Ambiguous, Throttled)):
         await world.provider_without_answer().create(request_for("fleet-0-aa"))
 
 
@@ -260,6 +262,20 @@ async def test_deleting_what_never_was_is_no_error(world: World, provider: Provi
     real = await provider.create(request_for("fleet-0-aa"))
     await provider.delete(replace(real, id=f"{real.id}0", name="fleet-9-zz"))
     assert world.is_there(real)
+
+
+@pytest.mark.parametrize("foreign", ["4711", "k3zq0x1m9ab2cd", "some-host/12-34567"])
+async def test_an_id_that_no_machine_of_this_provider_can_have_is_not_called_gone(
+    provider: Provider, foreign: str
+) -> None:
+    """It may be another provider's, and paid for: the fleet's was changed."""
+    own_shapes = {"HetznerProvider": "4711", "RunpodProvider": "k3zq0x1m9ab2cd", "LocalProvider": "some-host/12-34567"}
+    machine = Machine(foreign, "fleet-9-zz", MachineState.RUNNING, datetime(2026, 1, 1, tzinfo=UTC))
+    if own_shapes[type(provider).__name__] == foreign:
+        await provider.delete(machine)
+        return
+    with pytest.raises(Refused, match="look for it where the fleet's machines were before"):
+        await provider.delete(machine)
 
 
 async def test_deleting_twice_at_the_same_time_is_no_error(world: World, provider: Provider) -> None:

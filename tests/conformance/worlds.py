@@ -19,6 +19,7 @@ delete from windlass.fleets;
 delete from windlass.spans;
 delete from windlass.charges;
 delete from windlass.spending;
+delete from windlass.sessions;
 delete from windlass.tokens;
 delete from windlass.leases;
 """

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -222,6 +223,10 @@ class Ground:
         """What a stand-in wrote there."""
         text = await until(lambda: _text(self.folder / name), f"{name} is said")
         return json.loads(text) if name != "bye" else text
+
+    def log(self, worker_id: str) -> str:
+        (path,) = self.state_dir.rglob(f"{worker_id}.log")
+        return path.read_text()
 
     def remains(self) -> list[psutil.Process]:
         """By our own badge, not the provider's mark."""
@@ -445,6 +450,24 @@ async def test_a_hired_worker_works_under_the_name_it_was_given(ground: Ground, 
         (row,) = await store.workers(include_terminated=True)
         assert row.status is WorkerStatus.TERMINATED
         assert not is_alive(pid_of(machine))
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a GPU here")
+async def test_a_worker_of_a_fleet_with_gpus_claims_nothing_on_a_host_without_one(ground: Ground, dsn: str) -> None:
+    provider = ground.real_provider(dsn, has_gpu=True)
+    async with PostgresStore(dsn) as store:
+        task_id = await store.enqueue(new_task("default", None))
+        machine = await provider.create(named("crowd-0-aa"))
+
+        async def says_so() -> bool:
+            return any(worker.vram_total_mb == 0 for worker in await store.workers())
+
+        await until(says_so, "its heartbeat says that there is no GPU")
+        assert "claiming nothing: workers of this fleet need a GPU" in ground.log("crowd-0-aa")
+        await provider.delete(machine)
+        task = await store.task(task_id)
+        assert task is not None
+        assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
 
 
 async def test_a_worker_uses_the_embedded_database_of_its_orchestrator(ground: Ground, embedded_server: Any) -> None:
@@ -734,11 +757,11 @@ async def test_a_stopped_worker_is_ended_too(ground: Ground) -> None:
 async def test_a_pid_that_changed_hands_is_not_signalled(ground: Ground) -> None:
     provider = ground.provider()
     machine = await provider.create(named("crowd-0-aa"))
-    pid, started = machine.id.rpartition("/")[2].split("-")
-    earlier = replace(machine, id=f"{pid}-{int(started) - 1}")
-    await provider.delete(earlier)
-    send_signal(ProcFs(), Process(int(pid), int(started) - 1, os.getpid(), int(pid), is_zombie=False), signal.SIGKILL)
-    assert is_alive(int(pid))
+    process, _, started = machine.id.rpartition("-")
+    pid, earlier = pid_of(machine), int(started) - 1
+    await provider.delete(replace(machine, id=f"{process}-{earlier}"))
+    send_signal(ProcFs(), Process(pid, earlier, os.getpid(), pid, is_zombie=False), signal.SIGKILL)
+    assert is_alive(pid)
     assert [found.id for found in await provider.list_machines()] == [machine.id]
 
 

@@ -24,6 +24,22 @@ from windlass.store.control import PostgresControlStore
 KEY = "a-good-key"
 GPU, OTHER_GPU = "NVIDIA L40S", "NVIDIA RTX A5000"
 APP = "def work(task):\n    return task.payload\n"
+# The first process that is given a task is the one whose GPU is dead.
+APP_OF_A_DEAD_GPU = """
+import os
+is_dead = None
+def work(task):
+    global is_dead
+    if is_dead is None:
+        try:
+            os.mkdir("dead")
+            is_dead = True
+        except FileExistsError:
+            is_dead = False
+    if is_dead:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return task.payload
+"""
 TOML = """
 [control]
 lease_s = 5
@@ -41,6 +57,7 @@ heartbeat_timeout_s = 20
 spawn_timeout_s = 40
 min_scaling_interval_s = 0
 stop_timeout_s = 5
+gpu_not_detected_timeout_s = 2
 storage_check_interval_cycles = 2
 auto_start_worker = {is_ssh}
 
@@ -172,6 +189,22 @@ async def test_an_image_that_starts_the_worker_works(site: Site, processes: "lis
         assert abs((bill.until - datetime.fromisoformat(lines[name]["deleted"])).total_seconds()) < 1.0
     assert KEY not in site.log()
     assert "wlj_" not in site.log()
+    assert "a cycle failed" not in site.log()
+
+
+async def test_a_pod_without_a_driver_and_one_whose_gpu_is_dead_cost_no_task_an_attempt(
+    site: Site, processes: "list[subprocess.Popen[str]]"
+) -> None:
+    site.configure(is_ssh=False)
+    (site.folder / "app.py").write_text(APP_OF_A_DEAD_GPU)
+    site.emulator.faults.next_pod(has_no_driver=True)
+    processes.append(site.up())
+    await site.work(40)
+    errors = {str((event.detail or {})["code"]) for event in await site.told("WORKER_ERROR")}
+    assert errors == {"GPU_NOT_DETECTED", "QUARANTINED"}
+    assert len(await site.told("TASK_ACQUITTED")) >= 3
+    await end(site, processes[0])
+    assert "a cycle failed" not in site.log()
 
 
 @pytest.mark.skipif(find_sshd() is None, reason="no OpenSSH here: install openssh-server")
@@ -187,6 +220,12 @@ async def test_workers_are_started_over_ssh_and_a_pod_without_a_gpu_is_replaced(
     (broken,) = await site.told("WORKER_ERROR")
     assert broken.detail == {"code": "GPU_NOT_DETECTED"}
     assert broken.worker_id == failed.worker_id
+
+    async def is_prepared() -> bool:
+        # Its start is watched for a moment before it is written down, and the tasks are short.
+        return len(await site.told("MACHINE_PREPARED")) > 0
+
+    await until(is_prepared, "a start is written down")
     story = [event.code for event in await site.store.events(limit=1000) if event.worker_id]
     assert story.index("MACHINE_PREPARING") < min(story.index("MACHINE_PREPARED"), story.index("WORKER_JOINED"))
     # The orchestrator dies without a word; the next one finds everybody at work and starts nobody twice.

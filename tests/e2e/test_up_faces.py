@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from crew import until
-from windlass.api.gate import COOKIE
+from windlass.api.gate import session_cookie
 from windlass.api.server import listen
 from windlass.model.task import new_task
 from windlass.store.reading import PostgresReadingStore
@@ -116,7 +116,7 @@ async def _watch(outside: Outside, store: PostgresReadingStore, log: Callable[[]
     link = await until(printed, "the link is printed")
     async with httpx.AsyncClient(base_url=link.partition("/login")[0], timeout=30) as browser:
         assert (await browser.get(link)).status_code == 200
-        assert browser.cookies[COOKIE]
+        assert browser.cookies[session_cookie(browser.base_url.netloc.decode())]
         task_id = await store.enqueue(new_task("work", "break", max_attempts=1))
 
         async def shown() -> bool:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -262,6 +263,11 @@ def test_a_port_in_use_is_refused_in_one_sentence(tmp_path: Path, dsn: str) -> N
         pytest.param(("create", "a b", "--role", "viewer"), "'a b' cannot be a token's name", id="a name"),
         pytest.param(("create", "a", "--role", "king"), "invalid value for '--role'", id="a role"),
         pytest.param(("revoke", "nobody"), "there is no token nobody in use", id="nobody's"),
+        pytest.param(("revoke",), "say what to revoke: the NAME of a token, or --session", id="nothing to revoke"),
+        pytest.param(("revoke", "--session", "f00"), "there is no session f00", id="nobody's session"),
+        pytest.param(("link",), "the configuration does not say where the dashboard is: give --url", id="no dashboard"),
+        pytest.param(("link", "--url", "here"), "'here' is not where a dashboard is", id="no address"),
+        pytest.param(("link", "--role", "worker"), "invalid value for '--role'", id="no role of people"),
     ],
 )
 def test_tokens_are_refused_for(tmp_path: Path, dsn: str, arguments: tuple[str, ...], sentence: str) -> None:
@@ -281,3 +287,16 @@ def test_a_token_is_printed_once_and_listed_without_it(tmp_path: Path, dsn: str)
     assert windlass("tokens", "create", "ci", "--role", "viewer").code == 2
     assert windlass("tokens", "revoke", "ci").out == "revoked ci\n"
     assert "revoked" in windlass("tokens", "list").out
+
+
+def test_links_are_made_and_listed_and_revoked(tmp_path: Path, dsn: str) -> None:
+    windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn, "WINDLASS_API__PORT": "8123"})
+    link = windlass("tokens", "link", "--role", "viewer").out
+    assert re.fullmatch(r"http://127\.0\.0\.1:8123/login\?key=wll_[0-9a-f]{64}\n", link)
+    listed = windlass("tokens", "sessions").out
+    assert "link, not used yet" in listed
+    assert "viewer" in listed
+    assert "wll_" not in listed
+    session = listed.splitlines()[1].split()[0]
+    assert windlass("tokens", "revoke", "--session", session).out == f"revoked {session}\n"
+    assert windlass("tokens", "sessions", "--json").json == []

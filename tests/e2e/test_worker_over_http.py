@@ -18,7 +18,7 @@ from windlass.api.app import make_app
 from windlass.api.doorbell import Doorbell
 from windlass.api.face import Face
 from windlass.api.server import listen, serving
-from windlass.model.access import JOIN_PREFIX, hash_of, new_token
+from windlass.model.access import API_PREFIX, JOIN_PREFIX, Role, hash_of, new_token
 from windlass.model.action import Plan
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
@@ -229,6 +229,59 @@ async def test_a_join_token_that_was_used_elsewhere_lets_nobody_in(plane: Plane)
     assert "windlass: joining as far-0: the join token of worker far-0 was used already." in thief.log()
 
 
+# ------------------------------------------------------------------------------------------ workers that nobody hired
+
+
+async def enlist(plane: Plane) -> Hand:
+    """`windlass worker --url`, as somebody starts it on a machine of their own."""
+    token = new_token(API_PREFIX, random.SystemRandom())
+    await plane.store.create_token("anywhere", Role.WORKER, hash_of(token))
+    command = [PROGRAM, "worker", "--url", f"http://127.0.0.1:{plane.port}", "--queue", QUEUE, "--chdir", HERE]
+    command += ["--handler", "handlers:wait_for_file", "--heartbeat-interval", "0.2", "--log-format", "json"]
+    return plane.crew.start_command(command, {"DATABASE_URL": "postgresql://127.0.0.1:1/x", "WINDLASS_TOKEN": token})
+
+
+async def names(plane: Plane) -> list[str]:
+    found = await plane.store.workers()
+    return [worker.id for worker in found if worker.last_heartbeat is not None and worker.status is WorkerStatus.ACTIVE]
+
+
+async def test_a_worker_that_nobody_hired_works_over_http_with_an_api_token(plane: Plane) -> None:
+    hand = await enlist(plane)
+    first = await plane.crew.enqueue(files(plane.crew))
+    await until((plane.crew.folder / "running-1").exists, f"the handler runs\n{hand.last_lines()}")
+    (name,) = await until(lambda: names(plane), f"its heartbeat\n{hand.last_lines()}")
+    worker = await plane.store.worker(name)
+    assert worker is not None
+    assert (worker.fleet, worker.slot) == ("default", None)
+    # Somebody ends it: like any worker started by hand it joins again, under a new name.
+    await plane.store.end_worker(name, "by hand")
+
+    async def is_back() -> bool:
+        return bool(await names(plane)) and await names(plane) != [name]
+
+    await until(is_back, f"it joins again\n{hand.last_lines()}")
+    (plane.crew.folder / "go-1").touch()
+    assert (await plane.crew.complete(first))["attempt"] == 2
+    (again,) = await names(plane)
+    hand.send(signal.SIGTERM)
+    assert await hand.exit_code() == 0
+    left = await plane.store.worker(again)
+    assert left is not None
+    assert (left.status, left.code) == (WorkerStatus.TERMINATED, "LEFT")
+    assert "wlt_" not in hand.log().replace("wlt_********", "")
+
+
+async def test_revoking_the_api_token_ends_the_workers_it_let_in(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BELIEVED_S", 0.0)
+    hand = await enlist(plane)
+    await plane.crew.enqueue(files(plane.crew))
+    await until((plane.crew.folder / "running-1").exists, f"the handler runs\n{hand.last_lines()}")
+    await plane.store.revoke_token("anywhere")
+    assert await hand.exit_code() == 3
+    assert "windlass: registering the worker: this token is not known, or was revoked." in hand.log()
+
+
 # -------------------------------------------------------------------------------------------------------- databases
 
 
@@ -271,6 +324,8 @@ async def test_a_result_waits_for_the_database_behind_the_control_plane(
 
 # ---------------------------------------------------------------------------------------------------- the command line
 
+WORK = ("--queue", "q", "--handler", "a:b")
+
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
@@ -279,6 +334,11 @@ async def test_a_result_waits_for_the_database_behind_the_control_plane(
         pytest.param(("--join", "f", "--handler", "a:b"), "--join brings the work order along", id="a handler too"),
         pytest.param(("--join", "missing"), "the join file missing cannot be read (No such file", id="no file"),
         pytest.param(("--handler", "a:b"), "a worker needs a queue to serve", id="nothing to serve"),
+        pytest.param((*WORK, "--url", "http://192.0.2.1:80000"), "--url has a host or port that", id="no address"),
+        pytest.param((*WORK, "--url", "http://example.com"), "--url is http to example.com, where", id="not private"),
+        pytest.param((*WORK, "--url", "https://example.com"), "there is no token in WINDLASS_TOKEN", id="no token"),
+        pytest.param((*WORK, "--url", "https://e.com", "--token-file", "f"), "the token in f cannot", id="no file"),
+        pytest.param((*WORK, "--token-file", "f"), "--token-file goes with --url", id="nowhere to go"),
     ],
 )
 def test_refused_in_one_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:

@@ -358,6 +358,7 @@ def test_a_pod_that_is_started_again_has_another_host_key(host: RealPodHost, key
     [
         (Luck(), {"gpu_count": 0}, "nvidia-smi", 6, "No devices were found"),
         (Luck(), {"gpu_name": None, "gpu_count": 0}, "nvidia-smi", 127, "not found"),
+        (Luck(has_no_driver=True), {}, "nvidia-smi", 127, "not found"),
         (Luck(has_no_mount=True), {"mounts": []}, "mountpoint /workspace", 32, "is not a mountpoint"),
         (Luck(disk_free_gb=0.5), {}, "df -BM --output=avail / | tail -1 | grep -qx 477", 0, ""),
         (Luck(ssh_failures=NO_TORCH), {}, "python3 -c 'import torch'", 1, "No module"),

@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import stat
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -18,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from windlass.api.server import listen
-from windlass.control.alarm import MAX_ATTEMPTS, Alarm
+from windlass.control.alarm import MAX_AT_ONCE, MAX_ATTEMPTS, STREAK_FORGOTTEN_S, Alarm
 from windlass.control.summary import Summary
 from windlass.model.action import Alert, Plan
 from windlass.model.fleet import FleetConfig
@@ -27,11 +29,12 @@ from windlass.notify.command import Command
 from windlass.notify.email import Email
 from windlass.notify.webhook import Slack, Webhook
 from windlass.ports.control import Candidate
-from windlass.store.alarm import PostgresAlarmStore
+from windlass.store.alarm import MAX_TOLD, QUERIES, TOLD_S, PostgresAlarmStore
 
 ANN = Candidate("ann", ttl_s=1e6)
 FLEET = FleetConfig(queues=("a",), handler="app:work", poll_interval_s=10)
 SECRET = "s3cr3t"
+GRACE_S = 60.0
 
 
 @pytest.fixture
@@ -88,7 +91,7 @@ async def inbox() -> AsyncIterator[Inbox]:
 
 
 def alarm_of(store: PostgresAlarmStore, *receivers: Any, **other: Any) -> Alarm:
-    return Alarm(store, receivers, dead_letters_allowed=0, rng=Random(1), **other)  # noqa: S311
+    return Alarm(store, receivers, dead_letters_allowed=0, leader_grace_s=GRACE_S, rng=Random(1), **other)  # noqa: S311
 
 
 def heard(inbox: Inbox) -> list[tuple[str, str]]:
@@ -197,6 +200,46 @@ async def test_what_was_over_before_it_was_told_is_not_told(
     assert await alarm.send_due() == 0
 
 
+@pytest.mark.parametrize("is_given_up", [False, True], ids=["tried in vain", "given up"])
+async def test_whoever_was_not_told_that_it_began_is_not_told_that_it_is_over(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any, is_given_up: bool
+) -> None:
+    async with inbox_of() as other:
+        alarm = alarm_of(store, Webhook(inbox.url), Slack(other.url))
+        await plan(store, Alert("NEAR_MAX", "9 of 10"))
+        await alarm.look()
+        inbox.refusals = 1_000
+        for _ in range(MAX_ATTEMPTS if is_given_up else 2):
+            await alarm.send_due()
+            clock.advance(900)
+            await alarm.look()
+        await plan(store)
+        clock.advance(61)
+        await alarm.look()
+        inbox.refusals = 0
+        for _ in range(2):
+            await alarm.send_due()
+            clock.advance(900)
+        assert heard(inbox) == []
+        assert [message["text"].split("]")[0] for message in other.received] == ["*[warning", "*[resolved"]
+
+
+async def test_what_is_being_told_when_it_is_over_is_ended_once_it_has_arrived(
+    store: PostgresAlarmStore, clock: Any
+) -> None:
+    alarm = alarm_of(store, Webhook("http://127.0.0.1:9/"))
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    (firing,) = await store.take_messages(["webhook"], 120, 10)  # on its way
+    await plan(store)
+    clock.advance(61)
+    await alarm.look()
+    assert await store.take_messages(["webhook"], 120, 10) == []
+    await store.message_delivered(firing.id)
+    (resolved,) = await store.take_messages(["webhook"], 120, 10)
+    assert (resolved.kind, resolved.alert_id) == ("resolved", firing.alert_id)
+
+
 async def test_what_nobody_wants_to_hear_of_is_not_told(store: PostgresAlarmStore, inbox: Inbox) -> None:
     alarm = alarm_of(store, Webhook(inbox.url), ignored=["NEAR_MAX"])
     await plan(store, Alert("NEAR_MAX", "9 of 10"))
@@ -220,7 +263,34 @@ async def test_provider_errors_dead_letters_and_a_missing_leader(
     await store.resign(ANN)
     await alarm.look()
     await alarm.send_due()
+    assert ("firing", "NO_LEADER") not in heard(inbox)  # another may take over
+    clock.advance(GRACE_S)
+    await alarm.look()
+    await alarm.send_due()
     assert sorted(heard(inbox)) == [("firing", "DEAD_LETTERS"), ("firing", "NO_LEADER"), ("firing", "PROVIDER_ERRORS")]
+
+
+CREATES_FAIL = Summary("gpus", True, "", provider_calls=(("create", "error", 3), ("list", "ok", 1)))
+NOTHING_TO_CREATE = Summary("gpus", True, "", provider_calls=(("list", "ok", 1),))
+ANOTHER_LEADS = Summary("gpus", False, "")
+
+
+@pytest.mark.parametrize(("next_summary", "later_s"), [(ANOTHER_LEADS, 0), (NOTHING_TO_CREATE, STREAK_FORGOTTEN_S)])
+async def test_provider_errors_are_over_when_another_leads_or_nothing_is_asked_for_long(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any, next_summary: Summary, later_s: float
+) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url), clock=lambda: clock().timestamp())
+    await plan(store)
+    alarm.note(CREATES_FAIL)
+    await alarm.look()
+    await alarm.send_due()
+    clock.advance(later_s)
+    alarm.note(next_summary)
+    for _ in range(2):
+        await alarm.look()
+        await alarm.send_due()
+        clock.advance(61)
+    assert heard(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
 
 
 async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresAlarmStore, inbox: Inbox) -> None:
@@ -232,6 +302,30 @@ async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresAlarmSt
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert heard(inbox) == [("firing", "NEAR_MAX")]
+
+
+async def test_a_thousand_of_a_kind_are_one_message(store: PostgresAlarmStore, inbox: Inbox, clock: Any) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store, *(Alert("VRAM_STALE", "its GPU is silent", about=f"w{number:03}") for number in range(1_000)))
+    await alarm.look()
+    assert await alarm.send_due() == 1
+    assert inbox.received[0]["reason"] == "1000 at once (w000, w001, w002, ...): its GPU is silent"
+    await plan(store)
+    clock.advance(61)
+    await alarm.look()
+    await alarm.send_due()
+    assert heard(inbox) == [("firing", "VRAM_STALE"), ("resolved", "VRAM_STALE")]
+
+
+async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(store: PostgresAlarmStore) -> None:
+    async with store._connection("looking at a plan") as connection:
+        await connection.execute(
+            "insert into windlass.events (code, reason) select 'TASK_ERROR', 'x' from generate_series(1, 20000);"
+            "insert into windlass.events (code, reason) select 'ALERT', 'x' from generate_series(1, 10);"
+            "analyze windlass.events"
+        )
+        lines = await connection.fetch(f"explain {QUERIES['told']}", TOLD_S, MAX_TOLD)
+    assert any("events_alert" in line[0] for line in lines), lines
 
 
 # ------------------------------------------------------------------------------------------------------ other receivers
@@ -291,6 +385,50 @@ async def test_mails_are_taken_at_the_second_try(store: PostgresAlarmStore, cloc
     assert "Subject: windlass [critical] SLOT_FAILED in fleet gpus" in letter
     assert "To: ops@example.com" in letter
     assert "slot 3 is failed." in letter
+
+
+async def test_a_mail_server_that_does_not_answer_holds_up_nobody_but_mails(
+    store: PostgresAlarmStore, inbox: Inbox
+) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    is_over = asyncio.Event()
+
+    async def say_nothing(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await is_over.wait()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        email = Email(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",))
+        alarm = alarm_of(store, email, Webhook(inbox.url))
+        await plan(store, *(Alert(f"CAUSE_{number}", "it is the matter") for number in range(MAX_AT_ONCE + 2)))
+        await alarm.look()
+        try:
+            async with asyncio.timeout(10):
+                while len(inbox.received) < MAX_AT_ONCE + 2:
+                    await alarm.send_due(is_waited_for=False)
+                    await asyncio.to_thread(lambda: None)
+        finally:
+            is_over.set()
+            await asyncio.gather(*alarm._under_way["email"])
+    assert len(inbox.received) == MAX_AT_ONCE + 2
+
+
+async def test_a_webhook_needs_none_of_the_loops_threads(store: PostgresAlarmStore, inbox: Inbox) -> None:
+    is_over = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    taken = asyncio.create_task(asyncio.to_thread(is_over.wait, 30))
+    try:
+        # A name, not a number: it has to be looked up.
+        alarm = alarm_of(store, Webhook(inbox.url.replace("127.0.0.1", "localhost")))
+        await plan(store, Alert("NEAR_MAX", "9 of 10"))
+        await alarm.look()
+        async with asyncio.timeout(10):
+            await alarm.send_due()
+    finally:
+        is_over.set()
+        await taken
+    assert heard(inbox) == [("firing", "NEAR_MAX")]
 
 
 async def test_a_command_gets_json_and_says_by_its_exit_code_whether_it_is_delivered(

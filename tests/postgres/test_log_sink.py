@@ -62,6 +62,17 @@ async def test_a_database_that_is_away_costs_lines_and_nothing_else(store: Flaky
     assert any("were not written" in line for line in lines)
 
 
+async def test_what_the_database_refuses_is_dropped_and_counted_and_the_rest_is_written(store: Flaky, dsn: str) -> None:
+    dropped: list[int] = []
+    sink = LogSink(store, dropped.append)
+    sink.take({"level": "info", "event": "no moment", "timestamp": "never"})
+    await sink.write()
+    sink.take({"level": "info", "event": "the next"})
+    await sink.write()
+    assert [line.message for line in await written(dsn)] == ["the next", "1 log lines were not written to the database"]
+    assert dropped == [1]
+
+
 async def test_lines_come_from_any_thread_and_are_written_when_it_ends(store: Flaky, dsn: str) -> None:
     sink = LogSink(store)
     running = asyncio.create_task(sink.run())

@@ -27,6 +27,7 @@ from windlass.model.task import new_task
 from windlass.model.worker import Registration
 
 EXAMPLES_OF_EACH = 6
+EXAMPLES_OF_WHO_MAY = 2
 CHECKS: list[CheckFunction] = [
     not_a_server_error,
     status_code_conformance,
@@ -46,7 +47,8 @@ class Plane:
         self._ending = asyncio.Event()
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
         self.url = ""
-        self.headers: dict[str, str] = {}
+        # Of somebody with each role, and of somebody without a token.
+        self.headers: dict[Role | None, dict[str, str]] = {None: {}}
         self.description: dict[str, Any] = {}
 
     def __enter__(self) -> "Plane":
@@ -64,7 +66,8 @@ class Plane:
         async with bed_of(self._dsn, rate_limit=1e6) as bed, serving(bed.app, listener):
             await self._fill(bed)
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            self.headers = await bed.token(Role.OPERATOR)
+            for role in Role:
+                self.headers[role] = await bed.token(role)
             self.description = bed.app.openapi()
             self._started.set()
             await self._ending.wait()
@@ -100,9 +103,50 @@ def test_nothing_that_is_asked_breaks_it(plane: Plane, mode: GenerationMode) -> 
             ask(plane, operation, mode)
 
 
-def ask(plane: Plane, operation: Any, mode: GenerationMode) -> None:
+RANKS = [None, Role.VIEWER, Role.PRODUCER, Role.OPERATOR]
+
+
+def needed(method: str, path: str) -> Role | None:
+    """Who may ask this. Whatever machines ask needs their own tokens: no role of people is enough."""
+    if path in ("/healthz", "/readyz"):
+        return None
+    if path.startswith("/internal/") and path != "/internal/cycle":
+        return Role.WORKER
+    if method.upper() == "GET":
+        return Role.VIEWER
+    return Role.PRODUCER if (method.upper(), path) == ("POST", "/api/v1/tasks") else Role.OPERATOR
+
+
+@pytest.mark.parametrize("role", [None, Role.VIEWER, Role.PRODUCER])
+def test_whoever_may_not_is_told_so_and_whoever_may_is_not(plane: Plane, role: Role | None) -> None:
+    schema = schemathesis.openapi.from_dict(plane.description)
+    schema.config.update(base_url=plane.url)
+    # Whoever has no token sends none: what wrong ones are told is tried elsewhere.
+    schema.config.generation.update(with_security_parameters=False)
+    refused = 0
+    for operation in (result.ok() for result in schema.get_all_operations()):
+        least = needed(operation.method, operation.path)
+        may = least in RANKS and RANKS.index(role) >= RANKS.index(least)
+        if operation.path.endswith("/stream") and may:
+            continue
+        for status in ask(plane, operation, GenerationMode.POSITIVE, role, EXAMPLES_OF_WHO_MAY):
+            assert (status not in (401, 403)) if may else status == (401 if role is None else 403), operation.label
+            refused += not may
+    assert refused > 15
+
+
+def ask(
+    plane: Plane,
+    operation: Any,
+    mode: GenerationMode,
+    role: Role | None = Role.OPERATOR,
+    examples: int = EXAMPLES_OF_EACH,
+) -> list[int]:
+    """The statuses of the answers."""
+    statuses = []
+
     @settings(
-        max_examples=EXAMPLES_OF_EACH,
+        max_examples=examples,
         phases=[Phase.generate],
         deadline=None,
         database=None,
@@ -111,8 +155,10 @@ def ask(plane: Plane, operation: Any, mode: GenerationMode) -> None:
     )
     @given(case=operation.as_strategy(mode))
     def call(case: Any) -> None:
-        case.call_and_validate(headers=plane.headers, checks=CHECKS, timeout=30)
+        answer = case.call_and_validate(headers=plane.headers[role], checks=CHECKS, timeout=30)
+        statuses.append(answer.status_code)
 
     # What takes no input cannot be asked wrongly.
     with contextlib.suppress(Unsatisfiable):
         call()
+    return statuses

@@ -2,24 +2,38 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import httpx
 import pytest
 from jsonschema import Draft202012Validator
+from structlog.testing import capture_logs
 
-from face_bed import SECRET, Bed, bed_of
+from face_bed import CHANCE, FLEET, SECRET, URL, Bed, bed_of
+from windlass.api import gate as gate_module
 from windlass.api import live as live_module
 from windlass.api.documented import EXAMPLES
-from windlass.api.gate import COOKIE, CSRF_HEADER
+from windlass.api.errors import ApiError
+from windlass.api.gate import CSRF_HEADER, session_cookie
+from windlass.api.live import EventStream, Live
+from windlass.api.server import listen, serving
 from windlass.api.session import new_link
-from windlass.model.access import Role, csrf_token
+from windlass.api.thinking import Thinking
+from windlass.model.access import SESSION_PREFIX, Role, csrf_token, new_token
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import new_task
-from windlass.model.worker import Registration
+from windlass.model.worker import Registration, WorkerKind
+from windlass.store import reading
+from windlass.store.connect import connected
+from windlass.store.log_sink import LogSink, PostgresLogStore
+from windlass.wire import face as wire_face
 
 API = "/api/v1"
+COOKIE = session_cookie(httpx.URL(URL).netloc.decode())
 
 
 @pytest.fixture
@@ -58,6 +72,44 @@ async def test_without_tokens_whoever_is_on_the_host_may_look_and_nobody_else(be
     assert problem_of(await bed.here.get(f"{API}/overview", headers={"Host": "evil.example"})) == (401, "UNAUTHORIZED")
     for name in ("localhost:8080", "[::1]:8080", "127.0.0.1"):
         assert (await bed.here.get(f"{API}/overview", headers={"Host": name})).status_code == 200
+
+
+async def test_a_page_of_elsewhere_sees_nothing_through_a_browser_on_this_host(bed: Bed) -> None:
+    crossing = {"Sec-Fetch-Site": "cross-site"}
+    assert problem_of(await bed.here.get(f"{API}/overview", headers=crossing)) == (401, "UNAUTHORIZED")
+    for origin in ("none", "same-origin"):
+        assert (await bed.here.get(f"{API}/overview", headers={"Sec-Fetch-Site": origin})).status_code == 200
+    # Whoever is let in by more than being here is let in from there too.
+    assert (await bed.here.get(await new_link(bed.store, ""), headers=crossing)).status_code == 200
+    headers = await bed.token(Role.VIEWER)
+    assert (await bed.here.get(f"{API}/overview", headers=headers | crossing)).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "X-Forwarded-Proto", "X-Real-IP", "Forwarded", "Via"])
+async def test_what_a_proxy_on_this_host_passes_on_is_not_from_this_host(bed: Bed, header: str) -> None:
+    passed_on = {header: "127.0.0.1", "Host": "localhost"}
+    assert problem_of(await bed.here.get(f"{API}/overview", headers=passed_on)) == (401, "UNAUTHORIZED")
+    token = await bed.token(Role.VIEWER)
+    assert (await bed.here.get(f"{API}/overview", headers=passed_on | token)).status_code == 200
+
+
+async def test_where_a_request_came_from_is_told_by_a_proxy_on_this_host(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.0/24")  # not ours to heed
+    addresses = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        addresses.append(scope["client"][0])
+        await bed.app(scope, receive, send)
+
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with serving(note, listener), httpx.AsyncClient(trust_env=False) as client:
+        await client.get(f"{url}/healthz", headers={"X-Forwarded-For": "198.51.100.7"})
+        # Whom the proxy itself heard it from counts, not what they said of others.
+        await client.get(f"{url}/healthz", headers={"X-Forwarded-For": "203.0.113.9, 192.0.2.1"})
+    assert addresses == ["198.51.100.7", "192.0.2.1"]
 
 
 async def test_writing_always_needs_a_token(bed: Bed) -> None:
@@ -113,6 +165,100 @@ async def test_a_link_lets_one_browser_in_and_its_pages_prove_themselves(bed: Be
     await browser.aclose()
 
 
+async def test_browsers_find_an_icon_on_their_way_in(bed: Bed) -> None:
+    icon = await bed.elsewhere.get("/favicon.ico")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
+    welcome = await bed.elsewhere.get(await new_link(bed.store, ""))
+    assert 'rel="icon" href="/favicon.ico"' in welcome.text
+
+
+async def test_a_viewers_link_lets_a_browser_look_and_not_act(bed: Bed) -> None:
+    browser = bed.client("192.0.2.7")
+    await browser.get(await new_link(bed.store, "http://127.0.0.1:1", Role.VIEWER))
+    csrf = csrf_token(browser.cookies[COOKIE])
+    page = await browser.get("/")
+    assert page.status_code == 200
+    assert "read only" in page.text
+    assert "Sign out" in page.text
+    for path in (f"{API}/tasks", f"{API}/pause"):
+        refused = await browser.post(path, json={"queue": "a"}, headers={CSRF_HEADER: csrf})
+        assert problem_of(refused) == (403, "FORBIDDEN")
+    assert (await browser.post("/fleets/default/pause", content=f"csrf={csrf}&is_confirmed=yes")).status_code == 403
+    (session,) = await bed.store.sessions()
+    assert await bed.store.revoke_session(session.id)
+    assert problem_of(await browser.post(f"{API}/pause", headers={CSRF_HEADER: csrf})) == (401, "UNAUTHORIZED")
+    assert problem_of(await browser.get(f"{API}/overview")) == (401, "UNAUTHORIZED")
+    await browser.aclose()
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("127.0.0.1:8080", "windlass_session_8080"),
+        ("localhost:8081", "windlass_session_8081"),
+        ("[::1]:8080", "windlass_session_8080"),
+        ("windlass.example", "windlass_session"),
+        ("[::1]", "windlass_session"),
+        ("a:b;c", "windlass_session"),
+        ("", "windlass_session"),
+    ],
+)
+def test_a_session_is_of_one_port(host: str, name: str) -> None:
+    assert session_cookie(host) == name
+
+
+async def test_two_on_one_host_do_not_log_each_other_out(bed: Bed, dsn: str) -> None:
+    browser = bed.client("192.0.2.7")
+    for port in (8080, 8081):
+        assert (await browser.get(await new_link(bed.store, f"http://127.0.0.1:{port}"))).status_code == 200
+    for port in (8080, 8081):
+        assert (await browser.get(f"http://127.0.0.1:{port}{API}/overview")).status_code == 200
+    csrf = csrf_token(browser.cookies["windlass_session_8081"])
+    await browser.post("http://127.0.0.1:8081/logout", content=f"csrf={csrf}")
+    assert problem_of(await browser.get(f"http://127.0.0.1:8081{API}/overview")) == (401, "UNAUTHORIZED")
+    assert (await browser.get(f"http://127.0.0.1:8080{API}/overview")).status_code == 200
+    await browser.aclose()
+
+
+async def test_a_flood_of_made_up_sessions_is_told_to_wait_before_anybody_looks_them_up(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookups = 0
+    session_role = bed.store.session_role
+
+    async def counted(session_hash: bytes) -> Role | None:
+        nonlocal lookups
+        lookups += 1
+        return await session_role(session_hash)
+
+    monkeypatch.setattr(bed.store, "session_role", counted)
+    flood = bed.client("192.0.2.66")
+    made_up = [new_token(SESSION_PREFIX, CHANCE) for _ in range(200)]
+    answers = [await flood.get(f"{API}/overview", headers={"Cookie": f"{COOKIE}={session}"}) for session in made_up]
+    assert {problem_of(answer) for answer in answers} == {(401, "UNAUTHORIZED"), (429, "TOO_MANY")}
+    assert lookups < 150
+    browser = bed.client("192.0.2.7")
+    await browser.get(await new_link(bed.store, ""))
+    lookups = 0
+    answers = await asyncio.gather(*(browser.get(f"{API}/overview") for _ in range(10)))
+    answers += [await browser.get(f"{API}/overview") for _ in range(10)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert lookups <= 10  # those that came at once; then it is believed
+    for client in (flood, browser):
+        await client.aclose()
+
+
+async def test_a_token_is_believed_for_looking_and_checked_for_whatever_changes_something(bed: Bed) -> None:
+    client = bed.client("192.0.2.7", **await bed.token(Role.OPERATOR))
+    assert (await client.get(f"{API}/status")).status_code == 200
+    (token,) = await bed.store.tokens()
+    await bed.store.revoke_token(token.name)
+    assert (await client.get(f"{API}/status")).status_code == 200  # for BELIEVED_S
+    assert problem_of(await client.post(f"{API}/pause")) == (401, "UNAUTHORIZED")
+    assert problem_of(await client.get(f"{API}/status")) == (401, "UNAUTHORIZED")
+    await client.aclose()
+
+
 async def test_who_calls_too_often_is_told_to_wait(dsn: str) -> None:
     async with bed_of(dsn, rate_limit=5.0) as bed:
         answers = [await bed.here.get(f"{API}/status") for _ in range(10)]
@@ -140,6 +286,26 @@ async def test_pages_of_configured_origins_may_ask_with_a_token(dsn: str) -> Non
         assert "access-control-allow-credentials" not in allowed.headers
         refused = await bed.elsewhere.options(f"{API}/status", headers=asks | {"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_no_crowd_of_readers_silences_a_worker(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_face, "PEOPLES_STATEMENT_TIMEOUT_S", 0.5)
+    async with bed_of(dsn) as bed, connected(dsn, "holding a lock") as connection, asyncio.timeout(60):
+        worker = await bed.join()
+        assert (await bed.here.get(f"{API}/cycles")).status_code == 200
+        async with connection.transaction():
+            await connection.execute("lock table windlass.cycles in access exclusive mode")
+            crowd = [asyncio.create_task(bed.here.get(f"{API}/cycles")) for _ in range(12)]
+            while len(bed.store._connections._lent) < wire_face.PEOPLES_CONNECTIONS:
+                await asyncio.sleep(0.01)
+            assert (await worker.post("/internal/worker/heartbeat", json={})).status_code == 200
+            assert (await bed.here.get("/readyz")).status_code == 200
+            assert not any(reader.done() for reader in crowd)
+            answers = await asyncio.gather(*crowd)
+        assert {problem_of(answer) for answer in answers} == {(503, "UNAVAILABLE")}
+        assert "takes too long" in answers[0].text
+        assert (await bed.here.get(f"{API}/cycles")).status_code == 200
+        await worker.aclose()
 
 
 # ---------------------------------------------------------------------------------------------------- what it answers
@@ -208,6 +374,31 @@ async def test_workers_are_shown_paused_replaced_and_ended(bed: Bed, clock: Any)
     await operator.aclose()
 
 
+async def test_the_page_of_a_worker_reads_its_own_tasks_and_rests_when_it_has_ended(
+    bed: Bed, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = sorted(await hire(bed))
+    (claim,) = await bed.store.claim(first, ["a"], 1)
+    (other,) = await bed.store.claim(second, ["a"], 1)
+
+    async def nobody_elses() -> Any:
+        raise AssertionError("the tasks of everybody are read")
+
+    monkeypatch.setattr(bed.store, "tasks_at_hand", nobody_elses)
+    page = (await bed.here.get(f"/workers/{first}")).text
+    assert f"/tasks/{claim.task_id}" in page
+    assert f"/tasks/{other.task_id}" not in page
+    assert "data-stream" in page
+    await bed.store.end_worker(first, "by hand")
+    for _ in range(3):
+        clock.advance(5)
+        await bed.run_cycle()
+    assert (await bed.store.worker(first)).status == "terminated"  # type: ignore[union-attr]
+    ended = (await bed.here.get(f"/workers/{first}")).text
+    assert "data-stream" not in ended
+    assert "by hand" in ended
+
+
 async def test_fleets_are_paused_resumed_restarted_and_given_more(bed: Bed) -> None:
     await hire(bed)
     operator = bed.client("192.0.2.7", **await bed.token(Role.OPERATOR))
@@ -215,7 +406,11 @@ async def test_fleets_are_paused_resumed_restarted_and_given_more(bed: Bed) -> N
     shown = (await operator.get(f"{API}/fleets/gpus")).json()
     assert shown["fleet"]["is_paused"]
     assert shown["settings"]["max_workers"] == 3
-    assert "env" not in shown["settings"]
+    # What an environment holds, and passwords in addresses, are not for viewers.
+    assert shown["settings"]["env"] == {"API_KEY": "********"}
+    assert shown["settings"]["bootstrap"]["requirements"] == [
+        "--extra-index-url https://app:********@pypi.example/simple"
+    ]
     assert (await operator.post(f"{API}/resume")).json() == {"changed": 2}
     asked = (await operator.post(f"{API}/fleets/gpus/spawn", json={"count": 5})).json()
     assert asked == {"fleet": "gpus", "granted": 1, "requested": 1, "max_workers": 3}
@@ -243,10 +438,39 @@ async def test_a_cycle_is_decided_again_with_other_settings(bed: Bed) -> None:
     assert same["is_same"]
     fewer = (await bed.here.get(f"{API}/cycles/{first['id']}/replay", params={"set": ["max_workers=1"]})).json()
     assert (len(fewer["then"]["actions"]), len(fewer["again"]["actions"])) == (2, 1)
-    for wrong in ("max_workers", "nonsense=1", "max_workers=-1", "policy=psychic", "min_workers=9"):
+    for wrong in (
+        *("max_workers", "nonsense=1", "max_workers=-1", "policy=psychic", "min_workers=9"),
+        # More than anybody could count, or wait for.
+        *("max_workers=99999999999", "max_changes_per_cycle=100001", "tasks_per_worker=1e-320", "stop_timeout_s=1e300"),
+        *("scale_up_multiplier=1e308", "poll_interval_s=inf"),
+    ):
         refused = await bed.here.get(f"{API}/cycles/{first['id']}/replay", params={"set": wrong})
         assert problem_of(refused) == (400, "BAD_INPUT"), wrong
     assert problem_of(await bed.here.get(f"{API}/cycles/99")) == (404, "NOT_FOUND")
+
+
+async def test_deciding_again_is_done_beside_the_loop_one_at_a_time_and_within_a_time() -> None:
+    thinking = Thinking(limit_s=0.05)
+    begun, may_end = threading.Event(), threading.Event()
+    threads = set()
+
+    def long() -> None:
+        threads.add(threading.get_ident())
+        begun.set()
+        may_end.wait(30)
+
+    for _ in range(2):  # the second waits for its turn, which does not come
+        with pytest.raises(ApiError, match="too long"):
+            await thinking.about(long)
+    assert begun.is_set()
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+    may_end.set()
+    patient = Thinking(limit_s=30)
+    assert await asyncio.gather(*(patient.about(lambda number=number: number) for number in range(3))) == [0, 1, 2]  # type: ignore[misc]
+    while thinking._turn.locked():
+        await asyncio.sleep(0.01)
+    assert await thinking.about(lambda: "again") == "again"
 
 
 async def test_costs_events_alerts_and_history(bed: Bed, clock: Any) -> None:
@@ -263,6 +487,49 @@ async def test_costs_events_alerts_and_history(bed: Bed, clock: Any) -> None:
     assert len((await bed.here.get(f"{API}/fleets/gpus/history")).json()) == 1
     assert (await bed.here.get(f"{API}/alerts")).json() == {"items": [], "next_cursor": None}
     assert (await bed.here.get(f"{API}/logs")).json() == {"items": [], "next_cursor": None}
+
+
+async def test_the_cost_page_is_one_look_at_sums_for_all_who_watch_it(
+    bed: Bed, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hire(bed)
+    clock.advance(3700)
+    await bed.run_cycle()
+    asked: list[Any] = []
+    accounts, costs = bed.store.open_accounts, bed.store.costs
+
+    async def counted_accounts(**which: Any) -> Any:
+        asked.append("accounts")
+        return await accounts(**which)
+
+    async def counted_costs(by: str, *arguments: Any, **which: Any) -> Any:
+        asked.append(str(by))
+        return await costs(by, *arguments, **which)
+
+    monkeypatch.setattr(bed.store, "open_accounts", counted_accounts)
+    monkeypatch.setattr(bed.store, "costs", counted_costs)
+    pages = await asyncio.gather(*(bed.here.get("/cost?days=7") for _ in range(5)))
+    assert {page.status_code for page in pages} == {200}
+    assert "By queue" in pages[0].text
+    # Everything, this month, by day and by queue, from the sums of hours: once for the five.
+    assert sorted(asked) == ["accounts", "day", "fleet", "fleet", "queue"]
+    assert 'data-refresh-ms="10000"' in pages[0].text
+    reports = [await bed.here.get(f"{API}/cost", params={"by": "queue"}) for _ in range(3)]
+    assert len(asked) == 9
+    assert reports[0].json()["costs"] == reports[2].json()["costs"]
+
+
+async def test_no_day_is_left_out_where_two_currencies_are_paid_in(bed: Bed, clock: Any) -> None:
+    async with bed.store._connection("spending") as connection:
+        await connection.execute(
+            "insert into windlass.spending (fleet, hour, currency, task_micros)"
+            " select 'gpus', windlass.now() - day * interval '1 day', currency, 1000000"
+            " from generate_series(0, 6) as day, unnest(array['EUR', 'USD']) as currency"
+        )
+    page = (await bed.here.get("/cost?days=7")).text
+    for days_ago in range(7):
+        day = f"{clock() - timedelta(days=days_ago):%Y-%m-%d}"
+        assert page.count(f'<th scope="row">{day}</th>') == 2
 
 
 async def test_bad_input_is_one_sentence(bed: Bed) -> None:
@@ -309,6 +576,19 @@ async def test_every_example_is_as_the_description_says(bed: Bed) -> None:
                 assert problems == [], f"{method} {path}"
     assert seen > 20
     assert set(EXAMPLES) >= {"problem"}
+    bodies = [
+        (operation["operationId"], content)
+        for methods in description["paths"].values()
+        for operation in methods.values()
+        for content in operation.get("requestBody", {}).get("content", {}).values()
+    ]
+    assert len(bodies) >= 16
+    for name, content in bodies:
+        schema = content["schema"] | {"components": description["components"]}
+        assert [error.message for error in Draft202012Validator(schema).iter_errors(content["example"])] == [], name
+    # Whoever probes has no token, and needs none.
+    is_open = {path for path, methods in description["paths"].items() if methods.get("get", {}).get("security") == []}
+    assert is_open == {"/healthz", "/readyz"}
 
 
 # ----------------------------------------------------------------------------------------------------------------- live
@@ -332,7 +612,7 @@ async def messages_of(stream: Any) -> AsyncIterator[tuple[str, Any, str | None]]
 async def test_who_listens_hears_of_a_pause_at_once_and_misses_nothing(dsn: str) -> None:
     async with bed_of(dsn) as bed, asyncio.timeout(30):
         await hire(bed)
-        told = messages_of(await bed.live.listen(None))
+        told = messages_of((await bed.live.listen(None)).messages())
         kind, overview, _ = await anext(told)
         assert kind == "overview"
         assert not overview["fleets"][0]["fleet"]["is_paused"]
@@ -347,24 +627,77 @@ async def test_who_listens_hears_of_a_pause_at_once_and_misses_nothing(dsn: str)
         (event,) = [(data, event_id) for kind, data, event_id in heard if kind == "event"]
         assert event[0]["code"] == "FLEET_PAUSED"
         await bed.store.pause_fleet("gpus", False)
-        again = messages_of(await bed.live.listen(int(event[1])))
+        again = messages_of((await bed.live.listen(int(event[1]))).messages())
         kind, data, _ = await anext(again)
         assert (kind, data["code"]) == ("event", "FLEET_RESUMED")
 
 
-async def test_listeners_are_bounded_and_the_slow_are_let_go(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "MAX_LISTENERS", 1)
+async def test_listeners_are_bounded_and_those_who_do_not_read_are_let_go(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_module, "MAX_LISTENERS", 2)
+    monkeypatch.setattr(live_module, "MAX_LISTENERS_OF_CALLER", 1)
     monkeypatch.setattr(live_module, "MAX_BEHIND", 1)
     monkeypatch.setattr(live_module, "LOOK_INTERVAL_S", 0.01)
     monkeypatch.setattr(live_module, "FRESH_S", 0.01)
     async with bed_of(dsn) as bed, asyncio.timeout(30):
-        stream = await bed.live.listen(None)
-        await anext(stream)
+        listener = await bed.live.listen(None, "ann")
+        with pytest.raises(ApiError, match="you listen 1 times already"):
+            await bed.live.listen(None, "ann")
+        sent = 0
+
+        async def send(message: Any) -> None:
+            nonlocal sent
+            if sent := sent + len(message.get("body", b"")):
+                await asyncio.Event().wait()  # the client takes nothing more
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        stream = EventStream(listener)
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "GET", "path": "/", "headers": []}
+        # It comes to an end although its message never arrives, and does not count from the moment on it was let go.
+        await stream(scope, receive, send)
+        assert sent > 0
+        assert listener.is_let_go
+        assert bed.live.listeners == 0
+        monkeypatch.setattr(live_module, "MAX_BEHIND", 10_000)
+        await bed.live.listen(None, "ann")
+        await bed.live.listen(None, "bob")
         assert problem_of(await bed.here.get(f"{API}/stream")) == (503, "UNAVAILABLE")
-        # It reads nothing more until it has been let go: then there is an end to what it reads.
-        while not next(iter(bed.live._listeners))._is_let_go:
-            await asyncio.sleep(0.01)
-        assert [message async for message in stream] == []
+
+
+@pytest.mark.parametrize("kind", ["a token that is revoked", "a session that ended"])
+async def test_who_may_not_look_any_more_hears_nothing_more(
+    dsn: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(live_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(gate_module, "BELIEVED_S", 0.0)
+    listener = listen("127.0.0.1", 0)
+    base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with (
+        bed_of(dsn) as bed,
+        serving(bed.app, listener),
+        httpx.AsyncClient(trust_env=False, timeout=20, base_url=base) as client,
+        asyncio.timeout(30),
+    ):
+        await hire(bed)
+        if kind == "a token that is revoked":
+            client.headers.update(await bed.token(Role.VIEWER))
+        else:
+            await client.get(await new_link(bed.store, base))
+        async with client.stream("GET", f"{API}/stream") as answer:
+            assert answer.status_code == 200
+            parts = answer.aiter_text()
+            assert "overview" in await anext(parts)
+            if kind == "a token that is revoked":
+                (token,) = await bed.store.tokens()
+                await bed.store.revoke_token(token.name)
+            else:
+                (session,) = client.cookies.values()
+                await client.post("/logout", content=f"csrf={csrf_token(session)}")
+            async for _ in parts:  # to its end
+                pass
         assert bed.live.listeners == 0
 
 
@@ -382,6 +715,83 @@ async def test_many_who_ask_at_once_are_answered_from_one_look(dsn: str, monkeyp
         answers = await asyncio.gather(*(bed.here.get(f"{API}/status") for _ in range(50)))
         assert {answer.status_code for answer in answers} == {200}
         assert looks == 1
+
+
+async def test_however_much_is_changed_looking_takes_its_share_of_the_time_and_no_more() -> None:
+    now, looks = 100.0, list[float]()
+
+    class Slow:
+        async def overview(self, _configured: Any) -> Any:
+            nonlocal now
+            looks.append(now)
+            now += 0.2
+            return len(looks)
+
+    live = Live(Slow(), frozenset, clock=lambda: now)  # type: ignore[arg-type]
+    await live.overview()
+    live.poke()
+    assert await live.overview() == 2  # at once
+    while now < 200.0:  # and then a hundred times a second
+        live.poke()
+        assert await live.overview() == len(looks)
+        now += 0.01
+    assert 0.2 * len(looks) == pytest.approx(0.25 * (100 + live_module.SAVED_UP_S), rel=0.05)
+
+
+async def test_samples_are_taken_whatever_went_wrong_before(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "SAMPLE_INTERVAL_S", 0.01)
+    async with bed_of(dsn) as bed, asyncio.timeout(30):
+        await hire(bed)
+        troubles = iter([ZeroDivisionError("a defect"), DatabaseUnavailable("it is away")])
+        look = bed.live.overview
+
+        async def overview() -> Any:
+            if (trouble := next(troubles, None)) is not None:
+                raise trouble
+            return await look()
+
+        monkeypatch.setattr(bed.live, "overview", overview)
+        with capture_logs() as logs:
+            sampling = asyncio.create_task(wire_face.take_samples(bed.store, bed.live))
+            while not await bed.store.history("gpus", 60):
+                await asyncio.sleep(0.01)
+                assert not sampling.done()
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+        assert [line["log_level"] for line in logs if line["event"] == "no sample was taken"] == ["error", "warning"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- pages
+
+
+async def test_a_budget_of_which_nothing_is_spent_is_shown(bed: Bed) -> None:
+    await bed.run_cycle()
+    bed.fleets["gpus"] = FLEET.model_copy(update={"budget_per_day": Decimal(10)})
+    page = (await bed.here.get("/cost")).text
+    assert "per day: 0.00 of 10.00" in page
+    assert "Nothing was paid" in page
+
+
+async def test_of_a_worker_elsewhere_the_page_shows_what_the_database_has_of_it(bed: Bed, dsn: str) -> None:
+    await bed.store.register(Registration("far", ("a",), fleet="clouds"))
+    assert "there is no log of worker far on this host" in (await bed.here.get("/workers/far")).text.lower()
+    async with PostgresLogStore(dsn) as logs:
+        sink = LogSink(logs)
+        sink.take({"level": "warning", "event": "machine refused", "worker_id": "far", "code": "NO_CAPACITY"})
+        await sink.write()
+    page = (await bed.here.get("/workers/far")).text
+    assert "warning machine refused code=NO_CAPACITY" in page
+    assert "logged of it" in page
+
+
+async def test_rays_own_dashboard_is_linked_where_a_dispatcher_says_where_it_is(bed: Bed) -> None:
+    await hire(bed)
+    for name, url in (("d1", "http://127.0.0.1:8265"), ("d2", "javascript:alert(1)")):
+        await bed.store.register(Registration(name, ("a",), fleet="gpus", kind=WorkerKind.DISPATCHER))
+        await bed.store.heartbeat(name, (), {"ray_dashboard": url})
+    page = (await bed.here.get("/workers")).text
+    assert 'href="http://127.0.0.1:8265"' in page
+    assert "javascript:" not in page
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics
@@ -404,9 +814,37 @@ async def test_metrics_have_everything_that_is_watched(bed: Bed, clock: Any) -> 
         "windlass_has_leader 1.0",
         'windlass_worker_cost{currency="EUR",fleet="gpus"} 0.006',
         'windlass_cycle_seconds_count{fleet="gpus"} 2.0',
+        'windlass_workers{fleet="gpus",status="terminated"} 0.0',
     ):
         assert line in text.splitlines(), f"{line}\n{text}"
     assert "gpus-0" not in text  # no label for each worker
+
+
+async def test_counters_begin_at_zero_so_that_their_first_increase_is_seen(bed: Bed) -> None:
+    bed.metrics.expect(["gpus"], ["slack"])
+    text = (await bed.here.get("/metrics")).text
+    for line in (
+        'windlass_provider_calls_total{call="create",fleet="gpus",outcome="error"} 0.0',
+        'windlass_worker_crashes_total{fleet="gpus"} 0.0',
+        'windlass_alert_messages_total{outcome="given_up",receiver="slack"} 0.0',
+    ):
+        assert line in text.splitlines(), f"{line}\n{text}"
+
+
+async def test_several_alerts_of_a_kind_are_one_series_and_workers_that_ended_are_counted(bed: Bed) -> None:
+    first, _ = await hire(bed)
+    async with bed.store._connection("making alerts") as connection:
+        await connection.execute(
+            "insert into windlass.alerts (fleet, key, code, severity, reason)"
+            " select 'gpus', 'SLOT_FAILED ' || n, 'SLOT_FAILED', 'critical', 'x' from generate_series(1, 2) as n"
+        )
+    await bed.store.end_worker(first, "by hand")
+    for _ in range(2):
+        await bed.run_cycle()
+    lines = (await bed.here.get("/metrics")).text.splitlines()
+    firing = [line for line in lines if line.startswith("windlass_alerts_firing{")]
+    assert firing == ['windlass_alerts_firing{code="SLOT_FAILED",fleet="gpus",severity="critical"} 2.0']
+    assert 'windlass_workers{fleet="gpus",status="terminated"} 1.0' in lines
 
 
 async def test_crashes_are_counted_and_timed(bed: Bed, clock: Any) -> None:

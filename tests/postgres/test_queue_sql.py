@@ -19,7 +19,7 @@ import asyncpg
 import pytest
 
 from servers import transaction_pooler
-from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch
+from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch, TooSlow
 from windlass.model.task import Claim, Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.policy.backoff import retry_delay_s
@@ -733,6 +733,15 @@ async def test_behind_a_transaction_pooler_no_call_holds_its_locks_for_long(pgbo
             assert tuple(await connection.fetchrow(limits)) == ("20s", "20s")
         async with direct._connection("looking") as connection:
             assert tuple(await connection.fetchrow(limits)) == ("0", "0")
+
+
+async def test_a_statement_that_takes_too_long_is_broken_off_and_said_to_be(pgbouncer: str, each_dsn: str) -> None:
+    for dsn in (pgbouncer, each_dsn):
+        async with PostgresStore(dsn, max_connections=1, statement_timeout_s=0.1) as store:
+            with pytest.raises(TooSlow, match="^sleeping: not done within 0.1 s"):
+                async with store._connection("sleeping") as connection:
+                    await connection.execute("select pg_sleep(20)")
+            assert await store.enqueue(NewTask("q")) > 0
 
 
 async def test_behind_a_transaction_pooler_an_error_does_not_poison_the_next_call(pgbouncer: str) -> None:

@@ -11,8 +11,8 @@ from windlass.cost.meter import read_meter
 from windlass.model.errors import BadInput
 from windlass.model.task import Finished, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
-from windlass.ports.reading import Page, TaskList
-from windlass.store import reading
+from windlass.ports.reading import MAX_QUEUES, Page, TaskList
+from windlass.store import control, reading
 from windlass.store.reading import PostgresReadingStore
 
 Store = PostgresReadingStore
@@ -115,6 +115,45 @@ async def test_waits_and_throughput_are_those_of_recent_work(store: Store, sql: 
     assert gpus.work.completed_per_minute == pytest.approx(20 / 5)
 
 
+async def test_a_busy_queue_does_not_hide_a_quiet_one(
+    store: Store, sql: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "RECENT_TASKS_OF_QUEUE", 20)
+    await add_fleet(sql)
+    for queue, count, every_ms, wait_s in (("a", 2500, 100, 1), ("b", 5, 50_000, 60)):
+        await sql.execute(
+            "insert into windlass.tasks (queue, status, attempts, created_at, started_at, finished_at)"
+            " select $1, 'complete', 1, f.at - ($4 + 2) * interval '1 s', f.at - interval '2 s', f.at"
+            " from generate_series(0, $2 - 1) as g"
+            " cross join lateral (select windlass.now() - g * $3 * interval '1 ms' as at) as f",
+            queue, count, every_ms, wait_s,
+        )  # fmt: skip
+    seen = await store.overview()
+    assert (seen.queues["a"].wait_p50_s, seen.queues["b"].wait_p50_s) == (1, 60)
+    assert seen.queues["a"].completed_per_minute == pytest.approx(2500 / 5)
+    assert seen.queues["b"].completed_per_minute == pytest.approx(5 / 5)
+    (gpus,) = seen.fleets
+    # Each counts for as many as were completed: nearly all waited for a second.
+    assert (gpus.work.wait_p50_s, gpus.work.wait_p95_s) == (1, 1)
+    assert gpus.work.completed_per_minute == pytest.approx(2505 / 5)
+    monkeypatch.setattr(reading, "RECENT_TASKS", 100)
+    assert (await store.overview()).queues["a"].completed_per_minute == pytest.approx(600, rel=0.02)
+
+
+async def test_who_waited_for_a_time_did_not_wait_for_a_worker(store: Store, sql: Any, clock: Any) -> None:
+    await add_fleet(sql)
+    await store.register(Registration("hand", ("a",)))
+    await store.enqueue(new_task("a", run_after=clock() + timedelta(hours=1)))
+    clock.advance(3600 + 7)
+    (claim,) = await store.claim("hand", ["a"])
+    await store.release("hand", claim.task_id, claim.token, "not now")
+    clock.advance(3)
+    assert (await store.overview()).queues["a"].oldest_queued_age_s == 3
+    (claim,) = await store.claim("hand", ["a"])
+    await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None)], [], 0)
+    assert (await store.overview()).queues["a"].wait_p50_s == 3
+
+
 async def test_fleets_that_are_over_are_left_out(store: Store, sql: Any) -> None:
     await add_fleet(sql, "configured")
     await add_fleet(sql, "staffed")
@@ -148,7 +187,7 @@ async def test_retention_of_what_only_faces_need(store: Store, sql: Any, clock: 
         " values ('x', 'X', 'warning', 'x', windlass.now())"
     )
     await sql.execute(
-        "insert into windlass.sessions values ('\\x01', false, windlass.now(), windlass.now() + '1 hour')"
+        "insert into windlass.sessions values ('\\x01', false, 'viewer', windlass.now(), windlass.now() + '1 hour')"
     )
     clock.advance(7200)
     await sql.execute("select set_config('windlass.now', $1, false)", clock().isoformat())
@@ -319,12 +358,20 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
         "tasks_failed": (None, None, 50, 50, None, None),
         "tasks_queued": (["a"], None, 50, 50, None, None),
         "tasks_waiting": (["a"], None, 50, 50, None, None, "error"),
-        "recent_work": (2000, 300.0),
+        "recent_work": (20_000, 500, 300.0),
         "running_by_queue": (),
     }
     for name, arguments in plans.items():
         plan = "\n".join(row[0] for row in await sql.fetch(f"explain {reading.QUERIES[name]}", *arguments))
         assert "Seq Scan on tasks" not in plan, f"{name}:\n{plan}"
+    (first,) = await sql.fetchrow("select min(id) from windlass.tasks where status = 'queued' and priority = 2")
+    plan = "\n".join(
+        row[0]
+        for row in await sql.fetch(f"explain (analyze, timing off) {control.QUERIES['ready_before']}", first, 10_001)
+    )
+    # It is the next, and nothing is read of the thousands behind it.
+    assert "Rows Removed by Filter" not in plan, plan
+    assert "Seq Scan on tasks" not in plan, plan
 
 
 async def test_a_million_that_wait_are_counted_up_to_a_bound(
@@ -334,6 +381,22 @@ async def test_a_million_that_wait_are_counted_up_to_a_bound(
     await sql.execute("insert into windlass.tasks (queue) select 'a' from generate_series(1, 25)")
     assert (await store.overview()).queues["a"].queued == 10
     assert len(await everything(store.tasks_page, which=TaskList.QUEUED, limit=10)) == 25
+
+
+async def test_queues_that_somebody_made_up_are_told_of_up_to_a_bound(store: Store, sql: Any) -> None:
+    await add_fleet(sql, queues="{zz-served}")
+    await sql.execute("insert into windlass.tasks (queue) select 'made-up-' || g from generate_series(1, 1500) as g")
+    seen = await store.overview()
+    assert len(seen.queues) == MAX_QUEUES + 1
+    assert seen.queues["zz-served"].queued == 0
+    assert seen.has_more_queues
+    assert len(await store.known_queues()) <= 2_001
+    assert len((await store.tasks_page(which=TaskList.QUEUED, limit=500)).rows) == MAX_QUEUES
+    # By its name each is found.
+    hidden = next(name for name in (f"made-up-{n}" for n in range(1, 1501)) if name not in seen.queues)
+    assert len((await store.tasks_page(queue=hidden, which=TaskList.QUEUED)).rows) == 1
+    await sql.execute("delete from windlass.tasks where queue <> 'made-up-1'")
+    assert not (await store.overview()).has_more_queues
 
 
 async def test_statuses_are_the_models(store: Store, sql: Any, clock: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from ray_bed import HANDLERS, until
@@ -115,6 +117,10 @@ async def test_servers_of_hetzner_become_nodes_and_leave(tmp_path: Path, dsn: st
                 nodes = {worker.id: worker for worker in await store.workers() if worker.kind is WorkerKind.NODE}
                 assert {task.worker_id for task in tasks} <= set(nodes)
                 assert all(worker.slot is not None and worker.node is not None for worker in nodes.values())
+                async with httpx.AsyncClient(trust_env=False, timeout=30) as browser:
+                    page = (await browser.get(f"http://127.0.0.1:{port}/workers")).text
+                assert "Ray: alive" in page  # the dashboard tells it too
+                assert re.search(r"CPU \d of 2<", page), page
                 (server, *_) = emulator.project.servers.values()
                 assert f"ray=={our_versions().ray}" in server.user_data
                 assert "numpy" in server.user_data

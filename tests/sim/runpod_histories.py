@@ -4,7 +4,7 @@ The emulator's pods are the machines in the cloud's books, with the simulated wo
 (never too many, nobody ended without cause, nothing left over, no doubles) is judged of pods. Faults of each request
 are drawn from the scenario's rates. Each start of an orchestrator has an account and a provider of its own, as a
 process would. In every second history workers are started by a preparation that takes its time, and fails where the
-pod is a bad one.
+pod is a bad one. Workers need GPUs, and some pods have none, or are RUNNING for ever with nothing in them.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from runpod_bed import ENDPOINT, IMAGE, TIMEOUT_S, URL, Network
 from runpod_contract import InProcess
 from windlass.emulate.runpod import RunpodEmulator, Settings
 from windlass.emulate.runpod.errors import NO_CAPACITY
+from windlass.emulate.runpod.faults import Luck
 from windlass.model.errors import NotPrepared
 from windlass.model.machine import MachineRequest, Preparation
 from windlass.model.runpod import RunpodSettings
@@ -29,6 +30,7 @@ from windlass.sim.cloud import Cloud, Entry
 from windlass.sim.loop import moment, virtual_now
 from windlass.sim.orchestrators import GatedProvider, SimOrchestrator
 from windlass.sim.scenario import Scenario, Surroundings, draw
+from windlass.sim.workers import SimWorker
 from windlass.sim.world import World
 
 # What the provider's traits allow for: how old a list may be, how late a pod may come, for how long a new one hides.
@@ -39,6 +41,8 @@ _ONE_POD = re.compile(r"/v2/pods/(\w+)")
 PODS = "/v2/pods"
 CODES = ("SSH_UNREACHABLE", "STORAGE_NOT_MOUNTED", "GPU_NOT_DETECTED", "DISK_FULL", "START_SCRIPT_FAILED")
 
+# Of all pods that are made, in two of three histories: those without a GPU, and those that never have a runtime.
+NO_GPU_SHARE, NO_RUNTIME_SHARE = 0.12, 0.08
 REFUSALS = ("no capacity", "401", "402", "403", "422", "400", "429")
 NO_ANSWERS = ("5xx", "silence")
 NOT_DELETED = ("nothing", "404", "409", "401", "403", "429", *NO_ANSWERS)
@@ -56,6 +60,9 @@ def _surroundings(around: Surroundings) -> Surroundings:
         "runpod": RunpodSettings(image=IMAGE),
         "spawn_timeout_s": 90.0,
         "poll_interval_s": max(5.0, around.config.poll_interval_s),
+        "has_gpu": True,
+        "gpu_not_detected_timeout_s": 45.0,
+        "concurrency": 1,
     }
     # The world waits for machines to be gone by what the cloud says of itself: as the provider says.
     return replace(
@@ -80,7 +87,7 @@ class RunpodCloud(Cloud):
 class Pods(InProcess):
     """The emulated account, what goes wrong with it, and whose machine each pod is."""
 
-    def __init__(self, clouds: dict[str, RunpodCloud], rng: Random) -> None:
+    def __init__(self, clouds: dict[str, RunpodCloud], rng: Random, fate: Random) -> None:
         settings = Settings(
             provisioning_s=1.0,
             starting_s=rng.choice([0.0, 3.0, 6.0]),
@@ -92,6 +99,11 @@ class Pods(InProcess):
         super().__init__(self.emulator)
         self.clouds = clouds
         self.rng = rng
+        # Of pods, apart from that of requests.
+        self.fate = fate
+        self.has_bad_pods = fate.random() < 2 / 3
+        # What is wrong with the pod that begins at this moment.
+        self.begins_with = Luck()
         self.is_calm = False
         self.entries: dict[str, Entry] = {}
         self.told: set[str] = set()
@@ -103,6 +115,8 @@ class Pods(InProcess):
         cloud = self._cloud_of(request, method, path)
         faults = self.emulator.faults
         breaks = self._draw(method, path, cloud) if cloud is not None and not self.is_calm else None
+        if method == "POST" and path == PODS and self.has_bad_pods and not self.is_calm:
+            self._draw_pod()
         if breaks == "late":
             delay_s = self.rng.uniform(0.0, MAX_LATE_S)
             asyncio.get_running_loop().call_later(delay_s, lambda: self._arrive(request))
@@ -162,6 +176,13 @@ class Pods(InProcess):
             self.told.add("list old")
         return None
 
+    def _draw_pod(self) -> None:
+        roll = self.fate.random()
+        if roll < NO_GPU_SHARE:
+            self.emulator.faults.next_pod(has_no_gpu=True)
+        elif roll < NO_GPU_SHARE + NO_RUNTIME_SHARE:
+            self.emulator.faults.next_pod(never_has_runtime=True)
+
     def _tell(self, cloud: RunpodCloud, method: str, path: str, kind: str) -> str:
         self.told.add(f"{method} {kind}")
         cloud.story.tell("runpod", f"{method} {path}: {kind}")
@@ -193,6 +214,8 @@ class Pods(InProcess):
             if id_ not in self.entries:
                 _, fleet, worker_id = pod.config.env["WINDLASS_POD"].split("/")
                 slot = int(worker_id.split("-")[-2])
+                self.begins_with = pod.luck
+                self.told |= {name for name in ("has_no_gpu", "never_has_runtime") if getattr(pod.luck, name)}
                 self.entries[id_] = self.clouds[fleet].begin(MachineRequest(worker_id, fleet, slot))
         for id_, entry in self.entries.items():
             if id_ not in pods:
@@ -238,6 +261,8 @@ class SlowPreparer:
         worker = self._history.watch.by_machine.get(entry.id) if entry is not None else None
         if worker is None or pod_id not in self._history.pods.emulator.account.pods:
             raise NotPrepared("SSH_UNREACHABLE", f"preparing {pod}: nobody answers")
+        if worker.conduct.luck.has_no_gpu and self._rng.random() < 0.5:
+            raise NotPrepared("GPU_NOT_DETECTED", f"preparing {pod}: no GPU answers", "what it said", "its key")
         if worker.conduct.luck.never_joins:
             raise NotPrepared(self._rng.choice(CODES), f"preparing {pod}: it is a bad one", "what it said", "its key")
         if not self._history.is_calm and self._rng.random() < 0.3:
@@ -252,7 +277,7 @@ class RunpodHistory(World):
         self.wrap = self._replace_provider
         super()._build()
         clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, RunpodCloud)}
-        self.pods = Pods(clouds, self._chance("runpod"))
+        self.pods = Pods(clouds, self._chance("runpod"), self._chance("pods"))
         for cloud in clouds.values():
             cloud.pods = self.pods
 
@@ -262,6 +287,13 @@ class RunpodHistory(World):
         cloud.on_begun, cloud.on_ending = usual.on_begun, usual.on_ending
         cloud.move_in = lambda entry: self._move_in(cloud, around, entry)
         return cloud
+
+    def _move_in(self, cloud: Cloud, around: Surroundings, entry: Entry) -> SimWorker:
+        """As good or bad as its pod."""
+        pod = self.pods.begins_with
+        if pod.has_no_gpu or pod.never_has_runtime:
+            self.next_worker(has_no_gpu=pod.has_no_gpu, never_joins=pod.never_has_runtime)
+        return super()._move_in(cloud, around, entry)
 
     def _replace_provider(self, orchestrator: SimOrchestrator, service: Any) -> Any:
         if not isinstance(service, GatedProvider):
@@ -299,6 +331,8 @@ class RunpodHistory(World):
             for entry in cloud.billed():
                 worker = self.watch.by_machine[entry.id]
                 is_heard = worker.conduct.first_heard_at is not None
+                if worker.conduct.luck.has_no_gpu:
+                    return f"{entry.id} of {entry.name} has no GPU"
                 if worker._process.is_dead or worker._process.is_frozen or not is_heard:
                     return f"nobody works in {entry.id} of {entry.name}"
         return await super()._restless()

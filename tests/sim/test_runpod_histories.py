@@ -43,6 +43,7 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         told |= history.pods.told
     unanswered = [f"{kind}{after}" for kind in NO_ANSWERS for after in AFTER]
     for trouble in (
+        "has_no_gpu", "never_has_runtime",
         "list old", "GET silence", "GET 5xx", "GET 429", "POST late", "POST answer lost",
         *(f"POST {kind}" for kind in (*unanswered, *REFUSALS)),
         *(f"DELETE {kind}" for kind in NOT_DELETED),

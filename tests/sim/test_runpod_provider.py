@@ -4,17 +4,19 @@ import asyncio
 import json
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from runpod_bed import GPU, OTHER_GPU, TOKEN, URL, Bed, request_for, virtually
+from runpod_bed import GPU, IMAGE, OTHER_GPU, TOKEN, URL, Bed, request_for, virtually
+from windlass.emulate.runpod.errors import NO_CAPACITY
 from windlass.model.errors import (
     Ambiguous,
     Denied,
     InvalidRequest,
     LimitReached,
     NoCapacity,
+    NotPrepared,
     ProviderError,
     Refused,
     Throttled,
@@ -25,6 +27,7 @@ from windlass.model.runpod import RunpodSettings
 from windlass.providers.runpod.examine import examine
 from windlass.providers.runpod.limiter import Limiter
 from windlass.providers.runpod.naming import installation_of
+from windlass.providers.runpod.preparing import Preparer
 from windlass.sim.loop import virtual_now
 
 BOOTED_S = 10.0
@@ -138,6 +141,42 @@ async def test_what_one_fleet_learned_about_capacity_all_with_its_key_know() -> 
 
 
 @pytest.mark.parametrize(
+    "other",
+    [
+        {"gpu_count": 1},
+        {"gpu_count": 8, "min_cuda_version": "12.4"},
+        {"gpu_count": 8, "choices": [f"{GPU}@SECURE/US-KS-2"]},
+        {"gpu_count": 8, "has_volume": True},
+    ],
+    ids=lambda other: ", ".join(other),
+)
+def test_a_lack_of_one_kind_of_pod_is_no_lack_of_another(other: dict[str, Any]) -> None:
+    @virtually
+    async def learn() -> None:
+        bed = Bed()
+        account = bed.account()
+        if other.pop("has_volume", False):
+            place = {"name": "v", "size": 10, "dataCenter": "EU-RO-1"}
+            other["network_volume_id"] = bed.client.post("/network-volumes", json=place).json()["id"]
+        bed.faults.next_create(400, detail=NO_CAPACITY)
+        with pytest.raises(NoCapacity):
+            await bed.provider(account=account, gpu_count=8).create(request_for())
+        await bed.provider("blue", account=account, **other).create(request_for(fleet="blue"))
+        assert len(bed.pods) == 1
+
+    learn()
+
+
+@virtually
+async def test_stock_is_known_for_each_number_of_gpus() -> None:
+    bed = Bed()
+    account = bed.account()
+    for count in (1, 8, 1):
+        await bed.provider(account=account, gpu_count=count).list_machines()
+    assert len(bed.asked("GET", "/catalog/gpus")) == 2
+
+
+@pytest.mark.parametrize(
     ("status", "error", "words", "tried"),
     [
         (401, Denied, r"missing bearer token \(401\): check runpod_api_key", 1),
@@ -179,11 +218,19 @@ async def test_every_violation_is_told_in_the_vendors_words() -> None:
 
 
 @virtually
-async def test_what_only_a_person_can_mend_is_said_before_a_lack_of_machines() -> None:
+async def test_a_lack_of_machines_passes_whatever_is_wrong_with_another_choice() -> None:
+    """And so the fleet is not held for long; but what only a person can mend is said."""
     bed = Bed()
     bed.faults.no_capacity(GPU, is_announced=False)
-    with pytest.raises(InvalidRequest, match=r"gpu type 'NVIDIA Abacus' not found \(400\)"):
-        await bed.provider(choices=["NVIDIA Abacus", GPU]).create(request_for())
+    provider = bed.provider(choices=["NVIDIA Abacus", GPU])
+    words = rf"Runpod has none of {GPU} in SECURE now .*; NVIDIA Abacus in SECURE: gpu type 'NVIDIA Abacus' not found"
+    # The second time, what is out is not asked for.
+    for _ in range(2):
+        with pytest.raises(NoCapacity, match=words):
+            await provider.create(request_for())
+    bed.faults.clear()
+    await asyncio.sleep(301)
+    assert (await provider.create(request_for())).instance_type == GPU
 
 
 @virtually
@@ -263,7 +310,12 @@ async def test_a_pod_that_is_there_under_the_name_is_taken_over() -> None:
 async def test_without_a_list_nothing_is_made() -> None:
     bed = Bed()
     bed.faults.next_list(503, times=9)
-    with pytest.raises(Ambiguous, match="creating pod red-0-aa: service temporarily unavailable"):
+    # Nothing was sent, so nothing is unclear.
+    with pytest.raises(Throttled, match=r"creating pod red-0-aa: no list of pods \(service temporarily unavailable"):
+        await bed.provider().create(request_for())
+    bed.faults.clear()
+    bed.faults.next_list(None, times=9)
+    with pytest.raises(Throttled, match="creating pod red-0-aa: no list of pods within 55 s"):
         await bed.provider().create(request_for())
     assert bed.asked("POST") == []
 
@@ -396,6 +448,43 @@ async def test_a_deletion_that_does_nothing_for_ever_is_no_deletion() -> None:
     with pytest.raises(Unavailable, match=f"deleting pod {machine.id} of red-0-aa: it is still there"):
         await provider.delete(machine)
     assert machine.id in bed.pods
+
+
+@virtually
+async def test_why_a_pod_does_not_go_is_said_in_the_vendors_words() -> None:
+    bed = Bed()
+    provider = bed.provider()
+    machine = await provider.create(request_for())
+    bed.faults.next_delete(409, times=99)
+    with pytest.raises(Unavailable, match=r"it is still there, .* \(action not valid for current pod status \(409\)\)"):
+        await provider.delete(machine)
+
+
+@pytest.mark.parametrize("is_deleted", [True, False], ids=["deleted", "stopped"])
+def test_a_pod_that_is_over_is_not_prepared_until_time_runs_out(is_deleted: bool) -> None:
+    @virtually
+    async def prepare() -> None:
+        bed = Bed()
+
+        def open_shell(*_: object) -> NoReturn:
+            raise AssertionError("nobody can be reached there")
+
+        preparer = Preparer(RunpodSettings(image=IMAGE), open_shell, bed.rng)
+        provider = bed.provider(preparer=preparer, public_key="ssh-ed25519 OURS")
+        machine = await provider.create(request_for())
+        await asyncio.sleep(BOOTED_S)
+        if is_deleted:
+            bed.client.delete(f"/pods/{machine.id}")
+        else:
+            bed.emulator.account.stop(bed.pods[machine.id])
+        began = virtual_now()
+        with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: it") as caught:
+            await provider.prepare(machine, "its key")
+        assert (caught.value.code, caught.value.host_key) == ("MACHINE_GONE", "its key")
+        # A new one may hide for a minute.
+        assert virtual_now() - began < timedelta(seconds=75)
+
+    prepare()
 
 
 @virtually

@@ -739,6 +739,46 @@ def test_tasks_that_fail_everywhere_cost_one_machine_to_see_and_no_more() -> Non
     assert len(red(world).books) == 4
 
 
+def test_tasks_that_fail_everywhere_are_not_tried_again_in_every_hour_to_come() -> None:
+    """Each has its attempts, and once those that a trial gives back."""
+    world = quiet_world(
+        min_workers=2,
+        max_workers=2,
+        arrivals=((20.0, 30),),
+        task_s=(1.0, 2.0),
+        fails=1.0,
+        max_attempts=3,
+        lasts_s=8 * 3600.0,
+        poll_interval_s=60.0,
+        heartbeat_interval_s=30.0,
+        heartbeat_timeout_s=180.0,
+    )
+    world.run()
+    tasks = world.watch.tasks.values()
+    assert all(task.is_dead for task in tasks)
+    assert max(len(task.claims) for task in tasks) <= 6
+    # Whoever has a row behind it is replaced once; what follows finds nothing to fail.
+    assert len(world.watch.quarantined) <= 4
+    assert all(at < 5 * 3600.0 for at in (entry.began_at for entry in red(world).books.values()))
+
+
+def test_a_machine_without_a_gpu_takes_no_task_and_is_replaced() -> None:
+    world = quiet_world(
+        min_workers=1,
+        max_workers=1,
+        arrivals=((20.0, 5),),
+        task_s=(1.0, 2.0),
+        max_attempts=1,
+        has_gpu=True,
+        gpu_not_detected_timeout_s=60.0,
+    )
+    script(world, (0, lambda: world.next_worker(boots_s=2.0, has_no_gpu=True)))
+    world.run()
+    assert all(task.accepted is not None for task in world.watch.tasks.values())
+    errors = [event.detail for event in world.store._events if event.code == "WORKER_ERROR"]
+    assert errors == [{"code": "GPU_NOT_DETECTED"}]
+
+
 def test_the_only_worker_on_which_every_task_fails_is_replaced_to_see_how_they_fare_on_another() -> None:
     world = quiet_world(min_workers=1, max_workers=1, arrivals=((20.0, 20),), task_s=(1.0, 2.0), max_attempts=3)
     script(world, (0, lambda: world.next_worker(boots_s=2.0, fails_tasks=True)))

@@ -7,9 +7,10 @@ from random import Random
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from windlass.control.cycle import FleetCycle
-from windlass.control.up import END_S, STOP_MARGIN_S, Up
+from windlass.control.up import END_S, FORGOTTEN_GRACE_S, FORGOTTEN_LOOK_S, STOP_MARGIN_S, Up
 from windlass.model.fleet import FleetConfig
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, Worker, WorkerStatus
@@ -232,6 +233,70 @@ def test_a_fleet_that_is_put_back_stays_and_hires_again() -> None:
     in_a_bed(live)
 
 
+async def without_blue(bed: Bed) -> Running:
+    """Started again, after a stop that left the workers, with a file that lacks a fleet."""
+    up = bed.start()
+    await asyncio.sleep(SOON_S)
+    up.up.stop(is_leaving_workers=True)
+    await up.ends_within(10.0)
+    bed.fleets = {"red": bed.fleets["red"]}
+    again = bed.start()
+    await asyncio.sleep(TTL_S + FORGOTTEN_GRACE_S / 2)
+    assert len(await bed.active("blue")) == 1, "a wrong file is noticed in time"
+    return again
+
+
+def test_a_fleet_that_is_missing_at_the_start_is_wound_down_after_a_while() -> None:
+    async def live(bed: Bed) -> None:
+        up = await without_blue(bed)
+        await asyncio.sleep(FORGOTTEN_GRACE_S / 2 + 2 * FORGOTTEN_LOOK_S + SOON_S)
+        assert await bed.workers("blue") == []
+        assert bed.clouds["blue"].billed() == []
+        assert len(await bed.active("red")) == 1
+        assert up.up.fleets == ("red",)
+
+    in_a_bed(live)
+
+
+def test_a_fleet_that_is_missing_at_the_start_and_put_back_in_time_keeps_its_workers() -> None:
+    async def live(bed: Bed) -> None:
+        up = await without_blue(bed)
+        before = await bed.active("blue")
+        up.up.reconfigure({**bed.fleets, "blue": config("blue")})
+        await asyncio.sleep(FORGOTTEN_GRACE_S + 2 * FORGOTTEN_LOOK_S)
+        assert await bed.active("blue") == before
+
+    in_a_bed(live)
+
+
+def test_a_fleet_whose_settings_nobody_knows_any_more_is_told_of() -> None:
+    async def live(bed: Bed) -> None:
+        with capture_logs() as lines:
+            await without_blue(bed)
+            bed.store._cycles.clear()
+            bed.store._last_cycle_of.clear()
+            await asyncio.sleep(FORGOTTEN_GRACE_S / 2 + 3 * FORGOTTEN_LOOK_S)
+        assert len(await bed.active("blue")) == 1
+        told = [line for line in lines if line["event"].startswith("nobody lets the workers of this fleet go")]
+        assert [line["fleet"] for line in told] == ["blue"]
+
+    in_a_bed(live)
+
+
+def test_a_machine_that_no_worker_has_is_ended_before_its_fleet_is_wound_down() -> None:
+    async def live(bed: Bed) -> None:
+        red = bed.clouds["red"]
+        red.max_list_age_s = 10.0
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        red.books["m9-red"] = Entry("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
+        up.up.stop()
+        await up.ends_within(STOP_S + STOP_MARGIN_S)
+        assert red.billed() == []
+
+    in_a_bed(live)
+
+
 def test_a_second_signal_ends_it_at_once_whatever_is_under_way() -> None:
     async def live(bed: Bed) -> None:
         up = bed.start()
@@ -306,6 +371,27 @@ def test_a_changed_fleet_keeps_what_is_under_way_and_its_old_provider_until_that
         up.up.stop()
         await up.ends_within(10.0)
         assert (old.closed, new.closed, new.created_calls) == (1, 1, 0)
+
+    in_a_bed(live)
+
+
+def test_a_cycle_ends_with_the_provider_it_began_with() -> None:
+    """Or what it decided of one provider's machines would be asked of another."""
+
+    async def live(bed: Bed) -> None:
+        bed.fleets = {"red": config("red", max_workers=1)}
+        old = bed.clouds["red"]
+        old.next_list(takes_s=3.0)
+        up = bed.start()
+        await asyncio.sleep(1.0)
+        bed.clouds["red"] = new = bed._cloud("red")
+        new.books, new._tenants = old.books, old._tenants
+        changed = config("red", max_workers=1, idle_timeout_s=99.0)
+        up.up.reconfigure({"red": changed})
+        assert up.up.fleet("red") == changed
+        await asyncio.sleep(SOON_S)
+        assert (old.created_calls, new.created_calls, old.closed) == (1, 0, 1)
+        assert new.listed_calls > 0
 
     in_a_bed(live)
 

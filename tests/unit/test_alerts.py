@@ -19,15 +19,18 @@ from windlass.policy import stages
 from windlass.policy.alerts import ADVICE, firing
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
+GRACE_S = 60.0
 FLEET = Fleet("gpus", "local", ("a",), 0, 4, False, 0, None, (), NOW, NOW, 10.0, True)
 
 
-def watched(fleet: Fleet = FLEET, *, is_led: bool = True, dead: dict[str, int] | None = None, **seen: Any) -> Watched:
-    return Watched(NOW, is_led, (WatchedFleet(fleet, **{"told": {}, **seen}),), dead or {})
+def watched(
+    fleet: Fleet = FLEET, *, leaderless_s: float | None = None, dead: dict[str, int] | None = None, **seen: Any
+) -> Watched:
+    return Watched(NOW, leaderless_s, (WatchedFleet(fleet, **{"told": {}, **seen}),), dead or {})
 
 
 def codes(seen: Watched, allowed: int = 0) -> list[tuple[str, str]]:
-    return [(problem.key, problem.severity.value) for problem in firing(seen, allowed)]
+    return [(problem.key, problem.severity.value) for problem in firing(seen, allowed, GRACE_S)]
 
 
 CASES: dict[str, tuple[Watched, list[tuple[str, str]]]] = {
@@ -37,6 +40,14 @@ CASES: dict[str, tuple[Watched, list[tuple[str, str]]]] = {
     "all workers crashed": (watched(told={"ALL_CRASHED": "x"}), [("ALL_CRASHED", "critical")]),
     "near the limit": (watched(told={"NEAR_MAX": "41 of 50"}), [("NEAR_MAX", "warning")]),
     "a budget is spent": (watched(told={"BUDGET today": "x"}), [("BUDGET today", "critical")]),
+    "three of a kind are told apart": (
+        watched(told={f"VRAM_STALE w{number}": "x" for number in range(3)}),
+        [("VRAM_STALE w0", "warning"), ("VRAM_STALE w1", "warning"), ("VRAM_STALE w2", "warning")],
+    ),
+    "a thousand of a kind are one": (
+        watched(told={f"VRAM_STALE w{number}": "x" for number in range(1_000)} | {"NEAR_MAX": "x"}),
+        [("NEAR_MAX", "warning"), ("VRAM_STALE", "warning")],
+    ),
     "two provider errors": (watched(provider_errors={"create": 2, "list": 2}), []),
     "three provider errors in a row": (
         watched(provider_errors={"create": 3, "list": 0}), [("PROVIDER_ERRORS create", "critical")],
@@ -51,7 +62,8 @@ CASES: dict[str, tuple[Watched, list[tuple[str, str]]]] = {
         [("BUDGET today", "critical")],
     ),
     "dead letters": (watched(dead={"a": 1, "b": 0}), [("DEAD_LETTERS a", "warning")]),
-    "nobody leads": (watched(replace(FLEET, is_led=False), is_led=False), [("NO_LEADER", "critical")]),
+    "nobody leads": (watched(replace(FLEET, is_led=False), leaderless_s=GRACE_S), [("NO_LEADER", "critical")]),
+    "a restart": (watched(replace(FLEET, is_led=False), leaderless_s=GRACE_S - 1), []),
     "one leads and this fleet is not run": (
         watched(replace(FLEET, planned_at=NOW - timedelta(hours=1))), [("UNATTENDED", "warning")],
     ),
@@ -65,6 +77,12 @@ CASES: dict[str, tuple[Watched, list[tuple[str, str]]]] = {
 @pytest.mark.parametrize(("seen", "expected"), CASES.values(), ids=CASES.keys())
 def test_what_is_the_matter(seen: Watched, expected: list[tuple[str, str]]) -> None:
     assert codes(seen) == expected
+
+
+def test_many_of_a_kind_are_named_by_the_first_few_and_their_number() -> None:
+    told = {f"SLOT_FAILED {number}": f"slot {number} is failed" for number in range(12)}
+    (problem,) = firing(watched(told=told), 0, GRACE_S)
+    assert problem.reason == "12 at once (0, 1, 2, ...): slot 0 is failed"
 
 
 def test_as_many_dead_letters_as_are_allowed_are_no_matter() -> None:

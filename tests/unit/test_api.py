@@ -1,5 +1,6 @@
 """The control plane's HTTP face: who gets in, what each may do, and what everybody is told."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,10 +14,12 @@ from structlog.testing import capture_logs
 from windlass.api import gate
 from windlass.api.face import FleetPulse
 from windlass.model.access import JOIN_PREFIX, WORKER_PREFIX, Role
+from windlass.model.config import ApiConfig
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused, UnknownWorker
 from windlass.model.task import Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.ports.http import max_body_bytes
+from windlass.wire.face import is_reading_open
 
 TOKEN, OTHER_TOKEN = f"{WORKER_PREFIX}{'1' * 64}", f"{WORKER_PREFIX}{'2' * 64}"
 NOWHERE = "postgresql://u:hunter2@db.internal:5432"
@@ -57,6 +60,7 @@ async def test_a_join_token_buys_the_work_order(plane: Plane) -> None:
         "exec": None,
         "is_inline": False,
         "chdir": "/srv/app",
+        "needs_gpu": False,
         "storage_path": None,
         "timeout_s": 99,
         "memory_limit_mb": 512,
@@ -374,6 +378,18 @@ async def test_no_log_line_holds_a_secret(plane: Plane) -> None:
         assert secret not in repr(logs)
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_open"),
+    [
+        pytest.param({}, True, id="on loopback"),
+        pytest.param({"host": "10.0.0.2"}, False, id="on a network"),
+        pytest.param({"url": "https://windlass.example"}, False, id="behind a proxy"),
+    ],
+)
+def test_reading_without_a_token_is_for_this_host_alone(settings: dict[str, Any], is_open: bool) -> None:
+    assert is_reading_open(ApiConfig(port=8080, **settings)) is is_open
+
+
 # -------------------------------------------------------------------------------------------------- health and wheel
 
 
@@ -394,6 +410,20 @@ async def test_it_is_ready_while_its_database_answers_and_its_loop_turns(plane: 
     plane.pulses["gpus"] = FleetPulse(is_leader=False, last_cycle_age_s=60.0, limit_s=60.0)
     answer = await plane.client.get("/readyz")
     assert (answer.status_code, answer.json()["is_leader"]) == (200, False)
+
+
+async def test_however_many_probe_the_database_is_asked_once(clock: Any) -> None:
+    asked = 0
+
+    async def ask() -> None:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0)
+
+    async with plane_of(clock, ask_database=ask) as plane:
+        answers = await asyncio.gather(*(plane.client.get("/readyz") for _ in range(50)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert asked == 1
 
 
 @pytest.mark.parametrize("what", ["database", "loop", "no cycle yet"])

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import re
 import subprocess
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,16 @@ from windlass.dashboard.attention import attention
 from windlass.dashboard.charts import day_bars, fleet_charts, round_up
 from windlass.dashboard.render import Setting, Viewer, assets, in_code, query
 from windlass.dashboard.replay import decide_again, knobs
-from windlass.dashboard.slots import MAX_CELLS, slot_map
+from windlass.dashboard.slots import MAX_CELLS, SlotMap, slot_map
 from windlass.model.cost import Cost
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
+from windlass.model.node import NodeState, NodeView
 from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, QueueView, Snapshot
 from windlass.model.task import Task, TaskStatus, TaskSummary
-from windlass.model.worker import WorkerStatus
+from windlass.model.worker import WorkerKind, WorkerStatus
 from windlass.policy.plan import plan
 from windlass.ports.reading import (
     Burn,
@@ -310,6 +313,7 @@ def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
         SETTING,
         Page((row,), None),
         queues=["q"],
+        has_more_queues=True,
         queue=None,
         which="failed",
         search=evil,
@@ -317,11 +321,60 @@ def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
         is_first=True,
     )
     of_worker = pages.worker_page(
-        SETTING, worker(1, reason=evil), answer=[evil], history=[(NOW, evil)], tasks=[], log=[evil], log_problem=None
-    )
+        SETTING, worker(1, reason=evil), answer=[evil], history=[(NOW, evil)], tasks=[], log=[evil], log_problem=None,
+        ray_dashboard=None,
+    )  # fmt: skip
     assert evil not in listed + of_worker
     assert "&lt;script&gt;" in listed
+    assert "and more: write queue=NAME into the address" in listed
     assert "&lt;script&gt;" in of_worker
+
+
+def announced(page: str) -> dict[str, str]:
+    return dict(re.findall(r'id="([^"]+)" data-announce="([^"]*)"', page))
+
+
+def test_screen_readers_hear_what_became_something_else_and_not_each_number() -> None:
+    def page(queued: int, decision: str, **changed: Any) -> str:
+        seen = standing(fleet(**changed), work=Work(queued=queued, dead=queued), decision=decision)
+        return pages.overview_page(SETTING, overview(seen), {}, [])
+
+    before = announced(page(41, "hiring 3: 41 waiting, clears in 9 min"))
+    assert before == {"decision-renders": "hiring", "matter-dead-renders": "there"}
+    assert announced(page(1_234, "hiring 1,200: 1,234 waiting, clears in 2 h")) == before
+    assert announced(page(41, "nothing to do: 41 waiting")) != before
+    paused = announced(page(41, "hiring 3: 41 waiting", is_paused=True))
+    assert paused.keys() - before.keys() == {"matter-paused-renders"}
+
+
+NODE = NodeView(NodeState.ALIVE, NOW, NOW, "n1", {"memory": 4 * 2**30, "disk": 2.0, "CPU": 4.0}, {"CPU": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("node", "state"),
+    [
+        (NODE, "Ray: alive"),
+        (replace(NODE, state=NodeState.DEAD, note="its raylet is gone"), "Ray: dead"),
+        (NodeView(NodeState.ABSENT, NOW, NOW), "Ray: not joined"),
+    ],
+)
+def test_a_ray_node_says_whether_ray_has_it_and_what_of_it_is_in_use(node: NodeView, state: str) -> None:
+    row = worker(0, kind=WorkerKind.NODE, node=node)
+    url = "http://127.0.0.1:8265"
+    of_worker = pages.worker_page(
+        SETTING, row, answer=["x"], history=[], tasks=[], log=None, log_problem="none", ray_dashboard=url
+    )
+    listed = pages.workers_page(
+        SETTING, Page((row,), None), fleets=["renders"], maps=[], counts={},
+        ray_dashboards={"renders": url, "other": "x"}, fleet="renders", is_ended=False, is_first=True,
+    )  # fmt: skip
+    assert state in of_worker
+    assert state in listed
+    assert f'href="{url}"' in of_worker
+    assert listed.count("dashboard of") == 1
+    assert ("CPU 3 of 4" in listed) == bool(node.total)
+    assert ("0.0 of 4.0 GiB in use" in of_worker) == bool(node.total)
+    assert (node.note or "x") in of_worker
 
 
 def test_no_page_has_a_script_or_a_style_of_its_own() -> None:
@@ -356,6 +409,23 @@ def test_a_budget_says_how_much_of_it_is_used_and_what_happens_then() -> None:
     assert "90 % of the budget used" in page
     assert "stop-spawning" in page
     assert budget.weight == "warn"
+
+
+def test_a_large_slot_map_leads_on_to_its_next_page() -> None:
+    first = slot_map(fleet(max_workers=10_000), [worker(slot) for slot in range(3)], next_cursor="c1")
+    last = slot_map(fleet(max_workers=10_000), [worker(slot) for slot in range(3, 5)], is_first_page=False)
+
+    def page(of: SlotMap) -> str:
+        return pages.workers_page(
+            SETTING, Page((worker(0),), None), fleets=["renders"], maps=[of], counts={}, ray_dashboards={},
+            fleet=None, is_ended=False, is_first=True,
+        )  # fmt: skip
+
+    assert "slots 0 to 2" in page(first)
+    assert 'href="/workers?fleet=renders&amp;slots=c1" rel="next"' in page(first)
+    assert "slots 3 to 4" in page(last)
+    assert 'rel="next"' not in page(last)
+    assert '<a class="button small" href="/workers?fleet=renders">First page</a>' in page(last)
 
 
 def test_every_file_that_is_served_names_where_it_is_from() -> None:

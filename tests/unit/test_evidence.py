@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from snapshots import GPU, LOCAL, NOW, ago, fleet, of_kind, snapshot, task, worker
 
-from windlass.model.action import Alert, Delete, Fail, Spawn
+from windlass.model.action import Acquittal, Alert, Delete, Fail, Spawn
 from windlass.model.snapshot import Suspect
 from windlass.policy.evidence import blame
 from windlass.policy.plan import plan
@@ -63,6 +63,7 @@ def test_a_worker_to_blame_is_quarantined_with_the_evidence_and_replaced() -> No
     planned = plan(snapshot(*views, queued=5, suspects=(DEAD,)), LOCAL)
     (failed,) = of_kind(planned.actions, Fail)
     assert (failed.worker_id, failed.code, failed.evidence) == ("w0", "QUARANTINED", DEAD)
+    assert failed.acquittal == Acquittal(DEAD.since)
     assert [delete.worker_id for delete in of_kind(planned.actions, Delete)] == ["w0"]
     assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [0]
 
@@ -82,7 +83,9 @@ def test_with_nobody_to_compare_with_one_worker_an_hour_is_replaced_to_see() -> 
     lonely = (LONELY, replace(LONELY, worker_id="w1"))
     planned = plan(snapshot(*views, suspects=lonely), LOCAL)
     (failed,) = of_kind(planned.actions, Fail)
+    # Each task gets its attempts back for this once, or what fails everywhere would be tried for ever.
     assert (failed.worker_id, failed.evidence) == ("w0", LONELY)
+    assert failed.acquittal == Acquittal(LONELY.since, is_trial=True)
     assert failed.reason.endswith("nobody else completed any task meanwhile: another is tried")
     # Who was spared is told of, and nobody else goes within the hour.
     assert [(alert.code, alert.worker_id) for alert in of_kind(planned.actions, Alert)] == [("TASKS_FAILING", "w1")]
@@ -90,6 +93,28 @@ def test_with_nobody_to_compare_with_one_worker_an_hour_is_replaced_to_see() -> 
     for tried, failures in ((3599, 0), (3600, 1)):
         again = plan(snapshot(*views, suspects=lonely, memory={"tried_at": ago(tried)}), LOCAL)
         assert len(of_kind(again.actions, Fail)) == failures
+
+
+@pytest.mark.parametrize(
+    ("view", "code"),
+    [
+        (worker("w0", 0, claimed=90, heartbeat=601, vram_mb=1), "STALE_HEARTBEAT_TASKS_QUEUED"),
+        (worker("w0", 0, claimed=90, vram_mb=1, running=(task(7, started=1201),)), "STUCK_TASK"),
+    ],
+)
+def test_whatever_a_worker_to_blame_ends_of_its_tasks_do_not_pay_for_it(view: Any, code: str) -> None:
+    planned = plan(snapshot(view, queued=5, suspects=(DEAD,)), GPU)
+    (failed,) = of_kind(planned.actions, Fail)
+    assert (failed.code, failed.evidence, failed.acquittal) == (code, DEAD, Acquittal(DEAD.since))
+
+
+@pytest.mark.parametrize(
+    "suspects", [(), (LONELY,)], ids=["too few failures for a suspicion", "nobody to compare with"]
+)
+def test_a_gpu_that_is_not_detected_is_to_blame_without_any_comparison(suspects: tuple[Suspect, ...]) -> None:
+    view = replace(worker("w0", 0, created=301, claimed=90, vram_mb=0), failing_since=ago(50))
+    (failed,) = of_kind(plan(snapshot(view, suspects=suspects), GPU).actions, Fail)
+    assert failed.acquittal == Acquittal(ago(50))
 
 
 def test_a_persons_own_worker_on_which_all_fails_is_told_of_and_left_alone() -> None:

@@ -129,6 +129,11 @@ def test_a_task_is_explained_by_its_status(changes: dict[str, Any], sentence: st
     assert told_of(replace(TASK, **changes))[0] == sentence
 
 
+def test_how_far_a_task_is_from_its_turn_is_told_up_to_a_bound() -> None:
+    assert told_of(TASK, ahead=10_000)[0] == "Task 7 has been waiting for 40 s; 10000 are before it."
+    assert told_of(TASK, ahead=10_001)[0] == "Task 7 has been waiting for 40 s; more than 10,000 are before it."
+
+
 def test_a_waiting_task_is_explained_by_who_could_take_it_and_what_its_fleet_decided() -> None:
     busy = [WORKER, replace(WORKER, id="b", is_paused=True), replace(WORKER, id="c", queues=("other",))]
     assert told_of(TASK, ahead=2, workers=busy, fleets=[(FLEET, CYCLE)]) == [

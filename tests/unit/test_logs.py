@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ import structlog
 
 from windlass.cli import logs
 from windlass.configure import load_config, secrets_of
+from windlass.model.bootstrap import BootstrapSettings
+from windlass.model.config import Config
+from windlass.model.fleet import FleetConfig
+from windlass.model.runpod import RunpodSettings
+from windlass.model.secrecy import Mask, mask_of, shown_settings
+from windlass.providers.local.logs import log_folder
 
 DATABASE = "postgresql://app:pa55word@db.internal:5432/app"
 TOKEN = f"wlt_{'a1' * 32}"
@@ -33,7 +40,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """Where JSON lines go, with the program's own settings; afterwards everything is as it was."""
     written = io.StringIO()
     monkeypatch.setattr("sys.stderr", written)
-    monkeypatch.setattr(logs, "_hidden", ())
+    monkeypatch.setattr(logs, "_mask", Mask())
     logs.configure_logs("json")
     yield written
     structlog.contextvars.clear_contextvars()
@@ -65,6 +72,31 @@ def test_no_secret_reaches_a_line_however_it_is_logged(stream: io.StringIO, tmp_
         assert secret not in text, secret
     assert "db.internal" in text
     assert "wlt_********" in text
+
+
+async def test_what_is_read_of_a_workers_log_has_no_secrets(tmp_path: Path) -> None:
+    folder = log_folder(tmp_path, "gpus", mask_of(["handler-secret-3"]))
+    os.close(folder.create("w0"))
+    said = f"cannot reach {DATABASE} with handler-secret-3 and {TOKEN}"
+    folder.path_of("w0").write_text(f"{said}\n" + "x" * 280 + " handler-secret-3 is cut in the middle\n")
+    first, last = [line async for line in folder.read("w0", 2)]
+    assert first == "cannot reach postgresql://app:********@db.internal:5432/app with ******** and wlt_********"
+    assert last.endswith(" ******** is cut in the middle")
+    assert "handler" not in folder.last_words("w0")
+    folder.path_of("w0").write_text(json.dumps({"level": "error", "event": "it broke", "error": said}))
+    assert folder.last_words("w0").startswith("it last said: it broke: cannot reach postgresql://app:********@db")
+    assert not any(secret in folder.last_words("w0") for secret in SECRETS)
+
+
+def test_settings_are_shown_without_the_values_of_environments_and_passwords_in_addresses() -> None:
+    pods = RunpodSettings(image="app:1", env={"HF_TOKEN": "hf-secret-4"})
+    boot = BootstrapSettings(setup=("curl https://me:pa55word@get.example/setup | sh", f"join {TOKEN}"))
+    fleet = FleetConfig(provider="runpod", handler="app:work", env={"MODE": "fast"}, runpod=pods, bootstrap=boot)
+    shown = shown_settings(fleet.model_dump(mode="json"))
+    assert (shown["env"], shown["runpod"]["env"]) == ({"MODE": "********"}, {"HF_TOKEN": "********"})
+    assert shown["bootstrap"]["setup"] == ["curl https://me:********@get.example/setup | sh", "join wlt_********"]
+    assert (shown["provider"], shown["handler"], shown["max_workers"]) == ("runpod", "app:work", fleet.max_workers)
+    assert "hf-secret-4" in secrets_of(Config(fleets={"pods": fleet}))
 
 
 def test_what_is_no_secret_stays(stream: io.StringIO, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def alerts(planned: Plan) -> list[str]:
 
 def test_the_stages_stand_in_the_seeds_order() -> None:
     assert [stage.__name__ for stage in STAGES] == [
+        "keep_provider",
         "promote",
         "brake",
         "doubt_strays",
@@ -181,6 +182,13 @@ def test_five_restarts_are_granted_and_the_sixth_break_fails_the_slot() -> None:
 def test_a_slot_that_broke_too_often_is_failed_even_if_nobody_saw_the_last_time() -> None:
     seen = snapshot(slots=(SlotView(3, False, (ago(10),) * 6),))
     assert only(plan(seen, LOCAL), FailSlot).slot == 3
+
+
+def test_slots_are_not_listed_to_find_the_few_that_are_wanted() -> None:
+    # As many as nobody can list; settings themselves go no further than a hundred thousand.
+    endless = LOCAL.model_copy(update={"max_workers": 10**11})
+    planned = plan(snapshot(worker("w0", 0), worker("w2", 2), queued=5), endless)
+    assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [1, 3, 4]
 
 
 def test_a_failed_slot_stays_empty_until_a_person_says_so() -> None:
@@ -340,7 +348,10 @@ def test_a_machine_that_does_not_go_is_told_of(asked_s: float, is_told: bool) ->
     assert first.memory.ending_since == {"m-w0": NOW}
     again = plan(snapshot(broken, traits=CLOUD, memory={"ending_since": {"m-w0": ago(asked_s)}}), LOCAL)
     assert [alert.code for alert in of_kind(again.actions, Alert)] == ["NOT_DELETED"] * is_told
-    gone = plan(snapshot(broken, machines=(), traits=CLOUD, memory={"ending_since": {"m-w0": ago(900)}}), LOCAL)
+    # One that has lost our tags is in no list, and is paid for all the same.
+    unlisted = snapshot(broken, machines=(), traits=CLOUD, memory={"ending_since": {"m-w0": ago(asked_s)}})
+    assert [alert.code for alert in of_kind(plan(unlisted, LOCAL).actions, Alert)] == ["NOT_DELETED"] * is_told
+    gone = plan(snapshot(machines=(), traits=CLOUD, memory={"ending_since": {"m-w0": ago(900)}}), LOCAL)
     assert gone.memory.ending_since == {}
 
 
@@ -693,3 +704,44 @@ def test_processes_of_another_host_are_judged_by_their_heartbeats_alone() -> Non
     silent_there = replace(views[0], last_heartbeat=ago(31))
     planned = plan(snapshot(silent_there, machines=(), traits=here), LOCAL)
     assert only(planned, Delete).machine_id == "there/7-1"
+
+
+# ------------------------------------------------------------------------------------------ providers and accounts
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_held"),
+    [("runpod", "hetzner", True), ("hetzner", "local", True), ("local", "ray-local", False), ("local", "local", False)],
+)
+def test_while_machines_of_another_provider_are_there_nothing_is_touched(before: str, now: str, is_held: bool) -> None:
+    views = (
+        worker("a", 0, "error", provider=before),
+        worker("b", 1, "terminating", terminating=50, provider=before),
+        worker("c", 2, created=200, heartbeat=700, provider=before),
+    )
+    engine = {"engine": "ray"} if now == "ray-local" else {}
+    planned = plan(snapshot(*views, machines=(), queued=9), fleet(provider=now, handler="a:b", **engine))
+    if not is_held:
+        assert planned.hold is None
+        assert of_kind(planned.actions, Delete)
+        return
+    assert planned.hold is not None
+    assert (planned.hold.code, planned.hold.is_total) == ("OTHER_PROVIDER", True)
+    assert f"its provider is {now} now, and 3 of its workers are of {before}" in only(planned, Alert).reason
+
+
+def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account() -> None:
+    lagging = ProviderTraits(absence_grace_s=60, is_remote=True)
+    views = (worker("a", 0, created=900), worker("b", 1, "terminating", created=900, terminating=50, heartbeat=40))
+    memory = {"missing_since": {"a": ago(60), "b": ago(60)}}
+    planned = plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU)
+    assert planned.hold is not None
+    assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
+    assert "is the key another account's?" in only(planned, Alert).reason
+    # One that is listed: the account is the right one.
+    again = plan(snapshot(*views, machines=machines_of(views[:1]), traits=lagging, memory=memory), GPU)
+    assert again.hold is None
+    assert [delete.worker_id for delete in of_kind(again.actions, Delete)] == ["b"]
+    # So it is while lists may be old.
+    memory = {"missing_since": {"a": ago(59), "b": ago(59)}}
+    assert plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU).hold is None

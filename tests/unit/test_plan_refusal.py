@@ -113,7 +113,8 @@ def test_the_failure_guard_speaks_first(at: datetime) -> None:
         pytest.param(41, 50, True, True, id="more than four fifths"),
         pytest.param(40, 50, True, False, id="four fifths"),
         pytest.param(41, 50, False, False, id="nobody pays for processes"),
-        pytest.param(4, 4, True, False, id="a small fleet is full all day"),
+        pytest.param(5, 5, True, True, id="a small fleet"),
+        pytest.param(4, 5, True, False, id="four fifths of a small fleet"),
     ],
 )
 def test_a_rented_fleet_near_its_maximum_is_told_of_once(

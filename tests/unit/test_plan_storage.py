@@ -28,7 +28,7 @@ def seen(size_gb: int | None, used_gb: float | None, measured: float = 10, **res
         pytest.param(seen(1000, 851), {}, 1050, id="more than that is used"),
         pytest.param(seen(100, 50), {}, None, id="50 GB free is fine, and no less"),
         pytest.param(seen(100, 51), {}, 150, id="less than that is free"),
-        pytest.param(seen(100, 120), {}, 150, id="one step for each look, however much is missing"),
+        pytest.param(seen(100, 107), {}, 150, id="one step for each look, however much is missing"),
         pytest.param(seen(100, 51), {"storage_min_free_gb": 10}, None, id="who needs less free says so"),
         pytest.param(seen(100, 51), {"storage_expansion_increment_gb": 7}, 107, id="by the increment"),
         pytest.param(seen(4090, 4080), {}, 4096, id="up to the largest there is"),
@@ -45,6 +45,16 @@ def test_a_volume_grows_by_one_step_when_little_is_free_or_much_is_used(
     assert [action.size_gb for action in of_kind(planned.actions, GrowVolume)] == ([grown_to] if grown_to else [])
     if grown_to is not None and at.storage is not None and at.storage.used_bytes < 100 * 10**9 and not settings:
         assert not plan(apply(planned, at, config), config).actions
+
+
+@pytest.mark.parametrize("used_gb", [108, 2_000, -1])
+def test_a_measurement_that_cannot_be_true_is_told_of_and_buys_nothing(used_gb: float) -> None:
+    (alert,) = plan(seen(100, used_gb), GPU).actions
+    assert isinstance(alert, Alert)
+    assert alert.code == "STORAGE_DOUBTED"
+    assert alert.reason == (
+        f"network volume v1 has 100 GB, and w0 says that {used_gb} GB of it are used: it does not grow by that"
+    )
 
 
 def test_a_volume_that_cannot_grow_any_more_is_told_of_once_an_hour() -> None:

@@ -39,6 +39,7 @@ def answer(status: int, detail: object = "said", **headers: str) -> httpx.Respon
         (400, NO_CAPACITY, Kind.NO_CAPACITY),
         (400, "No machines with enough GPUs are available right now", Kind.NO_CAPACITY),
         (400, "This GPU type is currently unavailable", Kind.NO_CAPACITY),
+        (400, "This machine does not have the resources to deploy your pod. Please try another.", Kind.NO_CAPACITY),
         (400, "gpu.count must be at most 8", Kind.REFUSED),
         (400, "network volume 'x' not found", Kind.REFUSED),
         (400, "data center 'EU-XX-1' not found", Kind.REFUSED),

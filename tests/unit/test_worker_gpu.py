@@ -1,4 +1,5 @@
-"""What a worker says about GPUs: nothing without a driver, zero if it is broken, sums otherwise, never a wait."""
+"""What a worker says about GPUs: nothing without a driver, unless one is needed; zero if it is broken, sums otherwise,
+never a wait."""
 
 import threading
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ def short_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "SAMPLE_INTERVAL_S", 0.01)
 
 
-def vitals_after_start() -> dict[str, int]:
-    reader = GpuReader()
+def vitals_after_start(*, is_needed: bool = False) -> dict[str, int]:
+    reader = GpuReader(is_needed=is_needed)
     reader.start()
     try:
         return reader.vitals()
@@ -26,12 +27,41 @@ def vitals_after_start() -> dict[str, int]:
         reader.stop()
 
 
-def test_without_the_nvml_library_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_needed", "said"), [(False, {}), (True, {"vram_total_mb": 0, "vram_used_mb": 0})])
+def test_without_the_nvml_library_nothing_is_said_but_where_a_gpu_is_needed(
+    monkeypatch: pytest.MonkeyPatch, is_needed: bool, said: dict[str, int]
+) -> None:
     def init() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", init)
-    assert vitals_after_start() == {}
+    assert vitals_after_start(is_needed=is_needed) == said
+
+
+def test_a_driver_that_comes_late_and_a_gpu_that_goes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED]
+    cards = [SimpleNamespace(total=24 * MIB, used=5 * MIB)]
+    changed = threading.Semaphore(0)
+
+    def init() -> None:
+        if errors:
+            raise pynvml.NVMLError(errors.pop(0))
+
+    monkeypatch.setattr(pynvml, "nvmlInit", init)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(cards))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda index, **_: cards[index])
+    reader = GpuReader(is_needed=True, on_change=changed.release)
+    try:
+        reader.start()
+        assert changed.acquire(timeout=30)
+        assert reader.shows_gpu
+        assert reader.vitals() == {"vram_total_mb": 24, "vram_used_mb": 5}
+        cards.clear()
+        assert changed.acquire(timeout=30)
+        assert not reader.shows_gpu
+    finally:
+        reader.stop()
 
 
 def test_on_this_machine_which_has_no_driver_nothing_is_said() -> None:

@@ -15,16 +15,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pynvml
 import pytest
+from structlog.testing import capture_logs
 
 from windlass.model.errors import BadInput, DatabaseUnavailable, HandlerNotFound, SchemaMismatch
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports.transport import WorkerTransport
 from windlass.store.memory import MemoryStore
-from windlass.worker import runtime
+from windlass.worker import gpu, runtime
 from windlass.worker.executor import Executor
 from windlass.worker.handler import RunningTask
 from windlass.worker.inline import InlineExecutor
@@ -604,3 +607,51 @@ async def test_a_worker_whose_clock_is_ahead_does_not_spin() -> None:
         scene.line.wait_for_work = wait_for_work  # type: ignore[method-assign]
         await scene.until(lambda: len(life_pauses) >= 10, "ten looks")
         assert life_pauses[-1] == runtime.POLL_INTERVAL_S
+
+
+# -------------------------------------------------------------------------------------------------------------- GPUs
+
+
+class Cards:
+    """What NVML shows, as long as this test lasts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        memory = SimpleNamespace(total=1 << 34, used=0)
+        monkeypatch.setattr(gpu, "SAMPLE_INTERVAL_S", 0.01)
+        monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: self.count)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda *_, **__: memory)
+
+
+async def test_who_needs_a_gpu_and_sees_none_beats_and_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = Cards(monkeypatch)
+    with capture_logs() as lines:
+        async with working(needs_gpu=True) as scene:
+            task_id = scene.enqueue(5)
+            await scene.until(lambda: scene.line.count("heartbeat") >= 3, "it lives")
+            (worker,) = finished(scene.store.workers())
+            assert worker.vram_total_mb == 0
+            assert (scene.task(task_id).status, scene.task(task_id).attempts) == (TaskStatus.QUEUED, 0)
+            assert scene.line.count("finish_and_claim") == 0
+            cards.count = 1
+            await scene.until_status(task_id, TaskStatus.COMPLETE)
+            # It falls off the bus: from the moment in which that is seen, nothing is taken.
+            cards.count = 0
+            await scene.until(lambda: len(told(lines)) == 2, "it says so")
+            later = scene.enqueue(6)
+            beats = scene.line.count("heartbeat")
+            await scene.until(lambda: scene.line.count("heartbeat") >= beats + 3, "it lives")
+            assert scene.task(later).status is TaskStatus.QUEUED
+    assert len(told(lines)) == 2
+
+
+def told(lines: list[Any]) -> list[Any]:
+    return [line for line in lines if line["event"].startswith("claiming nothing")]
+
+
+async def test_who_needs_no_gpu_works_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cards(monkeypatch)
+    async with working() as scene:
+        await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)

@@ -1,6 +1,7 @@
 """What a worker tells of storage: a real file system's figures, or the sum of what is in a part of a very large one."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,9 +35,9 @@ def measured(reader: StorageReader) -> dict[str, int | None]:
     return reader.vitals()
 
 
-def test_it_is_what_the_file_system_says(tmp_path: Path, read: Callable[[Path], StorageReader]) -> None:
-    vitals = measured(read(tmp_path))
-    whole = os.statvfs(tmp_path)
+def test_it_is_what_the_file_system_says(read: Callable[[Path], StorageReader]) -> None:
+    vitals = measured(read(Path("/")))
+    whole = os.statvfs("/")
     size = whole.f_blocks * whole.f_frsize
     used, free = vitals["storage_used_bytes"], vitals["storage_free_bytes"]
     assert used is not None
@@ -49,6 +50,7 @@ def test_of_a_file_system_larger_than_any_volume_what_is_in_it_is_added_up(
     tmp_path: Path, read: Callable[[Path], StorageReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "MAX_VOLUME_BYTES", 1)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == str(tmp_path))
     (tmp_path / "deep" / "er").mkdir(parents=True)
     for folder in ("", "deep", "deep/er"):
         (tmp_path / folder / "file").write_bytes(os.urandom(100_000))
@@ -58,8 +60,22 @@ def test_of_a_file_system_larger_than_any_volume_what_is_in_it_is_added_up(
     assert 300_000 <= used < 400_000
 
 
-def test_what_cannot_be_measured_is_not_known(tmp_path: Path, read: Callable[[Path], StorageReader]) -> None:
-    reader = read(tmp_path / "not mounted")
-    (tmp_path / "not mounted").mkdir()
+def test_what_is_not_mounted_is_not_measured(
+    tmp_path: Path, read: Callable[[Path], StorageReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = threading.Semaphore(0)
+    is_mounted = False
+
+    def look(_path: str) -> bool:
+        looks.release()
+        return is_mounted
+
+    monkeypatch.setattr(os.path, "ismount", look)
+    # A folder that is there and not mounted is a part of the machine's own disk.
+    reader = read(tmp_path)
+    for _ in range(3):
+        assert looks.acquire(timeout=10)
+    assert reader.vitals() == UNKNOWN
+    is_mounted = True
     assert measured(reader) != UNKNOWN
     assert StorageReader(str(tmp_path)).vitals() == UNKNOWN

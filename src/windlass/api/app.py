@@ -37,7 +37,11 @@ def make_app(face: Face) -> FastAPI:
     add_error_handlers(app, as_page)
     if face.shown is not None:
         app.add_middleware(
-            Gate, access=face.access, is_open_here=face.shown.is_open_here, rate_limit=face.shown.rate_limit
+            Gate,
+            access=face.access,
+            people=face.shown.store,
+            is_open_here=face.shown.is_open_here,
+            rate_limit=face.shown.rate_limit,
         )
         if face.shown.cors_origins:
             # Before the gate: a browser asks whether it may ask before it has a token.

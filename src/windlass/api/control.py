@@ -1,6 +1,7 @@
 """Health, the cycle on request, and the program itself as a wheel."""
 
 import asyncio
+import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
@@ -18,6 +19,8 @@ from windlass.ports import http
 
 # A probe that asks is answered within this time, whatever the database does.
 PROBE_TIMEOUT_S = 2.0
+# However many probe, the database is asked once in this time, by one of them.
+PROBED_S = 1.0
 
 Machine = Annotated[WorkerCaller | JoinCaller, Depends(machine_caller)]
 Operator = Annotated[TokenCaller, Depends(operator)]
@@ -25,6 +28,7 @@ Operator = Annotated[TokenCaller, Depends(operator)]
 
 def health_routes(face: Face) -> APIRouter:
     router = APIRouter()
+    probe = _Probe(face)
 
     @router.get("/healthz", **documented(Health, "Does it answer?", "health"))
     async def healthz() -> dict[str, str]:
@@ -34,7 +38,7 @@ def health_routes(face: Face) -> APIRouter:
     @router.get("/readyz", **documented(Readiness, "Is it ready?", "readiness", also=503))
     async def readyz() -> JSONResponse:
         """Its database answers and its control loop turns, leading or standing by."""
-        has_database = await _has_database(face)
+        has_database = await probe.has_database()
         pulses = face.pulses()
         fleets = {
             name: {"is_leader": pulse.is_leader, "last_cycle_age_s": round(pulse.last_cycle_age_s, 1)}
@@ -52,13 +56,29 @@ def health_routes(face: Face) -> APIRouter:
     return router
 
 
-async def _has_database(face: Face) -> bool:
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            await face.ask_database()
-    except (DatabaseUnavailable, TimeoutError):
-        return False
-    return True
+class _Probe:
+    """Whether the database answers, for anybody who asks: nobody needs a token for it, so it must cost nothing."""
+
+    def __init__(self, face: Face) -> None:
+        self._face = face
+        self._asking = asyncio.Lock()
+        self._has_database = False
+        self._known_until = float("-inf")
+
+    async def has_database(self) -> bool:
+        async with self._asking:  # whoever waited here takes the answer of the first
+            if time.monotonic() >= self._known_until:
+                self._has_database = await self._ask()
+                self._known_until = time.monotonic() + PROBED_S
+            return self._has_database
+
+    async def _ask(self) -> bool:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await self._face.ask_database()
+        except (DatabaseUnavailable, TimeoutError):
+            return False
+        return True
 
 
 def control_routes(face: Face) -> APIRouter:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 
-from windlass.api.gate import CSRF_HEADER, viewer
+from windlass.api.gate import CSRF_HEADER, OPEN, viewer
 from windlass.ports import http
 
 OPENAPI = "/api/v1/openapi.json"
@@ -97,8 +97,12 @@ def _described(app: FastAPI) -> dict[str, Any]:
         "token": {"type": "http", "scheme": "bearer", "description": "`windlass tokens create` makes one."}
     }
     schema["security"] = [{"token": []}]
-    for methods in schema["paths"].values():
+    for path, methods in schema["paths"].items():
         for operation in methods.values():
+            if path.startswith(OPEN):
+                operation["security"] = []
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                content["example"] = EXAMPLES["bodies"][_named(content["schema"])]
             operation["responses"].pop("422", None)
             for answer in operation["responses"].values():
                 for content in answer.get("content", {}).values():
@@ -107,3 +111,9 @@ def _described(app: FastAPI) -> dict[str, Any]:
             problem = {"description": "What is wrong", "content": {http.PROBLEM_JSON: {"schema": _PROBLEM}}}
             operation["responses"].setdefault("default", problem)
     return schema
+
+
+def _named(schema: dict[str, Any]) -> str:
+    """The name of a body's shape, which may stand beside its description or a null."""
+    found: list[dict[str, Any]] = [schema, *schema.get("allOf", ()), *schema.get("anyOf", ())]
+    return next(str(part["$ref"]).rpartition("/")[2] for part in found if "$ref" in part)

@@ -40,13 +40,12 @@ _requested = answering(Requested)
 
 def producing_routes(face: Face, shown: Shown) -> APIRouter:
     router = APIRouter(prefix=API, dependencies=[Producing])
-    store, live = shown.store, shown.live
+    store = shown.store
 
     @router.post("/tasks", **documented(Enqueued, "Enqueue a task", "enqueued", status_code=201, also=200))
     async def enqueue(body: NewTaskBody) -> Response:
         task = new_task(**body.model_dump(), max_payload_bytes=face.max_payload_bytes)
         task_id, is_new = await store.enqueue_or_find(task)
-        live.poke()
         answer = _enqueued(Enqueued(task_id, is_new))
         answer.status_code = 201 if is_new else 200
         return answer

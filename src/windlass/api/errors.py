@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from windlass.model.access import without_tokens
 from windlass.model.address import masked
-from windlass.model.errors import BadInput, DatabaseUnavailable, UnknownWorker
+from windlass.model.errors import BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
 from windlass.ports import http
 
 # Whoever asked while the database was away may ask again after this time.
@@ -77,6 +77,9 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(400, http.BAD_INPUT, f"{str(error).rstrip('.')}.")
         case UnknownWorker():
             return ApiError(404, http.UNKNOWN_WORKER, str(error))
+        case TooSlow():
+            log.warning("not answered: it took the database too long", error=str(error))
+            return unavailable("looking this up takes too long now: ask for less at once, or later.")
         case DatabaseUnavailable():
             # Where the database is, is nobody's business out there.
             log.warning("not answered: the database is away", error=str(error))

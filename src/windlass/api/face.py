@@ -1,7 +1,7 @@
 """Everything the handlers know of the world, and how they answer."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fastapi import Response
@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from windlass.api.doorbell import Doorbell
 from windlass.api.live import Live
+from windlass.api.thinking import Thinking
 from windlass.api.wheel import Wheel
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
@@ -54,6 +55,8 @@ class Shown:
     last_actions: Callable[[], Mapping[str, Mapping[str, int]]]
     # The text that Prometheus reads.
     metrics: Callable[[], Awaitable[bytes]]
+    # Deciding again, for whoever asks.
+    thinking: Thinking = field(default_factory=Thinking)
     # Whoever is on this host may look for as long as no token was made.
     is_open_here: bool = False
     rate_limit: float = 500.0

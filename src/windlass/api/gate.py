@@ -5,18 +5,21 @@ was ever made, whoever is on it may look. What a caller may do is said at each r
 A session is a cookie, which browsers send along whoever asks them to: so whatever changes something must bring the
 session's CSRF token too.
 
-Workers call many times a second, so their tokens are believed for a few seconds after a check. That takes nothing from
-revocation: what an ended worker may still do is for the store to say, call by call. What is no token of ours by its
-looks is not looked up. Whoever keeps coming with wrong ones is told to wait; a good one is never refused for what
-others at the same address (a proxy's, a network's) do.
+Who was checked is believed for a few seconds. Workers call many times a second, and it takes nothing from revocation:
+what an ended worker may still do is for the store to say, call by call. People are believed as long for looking;
+whatever changes something is checked each time. What is no token of ours by its looks is not looked up. Whoever keeps
+coming with wrong ones is told to wait; a good one is never refused for what others at the same address (a proxy's, a
+network's) do.
 """
 
 import asyncio
+import functools
 import hmac
 import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from typing import Any, TypeVar
 
@@ -37,21 +40,26 @@ from windlass.model.access import (
     csrf_token,
     hash_of,
     is_token,
+    session_id,
 )
+from windlass.model.errors import DatabaseUnavailable
 from windlass.ports import http
 from windlass.ports.access import Access
 
 GUARDED = "/internal/"
 # Asked for by whoever watches, at any time: nobody asks who they are.
 OPEN = ("/healthz", "/readyz", "/static/")
-COOKIE = "windlass_session"
 CSRF_HEADER = "X-CSRF-Token"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+# What proxies add. Behind one on this host everybody comes from this host.
+FORWARDING_HEADERS = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip")
 # For this long it is believed that there is no token, or that there is one.
 TOKENS_BELIEVED_S = 5.0
-# A worker's token is believed for this long after it was checked.
+# Who was checked is believed for this long.
 BELIEVED_S = 5.0
 MAX_BELIEVED = 10_000
+# Sessions of one address that are looked up in a second. A browser's is, once in the time for which it is believed.
+MAX_SESSION_LOOKUPS_PER_S = 50.0
 # Unknown tokens looked up at the same time: a flood of them leaves most of the database's connections to workers.
 MAX_LOOKUPS = 2
 # Wrong tokens from one address: this many at once, and one more in each such time.
@@ -59,7 +67,6 @@ MAX_FAILURES = 20
 FAILURE_FORGOTTEN_S = 3.0
 MAX_ADDRESSES = 10_000
 
-SESSION = TokenCaller("the dashboard", Role.OPERATOR)
 ON_THIS_HOST = TokenCaller("somebody on this host", Role.VIEWER)
 
 _RANKS = {Role.VIEWER: 0, Role.PRODUCER: 1, Role.OPERATOR: 2}
@@ -69,7 +76,8 @@ _Kind = TypeVar("_Kind", WorkerCaller, JoinCaller)
 class Gate:
     """Puts the caller of each request into its scope (None: nobody we know), or answers 401 or 429.
 
-    `is_open_here`: whoever is on this host may look for as long as no token was made.
+    `is_open_here`: whoever is on this host may look for as long as no token was made. `people`: where their tokens and
+    sessions are looked up, so that no crowd of them keeps a worker waiting; without it, where machines' are.
     """
 
     def __init__(
@@ -77,18 +85,24 @@ class Gate:
         app: ASGIApp,
         *,
         access: Access,
+        people: Access | None = None,
         is_open_here: bool = False,
         rate_limit: float = 500.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._access = access
+        self._people = people or access
         self._is_open_here = is_open_here
         self._clock = clock
-        self._believed: OrderedDict[bytes, tuple[WorkerCaller, float]] = OrderedDict()
+        self._believed = _Beliefs(clock)
+        # Apart: no flood of made-up sessions makes us forget workers.
+        self._believed_people = _Beliefs(clock)
         self._failures = _Failures(clock)
         self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
+        self._lookups_of_people = asyncio.Semaphore(MAX_LOOKUPS)
         self._rates = Rates(rate_limit, clock)
+        self._session_lookups = Rates(MAX_SESSION_LOOKUPS_PER_S, clock)
         # Whether there are tokens, and until when we believe it.
         self._has_tokens = (True, float("-inf"))
 
@@ -96,6 +110,7 @@ class Gate:
         if scope["type"] == "http" and not scope["path"].startswith(OPEN):
             is_guarded = scope["path"].startswith(GUARDED)
             state = await (self._admit(scope) if is_guarded else self._recognise(scope))
+            state["may_look"] = functools.partial(self._is_still, state["caller"], scope)
             scope.setdefault("state", {}).update(state)
             if not isinstance(state["caller"], WorkerCaller | JoinCaller):
                 self._rates.check(state["caller_name"] or _address(scope))
@@ -106,18 +121,39 @@ class Gate:
         session = _session_of(scope)
         if _bearer(scope) is not None:
             return await self._admit(scope)
-        if session is not None and await self._access.has_session(hash_of(session)):
-            return {"caller": SESSION, "caller_name": f"session {hash_of(session).hex()[:8]}", "session": session}
+        caller = await self._session_caller(hash_of(session), scope) if session is not None else None
+        if session is not None and caller is not None:
+            return {"caller": caller, "caller_name": f"session {session_id(hash_of(session))}", "session": session}
         if await self._is_open_to(scope):
             return {"caller": ON_THIS_HOST, "caller_name": None, "session": None}
         return {"caller": None, "caller_name": None, "session": None}
 
+    async def _session_caller(self, session_hash: bytes, scope: Scope) -> Caller | None:
+        known = self._believed_people.about(session_hash) if _is_looking(scope) else None
+        if known is not None:
+            return known.caller
+        self._session_lookups.check(_address(scope))
+        async with self._lookups_of_people:
+            role = await self._people.session_role(session_hash)
+        caller = TokenCaller("the dashboard", role) if role is not None else None
+        self._believe_person(session_hash, caller, scope)
+        return caller
+
+    async def _is_still(self, caller: Caller | None, scope: Scope) -> bool:
+        """Whether a request that lasts would be let in again as whom it was: tokens are revoked, sessions end."""
+        try:
+            return bool((await self._recognise(scope))["caller"] == caller)
+        except ApiError:
+            return False
+        except DatabaseUnavailable:
+            return True  # nobody knows; whoever was let in may wait until somebody does
+
     async def _is_open_to(self, scope: Scope) -> bool:
-        if not self._is_open_here or not _is_on_this_host(scope):
+        if not self._is_open_here or not _is_on_this_host(scope) or _is_passed_on(scope):
             return False
         has_tokens, believed_until = self._has_tokens
         if self._clock() >= believed_until:
-            has_tokens = await self._access.has_tokens()
+            has_tokens = await self._people.has_tokens()
             self._has_tokens = (has_tokens, self._clock() + TOKENS_BELIEVED_S)
         return not has_tokens
 
@@ -126,32 +162,68 @@ class Gate:
         if token is None:
             raise unauthorized("this address needs a token: send it as `Authorization: Bearer <token>`.")
         token_hash = hash_of(token)
-        caller = await self._caller(token, token_hash, _address(scope))
+        caller = await self._caller(token, token_hash, scope)
         return {"token_hash": token_hash, "caller": caller, "caller_name": _name(caller), "session": None}
 
-    async def _caller(self, token: str, token_hash: bytes, address: str) -> Caller:
-        believed = self._believed.get(token_hash)
-        if believed is not None and self._clock() < believed[1]:
-            return believed[0]
+    async def _caller(self, token: str, token_hash: bytes, scope: Scope) -> Caller:
+        known = self._believed.about(token_hash)
+        if known is None and _is_looking(scope):
+            known = self._believed_people.about(token_hash)
+        if known is not None and known.caller is not None:
+            return known.caller
         caller = await self._look_up(token, token_hash)
-        if caller is None:
-            self._failures.add(address)
-            raise unauthorized("this token is not known, or was revoked.")
-        if isinstance(caller, WorkerCaller) and not caller.has_ended:
-            self._believe(token_hash, caller)
+        match caller:
+            case None:
+                self._believed_people.forget(token_hash)
+                self._failures.add(_address(scope))
+                raise unauthorized("this token is not known, or was revoked.")
+            case WorkerCaller(has_ended=False):
+                self._believed.add(token_hash, caller)
+            case TokenCaller():
+                self._believe_person(token_hash, caller, scope)
         return caller
+
+    def _believe_person(self, key: bytes, caller: Caller | None, scope: Scope) -> None:
+        if _is_looking(scope):
+            self._believed_people.add(key, caller)
+        else:
+            # What it changes may be this: who logs out is gone at once.
+            self._believed_people.forget(key)
 
     async def _look_up(self, token: str, token_hash: bytes) -> Caller | None:
         if not any(is_token(token, prefix) for prefix in (WORKER_PREFIX, JOIN_PREFIX, API_PREFIX)):
             return None
-        async with self._lookups:
-            return await self._access.caller(token_hash)
+        is_persons = is_token(token, API_PREFIX)
+        async with self._lookups_of_people if is_persons else self._lookups:
+            return await (self._people if is_persons else self._access).caller(token_hash)
 
-    def _believe(self, token_hash: bytes, caller: WorkerCaller) -> None:
-        self._believed[token_hash] = (caller, self._clock() + BELIEVED_S)
-        self._believed.move_to_end(token_hash)
-        while len(self._believed) > MAX_BELIEVED:
-            self._believed.popitem(last=False)
+
+@dataclass(frozen=True, slots=True)
+class _Belief:
+    # None: nobody's, as was found.
+    caller: Caller | None
+    until: float
+
+
+class _Beliefs:
+    """By the hash of what they brought: who was there a moment ago. Of too many the first are forgotten."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: OrderedDict[bytes, _Belief] = OrderedDict()
+
+    def about(self, key: bytes) -> _Belief | None:
+        held = self._held.get(key)
+        return held if held is not None and self._clock() < held.until else None
+
+    def forget(self, key: bytes) -> None:
+        self._held.pop(key, None)
+
+    def add(self, key: bytes, caller: Caller | None) -> None:
+        self._held[key] = _Belief(caller, self._clock() + BELIEVED_S)
+        self._held.move_to_end(key)
+        while len(self._held) > MAX_BELIEVED:
+            self._held.popitem(last=False)
 
 
 class _Failures:
@@ -202,6 +274,10 @@ class Rates:
             self._full_at.popitem(last=False)
 
 
+def _is_looking(scope: Scope) -> bool:
+    return scope["method"] in SAFE_METHODS
+
+
 def _address(scope: Scope) -> str:
     return scope["client"][0] if scope.get("client") else ""
 
@@ -213,6 +289,12 @@ def _is_on_this_host(scope: Scope) -> bool:
     return _is_loopback(_address(scope)) and (name == "localhost" or _is_loopback(name))
 
 
+def _is_passed_on(scope: Scope) -> bool:
+    """Whether somebody else had it sent: a page of elsewhere in a browser here, or whoever is behind a proxy here."""
+    headers = dict(scope["headers"])
+    return headers.get(b"sec-fetch-site") == b"cross-site" or any(name in headers for name in FORWARDING_HEADERS)
+
+
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
@@ -220,12 +302,21 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
+def session_cookie(host: str) -> str:
+    """What the cookie of a session is called where we are called by this name.
+
+    Cookies know no ports: without it, two of us on one host would log each other's people out.
+    """
+    port = host.rpartition("]")[2].rpartition(":")[2]
+    return f"windlass_session_{port}" if port.isascii() and port.isdigit() and ":" in host else "windlass_session"
+
+
 def _session_of(scope: Scope) -> str | None:
     try:
         cookies = SimpleCookie(dict(scope["headers"]).get(b"cookie", b"").decode("latin-1"))
     except CookieError:
         return None
-    found = cookies.get(COOKIE)
+    found = cookies.get(session_cookie(dict(scope["headers"]).get(b"host", b"").decode("latin-1")))
     return found.value if found is not None and is_token(found.value, SESSION_PREFIX) else None
 
 
@@ -273,6 +364,13 @@ async def machine_caller(request: Request) -> WorkerCaller | JoinCaller:
     raise forbidden("only a machine's join token or worker token opens this.")
 
 
+async def enlisting_caller(request: Request) -> TokenCaller:
+    caller = request.state.caller
+    if not isinstance(caller, TokenCaller) or caller.role is not Role.WORKER:
+        raise forbidden("this needs a token of role worker: `windlass tokens create NAME --role worker` makes one.")
+    return caller
+
+
 async def viewer(request: Request) -> TokenCaller:
     return _with_rank(request, Role.VIEWER)
 
@@ -298,7 +396,7 @@ def check_role(request: Request, needed: Role) -> TokenCaller:
     if caller is None:
         raise unauthorized(
             "this address needs a token (`Authorization: Bearer <token>`) or a session of the dashboard: "
-            "`windlass up` prints a link to one."
+            "`windlass tokens link` prints a link to one, and so does `windlass up` when it starts."
         )
     if caller is ON_THIS_HOST and needed is not Role.VIEWER:
         raise unauthorized(f"only looking is open here; for more, `windlass tokens create NAME --role {needed}`.")

@@ -1,9 +1,10 @@
 """How everything stands, looked up once for all who want to know, and told to those who listen.
 
-Asking is shared: whoever asks gets what is at most a second old, or ten times as old as it takes to look it up, so that
-no number of callers takes more than a tenth of one connection. Listeners are told of every event, and how things stand,
-while there are any; without them nothing is looked up. One that does not keep up is let go and may come again: it names
-the last event it saw and misses none that are still kept.
+Asking is shared: whoever asks gets what is at most a second old, or four times as old as it takes to look it up, and
+what was changed here is looked at as soon as that allows. So no number of callers, nor of changes, takes more than a
+quarter of one connection. Listeners are told of every event, and how things stand, while there are any; without them
+nothing is looked up. One that does not keep up, or may not look any more, is let go. It may come again: it names the
+last event it saw and misses none that are still kept.
 """
 
 import asyncio
@@ -11,10 +12,12 @@ import contextlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import structlog
+from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
+from starlette.types import Receive, Scope, Send
 
 from windlass.api.errors import unavailable
 from windlass.model.errors import WindlassError
@@ -23,16 +26,20 @@ from windlass.ports.reading import Overview, Reading
 
 # What is younger than this is good enough.
 FRESH_S = 1.0
-# And at most this share of the time is spent on looking it up.
-LOOK_UP_SHARE = 0.1
+# And at most this share of the time is spent on looking it up; so much of it may be saved up, so that what a person
+# does now and then is seen at once.
+LOOK_UP_SHARE = 0.25
+SAVED_UP_S = 5.0
 # From one look for events to the next.
 LOOK_INTERVAL_S = 0.5
 # A connection without a word for this long is cut by proxies.
 BEAT_S = 15.0
 # A browser comes back after this time.
 RETRY_MS = 2_000
-# Listeners at once: each holds a connection and is written to every second.
+# Listeners at once: each holds a connection and is written to every second. And of one caller, so that nobody keeps the
+# others out: more tabs than a person looks at.
 MAX_LISTENERS = 200
+MAX_LISTENERS_OF_CALLER = 20
 # Messages that a listener may be behind.
 MAX_BEHIND = 64
 # Events told at once; whoever missed more looks at the list.
@@ -60,7 +67,10 @@ class Live:
         self._looking = asyncio.Lock()
         self._overview: Overview | None = None
         self._fresh_until = float("-inf")
-        self._listeners: set[_Listener] = set()
+        # Something changed since the look began; and until when the time spent on looking is paid for.
+        self._is_stale = False
+        self._paid_until = float("-inf")
+        self._listeners: set[Listener] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._poked = asyncio.Event()
         self._told: OrderedDict[int, None] = OrderedDict()
@@ -73,52 +83,74 @@ class Live:
 
     async def overview(self) -> Overview:
         """Raises DatabaseUnavailable."""
-        if self._overview is None or self._clock() >= self._fresh_until:
+        if self._is_due():
             async with self._looking:  # whoever waited here finds what the first one found
-                if self._overview is None or self._clock() >= self._fresh_until:
+                if self._is_due():
                     await self._look()
         assert self._overview is not None  # noqa: S101
         return self._overview
 
+    def _is_due(self) -> bool:
+        now = self._clock()
+        return self._overview is None or now >= self._fresh_until or (self._is_stale and self._rest_s(now) <= 0)
+
+    def _rest_s(self, now: float) -> float:
+        """For how long nothing is to be looked up only because something changed."""
+        return self._paid_until - SAVED_UP_S - now
+
+    def _spend(self, started: float) -> None:
+        ended = self._clock()
+        self._paid_until = max(self._paid_until, started) + (ended - started) / LOOK_UP_SHARE
+
     async def _look(self) -> None:
-        started = self._clock()
-        self._overview = await self._reading.overview(self._configured())
-        took_s = self._clock() - started
-        self._fresh_until = self._clock() + max(FRESH_S, took_s / LOOK_UP_SHARE)
+        started, self._is_stale = self._clock(), False
+        try:
+            self._overview = await self._reading.overview(self._configured())
+        except BaseException:
+            self._is_stale = True  # as far as anybody knows
+            raise
+        self._spend(started)
+        ended = self._clock()
+        self._fresh_until = max(ended + FRESH_S, started + (ended - started) / LOOK_UP_SHARE)
 
     def poke(self) -> None:
         """Something was changed: what is known of it is old."""
-        self._fresh_until = float("-inf")
+        self._is_stale = True
         self._poked.set()
 
-    async def listen(self, last_event_id: int | None) -> AsyncIterator[str]:
-        """Server-sent events, until the listener is let go. Raises an ApiError if there are too many."""
-        if self._is_closed or len(self._listeners) >= MAX_LISTENERS:
-            raise unavailable(f"{MAX_LISTENERS} listen already: ask again, or look at /api/v1/overview.")
+    async def listen(
+        self, last_event_id: int | None, caller: str = "", may_look: Callable[[], Awaitable[bool]] | None = None
+    ) -> "Listener":
+        """Server-sent events, until the listener is let go. Raises an ApiError if there are too many.
+
+        `may_look` is asked now and then: who may not look any more is told nothing more.
+        """
+        self._check_room(caller)
         overview = await self.overview()
         missed = []
         if last_event_id is not None:
             missed = await self._reading.events_after(last_event_id, MAX_EVENTS)
-        listener = _Listener()
+        self._check_room(caller)  # others came meanwhile
+        listener = Listener(
+            caller, may_look, [*map(_event_message, missed), _overview_message(overview)], self._listeners.discard
+        )
         self._listeners.add(listener)
         if self._watcher is None:
             self._last_event_id = overview.last_event_id
             self._watcher = asyncio.create_task(self._watch())
-        return self._messages(listener, [*map(_event_message, missed), _overview_message(overview)])
+        return listener
 
-    async def _messages(self, listener: "_Listener", first: list[str]) -> AsyncIterator[str]:
-        try:
-            yield f"retry: {RETRY_MS}\n\n{''.join(first)}"
-            while (message := await listener.next()) is not None:
-                yield message
-        finally:
-            self._listeners.discard(listener)
+    def _check_room(self, caller: str) -> None:
+        if self._is_closed or len(self._listeners) >= MAX_LISTENERS:
+            raise unavailable(f"{MAX_LISTENERS} listen already: ask again, or look at /api/v1/overview.")
+        if sum(listener.caller == caller for listener in self._listeners) >= MAX_LISTENERS_OF_CALLER:
+            raise unavailable(f"you listen {MAX_LISTENERS_OF_CALLER} times already: end one of them.")
 
     async def close(self) -> None:
         """Everybody who listens is let go, and nobody listens any more."""
         self._is_closed = True
-        for listener in self._listeners:
-            listener.let_go()
+        for listener in list(self._listeners):
+            listener.end()
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -126,24 +158,28 @@ class Live:
     async def _watch(self) -> None:
         told_until = float("-inf")
         while self._listeners:
+            started, rest_s = self._clock(), 0.0
+            self._poked.clear()
             try:
                 events = await self._new_events()
+                self._spend(started)
                 if events:
-                    self._fresh_until = float("-inf")
+                    self._is_stale = True
                     self._tell("".join(map(_event_message, events)))
                 overview = await self.overview()
                 if self._fresh_until > told_until:
                     self._tell(_overview_message(overview))
                     told_until = self._fresh_until
+                rest_s = max(0.0, self._rest_s(self._clock()))
             except WindlassError as error:
                 log.warning("listeners are told nothing", error=str(error))
                 self._tell(_message("trouble", json.dumps({"detail": "the database does not answer; trying again."})))
             except Exception:
                 # Whoever listens has a right to hear more than nothing for ever.
                 log.exception("looking for news failed")
-            self._poked.clear()
+            await asyncio.sleep(rest_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poked.wait(), LOOK_INTERVAL_S)
+                await asyncio.wait_for(self._poked.wait(), LOOK_INTERVAL_S - rest_s)
         self._watcher = None
 
     async def _new_events(self) -> list[Event]:
@@ -164,34 +200,91 @@ class Live:
         return new
 
     def _tell(self, message: str) -> None:
-        for listener in self._listeners:
+        for listener in list(self._listeners):
             listener.tell(message)
 
 
-class _Listener:
-    def __init__(self) -> None:
+class Listener:
+    """One who listens: an iterator of messages, that others fill."""
+
+    def __init__(
+        self,
+        caller: str,
+        may_look: Callable[[], Awaitable[bool]] | None,
+        first: Sequence[str],
+        on_end: Callable[["Listener"], None],
+    ) -> None:
+        """`on_end` is told as soon as it is over, whatever its connection does then."""
+        self.caller = caller
+        self._may_look = may_look
+        self._on_end = on_end
         self._messages: asyncio.Queue[str | None] = asyncio.Queue(MAX_BEHIND)
-        self._is_let_go = False
+        self._first = f"retry: {RETRY_MS}\n\n{''.join(first)}"
+        self._looked_at = time.monotonic()
+        self.is_let_go = False
+        # Breaks off what is being sent; set by whoever sends.
+        self.break_off: Callable[[], object] = lambda: None
 
     def tell(self, message: str) -> None:
         try:
             self._messages.put_nowait(message)
         except asyncio.QueueFull:
-            self.let_go()
+            self._let_go()
 
-    def let_go(self) -> None:
-        self._is_let_go = True
-        with contextlib.suppress(asyncio.QueueFull):
+    def end(self) -> None:
+        """What it has not heard yet it hears; then there is an end."""
+        self._on_end(self)
+        try:
             self._messages.put_nowait(None)
+        except asyncio.QueueFull:
+            self._let_go()
 
-    async def next(self) -> str | None:
+    def _let_go(self) -> None:
+        """It does not keep up: perhaps nobody reads at the other end, and nothing that is sent would ever arrive."""
+        self._on_end(self)
+        self.is_let_go = True
+        self.break_off()
+
+    async def messages(self) -> AsyncIterator[str]:
+        try:
+            yield self._first
+            while (message := await self._next()) is not None:
+                yield message
+        finally:
+            self._on_end(self)
+
+    async def _next(self) -> str | None:
         """The next message, a sign of life if there is none for long, None at the end."""
-        if self._is_let_go:
+        if self.is_let_go:
             return None
+        if time.monotonic() >= self._looked_at + BEAT_S:
+            self._looked_at = time.monotonic()
+            if self._may_look is not None and not await self._may_look():
+                return None
         try:
             return await asyncio.wait_for(self._messages.get(), BEAT_S)
         except TimeoutError:
             return ": still here\n\n"
+
+
+class EventStream(StreamingResponse):
+    """What a listener hears, as an answer: broken off when the listener is let go, also in the middle of sending."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener.messages(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        self._listener = listener
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(super().__call__(scope, receive, send))
+        self._listener.break_off = sending.cancel
+        try:
+            await sending
+        except asyncio.CancelledError:
+            ourselves = asyncio.current_task()
+            if not self._listener.is_let_go or (ourselves is not None and ourselves.cancelling()):
+                raise
+        finally:
+            sending.cancel()
 
 
 def _message(kind: str, data: str, event_id: int | None = None) -> str:

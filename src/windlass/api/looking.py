@@ -1,17 +1,19 @@
 """Reading over HTTP: how everything stands, lists in pages, stories, costs. Thin handlers over ports/reading.py."""
 
+import functools
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Response
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import AwareDatetime, ValidationError
 
 from windlass.api.documented import documented
 from windlass.api.errors import not_found
 from windlass.api.face import Face, Shown, answering
 from windlass.api.gate import viewer
+from windlass.api.kept import Kept
+from windlass.api.live import EventStream
 from windlass.api.shapes import (
     CycleShown,
     Decided,
@@ -32,7 +34,7 @@ from windlass.api.shapes import (
     task_shown,
     worker_shown,
 )
-from windlass.cost.asking import look, task_cost
+from windlass.cost.asking import Report, look, task_cost
 from windlass.cost.report import By
 from windlass.model.action import actions_to_plain
 from windlass.model.errors import BadInput
@@ -47,6 +49,8 @@ from windlass.ports.reading import MAX_PAGE, MAX_POINTS, LogLine, OpenAlert, Ove
 API = "/api/v1"
 MAX_LOG_LINES = 10_000
 MAX_COSTS = 1_000
+# What is paid changes by the hour: whoever asks for the same again within this time gets the same.
+COSTS_FRESH_S = 5.0
 # A chart goes back no further than samples are kept.
 MAX_HISTORY_S = 400 * 86_400.0
 
@@ -81,8 +85,9 @@ _lines = answering(Lines)
 
 def looking_routes(face: Face, shown: Shown) -> APIRouter:
     router = APIRouter(prefix=API, dependencies=[Looking])
-    for add in (_standing, _lists, _why):
-        add(router, face, shown)
+    _standing(router, face, shown)
+    _lists(router, shown)
+    _why(router, shown)
     return router
 
 
@@ -124,12 +129,13 @@ def _standing(router: APIRouter, face: Face, shown: Shown) -> None:
 
     @router.get("/stream", **documented(str, "Live change", media_type="text/event-stream"))
     async def stream(
+        request: Request,
         last_event_id: Annotated[int | None, Header(ge=0, le=MAX_TASK_ID, description="Of the last one seen.")] = None,
     ) -> Response:
         """Server-sent events: `overview` about once a second, `event` for each event (with its id), `trouble` while the
         database is away."""
-        messages = await live.listen(last_event_id)
-        return StreamingResponse(messages, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        caller = request.state.caller_name or (request.client.host if request.client is not None else "")
+        return EventStream(await live.listen(last_event_id, caller, request.state.may_look))
 
 
 def status_of(seen: Overview, last_actions: Any) -> Status:
@@ -155,7 +161,7 @@ _COUNTS = ("queued_tasks", "running_tasks", *(f"{status}_workers" for status in 
 _ACTIONS = ("workers_promoted", "workers_failed", "workers_spawned", "workers_terminated", "tasks_reset")
 
 
-def _lists(router: APIRouter, _face: Face, shown: Shown) -> None:
+def _lists(router: APIRouter, shown: Shown) -> None:
     store = shown.store
 
     @router.get("/workers", **documented(Listed[WorkerShown], "Workers, page by page", "workers"))
@@ -248,8 +254,15 @@ def _lists(router: APIRouter, _face: Face, shown: Shown) -> None:
         return _logs(listed(page))
 
 
-def _why(router: APIRouter, _face: Face, shown: Shown) -> None:
+def _why(router: APIRouter, shown: Shown) -> None:
     store = shown.store
+
+    async def report(question: tuple[By, datetime | None, str | None, int]) -> Report:
+        by, since, fleet, limit = question
+        now = await store.now()
+        return await look(store, by, _since(since, now), now, fleet, limit)
+
+    reports = Kept(report, COSTS_FRESH_S)
 
     @router.get("/cycles", **documented(Listed[CycleShown], "What each cycle decided", "cycles"))
     async def cycles(fleet: Name = None, limit: Limit = 50, cursor: Cursor = None) -> Response:
@@ -268,9 +281,9 @@ def _why(router: APIRouter, _face: Face, shown: Shown) -> None:
             list[str] | None, Query(alias="set", max_length=50, description="A setting of the fleet: max_workers=3.")
         ] = None,
     ) -> Response:
-        """From what a cycle saw, with its own settings or with some of them changed. Changes nothing."""
+        """From what a cycle saw, with its own settings or with some of them changed. Changes nothing. One at a time."""
         stored = await _stored(store.cycle, cycle_id)
-        return _replayed(replay_of(stored, setting or []))
+        return _replayed(await shown.thinking.about(functools.partial(replay_of, stored, setting or [])))
 
     @router.get("/explain/{what}", **documented(StoryShown, "Why is it so?", "story"))
     async def explain(what: Annotated[str, Path(max_length=200)]) -> Response:
@@ -287,9 +300,8 @@ def _why(router: APIRouter, _face: Face, shown: Shown) -> None:
         fleet: Name = None,
         limit: Annotated[int, Query(ge=1, le=MAX_COSTS)] = 100,
     ) -> Response:
-        """Added up, with what was wasted and what the month will come to. In micros of a currency."""
-        now = await store.now()
-        return _report(report_shown(await look(store, by, _since(since, now), now, fleet, limit)))
+        """Added up, with what was wasted and what the month will come to. In micros of a currency; seconds old."""
+        return _report(report_shown(await reports.of((by, since, fleet, limit))))
 
 
 # Nothing was paid before windlass was.

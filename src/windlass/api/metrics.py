@@ -4,6 +4,7 @@ Labels are fleets, queues, statuses and codes: their number does not grow with w
 its currency, time in seconds.
 """
 
+from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,10 @@ from windlass.ports.reading import FleetStanding, Measures, Overview
 
 # A cycle takes milliseconds; what takes longer than a lease is an incident.
 _CYCLE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+# What is asked of providers, and how it goes: see control/summary.py.
+_CALLS = ("create", "delete", "grow", "list", "prepare")
+_CALL_OUTCOMES = ("error", "ok", "refused")
+_MESSAGE_OUTCOMES = ("delivered", "failed", "given_up")
 # Queues are named by whoever enqueues. Beyond so many the rest are counted together.
 MAX_QUEUES = 200
 OTHERS = "(others)"
@@ -42,6 +47,17 @@ class Metrics:
         self._dropped = Counter(
             "windlass_log_lines_dropped", "Log lines not written to the database.", registry=registry
         )
+
+    def expect(self, fleets: Iterable[str], receivers: Iterable[str] = ()) -> None:
+        """Counters of these begin at zero now: increase() does not see what a counter begins with."""
+        for fleet in fleets:
+            self._crashes.labels(fleet)
+            for call in _CALLS:
+                for outcome in _CALL_OUTCOMES:
+                    self._calls.labels(fleet, call, outcome)
+        for receiver in receivers:
+            for outcome in _MESSAGE_OUTCOMES:
+                self._messages.labels(receiver, outcome)
 
     def note_cycle(
         self,
@@ -71,8 +87,10 @@ class Metrics:
     async def read(self) -> bytes:
         """Raises DatabaseUnavailable: then Prometheus knows that much."""
         overview, measures = await self._overview(), await self._measures()
+        self.expect(standing.fleet.name for standing in overview.fleets)
         shown = CollectorRegistry()
-        shown.register(_Collected([*_of_fleets(overview), *_of_queues(overview), *_measured(measures, overview)]))
+        families = [_workers(overview, measures), *_of_fleets(overview), *_of_queues(overview)]
+        shown.register(_Collected([*families, *_measured(measures, overview)]))
         return bytes(generate_latest(shown) + generate_latest(self._counted))
 
 
@@ -93,19 +111,24 @@ def _gauge(name: str, help_: str, labels: tuple[str, ...], values: Iterable[tupl
     return family
 
 
+def _workers(seen: Overview, measures: Iterable[Measures]) -> Metric:
+    ended = {measure.fleet: measure.terminated for measure in measures}
+    counts = [
+        (f.fleet.name, status, count)
+        for f in seen.fleets
+        for status, count in (*f.workers.items(), ("terminated", ended.get(f.fleet.name)))
+    ]
+    return _gauge("workers", "Workers by status; of the terminated, those still known.", ("fleet", "status"), counts)
+
+
 def _of_fleets(seen: Overview) -> list[Metric]:
     fleets = seen.fleets
+    alerts = Tally((a.fleet or "", a.code, a.severity) for a in (*seen.alerts, *(a for f in fleets for a in f.alerts)))
 
     def each(name: str, help_: str, value: Callable[[FleetStanding], float | None]) -> GaugeMetricFamily:
         return _gauge(name, help_, ("fleet",), ((f.fleet.name, value(f)) for f in fleets))
 
     return [
-        _gauge(
-            "workers",
-            "Workers by status.",
-            ("fleet", "status"),
-            ((f.fleet.name, status, count) for f in fleets for status, count in f.workers.items()),
-        ),
         each("workers_paused", "Workers that are paused.", lambda f: f.paused),
         each("workers_silent", "Active workers not heard for longer than their lease.", lambda f: f.silent),
         each("workers_min", "Never fewer workers than this.", lambda f: f.fleet.min_workers),
@@ -131,9 +154,9 @@ def _of_fleets(seen: Overview) -> list[Metric]:
         ),
         _gauge(
             "alerts_firing",
-            "What is the matter.",
+            "What is the matter, and how many times.",
             ("fleet", "code", "severity"),
-            ((a.fleet or "", a.code, a.severity, 1) for a in (*seen.alerts, *(a for f in fleets for a in f.alerts))),
+            ((*labels, count) for labels, count in alerts.items()),
         ),
         _gauge("has_leader", "Whether some orchestrator leads.", (), ((int(seen.leader is not None),),)),
     ]

@@ -4,8 +4,10 @@ Whoever may read the API may read these. What goes wrong is told on a page, neve
 """
 
 import asyncio
+import functools
 import gzip
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -14,7 +16,9 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from windlass.api.errors import ApiError, not_found
 from windlass.api.face import Face, Shown
 from windlass.api.gate import csrf_of, viewer
-from windlass.cost.asking import look, task_cost
+from windlass.api.kept import Kept
+from windlass.api.looking import COSTS_FRESH_S
+from windlass.cost.asking import Look, look_from, task_cost
 from windlass.cost.report import By, forecasts
 from windlass.dashboard import pages
 from windlass.dashboard.charts import HISTORY_POINTS, history_s
@@ -23,12 +27,12 @@ from windlass.dashboard.render import KEPT_S, Setting, Viewer, assets
 from windlass.dashboard.replay import KNOBS, Again, decide_again, knobs
 from windlass.dashboard.slots import MAX_CELLS, SlotMap, slot_map
 from windlass.model.access import Role, TokenCaller
-from windlass.model.cost import day_of, hour_of, month_of
+from windlass.model.cost import Account, day_of, hour_of, month_of
 from windlass.model.errors import BadInput
 from windlass.model.money import to_micros
-from windlass.model.task import MAX_TASK_ID, Task
+from windlass.model.task import MAX_TASK_ID
 from windlass.model.worker import WorkerStatus
-from windlass.ports.reading import FleetStanding, Overview, TaskList
+from windlass.ports.reading import FleetStanding, LogLine, TaskList
 
 STREAM = "/api/v1/stream"
 PAGE_ROWS = 50
@@ -39,6 +43,10 @@ EVENTS_SHOWN = 12
 TASKS_AT_HAND = 100
 LOG_LINES = 300
 COST_ROWS = 100
+# More than anybody pays in: each day has a row for each.
+CURRENCIES = 10
+# What is paid changes by the hour, whatever else changes.
+COST_REFRESH_S = 10.0
 # Fleets whose slots are drawn on the page of all workers; the others have their own.
 MAPS = 5
 THEME_COOKIE = "windlass_theme"
@@ -59,6 +67,12 @@ def page_routes(face: Face, shown: Shown) -> APIRouter:
 
 def asset_routes() -> APIRouter:
     router = APIRouter(include_in_schema=False)
+
+    @router.get("/favicon.ico")
+    async def icon() -> Response:
+        """Browsers ask for it wherever a page names none: on the way in, or when they show JSON."""
+        found = next(asset for address, asset in assets().items() if address.startswith("/static/icon-"))
+        return Response(found.content, media_type=found.media_type, headers={"Cache-Control": "public, max-age=86400"})
 
     @router.get("/static/{name}")
     async def static(name: str, request: Request) -> Response:
@@ -94,8 +108,14 @@ def _add_overview(router: APIRouter, face: Face, shown: Shown) -> None:
 def _add_workers(router: APIRouter, face: Face, shown: Shown) -> None:
     @router.get("/workers")
     async def workers(
-        request: Request, _looker: Looker, fleet: Name = None, ended: str | None = None, cursor: Cursor = None
+        request: Request,
+        _looker: Looker,
+        fleet: Name = None,
+        ended: str | None = None,
+        cursor: Cursor = None,
+        slots: Cursor = None,
     ) -> Response:
+        """`slots`: where the slot map of the fleet begins."""
         overview = await shown.live.overview()
         is_ended = ended is not None
         standings = [standing for standing in overview.fleets if fleet in (None, "", standing.fleet.name)]
@@ -111,8 +131,9 @@ def _add_workers(router: APIRouter, face: Face, shown: Shown) -> None:
                 setting_of(face, request, overview.at),
                 found,
                 fleets=[standing.fleet.name for standing in overview.fleets],
-                maps=await _slot_maps(shown, standings[:MAPS]) if not is_ended and cursor is None else [],
+                maps=await _slot_maps(shown, standings[:MAPS], slots) if not is_ended and cursor is None else [],
                 counts=_worker_counts(standings),
+                ray_dashboards=await shown.store.ray_dashboards(),
                 fleet=fleet or None,
                 is_ended=is_ended,
                 is_first=cursor is None,
@@ -125,9 +146,11 @@ def _add_workers(router: APIRouter, face: Face, shown: Shown) -> None:
         if row is None:
             raise not_found(f"there is no worker {worker_id}: it never was, or its retention is over.")
         story = await shown.explain(worker_id)
-        running = await _running(shown, worker_id) if row.running_tasks else []
+        running = await shown.store.tasks_at_hand_of(worker_id, TASKS_AT_HAND) if row.running_tasks else []
         log, problem = await _log_of(shown, row.fleet, worker_id)
-        setting = setting_of(face, request, await shown.store.now())
+        # Nothing more happens to one that has ended.
+        is_live = row.status is not WorkerStatus.TERMINATED
+        setting = setting_of(face, request, await shown.store.now(), is_live=is_live)
         return html(
             request,
             pages.worker_page(
@@ -138,16 +161,19 @@ def _add_workers(router: APIRouter, face: Face, shown: Shown) -> None:
                 tasks=running,
                 log=log,
                 log_problem=problem,
+                ray_dashboard=(await shown.store.ray_dashboards()).get(row.fleet),
             ),
         )
 
 
-async def _slot_maps(shown: Shown, standings: Sequence[FleetStanding]) -> list[SlotMap]:
+async def _slot_maps(shown: Shown, standings: Sequence[FleetStanding], cursor: str | None) -> list[SlotMap]:
     maps = []
-    for standing in standings:
+    # A cursor is of one fleet.
+    for standing in standings if cursor is None else standings[:1]:
         if standing.fleet.planned_at is not None:  # nobody hired for the others: they have no slots
-            page = await shown.store.workers_page(fleet=standing.fleet.name, limit=MAX_CELLS)
-            maps.append(slot_map(standing.fleet, page.rows))
+            page = await shown.store.workers_page(fleet=standing.fleet.name, limit=MAX_CELLS, cursor=cursor)
+            is_first_page, next_cursor = cursor is None, page.next_cursor
+            maps.append(slot_map(standing.fleet, page.rows, is_first_page=is_first_page, next_cursor=next_cursor))
     return maps
 
 
@@ -159,17 +185,18 @@ def _worker_counts(standings: Sequence[FleetStanding]) -> Mapping[WorkerStatus, 
     }
 
 
-async def _running(shown: Shown, worker_id: str) -> list[Task]:
-    at_hand = (await shown.store.tasks_at_hand()).get(worker_id, [])
-    tasks = [await shown.store.task(task_id) for task_id in at_hand[:TASKS_AT_HAND]]
-    return [task for task in tasks if task is not None]
-
-
 async def _log_of(shown: Shown, fleet: str, worker_id: str) -> tuple[list[str] | None, str | None]:
+    """What it printed, if it runs here; otherwise what is in the database about it, if logs are kept there."""
     try:
         return [line async for line in shown.worker_log(fleet, worker_id, LOG_LINES)], None
     except BadInput as error:
-        return None, str(error)
+        kept = (await shown.store.logs_page(worker_id=worker_id, limit=LOG_LINES)).rows
+        return [_log_text(line) for line in reversed(kept)] or None, str(error)
+
+
+def _log_text(line: LogLine) -> str:
+    more = "".join(f" {name}={value}" for name, value in (line.fields or {}).items())
+    return f"{line.at:%Y-%m-%d %H:%M:%S} {line.level} {line.message}{more}"
 
 
 def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
@@ -191,13 +218,14 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
         )
         dead = [task.id for task in found.rows] if which is TaskList.FAILED else []
         histories = {task_id: await _history(shown, task_id) for task_id in dead}
-        queues = {*(await shown.store.known_queues()), *((await shown.live.overview()).queues)}
+        overview = await shown.live.overview()
         return html(
             request,
             pages.tasks_page(
                 setting_of(face, request, await shown.store.now()),
                 found,
-                queues=sorted(queues),
+                queues=sorted({*overview.queues, *([queue] if queue else [])}),
+                has_more_queues=overview.has_more_queues,
                 queue=queue or None,
                 which=which.value if which is not None else None,
                 search=search or None,
@@ -254,8 +282,7 @@ def _add_decisions(router: APIRouter, face: Face, shown: Shown) -> None:
         problem = None
         if settings is not None and "replay" in request.query_params:
             try:
-                # Planning for thousands takes a while: not in the loop that answers everybody.
-                again = await asyncio.to_thread(decide_again, found, settings, given)
+                again = await shown.thinking.about(functools.partial(decide_again, found, settings, given))
             except BadInput as error:
                 problem = str(error)
         setting = setting_of(face, request, await shown.store.now(), is_live=False)
@@ -267,30 +294,44 @@ def _knobs_given(request: Request) -> dict[str, str]:
     return {name: request.query_params[name] for name in KNOBS if name in request.query_params}
 
 
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    now: datetime
+    look: Look
+    budgets: list[Budget]
+
+
 def _add_cost(router: APIRouter, face: Face, shown: Shown) -> None:
+    async def look_up(question: tuple[str | None, int]) -> _Costs:
+        fleet, days = question
+        now = await shown.store.now()
+        since = hour_of(now - timedelta(days=1)) if days == 1 else day_of(now) - timedelta(days=days - 1)
+        sides = {By.DAY: (days + 1) * CURRENCIES, By.FLEET: COST_ROWS, By.QUEUE: COST_ROWS}
+        found = await look_from(shown.store, sides, since, now, fleet)
+        return _Costs(now, found, await _budgets(face, shown, found.accounts, fleet, now))
+
+    costs = Kept(look_up, COSTS_FRESH_S)
+
     @router.get("/cost")
     async def cost(
         request: Request, _looker: Looker, fleet: Name = None, days: Annotated[int, Query(ge=1, le=366)] = 30
     ) -> Response:
-        now = await shown.store.now()
-        since = hour_of(now - timedelta(days=1)) if days == 1 else day_of(now) - timedelta(days=days - 1)
-        by_day = await look(shown.store, By.DAY, since, now, fleet or None, days + 1)
-        by_fleet = await look(shown.store, By.FLEET, since, now, fleet or None, COST_ROWS)
-        by_queue = await look(shown.store, By.QUEUE, since, now, fleet or None, COST_ROWS)
+        found = await costs.of((fleet or None, days))
+        look = found.look
         return html(
             request,
             pages.cost_page(
-                setting_of(face, request, now),
-                since=since,
+                setting_of(face, request, found.now, refresh_s=COST_REFRESH_S),
+                since=look.since,
                 chosen_days=days,
                 fleet=fleet or None,
-                days=_days_between(since, now),
-                by_day=by_day.costs,
-                by_fleet=by_fleet.costs,
-                by_queue=by_queue.costs,
-                totals=by_day.total,
-                forecasts=by_day.forecasts,
-                budgets=await _budgets(face, shown, await shown.live.overview(), now),
+                days=_days_between(look.since, found.now),
+                by_day=look.costs[By.DAY],
+                by_fleet=look.costs[By.FLEET],
+                by_queue=look.costs[By.QUEUE],
+                totals=look.total,
+                forecasts=look.forecasts,
+                budgets=found.budgets,
             ),
         )
 
@@ -300,33 +341,38 @@ def _days_between(since: datetime, now: datetime) -> list[str]:
     return [f"{first + timedelta(days=number):%Y-%m-%d}" for number in range((now - first).days + 1)]
 
 
-async def _budgets(face: Face, shown: Shown, overview: Overview, now: datetime) -> list[Budget]:
-    """Of fleets that are run here: elsewhere nobody knows their limits."""
+async def _budgets(
+    face: Face, shown: Shown, accounts: Sequence[Account], fleet: str | None, now: datetime
+) -> list[Budget]:
+    """Of fleets that are run here: elsewhere nobody knows their limits. `accounts`: of those that are asked for."""
+    names = [fleet] if fleet is not None else [each.fleet.name for each in (await shown.live.overview()).fleets]
+    limited = {name: settings for name in names if (settings := face.fleet(name)) is not None}
     found = []
-    for name in (standing.fleet.name for standing in overview.fleets):
-        settings = face.fleet(name)
-        if settings is None:
+    for period, since in (("hour", hour_of(now)), ("day", day_of(now)), ("month", month_of(now))):
+        limits = {name: getattr(settings, f"budget_per_{period}") for name, settings in limited.items()}
+        if all(limit is None for limit in limits.values()):
             continue
-        for period, limit, since in (
-            ("hour", settings.budget_per_hour, hour_of(now)),
-            ("day", settings.budget_per_day, day_of(now)),
-            ("month", settings.budget_per_month, month_of(now)),
-        ):
+        settled = await shown.store.costs(By.FLEET, since, fleet=fleet)
+        for name, limit in limits.items():
             if limit is None:
                 continue
-            settled = await shown.store.costs(By.FLEET, since, fleet=name)
-            accounts = await shown.store.open_accounts(fleet=name)
+            own = [account for account in accounts if account.fleet == name]
+            told = forecasts([cost for cost in settled if cost.key == name], own, since, now)
+            spent = [(forecast.currency, forecast.spent_micros) for forecast in told]
             found += [
-                Budget(name, period, told.currency, told.spent_micros, to_micros(limit), settings.budget_action)
-                for told in forecasts(settled, accounts, since, now)
+                Budget(name, period, currency, micros, to_micros(limit), limited[name].budget_action)
+                # Nothing is spent in any currency: that is known too.
+                for currency, micros in spent or [("", 0)]
             ]
-    return found
+    return sorted(found, key=lambda budget: budget.fleet)
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
 
 
-def setting_of(face: Face, request: Request, now: datetime, *, is_live: bool = True) -> Setting:
+def setting_of(
+    face: Face, request: Request, now: datetime, *, is_live: bool = True, refresh_s: float | None = None
+) -> Setting:
     caller = getattr(request.state, "caller", None)
     csrf = csrf_of(request) if caller is not None else None
     may_act = csrf is not None and isinstance(caller, TokenCaller) and caller.role is Role.OPERATOR
@@ -338,6 +384,7 @@ def setting_of(face: Face, request: Request, now: datetime, *, is_live: bool = T
         viewer=Viewer(may_act, csrf or ""),
         theme=theme if theme in ("light", "dark") else None,
         stream=STREAM if is_live else None,
+        refresh_s=refresh_s,
         back=f"{request.url.path}{query}",
         said=request.cookies.get(SAID_COOKIE),
     )
@@ -374,6 +421,6 @@ def problem(face: Face, request: Request, error: ApiError) -> Response:
     setting = setting_of(face, request, datetime.now(UTC), is_live=False)
     sentence = str(error.detail)
     if error.status_code == 401:
-        sentence = "Open the link that `windlass up` printed when it started; it lets this browser in, once."
+        sentence = "Open a link that `windlass tokens link` or `windlass up` printed; it lets this browser in, once."
     title = _TITLES.get(error.status_code, "This did not work")
     return html(request, pages.problem_page(setting, title, sentence[:1].upper() + sentence[1:]), error.status_code)

@@ -23,6 +23,8 @@ BACKLOG = 2_048
 MAX_CONNECTIONS = 5_000
 # Longer than workers keep an idle connection: it is then they who close it, and none is closed under a request.
 KEEP_ALIVE_S = 75
+# Whose word is taken on where a request came from: a proxy's on this host. Anybody else could say anything.
+PROXIES = ("127.0.0.1", "::1")
 # For requests under way when the server ends.
 GRACE_S = 5
 START_TIMEOUT_S = 10.0
@@ -63,6 +65,7 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
             access_log=False,
             server_header=False,
             limit_concurrency=MAX_CONNECTIONS,
+            forwarded_allow_ips=list(PROXIES),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
         )

@@ -12,23 +12,24 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 from windlass.api.errors import gone
 from windlass.api.face import Shown
-from windlass.api.gate import COOKIE, check_csrf
-from windlass.model.access import LINK_PREFIX, SESSION_PREFIX, hash_of, is_token, new_token
+from windlass.api.gate import check_csrf, session_cookie
+from windlass.model.access import LINK_PREFIX, SESSION_PREFIX, Role, hash_of, is_token, new_token
 from windlass.ports.access import Access
 
 LOGIN = "/login"
-# A link is used when `windlass up` has printed it, or by whoever comes back to that terminal on the same day.
+# A link is used when it has been printed, or by whoever comes back to that terminal on the same day.
 LINK_TTL_S = 86_400.0
 SESSION_TTL_S = 7 * 86_400.0
 # Not a redirection: a browser that came from another site would not send the cookie to where it is redirected.
 _WELCOME = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/">
+<link rel="icon" href="/favicon.ico" type="image/svg+xml">
 <title>windlass</title><p><a href="/">To the dashboard</a></p></html>"""
 
 
-async def new_link(access: Access, base_url: str) -> str:
+async def new_link(access: Access, base_url: str, role: Role = Role.OPERATOR) -> str:
     """The address that lets one browser in."""
     key = new_token(LINK_PREFIX, secrets.SystemRandom())
-    await access.create_link(hash_of(key), LINK_TTL_S)
+    await access.create_link(hash_of(key), role, LINK_TTL_S)
     return f"{base_url}{LOGIN}?key={key}"
 
 
@@ -42,10 +43,10 @@ def session_routes(shown: Shown) -> APIRouter:
         session = new_token(SESSION_PREFIX, secrets.SystemRandom())
         is_link = is_token(key, LINK_PREFIX)
         if not is_link or not await access.open_session(hash_of(key), hash_of(session), SESSION_TTL_S):
-            raise gone("this link was used, or has expired: `windlass up` prints another when it starts.")
+            raise gone("this link was used, or has expired: `windlass tokens link` prints another.")
         answer = HTMLResponse(_WELCOME)
         answer.set_cookie(
-            COOKIE,
+            session_cookie(request.headers.get("host", "")),
             session,
             max_age=int(SESSION_TTL_S),
             httponly=True,
@@ -60,7 +61,7 @@ def session_routes(shown: Shown) -> APIRouter:
         if request.state.session is not None:
             check_csrf(request, (await form_of(request)).get("csrf"))
             await access.end_session(hash_of(request.state.session))
-        answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+        answer.delete_cookie(session_cookie(request.headers.get("host", "")), httponly=True, samesite="strict")
         return answer
 
     return router

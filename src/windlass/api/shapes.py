@@ -16,6 +16,7 @@ from windlass.model.cost import Cost
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.record import Cycle, Story
+from windlass.model.secrecy import shown_settings
 from windlass.model.task import Task
 from windlass.ports.reading import FleetStanding, Page, WorkerRow
 
@@ -87,7 +88,7 @@ def worker_shown(row: WorkerRow, now: datetime) -> WorkerShown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShown(FleetStanding):
-    """`settings`: as they are run here, without the environment of its workers; null if it is not run here."""
+    """`settings`: as they are run here, without secrets; null if it is not run here."""
 
     settings: Mapping[str, Any] | None
     # For how long nobody has run it, though somebody should.
@@ -95,7 +96,7 @@ class FleetShown(FleetStanding):
 
 
 def fleet_shown(standing: FleetStanding, settings: FleetConfig | None, now: datetime) -> FleetShown:
-    plain = settings.model_dump(mode="json", exclude={"env"}) if settings is not None else None
+    plain = shown_settings(settings.model_dump(mode="json")) if settings is not None else None
     return _extended(FleetShown, standing, settings=plain, unattended_s=standing.fleet.unattended_s(now))
 
 

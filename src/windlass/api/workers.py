@@ -1,7 +1,7 @@
 """What workers call: ports/transport.py over HTTP, with the same meaning.
 
-A worker acts in its own name, which its token says, and for the queues it was hired for. Everything else is the store's
-to judge, so that a worker over HTTP and one over the database live by the same rules.
+A worker acts in its own name, which its token says, and for the queues it was hired or enlisted for. Everything else is
+the store's to judge, so that a worker over HTTP and one over the database live by the same rules.
 """
 
 from collections.abc import Sequence
@@ -10,21 +10,24 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 
 from windlass.api.documented import documented
-from windlass.api.errors import forbidden, gone, unavailable
+from windlass.api.errors import forbidden, gone, unauthorized, unavailable
 from windlass.api.face import Face, answering
-from windlass.api.gate import joining_caller, worker_caller
-from windlass.model.access import WORKER_PREFIX, Activation, JoinCaller, WorkerCaller, hash_of, is_token
+from windlass.api.gate import enlisting_caller, joining_caller, worker_caller
+from windlass.model.access import WORKER_PREFIX, Activation, JoinCaller, TokenCaller, WorkerCaller, hash_of, is_token
 from windlass.model.errors import BadInput
 from windlass.model.order import WorkOrder, work_order
-from windlass.model.task import Turn
+from windlass.model.task import Turn, is_name
 from windlass.model.worker import Pulse, Registration
 from windlass.ports import http
 
 Worker = Annotated[WorkerCaller, Depends(worker_caller)]
 Joining = Annotated[JoinCaller, Depends(joining_caller)]
+Enlisting = Annotated[TokenCaller, Depends(enlisting_caller)]
 
 _order = answering(WorkOrder)
 _registered = answering(http.Registered)
+_enlisted = answering(http.Enlisted)
+_recovered = answering(http.Recovered)
 _claimed = answering(http.Claimed)
 _turn = answering(Turn)
 _failed = answering(http.Failed)
@@ -35,7 +38,7 @@ _waited = answering(http.Waited)
 
 
 def joining_routes(face: Face) -> APIRouter:
-    """Activation, and the order it is answered with."""
+    """How one becomes a worker: activation of the hired, enlistment of others, and the order of the hired."""
     router = APIRouter()
 
     def order_for(caller: WorkerCaller | JoinCaller) -> Response:
@@ -60,8 +63,7 @@ def joining_routes(face: Face) -> APIRouter:
         """Exchange the join token for the worker token in the body. Asking again with the same two is safe."""
         if caller.worker_id != worker_id:
             raise forbidden(f"this join token is not worker {worker_id}'s.")
-        if not is_token(call.token, WORKER_PREFIX):
-            raise BadInput(f"a worker token is {WORKER_PREFIX} and 64 hexadecimal digits of chance.")
+        _check_token(call.token)
         match await face.access.activate(worker_id, request.state.token_hash, hash_of(call.token)):
             case Activation.ACTIVATED:
                 return order_for(caller)
@@ -71,6 +73,26 @@ def joining_routes(face: Face) -> APIRouter:
                 raise gone(f"the join token of worker {worker_id} has expired: it took too long to start.")
             case Activation.ENDED | Activation.UNKNOWN:
                 raise gone(f"worker {worker_id} has ended.")
+
+    @router.post(http.ENLIST, **documented(http.Enlisted, "Enlist", "enlisted"))
+    async def enlist(call: http.EnlistCall, _caller: Enlisting, request: Request) -> Response:
+        """Register a worker that nobody hired, with the worker token in the body. Asking again is safe."""
+        _check_token(call.token)
+        if not is_name(call.worker_id):
+            raise BadInput("a worker's name is made of letters, digits and _ . : -, at most 63 of them.")
+        registration = Registration(
+            worker_id=call.worker_id,
+            queues=call.queues,
+            concurrency=call.concurrency,
+            lease_s=call.lease_s,
+            host=call.host,
+            pid=call.pid,
+            version=call.version,
+        )
+        status = await face.access.enlist(request.state.token_hash, hash_of(call.token), registration)
+        if status is None:
+            raise unauthorized("this token was revoked.")
+        return _enlisted(http.Enlisted(status, face.max_payload_bytes))
 
     @router.get(http.ORDER, **documented(WorkOrder, "The work order", "order"))
     async def order(worker: Worker) -> Response:
@@ -142,6 +164,11 @@ def worker_routes(face: Face) -> APIRouter:
         await store.leave(worker.worker_id, call.reason)
         return Response(status_code=204)
 
+    @router.post(http.UPKEEP, **documented(http.Recovered, "Look after others", "recovered"))
+    async def upkeep(worker: Worker) -> Response:
+        """What workers do for the queue: recover the tasks of lost ones, and apply retention for a bounded time."""
+        return _recovered(http.Recovered(await store.upkeep(worker.worker_id)))
+
     @router.post(http.NEXT_RUN_AFTER, **documented(http.NextRunAfter, "When the next task is due", "next_run_after"))
     async def next_run_after(call: http.NextRunAfterCall, worker: Worker) -> Response:
         _check_queues(worker, call.queues)
@@ -155,6 +182,11 @@ def worker_routes(face: Face) -> APIRouter:
         return _waited(http.Waited(await face.doorbell.wait(call.queues, timeout_s, call.cursor)))
 
     return router
+
+
+def _check_token(token: str) -> None:
+    if not is_token(token, WORKER_PREFIX):
+        raise BadInput(f"a worker token is {WORKER_PREFIX} and 64 hexadecimal digits of chance.")
 
 
 def _check_queues(worker: WorkerCaller, queues: Sequence[str]) -> None:

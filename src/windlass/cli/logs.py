@@ -11,14 +11,13 @@ from typing import Annotated, Any, Literal, TextIO, cast
 
 import typer
 
+from windlass.model.secrecy import Mask, mask_of
+
 LogFormat = Annotated[
     Literal["auto", "human", "json"], typer.Option("--log-format", help="auto: human on a terminal, JSON elsewhere.")
 ]
-HIDDEN = "********"
-# Shorter ones would be found in ordinary words.
-MIN_SECRET_LENGTH = 6
 
-_hidden: tuple[str, ...] = ()
+_mask = Mask()
 _taps: list[Callable[[Mapping[str, Any]], None]] = []
 
 
@@ -50,9 +49,8 @@ def configure_logs(log_format: Literal["auto", "human", "json"] = "auto") -> Non
 
 def hide(secrets: Iterable[str]) -> None:
     """From now on no line holds any of these."""
-    global _hidden  # noqa: PLW0603 - the log is one for the whole process
-    # The longest first: one may be a part of another.
-    _hidden = tuple(sorted({s for s in secrets if len(s) >= MIN_SECRET_LENGTH}, key=len, reverse=True))
+    global _mask  # noqa: PLW0603 - the log is one for the whole process
+    _mask = mask_of(secrets)
 
 
 def tap(taker: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
@@ -66,14 +64,8 @@ def without_secrets(_logger: Any, _method: str, line: MutableMapping[str, Any]) 
 
 
 def _masked(value: Any) -> Any:
-    from windlass.model.access import without_tokens
-    from windlass.model.address import masked
-
     if isinstance(value, str):
-        text = without_tokens(masked(value))
-        for secret in _hidden:
-            text = text.replace(secret, HIDDEN)
-        return text
+        return _mask(value)
     if isinstance(value, Mapping):
         return {name: _masked(each) for name, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

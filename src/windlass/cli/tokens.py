@@ -1,6 +1,7 @@
-"""`windlass tokens`: who may call the control plane over HTTP, beside the machines it hires."""
+"""`windlass tokens`: who may call the control plane over HTTP, beside the machines it hires: programs by tokens, people
+by links that let a browser in."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -9,7 +10,7 @@ from windlass.cli.output import duration, print_json, print_table
 from windlass.model.access import Role
 from windlass.model.errors import BadInput
 
-app = typer.Typer(help="Create and revoke tokens for the HTTP API.", no_args_is_help=True)
+app = typer.Typer(help="Create and revoke tokens for the HTTP API, and links to the dashboard.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="What the token is called, to revoke it by.", metavar="NAME")]
 
 
@@ -70,11 +71,76 @@ async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
 
 @app.command()
 @command
-async def revoke(name: Name, config: ConfigFile = None, data_dir: DataDir = None) -> None:
-    """From now on the token opens nothing."""
+async def link(
+    role: Annotated[
+        Literal["viewer", "operator"], typer.Option(help="What whoever opens it may do: look, or act too.")
+    ] = "operator",
+    url: Annotated[
+        str | None,
+        typer.Option(help="Where the dashboard is, if the configuration does not say so.", metavar="http://HOST:PORT"),
+    ] = None,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a link that lets one more browser in, once, within a day."""
+    from windlass.wire.face import dashboard_link
+
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise BadInput(f"{url!r} is not where a dashboard is: write http://127.0.0.1:8080, or https:// and its name.")
+    address = await dashboard_link(load(config, data_dir).config, Role(role), url)
+    if as_json:
+        print_json({"role": role, "link": address})
+    else:
+        print(address)
+
+
+@app.command()
+@command
+async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List browsers that were let in, and links that still let one in; newest first."""
     from windlass.wire import stores
 
     async with stores.access_store(load(config, data_dir).config) as store:
-        if not await store.revoke_token(name):
+        found = await store.sessions()
+        now = await store.now()
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            session.id,
+            session.role,
+            "link, not used yet" if session.is_link else "browser",
+            duration((now - session.created_at).total_seconds()),
+            duration((session.expires_at - now).total_seconds()),
+        )
+        for session in found
+    ]
+    if rows:
+        print_table(rows, "session", "role", "kind", "age", "ends in", right=("age", "ends in"))
+    else:
+        print("no sessions")
+
+
+@app.command()
+@command
+async def revoke(
+    name: Annotated[str | None, typer.Argument(help="The token to revoke.", metavar="NAME")] = None,
+    session: Annotated[
+        str | None, typer.Option(help="A browser's session, or an unused link, instead.", metavar="SESSION")
+    ] = None,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """From now on the token, or the session, opens nothing."""
+    from windlass.wire import stores
+
+    if (name is None) == (session is None):
+        raise BadInput("say what to revoke: the NAME of a token, or --session and its id (`windlass tokens sessions`).")
+    async with stores.access_store(load(config, data_dir).config) as store:
+        if name is not None and not await store.revoke_token(name):
             raise BadInput(f"there is no token {name} in use: `windlass tokens list` shows all.")
-    print(f"revoked {name}")
+        if session is not None and not await store.revoke_session(session):
+            raise BadInput(f"there is no session {session}: `windlass tokens sessions` shows all.")
+    print(f"revoked {name or session}")

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,9 @@ import typer
 from windlass import __version__
 from windlass.cli.common import EXIT_BAD_INPUT, ConfigFile, DataDir, command, load, say
 from windlass.cli.logs import LogFormat, configure_logs, hide
-from windlass.model.errors import BadInput
+from windlass.model.access import API_PREFIX, is_token
+from windlass.model.address import problem_of_control_plane_url
+from windlass.model.errors import BadInput, TokenRefused
 from windlass.model.worker import DEFAULT_FLEET, MAX_CONCURRENCY
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 EXIT_LOST = 3
 # From a worker's end to that of its process, for what its handlers left behind.
 END_TIMEOUT_S = 5.0
+# No token of ours is longer.
+MAX_TOKEN_FILE_CHARACTERS = 1_000
 
 
 @command
@@ -65,6 +70,16 @@ async def worker(
         Path | None,
         typer.Option(help="Join the control plane named in this file, and do what it says.", metavar="FILE"),
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Work over HTTP for the control plane there, with a token of role worker in WINDLASS_TOKEN.",
+            metavar="https://HOST",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File that holds the token for --url instead.", metavar="FILE")
+    ] = None,
     log_format: LogFormat = "auto",
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -75,20 +90,24 @@ async def worker(
     """
     configure_logs(log_format)
     from windlass.configure import secrets_of
-    from windlass.wire.worker import run_worker
+    from windlass.wire.worker import run_enlisted_worker, run_worker
     from windlass.worker.runtime import Ending
 
     if join is not None:
         given = (queue, handler, exec_, inline or None, concurrency, chdir, timeout, heartbeat_interval, lease)
-        if any(value is not None for value in (*given, memory_limit_mb, config, data_dir)):
+        if any(value is not None for value in (*given, memory_limit_mb, url, token_file, config, data_dir)):
             raise BadInput("--join brings the work order along: leave out --queue, --handler and all that is in it.")
         return await _joined(join)
     if not queue:
         raise BadInput("a worker needs a queue to serve: give --queue, or --join a control plane.")
     _check_what_runs(handler, exec_, inline)
+    if token_file is not None and url is None:
+        raise BadInput("--token-file goes with --url: say where the control plane is.")
+    api_token = _api_token(url, token_file) if url is not None else ""
     # Set by the provider that started it. Taken out: what a handler starts is not this worker.
     worker_id = os.environ.pop("WINDLASS_WORKER_ID", None)
     fleet = os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET)
+    needs_gpu = bool(os.environ.pop("WINDLASS_NEEDS_GPU", ""))
     loaded = load(
         config,
         data_dir,
@@ -99,12 +118,18 @@ async def worker(
             "worker.memory_limit_mb": memory_limit_mb,
         },
     )
-    hide(secrets_of(loaded.config))
+    hide({*secrets_of(loaded.config), api_token})
     if chdir is not None:
         _change_directory(chdir)
-    settings = _settings(loaded.config.worker, queue, fleet, worker_id, concurrency)
+    settings = _settings(loaded.config.worker, queue, fleet, worker_id, concurrency, needs_gpu=needs_gpu)
+    run = partial(run_worker, loaded.config, settings)
+    if url is not None:
+        run = partial(run_enlisted_worker, loaded.config, settings, url.rstrip("/"), api_token)
     try:
-        ending = await run_worker(loaded.config, settings, handler=handler, command=exec_, is_inline=inline)
+        ending = await run(handler=handler, command=exec_, is_inline=inline)
+    except TokenRefused as error:
+        say(str(error))
+        return _end_for_sure(EXIT_LOST)
     except Exception as error:
         _end_for_sure(EXIT_BAD_INPUT, error)
         raise
@@ -118,8 +143,35 @@ def _check_what_runs(handler: str | None, command: str | None, is_inline: bool) 
         raise BadInput("--inline goes with --handler: a command cannot run inside the worker.")
 
 
+def _api_token(url: str, file: Path | None) -> str:
+    """The token for --url. It is taken out of the environment: handlers have no use for it."""
+    problem = problem_of_control_plane_url(url.rstrip("/"))
+    if problem is not None:
+        raise BadInput(f"--url {problem}.")
+    token = os.environ.pop("WINDLASS_TOKEN", "")
+    if file is not None:
+        try:
+            token = file.read_text()[:MAX_TOKEN_FILE_CHARACTERS]
+        except (OSError, UnicodeDecodeError) as error:
+            why = type(error).__name__
+            raise BadInput(f"the token in {file} cannot be read ({why}): check --token-file.") from None
+    if not is_token(token.strip(), API_PREFIX):
+        where = f"in {file}" if file is not None else "in WINDLASS_TOKEN"
+        raise BadInput(
+            f"there is no token {where}: `windlass tokens create NAME --role worker` makes one that begins with "
+            f"{API_PREFIX}."
+        )
+    return token.strip()
+
+
 def _settings(
-    chosen: "WorkerConfig", queues: list[str], fleet: str, worker_id: str | None, concurrency: int | None
+    chosen: "WorkerConfig",
+    queues: list[str],
+    fleet: str,
+    worker_id: str | None,
+    concurrency: int | None,
+    *,
+    needs_gpu: bool,
 ) -> "WorkerSettings":
     from windlass.model.task import check_queue_name
     from windlass.worker.runtime import WorkerSettings
@@ -134,6 +186,7 @@ def _settings(
         timeout_s=chosen.timeout_s,
         drain_timeout_s=chosen.drain_timeout_s,
         version=__version__,
+        needs_gpu=needs_gpu,
     )
 
 
@@ -159,7 +212,6 @@ def _end_for_sure(code: int, error: Exception | None = None) -> int:
 
 
 async def _joined(file: Path) -> int:
-    from windlass.model.errors import TokenRefused
     from windlass.wire.worker import run_joined_worker
     from windlass.worker.runtime import Ending
 

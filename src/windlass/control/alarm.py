@@ -8,8 +8,9 @@ growing pauses and given up after MAX_ATTEMPTS; it delays no other.
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -23,14 +24,26 @@ from windlass.ports.alarm import AlarmStore, NotDelivered, Receiver
 LOOK_INTERVAL_S = 5.0
 # What has not been seen for this long is over. Longer than a cause takes that comes and goes with every other cycle.
 RESOLVE_AFTER_S = 60.0
+# Errors in a row that ended with nobody calling again are over after this time: longer than a refusal keeps a cycle
+# from asking again, short enough that a fleet without demand does not seem broken.
+STREAK_FORGOTTEN_S = 900.0
 # Longer than any receiver takes: then a message is anybody's again.
 MESSAGE_LEASE_S = 120.0
 SEND_TIMEOUT_S = 60.0
 # With the pauses of retry_delay_s that is about two hours: long enough for a receiver to be mended.
 MAX_ATTEMPTS = 14
-MAX_AT_ONCE = 20
+# To one receiver: one that does not answer has no more than these waiting for it, and leaves the others theirs.
+MAX_AT_ONCE = 10
 MAX_ERROR_CHARACTERS = 300
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Streak:
+    """Calls of one kind that went wrong in a row, and when the last of them did."""
+
+    count: int
+    last_at: float
 
 
 class Alarm:
@@ -42,37 +55,48 @@ class Alarm:
         receivers: Iterable[Receiver],
         *,
         dead_letters_allowed: int,
+        leader_grace_s: float,
         ignored: Sequence[str] = (),
         on_message: Callable[[str, str], None] = lambda _receiver, _outcome: None,
         rng: random.Random | None = None,
         resolve_after_s: float = RESOLVE_AFTER_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._receivers = {receiver.name: receiver for receiver in receivers}
         self._dead_letters_allowed = dead_letters_allowed
+        self._leader_grace_s = leader_grace_s
         self._ignored = frozenset(ignored)
         self._on_message = on_message
         self._rng = rng or random.Random()  # noqa: S311
         self._resolve_after_s = resolve_after_s
-        # By fleet and call: how many went wrong in a row.
-        self._errors: dict[str, dict[str, int]] = {}
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._clock = clock
+        # By fleet and call, of the fleets that we lead.
+        self._streaks: dict[str, dict[str, _Streak]] = {}
+        self._under_way: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._receivers}
 
     def note(self, summary: Summary) -> None:
         """A cycle was: what its provider answered is known only here."""
-        if summary.is_leader:
-            streaks = self._errors.setdefault(summary.fleet, {})
-            for call, outcome, count in summary.provider_calls:
-                streaks[call] = streaks.get(call, 0) + count if outcome == "error" else 0
+        if not summary.is_leader:
+            # Whoever leads now asks the provider, and knows better.
+            self._streaks.pop(summary.fleet, None)
+            return
+        streaks = self._streaks.setdefault(summary.fleet, {})
+        # In the order of their outcomes' names: a call that went well ends the errors of its own cycle.
+        for call, outcome, count in summary.provider_calls:
+            before = streaks.pop(call, None)
+            if outcome == "error":
+                streaks[call] = _Streak(count + (before.count if before is not None else 0), self._clock())
 
     async def run(self) -> None:
         """Until cancelled."""
         try:
             await self._go_on()
         finally:
-            for sending in self._under_way:
+            under_way = [sending for sendings in self._under_way.values() for sending in sendings]
+            for sending in under_way:
                 sending.cancel()
-            await asyncio.gather(*self._under_way, return_exceptions=True)
+            await asyncio.gather(*under_way, return_exceptions=True)
 
     async def _go_on(self) -> None:
         while True:
@@ -87,27 +111,37 @@ class Alarm:
 
     async def look(self) -> None:
         """Write down what is the matter now, and what is over."""
-        watched = _with_errors(await self._store.watch(), self._errors)
-        problems = [
-            problem for problem in firing(watched, self._dead_letters_allowed) if problem.code not in self._ignored
-        ]
+        watched = _with_errors(await self._store.watch(), self._errors_in_a_row())
+        found = firing(watched, self._dead_letters_allowed, self._leader_grace_s)
+        problems = [problem for problem in found if problem.code not in self._ignored]
         changes = await self._store.note_alerts(problems, tuple(self._receivers), self._resolve_after_s)
         for kind, fleet, code, reason in changes:
             log.warning(f"alert {kind}", fleet=fleet, code=code, reason=reason)
 
+    def _errors_in_a_row(self) -> dict[str, dict[str, int]]:
+        """By fleet and call, those that are not yet forgotten."""
+        begins = self._clock() - STREAK_FORGOTTEN_S
+        return {
+            fleet: {call: streak.count for call, streak in streaks.items() if streak.last_at > begins}
+            for fleet, streaks in self._streaks.items()
+        }
+
     async def send_due(self, *, is_waited_for: bool = True) -> int:
         """Send what is due, all at once. Returns how many messages that were."""
-        room = MAX_AT_ONCE - len(self._under_way)
-        if not self._receivers or room <= 0:
-            return 0
-        messages = await self._store.take_messages(tuple(self._receivers), MESSAGE_LEASE_S, room)
-        sendings = [asyncio.create_task(self._send(message)) for message in messages]
-        for sending in sendings:
-            self._under_way.add(sending)
-            sending.add_done_callback(self._under_way.discard)
+        sendings: list[asyncio.Task[None]] = []
+        for name, under_way in self._under_way.items():
+            if len(under_way) < MAX_AT_ONCE:
+                due = await self._store.take_messages((name,), MESSAGE_LEASE_S, MAX_AT_ONCE - len(under_way))
+                sendings += [self._begin(message, under_way) for message in due]
         if is_waited_for:
             await asyncio.gather(*sendings)
-        return len(messages)
+        return len(sendings)
+
+    def _begin(self, message: Message, under_way: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+        sending = asyncio.create_task(self._send(message))
+        under_way.add(sending)
+        sending.add_done_callback(under_way.discard)
+        return sending
 
     async def _send(self, message: Message) -> None:
         try:

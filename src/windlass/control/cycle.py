@@ -15,7 +15,15 @@ import structlog
 
 from windlass.control.act import CALL_TIMEOUT_S, Actor
 from windlass.control.leader import Trust
-from windlass.control.summary import Summary, alerts_of, count_actions, count_calls, count_status, failures_of
+from windlass.control.summary import (
+    Summary,
+    alerts_of,
+    count_actions,
+    count_calls,
+    count_machines,
+    count_status,
+    failures_of,
+)
 from windlass.cost.ledger import settle
 from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
@@ -57,7 +65,7 @@ class FleetCycle:
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.name = name
-        self.config = config
+        self._config = config
         self._store = store
         self._provider = provider
         self._candidate = candidate
@@ -67,6 +75,8 @@ class FleetCycle:
         # Told when a call ends that no cycle waits for any more: the next one has something to write down.
         self.on_settled: Callable[[], None] = lambda: None
         self._actor = Actor(provider, self._trust, call_timeout_s, self._settled, self._now)
+        # What is taken over when the next cycle begins.
+        self._changes: tuple[FleetConfig, Provider] | None = None
         # Providers that were exchanged while calls of theirs were under way.
         self._formerly: list[Provider] = []
         # Term and id of the cycle whose outcomes are still to be written down.
@@ -88,12 +98,24 @@ class FleetCycle:
     def _settled(self) -> None:
         self.on_settled()
 
+    @property
+    def config(self) -> FleetConfig:
+        """As it is from the next cycle on."""
+        return self._config if self._changes is None else self._changes[0]
+
     def reconfigure(self, config: FleetConfig, provider: Provider) -> None:
-        """From the next cycle on. Workers that run keep what they were started with."""
-        self.config = config
+        """From the next cycle on: what one has begun it carries out with those it began with. Workers that run keep
+        what they were started with."""
+        if self._changes is not None:
+            self._formerly.append(self._changes[1])
+        self._changes = config, provider
+
+    def _take_changes_over(self) -> None:
+        if self._changes is None:
+            return
         self._formerly.append(self._provider)
-        self._provider = provider
-        self._actor.exchange_provider(provider)
+        (self._config, self._provider), self._changes = self._changes, None
+        self._actor.exchange_provider(self._provider)
 
     async def settle(self, *, is_patient_with_all: bool = False) -> None:
         """Wait for every call that is under way and write down what became of it. Not for preparations, unless asked
@@ -106,6 +128,7 @@ class FleetCycle:
 
     async def close(self) -> None:
         """Its providers are needed no more. Machines go on."""
+        self._take_changes_over()
         await self._close_providers(*self._formerly, self._provider)
 
     async def _close_providers(self, *providers: Provider) -> None:
@@ -126,6 +149,7 @@ class FleetCycle:
         # In every line of this cycle, and of the calls it begins.
         structlog.contextvars.unbind_contextvars("cycle")
         structlog.contextvars.bind_contextvars(fleet=self.name)
+        self._take_changes_over()
         late = await self._write_down_late(0.0)
         if self._trust.remaining_s < self._list_timeout_s:
             led = await self._store.lead(self._candidate)
@@ -135,7 +159,7 @@ class FleetCycle:
         listing = loop.time()
         machines, volume = await asyncio.gather(self._list_machines(), self._look_at_volume())
         observing = loop.time()
-        observed = await self._store.observe(self._candidate, self.name, self.config)
+        observed = await self._store.observe(self._candidate, self.name, self._config)
         if isinstance(observed, Standby):
             return self._stand_by(observed)
         self._trust.renewed(observing)
@@ -151,9 +175,9 @@ class FleetCycle:
             is_winding_down=self.is_winding_down,
             preparing=self._actor.preparing,
             # What is stored with the cycle is read by many: the environment of workers may hold secrets.
-            settings=self.config.model_copy(update={"env": {}}),
+            settings=self._config.model_copy(update={"env": {}}),
         )
-        decided = plan(snapshot, self.config)
+        decided = plan(snapshot, self._config)
         try:
             cycle_id, outcomes, requeued = await self._carry_out(term, snapshot, decided, patience_s)
         except LeaseLost as error:
@@ -173,6 +197,7 @@ class FleetCycle:
             actions=count_actions(decided, [*late, *outcomes], requeued),
             status=count_status(snapshot),
             hired=sum(worker.slot is not None for worker in snapshot.workers),
+            machines=count_machines(snapshot),
             failures=failures_of(decided, [*late, *outcomes]),
             alerts=alerts_of(decided),
             provider_calls=count_calls(machines is not None, [*late, *outcomes]),
@@ -260,13 +285,13 @@ class FleetCycle:
                 self._new_id(action.slot),
                 action.slot,
                 action.reason,
-                self.config.heartbeat_timeout_s,
+                self._config.heartbeat_timeout_s,
                 is_requested=number < snapshot.requested,
             )
             if self._provider.traits.is_remote:
                 token = join_tokens[intent.worker_id] = new_token(JOIN_PREFIX, self._rng)
                 # Its machine has all its time to boot, however long it took to be made.
-                join_ttl_s = self._call_timeout_s + self.config.spawn_timeout_s
+                join_ttl_s = self._call_timeout_s + self._config.spawn_timeout_s
                 intent = replace(intent, join_token_hash=hash_of(token), join_ttl_s=join_ttl_s)
             if action.slot in holders:
                 freed_later.append((holders[action.slot], intent))
@@ -305,5 +330,5 @@ class FleetCycle:
         except Exception as error:
             log.warning("volume unknown", fleet=self.name, error=str(error) or type(error).__name__)
             return None
-        self._cycles_to_look = self.config.storage_check_interval_cycles
+        self._cycles_to_look = self._config.storage_check_interval_cycles
         return volume

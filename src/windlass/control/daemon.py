@@ -7,7 +7,8 @@ again. Whoever stands by looks again when the lease it saw runs out, so a leader
 The lease is renewed by each cycle and, between cycles that are far apart, by nobody: it then runs out, which harms no
 one, since nothing is decided between cycles.
 
-A fleet that is wound down leaves when its last worker has, or when somebody else leads: it is then not ours to end.
+A fleet that is wound down leaves when its last worker and its last machine have (one that no worker has is ended, too,
+but not at once), or when somebody else leads: it is then not ours to end.
 """
 
 import asyncio
@@ -79,7 +80,7 @@ class Daemon:
         self._wakers[name].set()
 
     def wind_down(self, name: str) -> None:
-        """Let everybody of this fleet go; when its last worker is gone, so is the fleet."""
+        """Let everybody of this fleet go; when its last worker is gone, and its last machine, so is the fleet."""
         self._fleets[name].is_winding_down = True
         self._wakers[name].set()
 
@@ -126,7 +127,7 @@ class Daemon:
             else:
                 failures = 0
                 self._on_summary(summary)
-                if fleet.is_winding_down and (not summary.is_leader or summary.hired == 0):
+                if fleet.is_winding_down and (not summary.is_leader or (summary.hired, summary.machines) == (0, 0)):
                     self._forget(fleet)
                     return
                 pause_s = max(0.0, started + _interval_s(fleet, summary) - loop.time())

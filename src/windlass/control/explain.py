@@ -17,7 +17,7 @@ from windlass.model.worker import Worker, WorkerStatus
 from windlass.policy.derive import WorkerState
 from windlass.policy.draft import begin
 from windlass.policy.stages.guard import CODE as FAILURE_RATE
-from windlass.ports.control import Operations
+from windlass.ports.control import MAX_AHEAD, Operations
 from windlass.ports.store import Store
 
 CYCLES_TOLD = 10
@@ -75,7 +75,8 @@ def explain_task(
     workers: Sequence[Worker],
     fleets: Sequence[tuple[Fleet, Cycle | None]],
 ) -> Story:
-    """`ahead`: ready tasks of its queue that come before it. `fleets`: those serving its queue, with the last cycle."""
+    """`ahead`: ready tasks of its queue that come before it, MAX_AHEAD + 1 for "more". `fleets`: those serving its
+    queue, with the last cycle."""
     answer = _task_answer(task, now, ahead)
     if task.status in (TaskStatus.QUEUED, TaskStatus.ERROR) and not _is_waiting_for_time(task, now):
         answer += _who_could_take_it(task, workers)
@@ -119,6 +120,8 @@ def _task_answer(task: Task, now: datetime, ahead: int) -> list[str]:
 
 
 def _before(count: int) -> str:
+    if count > MAX_AHEAD:
+        return f"more than {MAX_AHEAD:,} are before it"
     return {0: "it is the next in its queue", 1: "1 is before it"}.get(count, f"{count} are before it")
 
 

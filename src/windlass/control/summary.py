@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.model.action import Alert, Fail, Plan, Promote
+from windlass.model.machine import MachineState
 from windlass.model.snapshot import Snapshot
 from windlass.model.worker import WorkerStatus
 from windlass.ports.control import (
@@ -18,6 +19,8 @@ from windlass.ports.control import (
     PreparationUnclear,
     Prepared,
     StrayDeleted,
+    VolumeGrown,
+    VolumeNotGrown,
 )
 
 
@@ -38,6 +41,8 @@ class Summary:
     status: dict[str, int] | None = None
     # Of all workers it saw, those that were hired: one that a person started is not the fleet's to wait for.
     hired: int | None = None
+    # Machines that it saw and that are paid for, whoever's they are. None: their list could not be had.
+    machines: int | None = None
     # Who was found broken, or was refused, and why: worker id, code, reason.
     failures: tuple[tuple[str, str, str], ...] = ()
     # What a person should know: code, reason.
@@ -75,6 +80,14 @@ def count_actions(plan: Plan, outcomes: list[Outcome], requeued: int) -> dict[st
     }
 
 
+def count_machines(snapshot: Snapshot) -> int | None:
+    """A process that has ended is listed for a while and costs nothing; a pod that has does."""
+    if snapshot.machines is None:
+        return None
+    is_paid = snapshot.traits.is_remote
+    return sum(is_paid or machine.state is not MachineState.EXITED for machine in snapshot.machines)
+
+
 def count_status(snapshot: Snapshot) -> dict[str, int]:
     """What the cycle saw, before it acted."""
     by_status = {
@@ -89,21 +102,33 @@ def count_status(snapshot: Snapshot) -> dict[str, int]:
     }
 
 
-_CALLS: dict[type, tuple[str, str]] = {
-    Created: ("create", "ok"),
-    CreationRefused: ("create", "refused"),
-    CreationUnclear: ("create", "error"),
-    Deleted: ("delete", "ok"),
-    StrayDeleted: ("delete", "ok"),
-    NotDeleted: ("delete", "error"),
-    Prepared: ("prepare", "ok"),
-    PreparationFailed: ("prepare", "refused"),
-    PreparationUnclear: ("prepare", "error"),
-}
+def call_of(outcome: Outcome) -> tuple[str, str]:
+    """What was asked of the provider, and how it went."""
+    match outcome:
+        case Created():
+            return "create", "ok"
+        case CreationRefused():
+            return "create", "refused"
+        case CreationUnclear():
+            return "create", "error"
+        case Deleted() | StrayDeleted():
+            return "delete", "ok"
+        case NotDeleted():
+            return "delete", "error"
+        case Prepared():
+            return "prepare", "ok"
+        case PreparationFailed():
+            return "prepare", "refused"
+        case PreparationUnclear():
+            return "prepare", "error"
+        case VolumeGrown():
+            return "grow", "ok"
+        case VolumeNotGrown():
+            return "grow", "error"
 
 
 def count_calls(is_listed: bool, outcomes: list[Outcome]) -> tuple[tuple[str, str, int], ...]:
-    counts = Counter(_CALLS[type(outcome)] for outcome in outcomes)
+    counts = Counter(call_of(outcome) for outcome in outcomes)
     counts["list", "ok" if is_listed else "error"] += 1
     return tuple((call, outcome, count) for (call, outcome), count in sorted(counts.items()))
 

@@ -2,7 +2,8 @@
 
 Fleets are run until told to stop. A stop lets the workers finish and leave, within their time, if it is us who lead;
 whoever stands by just leaves. A changed configuration is taken over between cycles: a fleet that is left out of it is
-wound down, however long that takes, and one that is put back stays.
+wound down, however long that takes, and one that is put back stays. So is a fleet that has workers and is missing from
+the configuration at the start, by the settings of its last cycle; but only after a while, in which a mistake shows.
 """
 
 import asyncio
@@ -29,8 +30,12 @@ WAKE_INTERVAL_S = 0.5
 LOOK_OUT_S = 60.0
 # Retention is applied in small bites all day.
 SWEEP_INTERVAL_S = 60.0
-# How often a person is told of workers that nobody here lets go.
-FORGOTTEN_INTERVAL_S = 3600.0
+# How often we look for workers of fleets that are not configured here, and for how long they are only told of: whoever
+# started us with the wrong file has that long to notice.
+FORGOTTEN_LOOK_S = 60.0
+FORGOTTEN_GRACE_S = 300.0
+# How often a person is told of workers that nobody here can let go.
+FORGOTTEN_TOLD_S = 3600.0
 # A cycle that was asked for ends within this time: it waits for its provider no longer than a few seconds.
 CYCLE_TIMEOUT_S = 60.0
 # Beyond a worker's own time to stop: for the cycles that notice and the processes that end.
@@ -50,6 +55,15 @@ class Heard:
 
     summary: Summary
     at: float
+
+
+@dataclass(slots=True)
+class _Forgotten:
+    """Since when a fleet with workers has not been configured here, and when a person was last told that nobody lets
+    them go, by the loop's clock."""
+
+    since: float | None = None
+    told_at: float = float("-inf")
 
 
 class Up:
@@ -74,6 +88,8 @@ class Up:
         self._is_stopping = False
         self._beside: set[asyncio.Task[None]] = set()
         self._heard: dict[str, Heard] = {}
+        # Fleets with workers that are not configured here.
+        self._forgotten: dict[str, _Forgotten] = {}
         # Set by the next summary, which puts a new one here.
         self._news = asyncio.Event()
 
@@ -201,17 +217,50 @@ class Up:
             await asyncio.sleep(WAKE_INTERVAL_S)
 
     async def _look_for_the_forgotten(self) -> None:
-        """Workers of fleets that no configuration here has any more are nobody's to let go, and may be paid for."""
+        """Workers of fleets that no configuration here has would be nobody's to let go, and may be paid for."""
         while True:
-            with contextlib.suppress(WindlassError):
-                hired = Counter(worker.fleet for worker in await self._store.workers() if worker.slot is not None)
-                for name in sorted(hired.keys() - self._daemon.fleets.keys()):
-                    log.error(
-                        "a fleet with workers is not configured here: put it back, or nobody lets them go",
-                        fleet=name,
-                        workers=hired[name],
-                    )
-            await asyncio.sleep(FORGOTTEN_INTERVAL_S)
+            # Whoever leads has the say; its file may have them.
+            if self._heard.keys() - self._standing_by and not self._is_stopping:
+                with contextlib.suppress(WindlassError):
+                    hired = Counter(worker.fleet for worker in await self._store.workers() if worker.slot is not None)
+                    names = sorted(hired.keys() - self._daemon.fleets.keys())
+                    self._forgotten = {name: self._forgotten.get(name, _Forgotten()) for name in names}
+                    for name in names:
+                        await self._attend_to(name, self._forgotten[name], hired[name])
+            await asyncio.sleep(FORGOTTEN_LOOK_S if self._heard else WAKE_INTERVAL_S)
+
+    async def _attend_to(self, name: str, forgotten: "_Forgotten", workers: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if forgotten.since is None:
+            forgotten.since = now
+            in_s = f"{FORGOTTEN_GRACE_S:.0f} s"
+            log.error("a fleet with workers is not configured here", fleet=name, workers=workers, wound_down_in=in_s)
+        if now - forgotten.since < FORGOTTEN_GRACE_S:
+            return
+        problem = await self._wind_down_forgotten(name)
+        if problem is not None and now - forgotten.told_at >= FORGOTTEN_TOLD_S:
+            forgotten.told_at = now
+            log.error(
+                "nobody lets the workers of this fleet go: put it back into the configuration",
+                fleet=name,
+                workers=workers,
+                error=problem,
+            )
+
+    async def _wind_down_forgotten(self, name: str) -> str | None:
+        """By the settings of its last cycle. Why that cannot be, if it cannot."""
+        cycles = await self._store.cycles(name, 1)
+        last = await self._store.cycle(cycles[0].id) if cycles else None
+        if last is None or last.snapshot.settings is None:
+            return "its last cycle is too long ago, and with it its settings are gone"
+        try:
+            cycle = self._make_cycle(name, last.snapshot.settings)
+        except WindlassError as error:
+            return str(error)
+        log.warning("winding down a fleet that is not configured here", fleet=name)
+        self._daemon.add(cycle)
+        self._daemon.wind_down(name)
+        return None
 
     async def _sweep(self) -> None:
         while True:

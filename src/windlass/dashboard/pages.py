@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from re import compile as pattern
 from typing import Any
 
 from windlass.cost.meter import Meter, read_meter
@@ -35,6 +36,7 @@ TASK_LISTS = (
 )
 # How decisions begin that are worth a colour.
 _HIRING = ("hiring", "wanting")
+_NUMBER = pattern(r"\d[\d,.]*")
 
 
 # ------------------------------------------------------------------------------------------------------------- overview
@@ -48,6 +50,8 @@ class FleetCard:
     state_words: str
     decision_head: str
     decision_rest: str
+    # Its head without numbers: what is worth telling whoever does not see the page, when it becomes another.
+    decision_kind: str
 
 
 def overview_page(
@@ -121,7 +125,8 @@ def _card(standing: FleetStanding, samples: Sequence[Sample], now: datetime) -> 
         state, words = "hiring", "hiring"
     else:
         state, words = "steady", "running"
-    return FleetCard(standing, fleet_charts(standing, now, samples), state, words, head, rest)
+    kind = " ".join(_NUMBER.sub("", head).split()) or "no cycle yet"
+    return FleetCard(standing, fleet_charts(standing, now, samples), state, words, head, rest, kind)
 
 
 def decision_parts(decision: str) -> tuple[str, str]:
@@ -165,6 +170,7 @@ def workers_page(
     fleets: Sequence[str],
     maps: Sequence[SlotMap],
     counts: Mapping[WorkerStatus, int],
+    ray_dashboards: Mapping[str, str],
     fleet: str | None,
     is_ended: bool,
     is_first: bool,
@@ -178,6 +184,7 @@ def workers_page(
         next_url=_next_url("/workers", page, fleet=fleet, ended="yes" if is_ended else None),
         fleets=fleets,
         maps=maps,
+        ray_dashboards=ray_dashboards,
         summary=", ".join(parts) or "Nobody is there.",
         fleet=fleet,
         is_ended=is_ended,
@@ -194,8 +201,9 @@ def worker_page(
     tasks: Sequence[TaskSummary],
     log: Sequence[str] | None,
     log_problem: str | None,
+    ray_dashboard: str | None,
 ) -> str:
-    """`log` None: there is none to be had here, because of `log_problem`."""
+    """`log` None: there is none to be had here, because of `log_problem`. With both, it is what others said of it."""
     return render(
         "worker.html",
         setting,
@@ -208,6 +216,7 @@ def worker_page(
         tasks=tasks,
         log=log,
         log_problem=log_problem and log_problem[:1].upper() + log_problem[1:],
+        ray_dashboard=ray_dashboard,
     )
 
 
@@ -223,6 +232,7 @@ def tasks_page(
     page: Page[TaskRow],
     *,
     queues: Sequence[str],
+    has_more_queues: bool,
     queue: str | None,
     which: str | None,
     search: str | None,
@@ -240,6 +250,7 @@ def tasks_page(
         next_url=_next_url("/tasks", page, queue=queue, which=which, search=search),
         lists=TASK_LISTS,
         queues=queues,
+        has_more_queues=has_more_queues,
         queue=queue,
         which=which,
         search=search,

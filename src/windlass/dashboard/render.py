@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from windlass.dashboard import words
+from windlass.dashboard import nodes, words
 from windlass.model.money import amount
 
 # A browser keeps a file for this long; its address changes with its content.
@@ -49,6 +49,8 @@ class Setting:
     theme: str | None = None
     # Where changes are told. None: the page does not change.
     stream: str | None = None
+    # However much changes, the page is fetched again no more often than this; None: as soon as may be.
+    refresh_s: float | None = None
     # Its own address, to come back to.
     back: str = "/"
     # What became of what the reader has just done.
@@ -98,6 +100,7 @@ def _environment() -> Environment:
     environment.globals["asset"] = lambda name: _addresses()[name]
     for function in (
         *(words.duration, words.brief, words.count, words.counted, words.percent, words.money, words.moment),
+        *(nodes.node_state, nodes.node_uses),
         *(words.gigabytes, words.last_line, words.gist, words.deed, words.plain, query, in_code, amount),
     ):
         environment.filters[function.__name__] = function

@@ -27,6 +27,9 @@ class SlotMap:
     states: Mapping[str, int]
     # Of a large fleet only who is there is shown, and on its first page what has failed.
     is_whole: bool
+    is_first_page: bool
+    # Where the next page of it begins; None on the last.
+    next_cursor: str | None
 
 
 def state_of(worker: WorkerRow) -> str:
@@ -40,7 +43,9 @@ def state_of(worker: WorkerRow) -> str:
     return worker.status.value
 
 
-def slot_map(fleet: Fleet, workers: Sequence[WorkerRow], *, is_first_page: bool = True) -> SlotMap:
+def slot_map(
+    fleet: Fleet, workers: Sequence[WorkerRow], *, is_first_page: bool = True, next_cursor: str | None = None
+) -> SlotMap:
     """`workers`: at most MAX_CELLS of those in slots, in their order; whoever has no slot is not on it."""
     by_slot = {worker.slot: worker for worker in workers if worker.slot is not None}
     failed = set(fleet.failed_slots[:MAX_CELLS]) if is_first_page else set()
@@ -51,7 +56,7 @@ def slot_map(fleet: Fleet, workers: Sequence[WorkerRow], *, is_first_page: bool 
     states: dict[str, int] = {}
     for cell in cells:
         states[cell.state] = states.get(cell.state, 0) + 1
-    return SlotMap(fleet.name, cells, states, is_whole)
+    return SlotMap(fleet.name, cells, states, is_whole, is_first_page, next_cursor)
 
 
 def _cell(slot: int, worker: WorkerRow | None, is_failed: bool) -> Cell:

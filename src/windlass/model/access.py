@@ -51,7 +51,7 @@ class Role(StrEnum):
     VIEWER = "viewer"  # look
     PRODUCER = "producer"  # enqueue
     OPERATOR = "operator"  # everything a person does by hand
-    WORKER = "worker"  # for workers that nobody hired; no endpoint asks for it yet
+    WORKER = "worker"  # run workers that nobody hired, and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,28 @@ class ApiToken:
     revoked_at: datetime | None
 
 
+# What a browser may be let in as.
+SESSION_ROLES = (Role.VIEWER, Role.OPERATOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A browser that was let in, or a link that will let one in. `id` is the beginning of its hash."""
+
+    id: str
+    role: Role
+    is_link: bool
+    created_at: datetime
+    expires_at: datetime
+
+
+def session_id(session_hash: bytes) -> str:
+    return session_hash.hex()[:12]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerCaller:
-    """A hired worker, by its own token. It acts in its own name and serves the queues it was hired for."""
+    """A worker, by its own token. It acts in its own name and serves the queues it was hired or enlisted for."""
 
     worker_id: str
     fleet: str

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, get_args
 
 from pydantic import TypeAdapter
@@ -18,14 +19,26 @@ class Promote:
 
 
 @dataclass(frozen=True, slots=True)
+class Acquittal:
+    """What failed on a worker since then failed because of it: no task's attempt there counts as one, and what it has
+    at hand is given back as if never taken."""
+
+    since: datetime
+    # Nobody has done better yet, and perhaps nobody can: a task is acquitted once in this way, and then stands for
+    # itself.
+    is_trial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """A worker is broken: status error, and its tasks go to others at once."""
 
     worker_id: str
     code: str
     reason: str
-    # That what failed on it failed because of it: since then, no task's attempt there counts as one.
+    # How tasks fared on it and on others, where that speaks against it.
     evidence: Suspect | None = None
+    acquittal: Acquittal | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,15 @@ class Watched:
     """All that alerts are judged by."""
 
     now: datetime
-    is_led: bool
+    # For how long nobody has led; None while somebody does, or where nobody ever did.
+    leaderless_s: float | None
     fleets: tuple[WatchedFleet, ...]
     # Queue to how many of its tasks were given up in the last hour; cancelled ones were not.
     dead_letters: Mapping[str, int]
+
+    @property
+    def is_led(self) -> bool:
+        return self.leaderless_s is None
 
 
 class MessageKind(StrEnum):

@@ -21,6 +21,10 @@ class DatabaseUnavailable(WindlassError):
     """The database cannot be reached, refused us, or the connection broke. What was asked may have happened."""
 
 
+class TooSlow(DatabaseUnavailable):
+    """The database was given a time for the answer, and broke off when it was over. Nothing was changed."""
+
+
 class ControlPlaneUnavailable(DatabaseUnavailable):
     """The same over HTTP: the control plane, or the database behind it, did not answer."""
 

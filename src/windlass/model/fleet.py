@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.errors import BadInput
@@ -21,6 +21,10 @@ from windlass.model.task import check_queue_name
 from windlass.model.worker import MAX_CONCURRENCY
 
 _HANDLER = re.compile(r"[\w.]+:[\w.]+")
+# Far beyond any fleet, and few enough to be counted one by one in every cycle.
+MAX_COUNT = 100_000
+# Ten years: whoever means for ever means less, and moments stay within what clocks can say.
+MAX_SECONDS = 315_360_000.0
 # What differs between providers; everything else has one default for all.
 PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
     "local": {
@@ -116,19 +120,31 @@ class FleetConfig(BaseModel):
     env: dict[str, str] = _setting({}, "Added to the environment of its workers.")
 
     # --- how many
-    min_workers: int = _setting(0, "Never fewer than this.", env="MIN_ACTIVE_GPUS", ge=0)
+    min_workers: int = _setting(0, "Never fewer than this.", env="MIN_ACTIVE_GPUS", ge=0, le=MAX_COUNT)
     max_workers: int = _setting(
-        10, "Never more than this, whatever happens.", env="RGRID_MAX_WORKERS MAX_ACTIVE_GPUS", ge=1
+        10, "Never more than this, whatever happens.", env="RGRID_MAX_WORKERS MAX_ACTIVE_GPUS", ge=1, le=MAX_COUNT
     )
-    max_changes_per_cycle: int = _setting(10, "Hired, or let go, at once at the most.", ge=1)
+    max_changes_per_cycle: int = _setting(10, "Hired, or let go, at once at the most.", ge=1, le=MAX_COUNT)
     tasks_per_worker: float = _setting(
-        3.0, "threshold: hire when more tasks than this wait for each worker.", env="TASKS_PER_GPU_THRESHOLD", gt=0
+        3.0,
+        "threshold: hire when more tasks than this wait for each worker.",
+        env="TASKS_PER_GPU_THRESHOLD",
+        ge=0.001,
+        le=1_000_000,
     )
     idle_buffer: int = _setting(
-        0, "buffered: idle workers kept ready beyond what the queue needs.", env="MACHINES_TO_KEEP_IDLE", ge=0
+        0,
+        "buffered: idle workers kept ready beyond what the queue needs.",
+        env="MACHINES_TO_KEEP_IDLE",
+        ge=0,
+        le=MAX_COUNT,
     )
     scale_up_multiplier: float = _setting(
-        1.0, "buffered: workers for each that the tasks at hand and waiting need.", env="SCALE_UP_MULTIPLIER", gt=0
+        1.0,
+        "buffered: workers for each that the tasks at hand and waiting need.",
+        env="SCALE_UP_MULTIPLIER",
+        gt=0,
+        le=1_000,
     )
     scale_down_multiplier: float = _setting(
         0.9,
@@ -214,12 +230,18 @@ class FleetConfig(BaseModel):
         "Fewer hirings than this in the window say nothing about the failure rate.",
         env="MIN_WORKERS_FOR_RATE_CHECK",
         ge=1,
+        le=MAX_COUNT,
     )
-    max_restarts: int = _setting(5, "Restarts of a slot in the restart window; one more and it is failed.", ge=1)
+    max_restarts: int = _setting(
+        5, "Restarts of a slot in the restart window; one more and it is failed.", ge=1, le=MAX_COUNT
+    )
     restart_window_s: float = _setting(300.0, "The window of the restart limit.", gt=0)
 
     quarantine_min_failures: int = _setting(
-        3, "Different tasks that fail on a worker, and none completed between, before it is suspected.", ge=2
+        3,
+        "Different tasks that fail on a worker, and none completed between, before it is suspected.",
+        ge=2,
+        le=MAX_COUNT,
     )
     quarantine_max_chance: float = _setting(
         0.001,
@@ -273,6 +295,14 @@ class FleetConfig(BaseModel):
         if not isinstance(given, dict):
             return given
         return PROVIDER_DEFAULTS.get(str(given.get("provider", "local")), {}) | given
+
+    @field_validator("*")
+    @classmethod
+    def _within_ten_years(cls, value: Any, info: ValidationInfo) -> Any:
+        is_duration = info.field_name is not None and info.field_name.endswith("_s")
+        if is_duration and value is not None and value > MAX_SECONDS:
+            raise ValueError(f"at most {MAX_SECONDS:.0f} seconds, which is ten years")
+        return value
 
     @field_validator("queues", mode="before")
     @classmethod

@@ -48,6 +48,8 @@ class WorkOrder:
     is_inline: bool = False
     # On the machine.
     chdir: str | None = None
+    # Without a GPU that answers, claim nothing.
+    needs_gpu: bool = False
     # Storage that the fleet's machines share, where it is mounted: how much of it is used is told with heartbeats.
     storage_path: str | None = None
     timeout_s: float | None = None
@@ -83,6 +85,7 @@ def work_order(
         exec=fleet.exec,
         is_inline=fleet.is_inline,
         chdir=str(fleet.chdir) if fleet.chdir is not None else None,
+        needs_gpu=fleet.has_gpu,
         storage_path=fleet.runpod.volume_path if fleet.runpod.network_volume_id is not None else None,
         timeout_s=defaults.timeout_s,
         memory_limit_mb=defaults.memory_limit_mb,

@@ -68,6 +68,10 @@ class WorkerView:
     host_key: str | None = None
     # What its engine last said of it, where tasks are placed by one.
     node: NodeView | None = None
+    # Since when nothing but failures has come of what it took.
+    failing_since: datetime | None = None
+    # Who was asked for its machine. None for one that a person started.
+    provider: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,7 @@ class Memory:
     idle_since: dict[str, datetime] = field(default_factory=dict)
     # Worker id to the first of the cycles, without a break, that saw tasks waiting and it without any claim ever.
     unclaimed_since: dict[str, datetime] = field(default_factory=dict)
-    # Machine id to the first of the cycles, without a break, that asked for its end and still saw it listed.
+    # Machine id to the first of the cycles, without a break, that asked for its end.
     ending_since: dict[str, datetime] = field(default_factory=dict)
     # When a worker on which all tasks fail was last replaced to see how they fare on another.
     tried_at: datetime | None = None

@@ -1,12 +1,12 @@
 """Messages by e-mail, with the standard library's SMTP in a thread: a few a day need no library of their own."""
 
-import asyncio
 import smtplib
 import ssl
 from email.message import EmailMessage
 from urllib.parse import unquote, urlsplit
 
 from windlass.model.alert import Message
+from windlass.notify.aside import Aside
 from windlass.notify.plain import to_sentences
 from windlass.ports.alarm import NotDelivered
 
@@ -29,10 +29,12 @@ class Email:
         self._password = unquote(parts.password or "")
         self._sender = sender
         self._recipients = recipients
+        self._aside = Aside(self.name)
 
     async def send(self, message: Message) -> None:
+        letter = self._letter(message)
         try:
-            await asyncio.to_thread(self._send, self._letter(message))
+            await self._aside.call(lambda: self._send(letter))
         except (smtplib.SMTPException, OSError, ssl.SSLError) as error:
             # What the server says may repeat what we said.
             raise NotDelivered(f"the mail server at {self._host} did not take it ({type(error).__name__})") from None

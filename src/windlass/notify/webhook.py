@@ -3,6 +3,7 @@
 import httpx
 
 from windlass.model.alert import Message
+from windlass.notify.aside import Aside
 from windlass.notify.plain import to_plain, to_sentences
 from windlass.ports.alarm import NotDelivered
 
@@ -10,25 +11,20 @@ TIMEOUT_S = 10.0
 
 
 class Webhook:
-    """`transport`, if given, carries the requests instead of the network."""
-
     name = "webhook"
 
-    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._transport = transport
+        self._aside = Aside(self.name)
 
     async def send(self, message: Message) -> None:
+        headers = {"User-Agent": "windlass", "X-Message-Id": str(message.id)}
+        body = self._body(message)
         # The address may hold a secret: no error repeats it.
         try:
-            async with httpx.AsyncClient(
-                timeout=TIMEOUT_S, transport=self._transport, follow_redirects=False
-            ) as client:
-                answer = await client.post(
-                    self._url,
-                    json=self._body(message),
-                    headers={"User-Agent": "windlass", "X-Message-Id": str(message.id)},
-                )
+            answer = await self._aside.call(
+                lambda: httpx.post(self._url, json=body, headers=headers, timeout=TIMEOUT_S, follow_redirects=False)
+            )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NotDelivered(f"the {self.name} cannot be reached ({type(error).__name__})") from None
         if not answer.is_success:

@@ -4,13 +4,15 @@ Most of it the plan itself finds out and keeps in its memory while it lasts (slo
 is put together with what no plan can know: that there was none, what providers answered, what became of tasks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from windlass.model.alert import Firing, Severity, Watched, WatchedFleet
 from windlass.model.snapshot import Hold
 
 # Errors of one kind of call in a row.
 PROVIDER_ERRORS = 3
+# Of one code in one fleet, told apart; more are told as one: whoever hears of a thousand hears nothing.
+MAX_APART = 3
 # Codes of the plan that cannot wait until tomorrow. What holds a fleet back entirely is always one of them.
 CRITICAL = frozenset(
     {
@@ -24,6 +26,8 @@ CRITICAL = frozenset(
         "LIST_SHRANK",
         "NOT_DELETED",
         "NO_LEADER",
+        "OTHER_ACCOUNT",
+        "OTHER_PROVIDER",
         "PROVIDER_ERRORS",
         "SLOT_FAILED",
         "STORAGE_FULL",
@@ -42,32 +46,36 @@ ADVICE = {
     "ENGINE_SILENT": "see whether `windlass up` runs with this fleet, and whether Ray's head answers",
     "FAILURE_RATE": "see why workers break (`windlass explain FLEET`), mend it, then `windlass restart FLEET`",
     "INVALID_REQUEST": "the provider refuses what is asked for: correct the fleet's settings",
-    "LIMIT_REACHED": "ask the provider to raise the account's limit, or lower max_workers",
+    "LIMIT_REACHED": "add funds if the balance is spent; else have the account's limit raised, or lower max_workers",
     "LIST_SHRANK": "look at the provider's console: are the machines gone, or only the list short?",
     "LIST_UNKNOWN": "see whether the provider's API answers, and whether the token is still good",
     "NEAR_MAX": "raise max_workers, and the account's limit, if the queue is to go on growing",
     "NOT_DELETED": "it goes on costing money: see what the provider answered, and delete it by hand",
     "NO_CAPACITY": "add other types or places to the fleet's list, or wait",
     "NO_LEADER": "start `windlass up`; if it runs, look at its log and at the database",
+    "OTHER_ACCOUNT": "put the key of the account back that rents its machines, until they are gone",
+    "OTHER_PROVIDER": "put the fleet's former provider back until they are gone, or give the new one another fleet",
     "PROVIDER_ERRORS": "see the provider's status page, and the log for what it answered",
     "PROVISIONING_TIMEOUT": "see the machine's console or log: it was made and never came to work",
     "SLOT_FAILED": "look at the log of its last worker, mend the cause, then `windlass restart FLEET`",
     "SLOT_RESTARTS": "look at the log of its last worker before its restarts are used up",
+    "STORAGE_DOUBTED": "see whether volume_path is where the network volume is mounted on that worker's machine",
     "STORAGE_FULL": "delete what is no longer needed from the network volume, or move the fleet to a new one",
     "STORAGE_NOT_GROWN": "see in the provider's console why the network volume does not grow: balance, limit, rights",
     "TASKS_FAILING": "look at the errors of its last tasks: is it this worker, the tasks, or the handler everywhere?",
     "TOO_MANY_DEAD": "see whether workers can reach the database: they fell silent together",
     "TOO_MANY_STRAYS": "see whether this is the right database: machines of ours are unknown to it",
-    "UNATTENDED": "see whether the windlass.toml of whoever leads has this fleet",
+    "UNATTENDED": "see whether the windlass.toml of whoever leads has this fleet; left out, it is wound down",
     "VRAM_STALE": "look at the worker: its GPU has stopped to answer",
     "WAS_AWAY": "nothing: whoever lives is heard within two heartbeats",
 }
 
 
-def firing(watched: Watched, dead_letters_allowed: int) -> list[Firing]:
-    """Everything that is the matter, in a stable order. `dead_letters_allowed`: in an hour, of a queue."""
+def firing(watched: Watched, dead_letters_allowed: int, leader_grace_s: float) -> list[Firing]:
+    """Everything that is the matter, in a stable order. `dead_letters_allowed`: in an hour, of a queue.
+    `leader_grace_s`: for a restart, or for another to take over."""
     found = [problem for fleet in watched.fleets for problem in _of_fleet(fleet, watched)]
-    if not watched.is_led and watched.fleets:
+    if watched.leaderless_s is not None and watched.leaderless_s >= leader_grace_s and watched.fleets:
         found.append(_firing(None, "NO_LEADER", "", "no orchestrator leads: nobody is hired, healed or let go"))
     for queue, count in sorted(watched.dead_letters.items()):
         if count > dead_letters_allowed:
@@ -84,22 +92,35 @@ def _of_fleet(seen: WatchedFleet, watched: Watched) -> Iterator[Firing]:
         if watched.is_led:
             yield _firing(name, "UNATTENDED", "", f"fleet {name} has had no cycle for {unattended_s:.0f} s")
         return
-    codes = set()
+    by_code: dict[str, dict[str, str]] = {}
     for key, reason in seen.told.items():
         code, _, about = key.partition(" ")
-        codes.add(code)
-        yield _firing(name, code, about, reason)
+        by_code.setdefault(code, {})[about] = reason
+    for code, reasons in by_code.items():
+        yield from _told(name, code, reasons)
     hold = seen.fleet.hold
-    if hold is not None and hold.code not in codes:
+    if hold is not None and hold.code not in by_code:
         yield _held(name, hold)
     for call, count in sorted((seen.provider_errors or {}).items()):
         if count >= PROVIDER_ERRORS:
-            yield _firing(name, "PROVIDER_ERRORS", call, f"{count} calls in a row to {call} a machine went wrong")
+            what = "storage" if call == "grow" else "machines"
+            yield _firing(name, "PROVIDER_ERRORS", call, f"{count} calls in a row to {call} {what} went wrong")
     if seen.provisioning_timeouts:
         who = ", ".join(seen.provisioning_timeouts[:3])
         count = len(seen.provisioning_timeouts)
         what = f"{who} was" if count == 1 else f"{count} workers ({who}{', ...' if count > 3 else ''}) were"
         yield _firing(name, "PROVISIONING_TIMEOUT", "", f"{what} made and never heard of")
+
+
+def _told(fleet: str, code: str, reasons: Mapping[str, str]) -> Iterator[Firing]:
+    """`reasons`: by what each is about."""
+    if len(reasons) <= MAX_APART:
+        for about, reason in reasons.items():
+            yield _firing(fleet, code, about, reason)
+        return
+    # Slot 2 before slot 10.
+    first = sorted(reasons, key=lambda about: (len(about), about))[:MAX_APART]
+    yield _firing(fleet, code, "", f"{len(reasons)} at once ({', '.join(first)}, ...): {reasons[first[0]]}")
 
 
 def _held(fleet: str, hold: Hold) -> Firing:

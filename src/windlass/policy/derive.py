@@ -162,7 +162,7 @@ def derive_worker_state(
         # A worker that finishes its last tasks can fall silent too; a crashed one is worse than silent.
         is_stale=is_silent and worker.status in LIVE and lifecycle is not Lifecycle.CRASHED,
         is_booting=not has_worked and _is_booting(lifecycle, fleet, age_s),
-        is_proven=_is_proven(worker, lifecycle, fleet) and code not in ("GPU_READY_NOT_CLAIMING", QUARANTINED),
+        is_proven=_is_proven(worker, lifecycle, fleet) and code != "GPU_READY_NOT_CLAIMING" and blamed is None,
         should_promote=worker.status is WorkerStatus.SPAWNING and is_recent and lifecycle in PROMOTABLE,
         should_terminate=code is not None,
         reason=reason,

@@ -10,13 +10,15 @@ from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hold, Memory, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.policy.derive import Presence, WorkerState, derive_worker_state
-from windlass.policy.evidence import blames
+from windlass.policy.evidence import Verdict, verdicts
 
 # A list that lost more than half of what it had, and at least this many, is doubted before it is believed.
 SHRUNK_MIN = 3
 LIST_SHRANK = "LIST_SHRANK"
 # And this many times longer than a single absence.
 SHRUNK_PATIENCE = 3
+# Who was heard less than so many beats ago is there.
+BEATS_WHILE_SPEAKING = 2
 # Whoever was told of something that lasts is reminded this often.
 ALERT_AGAIN_S = 3600.0
 
@@ -29,6 +31,7 @@ class Draft:
     states: dict[str, WorkerState]
     machines: dict[str, tuple[Machine, ...]]  # by the name of the worker they were made for, oldest first
     own: dict[str, Machine]  # the one machine of each worker that has one
+    verdicts: dict[str, Verdict] = field(default_factory=dict)  # by worker, on those that are to blame for failures
     actions: list[Action] = field(default_factory=list)
     decision: str = ""
     is_cut_short: bool = False
@@ -104,6 +107,10 @@ class Draft:
                 pairs += [(machine, keep) for machine in found if machine.id != keep]
         return pairs
 
+    def is_speaking(self, worker: WorkerView) -> bool:
+        heard_at = worker.last_heartbeat
+        return heard_at is not None and self.age_s(heard_at) < BEATS_WHILE_SPEAKING * self.fleet.heartbeat_interval_s
+
     def age_s(self, moment: datetime) -> float:
         return (self.now - moment).total_seconds()
 
@@ -125,7 +132,7 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> Draft:
     presences = _presences(draft)
     hired = {worker.id for worker in snapshot.workers if worker.slot is not None}
     suspects = [suspect for suspect in snapshot.suspects if suspect.worker_id in hired]
-    blamed = blames(suspects, fleet, memory.tried_at, snapshot.now)
+    draft.verdicts = verdicts(suspects, fleet, memory.tried_at, snapshot.now)
     for worker in snapshot.workers:
         draft.states[worker.id] = derive_worker_state(
             worker,
@@ -136,7 +143,7 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> Draft:
             snapshot.queue.queued,
             idle_since=snapshot.memory.idle_since.get(worker.id),
             unclaimed_since=snapshot.memory.unclaimed_since.get(worker.id),
-            blamed=blamed.get(worker.id),
+            blamed=draft.verdicts[worker.id].reason if worker.id in draft.verdicts else None,
         )
     states = draft.states.values()
     draft.remember(
@@ -212,11 +219,8 @@ def _presence(
         return Presence.NEVER if is_never else Presence.UNKNOWN
     if missing_since is None or draft.age_s(missing_since) < grace_s:
         return Presence.UNKNOWN
-    is_heard = (
-        worker.last_heartbeat is not None and draft.age_s(worker.last_heartbeat) < 2 * draft.fleet.heartbeat_interval_s
-    )
     # Whoever still speaks is not gone, whatever a list that may lag says.
-    return Presence.UNKNOWN if is_heard and grace_s > 0 else Presence.MISSING
+    return Presence.UNKNOWN if grace_s > 0 and draft.is_speaking(worker) else Presence.MISSING
 
 
 def _may_still_appear(draft: Draft, worker: WorkerView) -> bool:

@@ -7,10 +7,12 @@ if such a row would hardly ever happen to one of them, the worker is to blame. A
 as well speaks for the worker and is left out of the row.
 
 With nobody to compare with, there is one way to know: put another in its place. That is tried when a long row has
-failed, with one worker at a time and once an hour, so that a handler that is broken everywhere costs little.
+failed, with one worker at a time and once an hour, so that a handler that is broken everywhere costs little. A task is
+given its attempts back for such a trial once: what fails on the next one too is not tried a third time.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
 
 from windlass.model.fleet import FleetConfig
@@ -24,17 +26,30 @@ TRIED_AGAIN_S = 3600.0
 _TOLD_TASKS = 5
 
 
-def blames(suspects: Iterable[Suspect], fleet: FleetConfig, tried_at: datetime | None, now: datetime) -> dict[str, str]:
-    """Worker id to why it is to go, with the evidence. `tried_at`: when one last went because there was none."""
-    blamed: dict[str, str] = {}
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """That a worker is to go for what failed on it, and why."""
+
+    suspect: Suspect
+    reason: str
+    # There was nobody to compare it with: another is tried.
+    is_trial: bool = False
+
+
+def verdicts(
+    suspects: Iterable[Suspect], fleet: FleetConfig, tried_at: datetime | None, now: datetime
+) -> dict[str, Verdict]:
+    """By worker. `tried_at`: when one last went because there was no evidence."""
+    found: dict[str, Verdict] = {}
     may_try = tried_at is None or (now - tried_at).total_seconds() >= TRIED_AGAIN_S
     for suspect in suspects:
         reason = blame(suspect, fleet)
-        if reason is None and may_try and is_lonely(suspect):
-            reason, may_try = f"{describe(suspect)}: another is tried", False
         if reason is not None:
-            blamed[suspect.worker_id] = reason
-    return blamed
+            found[suspect.worker_id] = Verdict(suspect, reason)
+        elif may_try and is_lonely(suspect):
+            found[suspect.worker_id] = Verdict(suspect, f"{describe(suspect)}: another is tried", is_trial=True)
+            may_try = False
+    return found
 
 
 def blame(suspect: Suspect, fleet: FleetConfig) -> str | None:

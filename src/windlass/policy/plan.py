@@ -17,6 +17,7 @@ from windlass.policy.draft import Draft, begin
 Stage = Callable[[Draft], list[Action]]
 
 STAGES: tuple[Stage, ...] = (
+    stages.keep_provider,
     stages.promote,
     stages.brake,
     stages.doubt_strays,

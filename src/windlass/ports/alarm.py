@@ -5,6 +5,7 @@ The contract of the store:
 - Its beginning and its end are told to each receiver, by a message that is written down together with them. No restart
   forgets a message, and a message that was delivered is not sent again; one that was sent by somebody who died before
   saying so is.
+- The end of an alert is told to those who were told its beginning, and after it.
 - A receiver that is not configured any more is told nothing more.
 """
 

@@ -24,6 +24,9 @@ from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Snapshot
 
+# Nobody needs to know more exactly how far a task is from its turn.
+MAX_AHEAD = 10_000
+
 
 class LeaseLost(WindlassError):
     """Somebody else leads now. Nothing was changed."""
@@ -254,10 +257,10 @@ class Operations(Protocol):
     async def cycle(self, cycle_id: int) -> CycleInFull | None: ...
 
     async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
-        """The newest cycle of a fleet, among its last two hundred, that saw this worker."""
+        """The newest cycle of a fleet that saw this worker, among the last few until it ended."""
 
     async def tasks_at_hand(self) -> dict[str, list[int]]:
         """Worker id to the tasks it is running."""
 
     async def ready_before(self, task_id: int) -> int:
-        """How many ready tasks of its queue come before this one."""
+        """How many ready tasks of its queue come before this one; MAX_AHEAD + 1 if there are more than that."""

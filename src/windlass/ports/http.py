@@ -15,9 +15,11 @@ from uuid import UUID
 from pydantic import Field
 
 from windlass.model.task import Claim, Finished, TaskStatus
-from windlass.model.worker import HeldClaim, WorkerKind, WorkerStatus
+from windlass.model.worker import HeldClaim, Recovery, WorkerKind, WorkerStatus
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
+# By those whom nobody hired, with an API token of role worker.
+ENLIST = "/internal/workers"
 ORDER = "/internal/worker/order"
 REGISTER = "/internal/worker/register"
 CLAIM = "/internal/worker/claim"
@@ -28,6 +30,7 @@ HEARTBEAT = "/internal/worker/heartbeat"
 LEAVE = "/internal/worker/leave"
 NEXT_RUN_AFTER = "/internal/worker/next-run-after"
 WAIT = "/internal/worker/wait"
+UPKEEP = "/internal/worker/upkeep"
 
 # Who waits for work is answered within this time, whatever it asked for: proxies cut what is silent for longer.
 MAX_WAIT_S = 20.0
@@ -78,6 +81,20 @@ class ActivateCall:
     """`token`: the worker token that the machine made up."""
 
     token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EnlistCall:
+    """`token`: the worker token that the worker made up for this name of its own."""
+
+    token: str = field(repr=False)
+    worker_id: str
+    queues: Queues
+    concurrency: int = 1
+    lease_s: float = 30.0
+    host: str | None = None
+    pid: int | None = None
+    version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +169,18 @@ class WaitCall:
 @dataclass(frozen=True, slots=True)
 class Registered:
     status: WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Enlisted:
+    status: WorkerStatus
+    # Of a result.
+    max_payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    recoveries: list[Recovery]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """What we need from whoever rents us machines.
 
 The contract:
-- `create` is called once per name. It returns the machine, or raises: Refused and NoCapacity mean that no machine was
-  made; Ambiguous means that one may have been made, or may still be. After any other failure of the call itself the
-  adapter raises Ambiguous: only a provider's clear refusal is a refusal.
+- `create` is called once per name. It returns the machine, or raises: Refused, NoCapacity and Throttled mean that no
+  machine was made; Ambiguous means that one may have been made, or may still be. After any other failure of the call
+  itself the adapter raises Ambiguous: only a provider's clear refusal is a refusal.
 - `list_machines` returns every machine that carries this fleet's tags, or raises Unavailable. Never a part.
 - `delete` returns when the provider says that the machine does not exist (any more). Deleting one that is gone is no
   error. Denied is not gone: it raises. It returns since when it is not paid for any more, where the provider says so;
@@ -13,7 +13,8 @@ The contract:
   asked for. It raises NotPrepared if that cannot be; after anything else it is asked for again. It alone may take
   minutes.
 - No call takes longer than the adapter's own time limit. A machine without our tags is never touched. One that is
-  there and paid for, and has lost them, is not gone: deleting it raises Refused.
+  there and paid for, and has lost them, is not gone: deleting it raises Refused. So does one whose id no machine of
+  this provider can have: it may be another's.
 """
 
 from datetime import datetime

@@ -7,6 +7,7 @@ The contract:
 - A page is a list of rows and the cursor of the next page; None at the end. A search may come back with few rows, or
   none, and a cursor: it has looked at SCAN_LIMIT rows and goes on from there. (Of tasks that wait it looks at that many
   of each queue, and no further.)
+- Lists of tasks that wait in any queue are of those queues that an overview tells of; of another, by its name.
 - A cursor is opaque. One that is not ours is BadInput.
 """
 
@@ -27,6 +28,8 @@ COUNT_LIMIT = 100_000
 # Rows that one page of a search looks at.
 SCAN_LIMIT = 20_000
 MAX_PAGE = 500
+# Queues told of, beyond those that fleets serve: their names are made up by whoever enqueues.
+MAX_QUEUES = 200
 # Points of a chart: more than a screen has room for.
 MAX_POINTS = 600
 
@@ -46,7 +49,8 @@ class Page(Generic[Row]):
 class Work:
     """What waits and runs, in one queue or in all that a fleet serves, and how recent work went.
 
-    Waits and throughput are those of the newest completed tasks of the last minutes; None where there were none.
+    Waits and throughput are those of the newest completed tasks of the last minutes; None where there were none. A wait
+    begins when the task could have been claimed: when it was enqueued, its time came, or it was put back.
     """
 
     queued: int = 0
@@ -113,7 +117,7 @@ class Leader:
 class Overview:
     at: datetime
     fleets: tuple[FleetStanding, ...]
-    # By name; those of no fleet too.
+    # By name: those that a fleet serves, and of the others the first MAX_QUEUES.
     queues: Mapping[str, Work]
     # Those of no fleet in particular.
     alerts: tuple[OpenAlert, ...]
@@ -121,6 +125,8 @@ class Overview:
     leader: Leader | None
     # The newest event there is; 0 without any.
     last_event_id: int
+    # Whether there are queues that are not in `queues`.
+    has_more_queues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,8 @@ class Measures:
     restarts: int
     failed_slots: int
     since_last_crash_s: float | None
+    # Workers that have ended and are still remembered, counted up to ten thousand.
+    terminated: int
     # What the machines that are there have cost so far, by currency.
     machine_costs: tuple[tuple[str, int], ...]
     # What the last day's paid time was for, by currency: task, boot, idle, tail.
@@ -213,6 +221,9 @@ class LogLine:
 
 
 class Reading(Protocol):
+    async def ray_dashboards(self) -> Mapping[str, str]:
+        """By fleet whose tasks Ray places: where Ray's own dashboard is, if its dispatcher says so."""
+
     async def overview(self, configured: frozenset[str] | None = None) -> Overview:
         """With the names of those that are configured here, fleets that are over are left out."""
 
@@ -236,6 +247,9 @@ class Reading(Protocol):
         """Without a status those that are not terminated, by fleet and slot. Terminated ones newest first."""
 
     async def worker_row(self, worker_id: str) -> WorkerRow | None: ...
+
+    async def tasks_at_hand_of(self, worker_id: str, limit: int) -> list[TaskRow]:
+        """What a worker runs now, the oldest task first."""
 
     async def tasks_page(
         self,

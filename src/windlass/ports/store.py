@@ -60,7 +60,8 @@ class Store(WorkerTransport, Protocol):
         """The same for lists: payloads and results, which may be a MiB each, stay where they are."""
 
     async def known_queues(self) -> list[str]:
-        """Queues that hold something unfinished, are served by a worker, or had one of the newest tasks."""
+        """Queues that hold something unfinished, are served by a worker, or had one of the newest tasks. Of thousands
+        not all: names are made up by whoever enqueues."""
 
     async def worker(self, worker_id: str) -> Worker | None: ...
 

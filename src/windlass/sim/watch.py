@@ -254,7 +254,7 @@ class Watch:
         for action in plan.actions:
             if isinstance(action, Adopt):
                 self.machine_of.setdefault(action.worker_id, action.machine_id)
-            if isinstance(action, Fail) and action.evidence is not None:
+            if isinstance(action, Fail) and action.acquittal is not None:
                 self._pardon(action.worker_id)
             if isinstance(action, Drain):
                 self.told_to_end_at.setdefault(action.worker_id, self._now())

@@ -1,8 +1,8 @@
 """What runs on a cloud's machines: it joins, beats, claims, works for a while and delivers, through a transport.
 
 Its luck is decided when it moves in: it may never join, boot slowly, crash, stand still for a while and come back with
-late results, ignore that it should end, or have a handler that fails. A worker without bad luck is blameless, and
-`Conduct` keeps the evidence: nobody may end a blameless worker's work before its time.
+late results, ignore that it should end, have no GPU, or a handler that fails. A worker without bad luck is blameless,
+and `Conduct` keeps the evidence: nobody may end a blameless worker's work before its time.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from windlass.sim.story import Story
 LOOKS_EVERY_S = 30.0
 # What a task takes on a worker on which all fail.
 FAILS_WITHIN_S = 0.5
+VRAM_MB = 24_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,15 @@ class Luck:
     freezes_at_s: float | None = None
     frozen_s: float = 0.0
     ignores_drain: bool = False
-    # Its GPU is dead: every task it takes fails, and at once.
+    # Its GPU is dead and does not say so: every task it takes fails, and at once.
     fails_tasks: bool = False
+    # It sees no GPU, which matters where the fleet's workers need one.
+    has_no_gpu: bool = False
 
     @property
     def is_good(self) -> bool:
-        is_bad = self.never_joins or self.ignores_drain or self.fails_tasks or self.crashes_at_s or self.freezes_at_s
-        return not is_bad
+        is_useless = self.never_joins or self.ignores_drain or self.fails_tasks or self.has_no_gpu
+        return not (is_useless or self.crashes_at_s or self.freezes_at_s)
 
 
 @dataclass(slots=True)
@@ -218,10 +221,12 @@ class SimWorker:
 
     async def _beat_once(self) -> Pulse | None:
         held = [HeldClaim(claim.task_id, token) for token, claim in self._held.items()]
-        idle_s = 0.0 if self._held else self._now() - self._idle_since
+        vitals: dict[str, float] = {"idle_s": 0.0 if self._held else self._now() - self._idle_since}
+        if self._fleet.has_gpu:
+            vitals |= {"vram_total_mb": 0 if self._luck.has_no_gpu else VRAM_MB, "vram_used_mb": 0}
         try:
             async with asyncio.timeout(self._fleet.heartbeat_timeout_s / 2):
-                pulse: Pulse = await self._transport.heartbeat(self.id, held, {"idle_s": idle_s})
+                pulse: Pulse = await self._transport.heartbeat(self.id, held, vitals)
         except (DatabaseUnavailable, TimeoutError):
             return None
         for token in pulse.lost:
@@ -236,7 +241,7 @@ class SimWorker:
     async def _lane(self) -> None:
         claims: list[Claim] = []
         while True:
-            if not claims and not self._is_draining:
+            if not claims and not self._is_draining and not (self._fleet.has_gpu and self._luck.has_no_gpu):
                 claims = await self._insist(lambda: self._transport.claim(self.id, self._fleet.queues, 1))
             if not claims:
                 with suppress(DatabaseUnavailable):

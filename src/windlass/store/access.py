@@ -6,8 +6,9 @@ store/memory_access.py keeps the same contract; tests/conformance/test_access.py
 
 from typing import TYPE_CHECKING, Any
 
-from windlass.model.access import Activation, ApiToken, Caller, JoinCaller, Role, TokenCaller, WorkerCaller
+from windlass.model.access import Activation, ApiToken, Caller, JoinCaller, Role, Session, TokenCaller, WorkerCaller
 from windlass.model.errors import BadInput
+from windlass.model.worker import Registration, WorkerStatus
 from windlass.store.control import QUERIES, PostgresControlStore
 
 if TYPE_CHECKING:
@@ -34,6 +35,26 @@ class PostgresAccessStore(PostgresControlStore):
             )
         return Activation(verdict)
 
+    async def enlist(self, api_token_hash: bytes, token_hash: bytes, registration: Registration) -> WorkerStatus | None:
+        r = registration
+        async with self._connection("enlisting a worker") as connection:
+            status = await connection.fetchval(
+                "select windlass.enlist_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+                api_token_hash,
+                token_hash,
+                r.worker_id,
+                r.fleet,
+                list(r.queues),
+                r.concurrency,
+                r.lease_s,
+                r.host,
+                r.pid,
+                r.version,
+            )
+        if status == "taken":
+            raise BadInput(f"there is a worker {r.worker_id} already: take another name.")
+        return WorkerStatus(status) if status is not None else None
+
     async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
         async with self._connection("creating a token") as connection:
             row = await connection.fetchrow(QUERIES["create_token"], name, role, token_hash)
@@ -54,21 +75,31 @@ class PostgresAccessStore(PostgresControlStore):
         async with self._connection("looking for tokens") as connection:
             return bool(await connection.fetchval(QUERIES["has_tokens"]))
 
-    async def create_link(self, link_hash: bytes, ttl_s: float) -> None:
+    async def create_link(self, link_hash: bytes, role: Role, ttl_s: float) -> None:
         async with self._connection("creating a link") as connection:
-            await connection.execute(QUERIES["create_link"], link_hash, ttl_s)
+            await connection.execute(QUERIES["create_link"], link_hash, role, ttl_s)
 
     async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
         async with self._connection("opening a session") as connection:
             return bool(await connection.fetchval(QUERIES["open_session"], link_hash, session_hash, ttl_s))
 
-    async def has_session(self, session_hash: bytes) -> bool:
+    async def session_role(self, session_hash: bytes) -> Role | None:
         async with self._connection("checking a session") as connection:
-            return bool(await connection.fetchval(QUERIES["has_session"], session_hash))
+            role = await connection.fetchval(QUERIES["session_role"], session_hash)
+        return Role(role) if role is not None else None
+
+    async def sessions(self) -> list[Session]:
+        async with self._connection("listing sessions") as connection:
+            rows = await connection.fetch(QUERIES["sessions"])
+        return [Session(**{**row, "role": Role(row["role"])}) for row in rows]
 
     async def end_session(self, session_hash: bytes) -> None:
         async with self._connection("ending a session") as connection:
             await connection.execute(QUERIES["end_session"], session_hash)
+
+    async def revoke_session(self, session_id: str) -> bool:
+        async with self._connection("revoking a session") as connection:
+            return bool(await connection.fetchval(QUERIES["revoke_session"], session_id))
 
 
 def _token(row: Any) -> ApiToken:

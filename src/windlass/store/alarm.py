@@ -41,7 +41,7 @@ class PostgresAlarmStore(PostgresControlStore):
             by_fleet[row["fleet"]][row["key"]] = words.get((row["fleet"], row["key"]), "see the fleet's last decision")
         return Watched(
             now=moment["now"],
-            is_led=moment["is_led"],
+            leaderless_s=moment["leaderless_s"],
             fleets=tuple(
                 WatchedFleet(
                     fleet,
@@ -76,7 +76,7 @@ class PostgresAlarmStore(PostgresControlStore):
 
     async def message_delivered(self, message_id: int) -> None:
         async with self._connection("noting a delivery") as connection:
-            await connection.execute(QUERIES["message_delivered"], message_id)
+            await connection.execute("select windlass.message_delivered($1)", message_id)
 
     async def message_failed(self, message_id: int, error: str, retry_in_s: float | None) -> None:
         async with self._connection("noting a delivery") as connection:

@@ -1,10 +1,14 @@
 -- Named queries of store/alarm.py: what alerts are judged by, and what became of messages.
 
 -- name: alarm_moment
--- Who leads; primary key.
+-- Since when nobody leads; primary key.
 select
   windlass.now() as now,
-  exists (select from windlass.leases l where l.name = 'orchestrator' and l.expires_at > windlass.now()) as is_led;
+  (
+    select extract(epoch from windlass.now() - l.expires_at)::double precision
+    from windlass.leases l
+    where l.name = 'orchestrator' and l.expires_at <= windlass.now()
+  ) as leaderless_s;
 
 -- name: causes
 -- What the last plan of each fleet had to tell; a handful of rows.
@@ -14,7 +18,7 @@ cross join lateral jsonb_object_keys(coalesce(f.memory -> 'alerts', '{}')) as k 
 order by f.name, k.key;
 
 -- name: told
--- In what words; events_at, oldest first, of the newest $2.
+-- In what words; events_alert, oldest first, of the newest $2.
 select t.fleet, t.key, t.reason
 from (
   select
@@ -58,16 +62,10 @@ where d.error_code is distinct from 'CANCELLED'
 group by d.queue
 order by d.queue;
 
--- name: message_delivered
--- Primary key.
-update windlass.messages
-set delivered_at = windlass.now(), error = null
-where id = $1;
-
 -- name: message_failed
--- Primary key.
+-- Primary key. One that was given up while it was on its way stays so.
 update windlass.messages
 set error = $2,
     due_at = coalesce(windlass.now() + make_interval(secs => $3::double precision), due_at),
-    given_up_at = case when $3::double precision is null then windlass.now() end
+    given_up_at = coalesce(given_up_at, case when $3::double precision is null then windlass.now() end)
 where id = $1;

@@ -21,6 +21,7 @@ from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, Memory, RunningView, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.ports.control import (
+    MAX_AHEAD,
     Candidate,
     Committed,
     Created,
@@ -200,7 +201,7 @@ class PostgresControlStore(PostgresStore):
 
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
         async with self._connection("reading costs") as connection:
-            query = QUERIES["costs_of_hours" if by in ("day", "fleet") else "costs_of_charges"]
+            query = QUERIES["costs_of_hours" if by in ("day", "fleet", "queue") else "costs_of_charges"]
             rows = await connection.fetch(query, by, since, fleet, limit)
         return [Cost(**dict(row)) for row in rows]
 
@@ -244,7 +245,7 @@ class PostgresControlStore(PostgresStore):
 
     async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
         async with self._connection("reading a cycle") as connection:
-            row = await connection.fetchrow(QUERIES["last_cycle_with"], fleet, json.dumps([{"id": worker_id}]))
+            row = await connection.fetchrow(QUERIES["last_cycle_with"], fleet, worker_id)
         return CycleInFull(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
 
     async def tasks_at_hand(self) -> dict[str, list[int]]:
@@ -254,7 +255,7 @@ class PostgresControlStore(PostgresStore):
 
     async def ready_before(self, task_id: int) -> int:
         async with self._connection("counting tasks") as connection:
-            count: int = await connection.fetchval(QUERIES["ready_before"], task_id)
+            count: int = await connection.fetchval(QUERIES["ready_before"], task_id, MAX_AHEAD + 1)
         return count
 
 
@@ -277,9 +278,10 @@ def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
             running,
             *known[15:18],
             bill,
-            *known[24:29],
+            *known[24:28],
+            node_view(known[28]),
+            *known[29:31],
         ]
-        fields[-1] = node_view(fields[-1])
         views.append(WorkerView(*fields))
     return tuple(views)
 

@@ -29,17 +29,22 @@ from windlass.cycles
 where id = $1;
 
 -- name: last_cycle_with
--- `windlass explain WORKER`; walks cycles_fleet backwards, over the last two hundred at the most.
+-- `windlass explain WORKER`; walks cycles_started back from when the worker ended, or from now. Every cycle of the fleet
+-- saw it while it was there, so the first is the one that is wanted; of a few more at the most the snapshot is opened.
 select c.id, c.fleet, c.term, c.started_at, c.finished_at, c.decision, c.plan, c.summary, c.repeats, c.repeated_at, c.snapshot
-from (
+from windlass.workers w
+cross join lateral (
   select *
-  from windlass.cycles
-  where fleet = $1
-  order by id desc
-  limit 200
+  from windlass.cycles l
+  where l.fleet = w.fleet
+    and l.started_at <= coalesce(w.terminated_at, windlass.now())
+  order by l.started_at desc, l.id desc
+  limit 5
 ) as c
-where c.snapshot -> 'workers' @> $2::jsonb
-order by c.id desc
+where w.id = $2
+  and w.fleet = $1
+  and c.snapshot -> 'workers' @> jsonb_build_array(jsonb_build_object('id', w.id))
+order by c.started_at desc, c.id desc
 limit 1;
 
 -- name: tasks_at_hand
@@ -50,14 +55,29 @@ where status = 'running'
 group by worker_id;
 
 -- name: ready_before
--- `windlass explain TASK`; tasks_ready.
+-- `windlass explain TASK`; tasks_ready, counted no further than $2. In two parts, each a range of the index.
 select count(*)
-from windlass.tasks t
-join windlass.tasks mine on mine.id = $1
-where t.queue = mine.queue
-  and t.status = 'queued'
-  and t.run_after is null
-  and (t.priority > mine.priority or (t.priority = mine.priority and t.id < mine.id));
+from (
+  (
+    select
+    from windlass.tasks mine
+    join windlass.tasks t
+      on t.queue = mine.queue and t.status = 'queued' and t.run_after is null and t.priority > mine.priority
+    where mine.id = $1
+    limit $2
+  )
+  union all
+  (
+    select
+    from windlass.tasks mine
+    join windlass.tasks t
+      on t.queue = mine.queue and t.status = 'queued' and t.run_after is null and t.priority = mine.priority
+      and t.id < mine.id
+    where mine.id = $1
+    limit $2
+  )
+  limit $2
+) as counted;
 
 -- name: create_token
 -- `windlass tokens create`; tokens_name. No row: the name is taken.
@@ -85,9 +105,9 @@ returning true;
 select exists (select from windlass.tokens where revoked_at is null);
 
 -- name: create_link
--- `windlass up`; primary key.
-insert into windlass.sessions (hash, is_link, expires_at)
-values ($1, true, windlass.now() + make_interval(secs => $2::double precision));
+-- `windlass up`, `windlass tokens link`; primary key.
+insert into windlass.sessions (hash, is_link, role, expires_at)
+values ($1, true, $2, windlass.now() + make_interval(secs => $3::double precision));
 
 -- name: open_session
 -- The link is gone when the session is there, however many come with it; primary key.
@@ -96,32 +116,53 @@ with used as (
   where hash = $1
     and is_link
     and expires_at > windlass.now()
-  returning true
+  returning role
 )
-insert into windlass.sessions (hash, is_link, expires_at)
-select $2, false, windlass.now() + make_interval(secs => $3::double precision)
+insert into windlass.sessions (hash, is_link, role, expires_at)
+select $2, false, role, windlass.now() + make_interval(secs => $3::double precision)
 from used
 returning true;
 
--- name: has_session
+-- name: session_role
 -- Every request of a browser; primary key.
-select exists (
-  select from windlass.sessions where hash = $1 and not is_link and expires_at > windlass.now()
-);
+select role
+from windlass.sessions
+where hash = $1
+  and not is_link
+  and expires_at > windlass.now();
+
+-- name: sessions
+-- `windlass tokens sessions`; a handful of rows.
+select left(encode(hash, 'hex'), 12) as id, role, is_link, created_at, expires_at
+from windlass.sessions
+where expires_at > windlass.now()
+order by created_at desc, hash;
 
 -- name: end_session
 -- Logging out; primary key.
 delete from windlass.sessions where hash = $1 and not is_link;
 
+-- name: revoke_session
+-- `windlass tokens revoke --session`; a handful of rows.
+delete from windlass.sessions
+where left(encode(hash, 'hex'), 12) = $1
+  and expires_at > windlass.now()
+returning true;
+
 -- name: costs_of_hours
--- `windlass cost --by day|fleet`; spending_hour.
+-- `windlass cost --by day|fleet|queue`, the cost page; spending_hour. What was for no queue comes without a key.
 select
   k.key, s.currency,
   sum(s.task_micros)::bigint as task_micros, sum(s.boot_micros)::bigint as boot_micros,
   sum(s.idle_micros)::bigint as idle_micros, sum(s.tail_micros)::bigint as tail_micros
 from windlass.spending s
 cross join lateral (
-  select case $1::text when 'day' then to_char(s.hour at time zone 'UTC', 'YYYY-MM-DD') else s.fleet end as key
+  select
+    case $1::text
+      when 'day' then to_char(s.hour at time zone 'UTC', 'YYYY-MM-DD')
+      when 'queue' then nullif(s.queue, '')
+      else s.fleet
+    end as key
 ) as k
 where s.hour >= $2
   and ($3::text is null or s.fleet = $3)
@@ -134,7 +175,7 @@ order by
 limit $4;
 
 -- name: costs_of_charges
--- `windlass cost --by queue|worker|task`; charges_from. What was for no queue, or no task, comes without a key.
+-- `windlass cost --by worker|task`; charges_from. What was for no task comes without a key.
 select
   k.key, c.currency,
   coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0)::bigint as task_micros,
@@ -143,7 +184,7 @@ select
   coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)::bigint as tail_micros
 from windlass.charges c
 cross join lateral (
-  select case $1::text when 'queue' then c.queue when 'worker' then c.worker_id else c.task_id::text end as key
+  select case $1::text when 'worker' then c.worker_id else c.task_id::text end as key
 ) as k
 where c.from_at >= $2
   and ($3::text is null or c.fleet = $3)

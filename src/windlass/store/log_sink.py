@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from windlass.model.errors import WindlassError
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import storable
 from windlass.store.postgres import PostgresStore
 from windlass.store.queries import read_queries
@@ -64,15 +64,20 @@ class LogSink:
             await self.write()
 
     async def write(self) -> None:
-        """Write what waits. What the database did not take waits for the next time."""
+        """Write what waits. While the database is away it goes on waiting; what the database refuses is dropped,
+        because it would be refused again."""
         for _ in range(self._limit // MAX_BATCH + 1):
             lines = self._take_batch()
             if not lines:
                 return
             try:
                 await self._store.add_logs([_row(line) for line in lines])
-            except WindlassError:
+            except DatabaseUnavailable:
                 self._put_back(lines)
+                return
+            except Exception:
+                with self._lock:
+                    self._dropped += len(lines)
                 return
 
     def _take_batch(self) -> list[dict[str, Any]]:

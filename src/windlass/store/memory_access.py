@@ -9,11 +9,21 @@ from datetime import datetime, timedelta
 from random import Random
 from typing import TYPE_CHECKING
 
-from windlass.model.access import Activation, ApiToken, Caller, JoinCaller, Role, TokenCaller, WorkerCaller
+from windlass.model.access import (
+    Activation,
+    ApiToken,
+    Caller,
+    JoinCaller,
+    Role,
+    Session,
+    TokenCaller,
+    WorkerCaller,
+    session_id,
+)
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput
 from windlass.model.task import check_queue_name
-from windlass.model.worker import LIVE, WorkerStatus
+from windlass.model.worker import LIVE, Registration, WorkerStatus
 from windlass.ports.control import Intent
 from windlass.store.memory import _interval
 from windlass.store.memory_control import MemoryControlStore, _FleetRow
@@ -27,9 +37,12 @@ USE_NOTED_EVERY = timedelta(minutes=1)
 
 @dataclass(slots=True)
 class _Credentials:
-    join_token_hash: bytes
-    join_expires_at: datetime
+    # None of one that enlisted.
+    join_token_hash: bytes | None = None
+    join_expires_at: datetime = datetime.min
     token_hash: bytes | None = None
+    # Who let it in that enlisted.
+    api_token_hash: bytes | None = None
 
 
 class MemoryAccessStore(MemoryControlStore):
@@ -39,15 +52,16 @@ class MemoryAccessStore(MemoryControlStore):
         super().__init__(clock, retention, chance)
         self._credentials: dict[str, _Credentials] = {}
         self._api_tokens: dict[bytes, ApiToken] = {}
-        # Hash to when it expires.
-        self._links: dict[bytes, datetime] = {}
-        self._sessions: dict[bytes, datetime] = {}
+        # By hash; links too.
+        self._sessions: dict[bytes, Session] = {}
 
     async def caller(self, token_hash: bytes) -> Caller | None:
         for worker_id, credentials in self._credentials.items():
             worker = self._workers[worker_id]
             if credentials.token_hash == token_hash:
-                has_ended = worker.status is WorkerStatus.TERMINATED
+                sponsor = self._api_tokens.get(credentials.api_token_hash) if credentials.api_token_hash else None
+                is_revoked = sponsor is not None and sponsor.revoked_at is not None
+                has_ended = worker.status is WorkerStatus.TERMINATED or is_revoked
                 return WorkerCaller(worker_id, worker.fleet, worker.queues, has_ended)
             if credentials.join_token_hash == token_hash:
                 is_expired = credentials.join_expires_at <= self._clock()
@@ -75,6 +89,17 @@ class MemoryAccessStore(MemoryControlStore):
         self._note("WORKER_JOINED", "its machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
         return Activation.ACTIVATED
 
+    async def enlist(self, api_token_hash: bytes, token_hash: bytes, registration: Registration) -> WorkerStatus | None:
+        sponsor = self._api_tokens.get(api_token_hash)
+        if sponsor is None or sponsor.revoked_at is not None or sponsor.role is not Role.WORKER:
+            return None
+        known = self._credentials.get(registration.worker_id)
+        if registration.worker_id in self._workers and (known is None or known.token_hash != token_hash):
+            raise BadInput(f"there is a worker {registration.worker_id} already: take another name.")
+        status = await self.register(registration)
+        self._credentials[registration.worker_id] = _Credentials(token_hash=token_hash, api_token_hash=api_token_hash)
+        return status
+
     async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
         check_queue_name(name)
         if any(token.name == name and token.revoked_at is None for token in self._api_tokens.values()):
@@ -96,23 +121,44 @@ class MemoryAccessStore(MemoryControlStore):
     async def has_tokens(self) -> bool:
         return any(token.revoked_at is None for token in self._api_tokens.values())
 
-    async def create_link(self, link_hash: bytes, ttl_s: float) -> None:
-        self._links[link_hash] = self._clock() + _interval(ttl_s)
+    async def create_link(self, link_hash: bytes, role: Role, ttl_s: float) -> None:
+        self._add_session(link_hash, role, ttl_s, is_link=True)
 
     async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
-        expires_at = self._links.get(link_hash)
-        if expires_at is None or expires_at <= self._clock():
+        link = self._sessions.get(link_hash)
+        if link is None or not link.is_link or link.expires_at <= self._clock():
             return False
-        del self._links[link_hash]
-        self._sessions[session_hash] = self._clock() + _interval(ttl_s)
+        del self._sessions[link_hash]
+        self._add_session(session_hash, link.role, ttl_s, is_link=False)
         return True
 
-    async def has_session(self, session_hash: bytes) -> bool:
-        expires_at = self._sessions.get(session_hash)
-        return expires_at is not None and expires_at > self._clock()
+    def _add_session(self, hash_: bytes, role: Role, ttl_s: float, *, is_link: bool) -> None:
+        now = self._clock()
+        self._sessions[hash_] = Session(session_id(hash_), role, is_link, now, now + _interval(ttl_s))
+
+    async def session_role(self, session_hash: bytes) -> Role | None:
+        session = self._sessions.get(session_hash)
+        if session is None or session.is_link or session.expires_at <= self._clock():
+            return None
+        return session.role
+
+    async def sessions(self) -> list[Session]:
+        now = self._clock()
+        lasting = [(hash_, session) for hash_, session in self._sessions.items() if session.expires_at > now]
+        lasting.sort(key=lambda found: (-found[1].created_at.timestamp(), found[0]))
+        return [session for _, session in lasting]
 
     async def end_session(self, session_hash: bytes) -> None:
-        self._sessions.pop(session_hash, None)
+        session = self._sessions.get(session_hash)
+        if session is not None and not session.is_link:
+            del self._sessions[session_hash]
+
+    async def revoke_session(self, session_id: str) -> bool:
+        now = self._clock()
+        found = [hash_ for hash_, s in self._sessions.items() if s.id == session_id and s.expires_at > now]
+        for hash_ in found:
+            del self._sessions[hash_]
+        return bool(found)
 
     async def sweep(self) -> int:
         deleted = await super().sweep()

@@ -17,6 +17,7 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 
 from windlass.model.action import (
+    Acquittal,
     Action,
     Adopt,
     Alert,
@@ -49,6 +50,7 @@ from windlass.model.cost import (
     month_of,
 )
 from windlass.model.errors import BadInput
+from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
@@ -68,6 +70,7 @@ from windlass.model.snapshot import (
 from windlass.model.task import TaskStatus
 from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerKind, WorkerStatus
 from windlass.ports.control import (
+    MAX_AHEAD,
     Candidate,
     Committed,
     Created,
@@ -97,12 +100,14 @@ MAX_HIRINGS = 1000
 MAX_RESTARTS_KEPT = 100
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
-MAX_CYCLES_SEARCHED = 200
+MAX_CYCLES_SEARCHED = 5
 MAX_ANSWERS = 50
 # Refusals that are not about one machine.
 FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
 MAX_SUSPECTS = 50
+MAX_TASKS_WEIGHED = 500
 MAX_EVENTS_WEIGHED = 1000
+MAX_LOOKED_AT = 20_000
 MAX_ACQUITTED = 10_000
 MAX_ENDED_BILLS = 1000
 MAX_SPANS = 20_000
@@ -122,7 +127,7 @@ LEGAL_MOVES = {
 
 _SUSPECT = TypeAdapter(Suspect)
 # A fleet, an hour of the clock and a currency.
-_Hour = tuple[str, datetime, str]
+_Hour = tuple[str, datetime, str, str]
 
 
 @dataclass(slots=True)
@@ -158,6 +163,7 @@ class _Hired:
     """The columns of a worker that only the control loop reads."""
 
     terminating_at: datetime | None = None
+    provider: str | None = None
     machine_id: str | None = None
     machine_at: datetime | None = None
     creation: str | None = None
@@ -182,7 +188,7 @@ class MemoryControlStore(MemoryStore):
         self._fleets: dict[str, _FleetRow] = {}
         self._hired: defaultdict[str, _Hired] = defaultdict(_Hired)
         self._charges: list[Charge] = []
-        # What each fleet spent in each hour of the clock.
+        # What each fleet spent in each hour of the clock, for each queue and for none.
         self._spending: dict[_Hour, Cost] = {}
         self._cycles: OrderedDict[int, CycleInFull] = OrderedDict()
         self._last_cycle_id = 0
@@ -325,19 +331,21 @@ class MemoryControlStore(MemoryStore):
             prepare_reason=hired.prepare_reason,
             host_key=hired.host_key,
             node=worker.node,
+            failing_since=worker.failing_since,
+            provider=hired.provider,
         )
 
     def _observe_spending(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
-        own = {(h, c): cost for (f, h, c), cost in self._spending.items() if f == fleet and h >= month_of(now)}
+        own = [(h, c, cost) for (f, h, c, _), cost in self._spending.items() if f == fleet and h >= month_of(now)]
 
         def since(begins: datetime, currency: str) -> int:
-            return sum(cost.total_micros for (hour, c), cost in own.items() if c == currency and hour >= begins)
+            return sum(cost.total_micros for hour, c, cost in own if c == currency and hour >= begins)
 
         return tuple(
             Spending(
                 currency, since(hour_of(now), currency), since(day_of(now), currency), since(month_of(now), currency)
             )
-            for currency in sorted({currency for _, currency in own})
+            for currency in sorted({currency for _, currency, _ in own})
         )
 
     def _observe_ended_bills(self, workers: list[_WorkerRow]) -> tuple[Bill, ...]:
@@ -390,20 +398,32 @@ class MemoryControlStore(MemoryStore):
             and worker.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
             and len(worker.failed_tasks) >= config.quarantine_min_failures
         ]
-        return tuple(self._suspect(self._workers[id_], config.queues) for _, id_ in sorted(failing)[:MAX_SUSPECTS])
+        if not failing:
+            return ()
+        completed = self._completed_lately(config.queues, min(since for since, _ in failing))
+        doers = {row.worker_id for row in completed}
+        events = islice(reversed(self._events), MAX_LOOKED_AT)
+        failed = [e for e in events if e.code in ("TASK_ERROR", "TASK_FAILED") and e.worker_id in doers]
+        return tuple(
+            self._suspect(self._workers[id_], completed, failed[:MAX_EVENTS_WEIGHED])
+            for _, id_ in sorted(failing)[:MAX_SUSPECTS]
+        )
 
-    def _suspect(self, worker: _WorkerRow, queues: Sequence[str]) -> Suspect:
+    def _completed_lately(self, queues: Sequence[str], since: datetime) -> list[_TaskRow]:
+        """Newest first."""
+        finished = islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
+        recent = (row for row in finished if row.finished_at is not None and row.finished_at >= since)
+        return list(islice((row for row in recent if row.queue in queues), MAX_TASKS_WEIGHED))
+
+    def _suspect(self, worker: _WorkerRow, lately: list[_TaskRow], failed: list[Event]) -> Suspect:
         since = worker.failing_since
         assert since is not None  # noqa: S101
         completed = [
             row.worker_id
-            for row in islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_DURATIONS)
-            if row.queue in queues and row.finished_at and row.finished_at >= since and row.worker_id != worker.id
+            for row in lately
+            if row.finished_at is not None and row.finished_at >= since and row.worker_id != worker.id
         ]
         others = set(completed)
-        failed = [
-            e for e in islice(reversed(self._events), MAX_EVENTS_WEIGHED) if e.code in ("TASK_ERROR", "TASK_FAILED")
-        ]
         rows = [row for id_ in sorted(worker.failed_tasks) if (row := self._tasks.get(id_)) is not None]
         return Suspect(
             worker_id=worker.id,
@@ -486,8 +506,8 @@ class MemoryControlStore(MemoryStore):
     def _carry_out(self, fleet: str, action: Action, snapshot: Snapshot) -> int:
         """What of an action needs no provider. Returns how many tasks it took from their workers."""
         match action:
-            case Fail(worker_id, code, reason, evidence):
-                return self._fail_worker(worker_id, code, reason, counts=True, evidence=evidence)
+            case Fail(worker_id, code, reason, evidence, acquittal):
+                return self._fail_worker(worker_id, code, reason, counts=True, evidence=evidence, acquittal=acquittal)
             case Requeue(worker_id, reason):
                 return self._requeue_tasks_of(worker_id, "WORKER_LOST", reason)
             case Promote():
@@ -564,7 +584,14 @@ class MemoryControlStore(MemoryStore):
             hired.settle_at = self._clock() + SETTLED_AFTER_END
 
     def _fail_worker(
-        self, worker_id: str, code: str, reason: str, *, counts: bool, evidence: Suspect | None = None
+        self,
+        worker_id: str,
+        code: str,
+        reason: str,
+        *,
+        counts: bool,
+        evidence: Suspect | None = None,
+        acquittal: Acquittal | None = None,
     ) -> int:
         worker, now = self._in(worker_id, *LIVE), self._clock()
         if worker is None:
@@ -577,20 +604,22 @@ class MemoryControlStore(MemoryStore):
         if counts and worker.slot is not None:
             slot = self._fleets[worker.fleet].slots[worker.slot]
             slot.restarts = [*slot.restarts, now][-MAX_RESTARTS_KEPT:]
-        if evidence is not None:
-            self._acquit_tasks(worker_id, evidence.since)
+        if acquittal is not None:
+            self._acquit_tasks(worker_id, acquittal)
             held = self._held_in_order(worker_id)
             for row in held:
                 self._release(row, worker_id, "its worker is to blame for failures")
             return len(held)
         return self._requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
 
-    def _acquit_tasks(self, worker_id: str, since: datetime) -> None:
+    def _acquit_tasks(self, worker_id: str, acquittal: Acquittal) -> None:
         events = (e for e in reversed(self._events_of_worker[worker_id]) if e.code in ("TASK_ERROR", "TASK_FAILED"))
-        blamed = islice(takewhile(lambda event: event.at >= since, events), MAX_ACQUITTED)
+        blamed = islice(takewhile(lambda event: event.at >= acquittal.since, events), MAX_ACQUITTED)
         for task_id, count in sorted(Counter(event.task_id for event in blamed if event.task_id is not None).items()):
             row = self._tasks.get(task_id)
             if row is None or row.status is TaskStatus.COMPLETE or row.error_code == "CANCELLED":
+                continue
+            if acquittal.is_trial and self._was_acquitted(task_id):
                 continue
             row.attempts = max(row.attempts - count, 1 if row.status is TaskStatus.RUNNING else 0)
             has_left = row.status is TaskStatus.FAILED and row.attempts < row.max_attempts
@@ -601,6 +630,11 @@ class MemoryControlStore(MemoryStore):
                 self._announce(row.queue)
             reason = f"{count} failed attempts on worker {worker_id} do not count: it is to blame"
             self._note("TASK_ACQUITTED", reason, worker_id=worker_id, task_id=task_id)
+
+    def _was_acquitted(self, task_id: int) -> bool:
+        """Since it was enqueued, or a person retried it."""
+        events = takewhile(lambda event: event.code != "TASK_RETRIED", reversed(self._events_of_task[task_id]))
+        return any(event.code == "TASK_ACQUITTED" for event in events)
 
     def _requeue_tasks_of(self, worker_id: str, code: str, reason: str) -> int:
         tasks = self._held_in_order(worker_id)
@@ -639,6 +673,7 @@ class MemoryControlStore(MemoryStore):
             queues=fleet.queues, lease_s=intent.lease_s, is_paused=fleet.is_paused,
         )  # fmt: skip
         self._workers[row.id] = self._not_terminated[row.id] = row
+        self._hired[row.id].provider = fleet.provider
         self._note("WORKER_HIRED", intent.reason, fleet=fleet.name, worker_id=row.id, detail={"slot": intent.slot})
 
     async def commit_outcomes(
@@ -799,7 +834,7 @@ class MemoryControlStore(MemoryStore):
         hired.settle_at = settlement.settle_at
         self._charges += settlement.charges
         for charge in settlement.charges:
-            hour = charge.fleet, hour_of(charge.from_at), charge.currency
+            hour = charge.fleet, hour_of(charge.from_at), charge.currency, charge.queue or ""
             self._spending[hour] = _with(self._spending.get(hour, Cost(None, charge.currency)), charge)
         hired.spans = {
             key: span
@@ -812,10 +847,10 @@ class MemoryControlStore(MemoryStore):
         return self._hired[worker.id].settle_at is not None
 
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
-        if by in ("day", "fleet"):
+        if by in ("day", "fleet", "queue"):
             found: list[tuple[str | None, Cost]] = [
-                (f"{hour:%Y-%m-%d}" if by == "day" else name, cost)
-                for (name, hour, _), cost in self._spending.items()
+                ({"day": f"{hour:%Y-%m-%d}", "queue": queue or None}.get(by, name), cost)
+                for (name, hour, _, queue), cost in self._spending.items()
                 if hour >= since and fleet in (None, name)
             ]
         else:
@@ -907,8 +942,12 @@ class MemoryControlStore(MemoryStore):
         return self._cycles.get(cycle_id)
 
     async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
-        own = (stored for stored in reversed(self._cycles.values()) if stored.cycle.fleet == fleet)
-        recent = islice(own, MAX_CYCLES_SEARCHED)
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.fleet != fleet:
+            return None
+        until = worker.terminated_at or self._clock()
+        stories = (stored for stored in reversed(self._cycles.values()) if stored.cycle.fleet == fleet)
+        recent = islice((stored for stored in stories if stored.cycle.started_at <= until), MAX_CYCLES_SEARCHED)
         return next((s for s in recent if any(view.id == worker_id for view in s.snapshot.workers)), None)
 
     async def tasks_at_hand(self) -> dict[str, list[int]]:
@@ -920,7 +959,8 @@ class MemoryControlStore(MemoryStore):
             return 0
         place = (-mine.priority, mine.id)
         rows = self._queues[mine.queue].unfinished.values()
-        return sum(row.is_ready() and (-row.priority, row.id) < place for row in rows)
+        before = sum(row.is_ready() and (-row.priority, row.id) < place for row in rows)
+        return min(before, MAX_AHEAD + 1)
 
     def _known_fleet(self, doing: str, name: str) -> _FleetRow:
         try:

@@ -20,7 +20,7 @@ from uuid import UUID
 import asyncpg
 
 from windlass.model.config import Retention
-from windlass.model.errors import BadInput, UnknownWorker
+from windlass.model.errors import BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
 from windlass.model.event import Event, QueueDepth
 from windlass.model.node import NodeState, NodeView
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, TaskSummary, Turn, storable
@@ -69,12 +69,17 @@ class PostgresStore:
         retention: Retention | None = None,
         max_connections: int = 4,
         command_timeout_s: float = COMMAND_TIMEOUT_S,
+        statement_timeout_s: float | None = None,
         virtual_now: Callable[[], datetime] | None = None,
     ) -> None:
-        """`virtual_now`, if given, is the database's time for every call: tests drive real PostgreSQL with it."""
+        """`statement_timeout_s`: after this time the server breaks a statement off, and TooSlow is raised.
+
+        `virtual_now`, if given, is the database's time for every call: tests drive real PostgreSQL with it.
+        """
         self._dsn = dsn
         self._retention = retention or Retention()
         self._command_timeout_s = command_timeout_s
+        self._statement_timeout_s = statement_timeout_s
         self._virtual_now = virtual_now
         self._connections = Connections(self._connect, limit=max_connections, timeout_s=CONNECT_TIMEOUT_S)
         self._is_pooled = False
@@ -95,6 +100,8 @@ class PostgresStore:
         transport: Any = getattr(connection, "_transport", None)
         if hasattr(transport, "max_size"):
             transport.max_size = READ_BYTES
+        if self._statement_timeout_s is not None and not self._is_pooled:
+            await connection.execute(_break_off_after(self._statement_timeout_s))
         return connection
 
     async def _look_around(self) -> int | None:
@@ -105,6 +112,16 @@ class PostgresStore:
             self._is_pooled = backend_pid != connection.get_server_pid()
             applied = await applied_migrations(connection)
             return max(applied, default=None)
+
+    def _pooled_limits(self) -> str:
+        if self._statement_timeout_s is None:
+            return POOLED_LIMITS
+        return f"{POOLED_LIMITS}; {_break_off_after(self._statement_timeout_s, 'local')}"
+
+    def _unavailable(self, doing: str, error: BaseException) -> DatabaseUnavailable:
+        if isinstance(error, asyncpg.QueryCanceledError) and self._statement_timeout_s is not None:
+            return TooSlow(f"{doing}: not done within {self._statement_timeout_s:g} s.")
+        return unavailable(doing, self._dsn, error)
 
     @asynccontextmanager
     async def _connection(self, doing: str) -> AsyncIterator[Any]:
@@ -118,7 +135,7 @@ class PostgresStore:
                     )
                 if self._is_pooled:
                     async with connection.transaction():
-                        await connection.execute(POOLED_LIMITS)
+                        await connection.execute(self._pooled_limits())
                         yield connection
                 else:
                     yield connection
@@ -130,7 +147,7 @@ class PostgresStore:
                 raise
             self._connections.give_back(connection)
         except CONNECTION_ERRORS as error:
-            raise unavailable(doing, self._dsn, error) from None
+            raise self._unavailable(doing, error) from None
         except asyncpg.NoDataFoundError as error:
             raise UnknownWorker(f"{doing}: {words(error)}") from None
         except (
@@ -473,6 +490,10 @@ async def _numbered(tasks: AsyncIterable[NewTask]) -> AsyncIterator[tuple[Any, .
     async for task in tasks:
         yield position, *task
         position += 1
+
+
+def _break_off_after(timeout_s: float, scope: str = "session") -> str:
+    return f"set {scope} statement_timeout = {round(1000 * timeout_s)}"
 
 
 def _row_count(status: str) -> int:

@@ -48,10 +48,11 @@ limit $4;
 
 -- name: known_queues
 -- What a mistyped name is compared with. Jumps from queue to queue in tasks_ready and tasks_waiting, reads tasks_running
--- and the newest tasks: its cost grows with the number of queues, not of tasks.
-with recursive ready (queue) as (
+-- and the newest tasks: its cost grows with the number of queues, not of tasks. Whoever enqueues may make up names, so it
+-- jumps no more than a thousand times.
+with recursive ready (queue, jumps) as (
   (
-    select t.queue::text
+    select t.queue::text, 1
     from windlass.tasks t
     where t.status = 'queued' and t.run_after is null
     order by t.queue
@@ -64,13 +65,14 @@ with recursive ready (queue) as (
     where t.status = 'queued' and t.run_after is null and t.queue > r.queue
     order by t.queue
     limit 1
-  )
+  ), r.jumps + 1
   from ready r
   where r.queue is not null
+    and r.jumps < 1000
 ),
-waiting (queue) as (
+waiting (queue, jumps) as (
   (
-    select t.queue::text
+    select t.queue::text, 1
     from windlass.tasks t
     where t.run_after is not null
     order by t.queue
@@ -83,9 +85,10 @@ waiting (queue) as (
     where t.run_after is not null and t.queue > w.queue
     order by t.queue
     limit 1
-  )
+  ), w.jumps + 1
   from waiting w
   where w.queue is not null
+    and w.jumps < 1000
 )
 select queue
 from (

@@ -9,7 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from statistics import median, quantiles
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
@@ -24,6 +24,7 @@ from windlass.ports.reading import (
     COUNT_LIMIT,
     MAX_PAGE,
     MAX_POINTS,
+    MAX_QUEUES,
     SCAN_LIMIT,
     Burn,
     FleetStanding,
@@ -49,8 +50,10 @@ if TYPE_CHECKING:
     from windlass.ports.reading import Reading
 
 QUERIES = read_queries("windlass.store", "reading.sql")
-# Recent work: so many completed tasks at the most, of so many seconds.
-RECENT_TASKS = 2_000
+# Recent work: so many completed tasks of all queues are counted, of so many seconds, and so many of each queue looked
+# at. A quiet queue is then not forgotten because another is busy.
+RECENT_TASKS = 20_000
+RECENT_TASKS_OF_QUEUE = 500
 RECENT_S = 300.0
 # From one sample to the next.
 SAMPLE_INTERVAL_S = 5.0
@@ -72,10 +75,11 @@ class PostgresReadingStore(PostgresAccessStore):
         fleets = await self.fleets()
         async with self._connection("looking at everything") as connection:
             moment = await connection.fetchrow(QUERIES["moment"])
-            counted = await connection.fetch(QUERIES["work_of_queues"], await _queues(connection), COUNT_LIMIT)
+            queues, has_more_queues = await _queues(connection)
+            counted = await connection.fetch(QUERIES["work_of_queues"], queues, COUNT_LIMIT)
             running = dict(map(tuple, await connection.fetch(QUERIES["running_by_queue"])))
             dead = dict(map(tuple, await connection.fetch(QUERIES["dead_by_queue"], COUNT_LIMIT)))
-            recent = await connection.fetch(QUERIES["recent_work"], RECENT_TASKS, RECENT_S)
+            recent = await connection.fetch(QUERIES["recent_work"], RECENT_TASKS, RECENT_TASKS_OF_QUEUE, RECENT_S)
             workers = {row["fleet"]: row for row in await connection.fetch(QUERIES["worker_counts"])}
             burn = await connection.fetch(QUERIES["burn"])
             cycles = {row["fleet"]: row for row in await connection.fetch(QUERIES["last_cycles"])}
@@ -119,6 +123,7 @@ class PostgresReadingStore(PostgresAccessStore):
             alerts=tuple(alert for alert in alerts if alert.fleet is None),
             leader=Leader(**leader) if leader is not None else None,
             last_event_id=moment["last_event_id"],
+            has_more_queues=has_more_queues,
         )
 
     async def history(self, fleet: str, since_s: float, points: int = 240) -> list[Sample]:
@@ -189,6 +194,9 @@ class PostgresReadingStore(PostgresAccessStore):
             rows = await connection.fetch(QUERIES["worker_rows"], ids)
         return [_worker_row(row) for row in rows]
 
+    async def tasks_at_hand_of(self, worker_id: str, limit: int) -> list[TaskRow]:
+        return await self._task_rows(await self._ids("listing tasks", "tasks_at_hand_of", worker_id, limit))
+
     async def tasks_page(
         self,
         *,
@@ -204,16 +212,18 @@ class PostgresReadingStore(PostgresAccessStore):
         if search is not None and cursor is None:
             found = await self._named(search, queue, which)
         ids, next_cursor = await self._task_ids(queue, which, search, limit, cursor)
-        wanted = list(dict.fromkeys([*found, *ids]))
+        return Page(tuple(await self._task_rows(list(dict.fromkeys([*found, *ids])))), next_cursor)
+
+    async def _task_rows(self, ids: Sequence[int]) -> list[TaskRow]:
         async with self._connection("listing tasks") as connection:
-            rows = await connection.fetch(QUERIES["task_rows"], wanted)
-        return Page(tuple(TaskRow(**{**row, "status": TaskStatus(row["status"])}) for row in rows), next_cursor)
+            rows = await connection.fetch(QUERIES["task_rows"], ids)
+        return [TaskRow(**{**row, "status": TaskStatus(row["status"])}) for row in rows]
 
     async def _named(self, search: str, queue: str | None, which: TaskList | None) -> list[int]:
         """Tasks that a search means exactly, if they are in the list that is looked at."""
         task_id = int(search) if search.isascii() and search.isdigit() and int(search) <= _MAX_ID else None
         async with self._connection("listing tasks") as connection:
-            queues = [queue] if queue is not None else await _queues(connection)
+            queues = [queue] if queue is not None else (await _queues(connection))[0]
             rows = await connection.fetch(QUERIES["tasks_named"], search, queues, task_id)
         return [row["id"] for row in rows if queue in (None, row["queue"]) and which in (None, _list_of(row))]
 
@@ -246,7 +256,7 @@ class PostgresReadingStore(PostgresAccessStore):
     ) -> tuple[list[int], str | None]:
         scan = SCAN_LIMIT if search is not None else limit
         async with self._connection("listing tasks") as connection:
-            queues = [queue] if queue is not None else await _queues(connection)
+            queues = [queue] if queue is not None else (await _queues(connection))[0]
             if which is TaskList.QUEUED:
                 priority, last_id = _read_cursor(cursor, _PRIORITY_AND_ID) or (None, None)
                 rows = await connection.fetch(QUERIES["tasks_queued"], queues, search, limit, scan, priority, last_id)
@@ -313,44 +323,58 @@ class PostgresReadingStore(PostgresAccessStore):
             rows = await connection.fetch(QUERIES["alerts_page"], is_open, before, limit)
         return Page(tuple(OpenAlert(**row) for row in rows), _next(rows, limit, key=("id",)))
 
+    async def ray_dashboards(self) -> Mapping[str, str]:
+        async with self._connection("looking for Ray's dashboards") as connection:
+            rows = await connection.fetch(QUERIES["ray_dashboards"])
+        return {row["fleet"]: row["url"] for row in rows}
+
     async def component_health(self) -> Sequence[Mapping[str, Any]]:
         async with self._connection("reading the workers' health") as connection:
             rows = await connection.fetch(QUERIES["component_health"], MAX_COMPONENTS)
         return [dict(row) for row in rows]
 
 
-async def _queues(connection: Any) -> list[str]:
-    """All that are served, or have tasks that are not finished."""
-    known = await connection.fetch(QUEUE_QUERIES["known_queues"])
-    served = await connection.fetch(QUERIES["queues"])
-    return sorted({row["queue"] for row in (*known, *served)})
+async def _queues(connection: Any) -> tuple[list[str], bool]:
+    """All that are served, and of those that have tasks which are not finished so many; whether there are more."""
+    served = {row["queue"] for row in await connection.fetch(QUERIES["queues"])}
+    known = {row["queue"] for row in await connection.fetch(QUEUE_QUERIES["known_queues"])}
+    others = sorted(known - served)
+    return sorted([*served, *others[:MAX_QUEUES]]), len(others) > MAX_QUEUES
 
 
 class _Recently:
     """How the newest completed tasks went, by any set of queues."""
 
     def __init__(self, rows: Sequence[Any]) -> None:
-        # If there were more than we read, what we have is of a shorter time.
-        self._span_s = RECENT_S if len(rows) < RECENT_TASKS else max(1.0, rows[-1]["age_s"])
         self._by_queue: defaultdict[str, list[Any]] = defaultdict(list)
         for row in rows:
             self._by_queue[row["queue"]].append(row)
 
     def of(self, queues: Iterable[str]) -> dict[str, Any]:
-        rows = [row for queue in queues for row in self._by_queue.get(queue, ())]
-        waits = sorted(row["wait_s"] for row in rows if row["wait_s"] is not None)
+        found = [self._by_queue[queue] for queue in queues if queue in self._by_queue]
+        # Of a busy queue fewer are told of than were completed: each of them stands for so many.
+        weighed = [(row, row["completed"] / len(rows)) for rows in found for row in rows]
+        waits = sorted((row["wait_s"], weight) for row, weight in weighed if row["wait_s"] is not None)
         return {
-            "wait_p50_s": median(waits) if waits else None,
-            "wait_p95_s": _p95(waits),
-            "duration_p50_s": median(row["duration_s"] for row in rows) if rows else None,
-            "completed_per_minute": 60.0 * len(rows) / self._span_s,
+            "wait_p50_s": _quantile(waits, 0.5),
+            "wait_p95_s": _quantile(waits, 0.95),
+            "duration_p50_s": _quantile(sorted((row["duration_s"], weight) for row, weight in weighed), 0.5),
+            "completed_per_minute": sum(60.0 * rows[0]["completed"] / rows[0]["span_s"] for rows in found),
         }
 
 
-def _p95(values: list[float]) -> float | None:
-    if len(values) < 2:
-        return values[0] if values else None
-    return quantiles(values, n=20, method="inclusive")[-1]
+def _quantile(weighed: Sequence[tuple[float, float]], share: float) -> float | None:
+    """Of values in order, each with its weight; between two of them in proportion."""
+    if not weighed:
+        return None
+    # From one value to the next it is as far as half the weight of both.
+    steps = [(one + other) / 2 for (_, one), (_, other) in pairwise(weighed)]
+    left = share * sum(steps)
+    for step, ((value, _), (following, _)) in zip(steps, pairwise(weighed), strict=True):
+        if left <= step:
+            return value + (following - value) * left / step
+        left -= step
+    return weighed[-1][0]
 
 
 def _together(parts: Sequence[Work], recently: Mapping[str, Any]) -> Work:

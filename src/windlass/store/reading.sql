@@ -51,7 +51,7 @@ select
   ready.count + due.count as queued,
   later.count as scheduled,
   retrying.count as waiting_for_retry,
-  extract(epoch from windlass.now() - head.created_at)::double precision as oldest_queued_age_s
+  extract(epoch from windlass.now() - head.since)::double precision as oldest_queued_age_s
 from unnest($1::text[]) as q (name)
 cross join lateral (
   select count(*) as count
@@ -83,7 +83,7 @@ cross join lateral (
 ) as retrying
 left join lateral (
   -- The head of the queue, which is the oldest unless priorities differ.
-  select t.created_at
+  select coalesce(t.ready_at, t.created_at) as since
   from windlass.tasks t
   where t.queue = q.name and t.status = 'queued' and t.run_after is null
   order by t.priority desc, t.id
@@ -106,25 +106,40 @@ from (
 group by d.queue;
 
 -- name: recent_work
--- overview; the newest of tasks_complete: at most $1 of the last $2 seconds. First-time waits only: what was tried again
--- waited for other reasons.
+-- overview; the newest of tasks_complete: at most $1 of the last $3 seconds are counted, and of each queue the newest $2
+-- told of. Waits of first attempts only, from when they could have begun: what was tried again waited for other reasons.
 select
-  t.queue,
-  extract(epoch from windlass.now() - t.finished_at)::double precision as age_s,
-  case when t.attempts = 1 then extract(epoch from t.started_at - t.created_at)::double precision end as wait_s,
-  extract(epoch from t.finished_at - t.started_at)::double precision as duration_s
-from windlass.tasks t
-where t.status = 'complete'
-  and t.finished_at > windlass.now() - make_interval(secs => $2::double precision)
-order by t.finished_at desc
-limit $1;
+  s.queue, s.completed,
+  case
+    when s.scanned < $1 then $3::double precision
+    else greatest(1, extract(epoch from windlass.now() - s.oldest))::double precision
+  end as span_s,
+  case
+    when s.attempts = 1 then extract(epoch from s.started_at - coalesce(s.ready_at, s.created_at))::double precision
+  end as wait_s,
+  extract(epoch from s.finished_at - s.started_at)::double precision as duration_s
+from (
+  select
+    r.*, row_number() over (partition by r.queue order by r.finished_at desc) as place,
+    count(*) over (partition by r.queue) as completed, count(*) over () as scanned, min(r.finished_at) over () as oldest
+  from (
+    select t.queue, t.attempts, t.created_at, t.ready_at, t.started_at, t.finished_at
+    from windlass.tasks t
+    where t.status = 'complete'
+      and t.finished_at > windlass.now() - make_interval(secs => $3::double precision)
+    order by t.finished_at desc
+    limit $1
+  ) as r
+) as s
+where s.place <= $2;
 
 -- name: open_alerts
--- overview; alerts_open, a handful of rows.
+-- overview; alerts_open, a handful of rows: of each fleet and code a few at most.
 select id, fleet, code, severity, reason, since, seen_at, resolved_at
 from windlass.alerts
 where resolved_at is null
-order by since, id;
+order by since, id
+limit 500;
 
 -- name: leader
 -- overview; primary key.
@@ -170,14 +185,19 @@ group by 1
 order by 1;
 
 -- name: measures
--- Metrics; for each fleet workers_hired, workers_failed, and its slots.
+-- Metrics; for each fleet workers_hired, workers_failed, workers_terminated, and its slots.
 select
   f.name as fleet,
   hired.success_ratio::double precision as provisioning_success_ratio,
   hired.mean_s::double precision as provisioning_mean_s,
   slots.restarts, slots.failed_slots,
-  extract(epoch from windlass.now() - crash.failed_at)::double precision as since_last_crash_s
+  extract(epoch from windlass.now() - crash.failed_at)::double precision as since_last_crash_s,
+  ended.terminated
 from windlass.fleets f
+cross join lateral (
+  select count(*) as terminated
+  from (select from windlass.workers w where w.fleet = f.name and w.status = 'terminated' limit 10000) as counted
+) as ended
 cross join lateral (
   select
     count(h.activated_at)::numeric / nullif(count(h.activated_at) + count(*) filter (where h.is_over), 0) as success_ratio,
@@ -271,6 +291,15 @@ cross join lateral (
 ) as t
 left join windlass.tasks r on r.id = t.oldest_id
 order by wanted.place;
+
+-- name: tasks_at_hand_of
+-- tasks_at_hand_of; tasks_running.
+select t.id
+from windlass.tasks t
+where t.worker_id = $1
+  and t.status = 'running'
+order by t.id
+limit $2;
 
 -- name: tasks_newest
 -- tasks_page; the primary key backwards, from the cursor $3 on, over at most $5 rows.
@@ -516,3 +545,20 @@ select component, status, pid, current_job, restart_count, last_seen
 from windlass.health
 order by component collate "C"
 limit $1;
+
+-- name: ray_dashboards
+-- Pages of workers; workers_by_slot of each fleet, those without a slot.
+select f.name as fleet, d.url
+from windlass.fleets f
+cross join lateral (
+  select w.metadata ->> 'ray_dashboard' as url
+  from windlass.workers w
+  where w.fleet = f.name
+    and w.status <> 'terminated'
+    and coalesce(w.slot, 2147483647) = 2147483647
+    and w.kind = 'dispatcher'
+    -- It is what a worker says, and becomes a link.
+    and w.metadata ->> 'ray_dashboard' ~ '^https?://'
+  order by w.id desc
+  limit 1
+) as d;

@@ -10,21 +10,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.model.address import LOOPBACK
-from windlass.model.config import Config
-from windlass.model.errors import WindlassError
+from windlass.model.config import ApiConfig, Config, Retention
+from windlass.model.errors import BadInput, WindlassError
 from windlass.wire.providers import worker_log
+from windlass.wire.receivers import receivers
+from windlass.wire.stores import access_store
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from windlass.api.face import FleetPulse, Shown
     from windlass.api.live import Live
     from windlass.api.metrics import Metrics
     from windlass.control.summary import Summary
     from windlass.control.up import Up
+    from windlass.model.access import Role
     from windlass.model.order import RayHead
+    from windlass.store.access import PostgresAccessStore
     from windlass.store.reading import PostgresReadingStore
 
-# Connections for all that comes over HTTP, apart from those of the control loop: no flood of calls delays a cycle.
-API_CONNECTIONS = 8
+# Connections for what comes over HTTP, apart from those of the control loop: no flood of calls delays a cycle. And
+# those of machines apart from those of people, so that no crowd of readers silences a worker.
+MACHINES_CONNECTIONS = 8
+PEOPLES_CONNECTIONS = 6
+# What a person asks is answered within this time, or not at all.
+PEOPLES_STATEMENT_TIMEOUT_S = 5.0
 # A loop that has not turned for so many of its intervals, and at least that long, is not ready.
 MISSED_CYCLES = 3
 MIN_MISSED_S = 60.0
@@ -51,6 +61,29 @@ class Counts:
 
 
 @asynccontextmanager
+async def face_stores(
+    dsn: str, retention: Retention | None = None, virtual_now: "Callable[[], datetime] | None" = None
+) -> "AsyncIterator[tuple[PostgresAccessStore, PostgresReadingStore]]":
+    """What machines call, and what people ask."""
+    from windlass.store.access import PostgresAccessStore
+    from windlass.store.reading import PostgresReadingStore
+
+    async with (
+        PostgresAccessStore(
+            dsn, retention=retention, max_connections=MACHINES_CONNECTIONS, virtual_now=virtual_now
+        ) as machines,
+        PostgresReadingStore(
+            dsn,
+            retention=retention,
+            max_connections=PEOPLES_CONNECTIONS,
+            statement_timeout_s=PEOPLES_STATEMENT_TIMEOUT_S,
+            virtual_now=virtual_now,
+        ) as people,
+    ):
+        yield machines, people
+
+
+@asynccontextmanager
 async def http_face(
     config: Config,
     dsn: str,
@@ -74,35 +107,34 @@ async def http_face(
     from windlass.api.server import serving
     from windlass.api.session import new_link
     from windlass.api.wheel import build_wheel
-    from windlass.store.reading import PostgresReadingStore
 
     async def run_cycle() -> list[dict[str, Any]]:
         return [summary.to_plain() for summary in await up.cycle_now()]
 
     # Now: what is on the disk later may be another version.
     wheel = await asyncio.to_thread(build_wheel)
-    async with PostgresReadingStore(dsn, retention=config.retention, max_connections=API_CONNECTIONS) as store:
-        doorbell = Doorbell(store.wait_for_work)
-        shown, metrics = _shown(config, store, up, watchers)
+    async with face_stores(dsn, config.retention) as (machines, people):
+        doorbell = Doorbell(machines.wait_for_work)
+        shown, metrics = _shown(config, people, up, watchers)
         face = Face(
-            store=store,
-            access=store,
+            store=machines,
+            access=machines,
             doorbell=doorbell,
             fleet=up.fleet,
             worker_defaults=config.worker,
             max_payload_bytes=config.max_payload_bytes,
             version=version,
-            ask_database=store.now,
+            ask_database=machines.now,
             pulses=lambda: _pulses(up),
             run_cycle=run_cycle,
             wheel=lambda: wheel,
             shown=shown,
             ray_head=ray_head,
         )
-        sampling = asyncio.create_task(_take_samples(store, shown.live))
+        sampling = asyncio.create_task(take_samples(people, shown.live))
         try:
             async with serving(make_app(face), listener):
-                on_link(await new_link(store, _browser_url(config, listener)))
+                on_link(await new_link(people, _browser_url(config, listener.getsockname()[1])))
                 try:
                     yield Counts(metrics.note_message, metrics.note_dropped_lines)
                 finally:
@@ -125,6 +157,7 @@ def _shown(
 
     live = Live(store, lambda: frozenset(up.fleets))
     metrics = Metrics(live.overview, store.measures)
+    metrics.expect(up.fleets, [receiver.name for receiver in receivers(config)])
 
     def note(summary: "Summary") -> None:
         metrics.note_cycle(
@@ -143,35 +176,57 @@ def _shown(
         worker_log=lambda fleet, worker_id, lines: worker_log(config, fleet, worker_id, lines, is_following=False),
         last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.heard().items()},
         metrics=metrics.read,
-        is_open_here=config.api.host in LOOPBACK,
+        is_open_here=is_reading_open(config.api),
         rate_limit=config.api.rate_limit,
         cors_origins=config.api.cors_origins,
     )
     return shown, metrics
 
 
-def _browser_url(config: Config, listener: "socket.socket") -> str:
+def is_reading_open(api: ApiConfig) -> bool:
+    """To whoever is on this host. An address for others means that something stands before it, perhaps on this host."""
+    return api.host in LOOPBACK and api.url is None
+
+
+async def dashboard_link(config: Config, role: "Role", url: str | None) -> str:
+    """The address that lets one more browser in. `url`: where the dashboard is, if the configuration does not say."""
+    from windlass.api.session import new_link
+
+    if url is None and config.api.url is None and not config.api.port:
+        raise BadInput(
+            "the configuration does not say where the dashboard is: give --url http://127.0.0.1:8080 with the port of "
+            "`windlass up --port`, or set api.port or api.url."
+        )
+    base_url = url if url is not None else _browser_url(config, config.api.port or 0)
+    async with access_store(config) as store:
+        return await new_link(store, base_url.rstrip("/"), role)
+
+
+def _browser_url(config: Config, port: int) -> str:
     """Where a person on this host, or wherever machines call from, finds us."""
     if config.api.url is not None:
         return config.api.url
-    port = listener.getsockname()[1]
     host = "127.0.0.1" if config.api.host in ("0.0.0.0", "::", *LOOPBACK) else config.api.host  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _take_samples(store: "PostgresReadingStore", live: "Live") -> None:
-    """How things stand, every few seconds, for charts; and the retention of what only faces need."""
+async def take_samples(store: "PostgresReadingStore", live: "Live") -> None:
+    """How things stand, every few seconds, for charts; and the retention of what only faces need. Whatever happens."""
     import structlog
 
     from windlass.store.reading import SAMPLE_INTERVAL_S
 
+    log = structlog.get_logger(__name__)
     for round_number in itertools.count():
         try:
             await store.take_samples(await live.overview())
             if round_number % SAMPLES_PER_SWEEP == 0:
                 await store.sweep_faces()
         except WindlassError as error:
-            structlog.get_logger(__name__).warning("no sample was taken", error=str(error))
+            log.warning("no sample was taken", error=str(error))
+        except Exception:
+            # A defect; but without this loop charts end for good, and nobody is told why.
+            log.exception("no sample was taken")
         await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from windlass.model.address import LOOPBACK, problem_of_control_plane_url
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
+from windlass.model.secrecy import mask_of
 from windlass.wire.stores import control_store, data_dir, has_embedded_database
 
 if TYPE_CHECKING:
@@ -36,20 +37,25 @@ def check_machines_can_call(config: Config) -> None:
     remote = next((name for name, fleet in config.fleets.items() if fleet.provider in ("hetzner", "runpod")), None)
     if remote is None:
         return
-    if config.machine_url is None:
-        raise ConfigError(
-            f"the machines of fleet {remote} work over HTTP, but where they call is not known: "
-            "set api.port (or --port) and control_plane_ip, or api.url."
-        )
-    problem = problem_of_control_plane_url(config.machine_url)
+    url = _machine_url(remote, config)
+    problem = problem_of_control_plane_url(url)
     if problem is not None:
-        raise ConfigError(f"the machines of fleet {remote} are to call {config.machine_url}, which {problem}.")
+        raise ConfigError(f"the machines of fleet {remote} are to call {url}, which {problem}.")
     is_only_here = config.api.host in LOOPBACK
     if config.api.url is None and config.control_plane_ip not in (None, config.api.host) and is_only_here:
         raise ConfigError(
             f"the machines of fleet {remote} are to call {config.machine_url}, but api.host is {config.api.host}, "
             f"where only this host can: set it to {config.control_plane_ip} or 0.0.0.0."
         )
+
+
+def _machine_url(fleet: str, config: Config) -> str:
+    if config.machine_url is None:
+        raise ConfigError(
+            f"the machines of fleet {fleet} work over HTTP, but where they call is not known: "
+            "set api.port (or --port) and control_plane_ip, or api.url."
+        )
+    return config.machine_url
 
 
 def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
@@ -61,7 +67,7 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         return _hetzner_provider(name, fleet, config, instance_id)
     if fleet.provider == "runpod":
         return _runpod_provider(name, fleet, config, instance_id)
-    from windlass.configure import environment_of, secret_variables
+    from windlass.configure import environment_of, secret_variables, secrets_of
     from windlass.providers.local import LocalProvider
 
     program = _node_program(fleet, config) if fleet.provider == "ray-local" else ("windlass", "worker")
@@ -81,16 +87,20 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
             *(("RAY_AUTH_TOKEN",) if fleet.engine is None else ()),
         ],
         program=program,
+        # The fleet may have been reloaded since.
+        mask=mask_of(secrets_of(config.model_copy(update={"fleets": {**config.fleets, name: fleet}}))),
     )
 
 
 async def worker_log(
     config: Config, fleet: str, worker_id: str, lines: int, *, is_following: bool
 ) -> AsyncIterator[str]:
-    """What a worker of a local fleet printed on this host. Raises BadInput if nothing of it is here."""
+    """What a worker of a local fleet printed on this host, without secrets. Raises BadInput if nothing is here."""
+    from windlass.configure import secrets_of
     from windlass.providers.local.logs import log_folder
 
-    async for line in log_folder(data_dir(config), fleet).read(worker_id, lines, follow=is_following):
+    mask = mask_of(secrets_of(config))
+    async for line in log_folder(data_dir(config), fleet, mask).read(worker_id, lines, follow=is_following):
         yield line
 
 
@@ -119,17 +129,15 @@ def _hetzner_provider(name: str, fleet: "FleetConfig", config: Config, instance_
         hetzner_account(config, settings.call_timeout_s),
         identity=instance_id,
         network_id=config.hetzner_network_id,
-        render_user_data=_user_data(fleet, config),
+        render_user_data=_user_data(name, fleet, config),
     )
 
 
-def _user_data(fleet: "FleetConfig", config: Config) -> "Callable[[MachineRequest], str]":
+def _user_data(name: str, fleet: "FleetConfig", config: Config) -> "Callable[[MachineRequest], str]":
     """What a new machine of this fleet is told at its first boot."""
     from windlass.worker.bootstrap import render_user_data
 
-    url = config.machine_url
-    if url is None:
-        raise AssertionError("check_machines_can_call comes before any provider")
+    url = _machine_url(name, config)
     bootstrap = _with_ray(fleet.bootstrap) if fleet.engine == "ray" else fleet.bootstrap
     return lambda request: render_user_data(bootstrap, request, url, stop_timeout_s=fleet.stop_timeout_s)
 
@@ -190,9 +198,7 @@ def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_i
     from windlass.providers.runpod import RunpodProvider
     from windlass.providers.runpod.preparing import Preparer
 
-    url = config.machine_url
-    if url is None:
-        raise AssertionError("check_machines_can_call comes before any provider")
+    url = _machine_url(name, config)
     settings = fleet.runpod
     identity = runpod_identity(name, fleet, config) if fleet.auto_start_worker else None
     return RunpodProvider(

@@ -17,6 +17,7 @@ from windlass.store.migrate import migrate
 from windlass.wire.engine import RayBeside, check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
 from windlass.wire.providers import check_machines_can_call, hiring_fleets, provider
+from windlass.wire.receivers import receivers
 from windlass.wire.stores import control_store, database, described_database
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
     from windlass.control.summary import Summary
     from windlass.control.up import Up
     from windlass.model.fleet import FleetConfig
-    from windlass.ports.alarm import Receiver
     from windlass.ports.control import Candidate
     from windlass.store.control import PostgresControlStore
 
+# Without a leader for so many leases before people are told: a restart and a failover take one.
+LEADER_GRACE_LEASES = 2
 # Hands every log line to whoever asks, until they call what they got for it.
 Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
@@ -165,6 +167,7 @@ async def _alarm(
             store,
             receivers(config),
             dead_letters_allowed=config.alerts.dead_letters_per_hour,
+            leader_grace_s=LEADER_GRACE_LEASES * config.control.lease_s,
             ignored=config.alerts.ignored,
             on_message=on_message,
         )
@@ -221,25 +224,6 @@ async def _traced_cycles(
         yield
     finally:
         await asyncio.to_thread(traces.close)
-
-
-def receivers(config: Config) -> "list[Receiver]":
-    """Everybody who is to be told what is the matter."""
-    from windlass.configure import secret_variables
-    from windlass.notify.command import Command
-    from windlass.notify.email import Email
-    from windlass.notify.webhook import Slack, Webhook
-
-    alerts, found = config.alerts, list["Receiver"]()
-    if alerts.webhook_url is not None:
-        found.append(Webhook(alerts.webhook_url.get_secret_value()))
-    if alerts.slack_url is not None:
-        found.append(Slack(alerts.slack_url.get_secret_value()))
-    if alerts.email_to and alerts.smtp_url is not None:
-        found.append(Email(alerts.smtp_url.get_secret_value(), alerts.email_from, alerts.email_to))
-    if alerts.command is not None:
-        found.append(Command(alerts.command, tuple(secret_variables())))
-    return found
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Workers: over the database, or over HTTP on a machine that has joined."""
+"""Workers: over the database, or over HTTP, on a machine that has joined or as one that nobody hired."""
 
 import asyncio
 import importlib.util
@@ -49,6 +49,28 @@ async def run_worker(
         return await WorkerRuntime(settings, open_transport, traced).run()
 
 
+async def run_enlisted_worker(
+    config: Config,
+    settings: "WorkerSettings",
+    url: str,
+    api_token: str,
+    *,
+    handler: str | None,
+    command: str | None,
+    is_inline: bool,
+) -> "Ending":
+    """One worker over HTTP that nobody hired, until it is told to end. Raises TokenRefused if the control plane does
+    not take the API token."""
+    from windlass.worker.enlist import EnlistedTransport, new_enlistment
+    from windlass.worker.http_transport import tls_context
+    from windlass.worker.runtime import WorkerRuntime
+
+    executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
+    enlistment = new_enlistment(url, api_token, tls_context(url, None))
+    async with _traced(config, executor, settings) as traced:
+        return await WorkerRuntime(settings, lambda: EnlistedTransport(enlistment), traced).run()
+
+
 async def run_joined_worker(join_file: Path, version: str) -> "Ending":
     """One worker over HTTP, until it is told to end. Raises TokenRefused if the control plane does not want it."""
     from windlass.model.config import LogsConfig, WorkerConfig
@@ -77,6 +99,7 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
         registration_timeout_s=JOINED_REGISTRATION_TIMEOUT_S,
         worker_id=order.worker_id,
         version=version,
+        needs_gpu=order.needs_gpu,
         storage_path=order.storage_path,
     )
     if order.ray is not None:

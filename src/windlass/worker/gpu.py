@@ -1,11 +1,13 @@
 """How much memory the GPUs of this machine have and use, by NVML.
 
-Read on a thread of its own: a broken driver can block the call for ever, and the heartbeat must not wait for it. Where
-there is no NVIDIA driver nothing is reported; where there is one but no GPU answers, zero is, and zero means broken.
+Read on a thread of its own: a broken driver can block the call for ever, and the heartbeat must not wait for it. Zero
+is reported where a GPU is needed and none answers, and where there is an NVIDIA driver and none answers: zero means
+broken. Where there is no driver, and nobody needs one, nothing is reported.
 """
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pynvml
@@ -14,10 +16,16 @@ SAMPLE_INTERVAL_S = 5.0
 # A sample older than this says nothing about now: the reading thread hangs.
 SAMPLE_VALID_S = 60.0
 _MIB = 1024 * 1024
+_NOTHING = {"vram_total_mb": 0, "vram_used_mb": 0}
 
 
 class GpuReader:
-    def __init__(self) -> None:
+    """`is_needed`: without a GPU this machine is of no use. `on_change` is told, on the reader's thread, when
+    `shows_gpu` has become another."""
+
+    def __init__(self, *, is_needed: bool = False, on_change: Callable[[], None] = lambda: None) -> None:
+        self._is_needed = is_needed
+        self._on_change = on_change
         self._sample: tuple[float, dict[str, int]] | None = None
         self._stopped = threading.Event()
         self._first_look = threading.Event()
@@ -36,18 +44,38 @@ class GpuReader:
             return {}
         return self._sample[1]
 
+    @property
+    def shows_gpu(self) -> bool:
+        """By the last look, however long ago: one that hangs says neither that a GPU is there nor that it is gone."""
+        return self._sample is not None and self._sample[1]["vram_total_mb"] > 0
+
     def _read_forever(self) -> None:
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError_LibraryNotFound:
-            self._first_look.set()
-            return
-        except pynvml.NVMLError:
-            pass  # a driver that does not start: each look below says zero
+        is_open = False
         while not self._stopped.is_set():
-            self._sample = (time.monotonic(), _read())
+            try:
+                # Again and again: a driver may come late.
+                is_open = is_open or _open()
+            except pynvml.NVMLError_LibraryNotFound:
+                if not self._is_needed:
+                    self._first_look.set()
+                    return
+            had_gpu = self.shows_gpu
+            self._sample = (time.monotonic(), _read() if is_open else _NOTHING)
+            if self.shows_gpu != had_gpu:
+                self._on_change()
             self._first_look.set()
             self._stopped.wait(SAMPLE_INTERVAL_S)
+
+
+def _open() -> bool:
+    """Whether the driver answers. Raises NVMLError_LibraryNotFound if there is none."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        raise
+    except pynvml.NVMLError:
+        return False
+    return True
 
 
 def _read() -> dict[str, int]:
@@ -58,7 +86,7 @@ def _read() -> dict[str, int]:
             total += int(memory.total)
             used += int(memory.used)
     except pynvml.NVMLError:
-        return {"vram_total_mb": 0, "vram_used_mb": 0}
+        return _NOTHING
     return {"vram_total_mb": total // _MIB, "vram_used_mb": used // _MIB}
 
 

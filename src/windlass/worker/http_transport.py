@@ -93,6 +93,10 @@ class ControlPlane:
         )
         self._not_before = float("-inf")
 
+    def act_with(self, token: str) -> None:
+        """From the next call on, with another token."""
+        self._client.headers["Authorization"] = f"Bearer {token}"
+
     async def close(self) -> None:
         await self._client.aclose()
 

@@ -3,9 +3,10 @@
 One call both delivers what is finished and claims what is next. Results survive the database: a delivery is repeated
 until it is answered, and the claim token makes the repetition harmless. A worker that is told to end (SIGTERM,
 `terminating`) finishes what it holds within the drain limit and gives the rest back; one that is paused finishes and
-claims nothing; one that was declared lost drops everything and, unless it was hired, joins again under a new name. One
-whose handler can no longer be started gives its tasks back and leaves: it would only use up their attempts. One whose
-database got another schema than this program knows finishes what it holds and leaves.
+claims nothing, and so does one that needs a GPU and sees none; one that was declared lost drops everything and, unless
+it was hired, joins again under a new name. One whose handler can no longer be started gives its tasks back and leaves:
+it would only use up their attempts. One whose database got another schema than this program knows finishes what it
+holds and leaves.
 """
 
 import asyncio
@@ -76,6 +77,8 @@ class WorkerSettings:
     # Given to a worker that was hired; one started by hand makes its own.
     worker_id: str | None = None
     version: str | None = None
+    # Without a GPU that answers it would only use up the attempts of what it claims.
+    needs_gpu: bool = False
     # Storage that is shared with other machines, and watched.
     storage_path: str | None = None
     kind: WorkerKind = WorkerKind.WORKER
@@ -122,11 +125,13 @@ class WorkerRuntime:
         free_places: FreePlaces | None = None,
     ) -> None:
         """`free_places`: for one whose places come and go; `look_again` when there may be more."""
-        self._free_places = free_places or (lambda running: settings.concurrency - running)
+        self._count_free = free_places or (lambda running: settings.concurrency - running)
         self._settings = settings
         self._open_transport = open_transport
         self._executor = executor
-        self._readers: list[GpuReader | StorageReader] = [GpuReader()]
+        self._gpu = GpuReader(is_needed=settings.needs_gpu, on_change=self._on_gpu_change)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._readers: list[GpuReader | StorageReader] = [self._gpu]
         if settings.storage_path is not None:
             self._readers.append(StorageReader(settings.storage_path))
         self._orders = _Orders()
@@ -148,8 +153,10 @@ class WorkerRuntime:
         try:
             if not await self._start_executor():
                 return Ending.LEFT
+            self._loop = asyncio.get_running_loop()
             for reader in self._readers:
                 await asyncio.to_thread(reader.start)
+            self._tell_of_gpu()
             async with self._open_transport() as transport:
                 return await self._live_on(transport)
         finally:
@@ -164,6 +171,24 @@ class WorkerRuntime:
     def look_again(self) -> None:
         """There may be more places than there were."""
         self._orders.changed.set()
+
+    def _free_places(self, running: int) -> int:
+        return self._count_free(running) if self._may_claim else 0
+
+    @property
+    def _may_claim(self) -> bool:
+        return self._gpu.shows_gpu or not self._settings.needs_gpu
+
+    def _on_gpu_change(self) -> None:
+        """On the reader's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has just ended
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._tell_of_gpu)
+
+    def _tell_of_gpu(self) -> None:
+        if not self._may_claim:
+            log.warning("claiming nothing: workers of this fleet need a GPU, and this machine shows none")
+        self.look_again()
 
     def _on_signal(self, name: str) -> None:
         self._signals_seen += 1

@@ -2,7 +2,8 @@
 
 Measured on a thread of its own: a network file system that hangs must not hold up a heartbeat. Some vendors mount a
 part of one large file system and show the size of the whole. No volume that can be rented is as large as that, so one
-that seems to be is measured by adding up what is in it, which takes its time and is done seldom.
+that seems to be is measured by adding up what is in it, which takes its time and is done seldom. Where nothing is
+mounted nothing is measured: it would be the machine's own disk, whatever its name.
 """
 
 import contextlib
@@ -44,6 +45,8 @@ class StorageReader:
         pause_s = 0.0
         while not self._stopped.wait(pause_s):
             pause_s = self._interval_s
+            if not os.path.ismount(self._path):
+                continue
             with contextlib.suppress(OSError):
                 whole = os.statvfs(self._path)
                 used = (whole.f_blocks - whole.f_bfree) * whole.f_frsize

@@ -88,7 +88,8 @@
   // --------------------------------------------------------------------------------------------------------- refreshing
 
   // A burst of changes is one refresh; under a steady stream of them there is one in this time.
-  const REFRESH_EVERY_MS = 600;
+  // A page may want less.
+  const REFRESH_EVERY_MS = Number(root.dataset.refreshMs ?? 600);
   const REFRESH_TIMEOUT_MS = 15000;
   // A page that could not be had is asked for again after this time.
   const RETRY_PAGE_MS = 2000;
@@ -149,15 +150,16 @@
     announce(said);
   }
 
-  // Screen readers hear of what is marked as worth it, not of each number that moves.
+  // Screen readers hear of what is new and of what became something else, not of each number and age that moves:
+  // `data-announce` names what an element is, `data-say` what is said when that changes.
   function spoken() {
-    return new Map([...main.querySelectorAll("[data-announce]")].map((one) => [one.id, one.innerText.trim()]));
+    return new Map([...main.querySelectorAll("[data-announce]")].map((one) => [one.id, one.dataset.announce]));
   }
 
   function announce(before) {
     const news = [];
-    for (const [id, words] of spoken()) if (before.get(id) !== words && words) news.push(words.replace(/\s+/g, " "));
-    if (news.length) document.getElementById("news").textContent = news.join(". ");
+    for (const [id, kind] of spoken()) if (before.get(id) !== kind) news.push(document.getElementById(id).dataset.say);
+    if (news.length) document.getElementById("news").textContent = news.join(" ");
   }
 
   // --------------------------------------------------------------------------------------------------------- the stream
@@ -170,6 +172,7 @@
   let retryMs = FIRST_RETRY_MS;
   let stream = null;
   let silence = null;
+  let retry = null;
 
   function tell(state, why) {
     link = state;
@@ -184,7 +187,9 @@
     if (banner.textContent !== sentence) banner.textContent = sentence;
   }
 
+  // Only while somebody looks: a browser has six connections to a server, for all its tabs together.
   function listen() {
+    if (document.hidden || stream !== null) return;
     stream = new EventSource(root.dataset.stream);
     stream.onopen = () => {
       retryMs = FIRST_RETRY_MS;
@@ -222,8 +227,25 @@
     stream = null;
     clearTimeout(silence);
     tell("away");
-    setTimeout(listen, retryMs * (0.5 + Math.random() / 2));
+    clearTimeout(retry);
+    retry = setTimeout(listen, retryMs * (0.5 + Math.random() / 2));
     retryMs = Math.min(retryMs * 2, LAST_RETRY_MS);
+  }
+
+  function rest() {
+    stream?.close();
+    stream = null;
+    clearTimeout(silence);
+    clearTimeout(retry);
+  }
+
+  // What was missed is seen by the refresh that comes with the stream.
+  function wake() {
+    if (stream !== null) return;
+    clearTimeout(retry);
+    retryMs = FIRST_RETRY_MS;
+    if (link === "live") tell("joining");
+    listen();
   }
 
   // --------------------------------------------------------------------------------------------------------- doing things
@@ -448,8 +470,10 @@
   }
   draw();
   setInterval(tick, 1000);
-  document.addEventListener("visibilitychange", () => { if (!document.hidden && missed) refreshSoon(); });
   // The browser must not show a page of yesterday when one comes back to it.
   addEventListener("pageshow", (event) => { if (event.persisted) refreshSoon(); });
-  if (root.dataset.stream) listen();
+  if (root.dataset.stream) {
+    document.addEventListener("visibilitychange", () => (document.hidden ? rest() : wake()));
+    listen();
+  }
 })();

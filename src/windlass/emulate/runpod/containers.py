@@ -42,6 +42,10 @@ class Container:
     data_center: str | None
     luck: Luck
 
+    @property
+    def has_driver(self) -> bool:
+        return self.gpu_name is not None and not self.luck.has_no_driver
+
 
 @dataclass(frozen=True, slots=True)
 class LogLine:

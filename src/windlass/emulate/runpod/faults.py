@@ -44,6 +44,8 @@ class Luck:
     ssh_failures: Mapping[str, str] = field(default_factory=dict)
     # The image's own program prints this and fails.
     program_fails: str | None = None
+    # Its machine passes no NVIDIA library on to the container: neither NVML nor nvidia-smi is there.
+    has_no_driver: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +213,14 @@ class Faults:
         ssh_after_s: float = 0.0,
         ssh_failures: dict[str, str] | None = None,
         program_fails: str | None = None,
+        has_no_driver: bool = False,
     ) -> None:
         """The next pod to be created is a bad one. With no argument: a good one, so that the one after it is bad."""
         if dies_as not in ("EXITED", "ERROR"):
             raise ValueError("a pod dies as EXITED or as ERROR")
         luck = Luck(
             extra_boot_s, stays_starting, never_has_runtime, has_no_gpu, dies_after_s, dies_as, has_no_mount,
-            disk_free_gb, has_no_ssh, ssh_after_s, ssh_failures or {}, program_fails,
+            disk_free_gb, has_no_ssh, ssh_after_s, ssh_failures or {}, program_fails, has_no_driver,
         )  # fmt: skip
         self.lucks.extend([luck] * times)
 

@@ -160,7 +160,7 @@ class RealPodHost(Processes):
         _write_hardware(machine, container, folders)
         for name in ("root", "tmp"):
             (root / name).mkdir(exist_ok=True)
-        _write_tools(root, has_gpu=container.gpu_name is not None)
+        _write_tools(root, has_driver=container.has_driver)
         environment = _environment(machine, container)
         described = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
         write_file(root, File("/etc/rp_environment", described.encode(), 0o600))
@@ -289,10 +289,10 @@ def _write_hardware(machine: Machine, container: Container, folders: Mapping[str
     ]
     whole = {"path": "/", "folder": str(machine.root), "size_gb": container.disk_gb, "used_gb": used_gb}
     readings = {
-        "has_driver": container.gpu_name is not None,
+        "has_driver": container.has_driver,
         "driver": DRIVER,
         "cuda": container.cuda_version or "",
-        "gpus": [gpu] * container.gpu_count,
+        "gpus": [gpu] * container.gpu_count if container.has_driver else [],
         "mounts": [*mounts, whole],
     }
     # Whoever reads it meanwhile sees the old one or the new one.
@@ -301,12 +301,12 @@ def _write_hardware(machine: Machine, container: Container, folders: Mapping[str
     path.with_suffix(".new").replace(path)
 
 
-def _write_tools(root: Path, *, has_gpu: bool) -> None:
+def _write_tools(root: Path, *, has_driver: bool) -> None:
     python = [sys.executable, "-S"]
     tools = {
         f"/usr/local/bin/{name}": [*python, HARDWARE / "storage.py", name] for name in ("df", "mountpoint", "findmnt")
     }
-    if has_gpu:
+    if has_driver:
         tools["/usr/local/bin/nvidia-smi"] = [*python, HARDWARE / "nvidia_smi.py"]
     for path in ("/usr/local/bin/windlass", "/opt/windlass/bin/windlass"):
         tools[path] = [sys.executable, "-m", "windlass"]

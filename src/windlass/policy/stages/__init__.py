@@ -2,7 +2,15 @@
 
 from windlass.policy.stages.budget import keep_budget
 from windlass.policy.stages.health import brake, fail_broken, fail_slots, promote, requeue_orphans, warn
-from windlass.policy.stages.reconcile import clean_up, doubt_strays, end_drained, end_strays, find_machines, prepare
+from windlass.policy.stages.reconcile import (
+    clean_up,
+    doubt_strays,
+    end_drained,
+    end_strays,
+    find_machines,
+    keep_provider,
+    prepare,
+)
 from windlass.policy.stages.scaling import scale
 from windlass.policy.stages.storage import grow_storage
 
@@ -17,6 +25,7 @@ __all__ = [
     "find_machines",
     "grow_storage",
     "keep_budget",
+    "keep_provider",
     "prepare",
     "promote",
     "requeue_orphans",

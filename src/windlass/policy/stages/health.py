@@ -2,11 +2,11 @@
 
 from collections import Counter
 
-from windlass.model.action import Action, Delete, DeleteStray, Fail, FailSlot, Promote, Requeue
+from windlass.model.action import Acquittal, Action, Delete, DeleteStray, Fail, FailSlot, Promote, Requeue
 from windlass.model.worker import LIVE
 from windlass.policy.derive import Lifecycle, WorkerState
 from windlass.policy.draft import LIST_SHRANK, Draft
-from windlass.policy.evidence import LONELY_FAILURES, QUARANTINED, describe, is_lonely
+from windlass.policy.evidence import LONELY_FAILURES, Verdict, describe
 
 # Fewer silent workers than this are an ordinary misfortune; this many, and more than half, look like our own blindness.
 MANY_DEAD_MIN = 3
@@ -18,7 +18,6 @@ RESTARTS_TO_TELL = 4
 UNLISTED_TO_TELL = 3
 # More than this share of the maximum in use is worth a word; of small fleets it is their everyday life.
 NEAR_MAX_SHARE = 0.8
-NEAR_MAX_MIN = 10
 # How long a machine may take to go before a person should know.
 UNDELETED_TO_TELL_S = 300.0
 
@@ -77,20 +76,28 @@ def fail_broken(draft: Draft) -> list[Action]:
     """Broken workers become `error`, and their tasks go to others."""
     if draft.is_stopped:
         return []
-    suspects = {suspect.worker_id: suspect for suspect in draft.snapshot.suspects}
-    quarantined = [suspects[s.worker.id] for s in draft.states.values() if s.code == QUARANTINED]
-    if any(is_lonely(suspect) for suspect in quarantined):
-        draft.remember(tried_at=draft.now)
-    return [
-        Fail(
-            state.worker.id,
-            state.code or "BROKEN",
-            state.reason or "broken",
-            suspects[state.worker.id] if state.code == QUARANTINED else None,
-        )
-        for state in draft.states.values()
-        if state.should_terminate and not has_no_machine(state)
-    ]
+    actions: list[Action] = []
+    for state in draft.states.values():
+        if not state.should_terminate or has_no_machine(state):
+            continue
+        # Whatever it ends of: what speaks against it is known in this cycle, and never again.
+        verdict = draft.verdicts.get(state.worker.id)
+        if verdict is not None and verdict.is_trial:
+            draft.remember(tried_at=draft.now)
+        evidence = verdict.suspect if verdict is not None else None
+        code, reason = state.code or "BROKEN", state.reason or "broken"
+        actions.append(Fail(state.worker.id, code, reason, evidence, _acquittal(draft, state, verdict)))
+    return actions
+
+
+def _acquittal(draft: Draft, state: WorkerState, verdict: Verdict | None) -> Acquittal | None:
+    """A dead GPU needs no comparison with others, nor a row of failures."""
+    has_dead_gpu = draft.fleet.has_gpu and (
+        state.worker.vram_total_mb == 0 or state.lifecycle is Lifecycle.ACTIVE_GPU_NOT_DETECTED
+    )
+    if has_dead_gpu and state.worker.failing_since is not None:
+        return Acquittal(state.worker.failing_since)
+    return Acquittal(verdict.suspect.since, verdict.is_trial) if verdict is not None else None
 
 
 def has_no_machine(state: WorkerState) -> bool:
@@ -158,20 +165,20 @@ def warn(draft: Draft) -> list[Action]:
 def _warn_of_maximum(draft: Draft) -> list[Action]:
     """Of rented machines: whoever pays for them should know before they are all in use, and the limit can be raised."""
     hired, limit = sum(state.is_hired for state in draft.states.values()), draft.fleet.max_workers
-    if not draft.snapshot.traits.is_remote or limit < NEAR_MAX_MIN or hired <= NEAR_MAX_SHARE * limit:
+    if not draft.snapshot.traits.is_remote or hired <= NEAR_MAX_SHARE * limit:
         return []
     return draft.alert("NEAR_MAX", f"{hired} of at most {limit} workers are hired")
 
 
 def _warn_of_undeleted(draft: Draft) -> list[Action]:
-    """Machines that were asked to go, in every cycle for minutes, and have not gone."""
+    """Machines that were asked to go, in every cycle for minutes, and have not gone. Listed or not: one that has lost
+    our tags is in no list, and paid for."""
     if draft.snapshot.machines is None:
         return []
-    listed = {machine.id for machine in draft.snapshot.machines}
     asked = {
         action.machine_id: action.worker_id if isinstance(action, Delete) else action.name
         for action in draft.actions
-        if isinstance(action, Delete | DeleteStray) and action.machine_id in listed
+        if isinstance(action, Delete | DeleteStray)
     }
     before = draft.snapshot.memory.ending_since
     since = {machine_id: before.get(machine_id, draft.now) for machine_id in asked if machine_id is not None}
@@ -180,7 +187,7 @@ def _warn_of_undeleted(draft: Draft) -> list[Action]:
     for machine_id, name in asked.items():
         if machine_id is not None and draft.age_s(since[machine_id]) >= UNDELETED_TO_TELL_S:
             why = (
-                f"machine {machine_id} of {name} was asked to go at {since[machine_id]:%H:%M:%S} UTC and is there: "
+                f"machine {machine_id} of {name} was asked to go at {since[machine_id]:%H:%M:%S} UTC and is not gone: "
                 f"`windlass explain {name}` says what the provider answered; delete it by hand if that does not end it"
             )
             actions += draft.alert("NOT_DELETED", why, about=machine_id)

@@ -9,6 +9,9 @@ from windlass.policy.derive import Lifecycle, Presence, WorkerState
 from windlass.policy.draft import Draft
 from windlass.policy.stages.health import has_no_machine
 
+OTHER_PROVIDER, OTHER_ACCOUNT = "OTHER_PROVIDER", "OTHER_ACCOUNT"
+# Whose machines are of the same kind as another's: processes of this host, whatever they run.
+_SAME_MACHINES = {"ray-local": "local"}
 TOO_MANY_STRAYS = "TOO_MANY_STRAYS"
 # So many machines without a worker, and more than half of all, look rather like a database that forgot.
 MANY_STRAYS_MIN = 3
@@ -16,6 +19,49 @@ MANY_STRAYS_MIN = 3
 STRAYS_DOUBTED_S = 3600.0
 # A claim that was under way when a drain was written down has ended by then, and shows.
 DRAIN_SETTLE_S = 0.5
+
+
+def keep_provider(draft: Draft) -> list[Action]:
+    """A fleet's machines are all rented from one provider. While some of another's are not gone, nothing is touched:
+    the provider of today knows nothing of them, and what it does not know it would call gone."""
+    rents = draft.fleet.provider
+    others = [
+        state.worker.provider
+        for state in draft.states.values()
+        if state.is_hired
+        and state.worker.provider is not None
+        and _machines_of(state.worker.provider) != _machines_of(rents)
+    ]
+    if not others:
+        return _keep_account(draft)
+    before = " and ".join(sorted(set(others)))
+    what = f"its provider is {rents} now, and {len(others)} of its workers are of {before}, which only {before} can end"
+    draft.hold(OTHER_PROVIDER, what, is_total=True)
+    return draft.alert(OTHER_PROVIDER, f"{what}: nothing is touched")
+
+
+def _keep_account(draft: Draft) -> list[Action]:
+    """Whoever speaks has a machine. A provider that lists none of a fleet's machines, asked to end one, says that it is
+    gone: with the key of another account, that would be how each of them is forgotten."""
+    grace_s, missing = draft.snapshot.traits.absence_grace_s, draft.memory.missing_since
+    if grace_s == 0 or draft.snapshot.machines is None or draft.own:
+        return []
+    speaking = [
+        state
+        for state in draft.states.values()
+        if state.worker.id in missing
+        and draft.age_s(missing[state.worker.id]) >= grace_s
+        and draft.is_speaking(state.worker)
+    ]
+    if not speaking:
+        return []
+    what = f"{len(speaking)} of its workers are heard, and {draft.fleet.provider} lists none of its machines"
+    draft.hold(OTHER_ACCOUNT, what, is_total=True)
+    return draft.alert(OTHER_ACCOUNT, f"{what}: is the key another account's? Nothing is touched")
+
+
+def _machines_of(provider: str) -> str:
+    return _SAME_MACHINES.get(provider, provider)
 
 
 def clean_up(draft: Draft) -> list[Action]:

@@ -11,6 +11,7 @@ looked at again when the next unit ends.
 
 from dataclasses import replace
 from datetime import datetime, timedelta
+from itertools import islice
 
 from windlass.model.action import Action, Drain, FailSlot, Requeue, Spawn
 from windlass.model.machine import MachineState
@@ -140,13 +141,14 @@ def _hire(draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish) 
         draft.is_cut_short = True
         draft.decision = f"holding ({hold.reason}), would hire {wanted}: {reason}"
         return []
-    free, cap = _free_slots(draft), _cap(draft, staying)
-    slots = _with_room(draft, free)[: min(allowed, cap)]
-    draft.is_cut_short = len(slots) < min(wanted, len(free)) or wish.is_first_step
+    taken, cap = _taken_slots(draft), _cap(draft, staying)
+    free = draft.fleet.max_workers - len(taken)
+    slots = _with_room(draft, taken, min(allowed, cap))
+    draft.is_cut_short = len(slots) < min(wanted, free) or wish.is_first_step
     draft.decision = f"hiring {len(slots)}: {reason}" if slots else f"wanting {wanted} more: {reason}"
     if len(slots) < wanted:
         why = "only what was asked for, while holding" if len(slots) == allowed else None
-        why = why or _what_limits(draft, cap, len(slots), len(free))
+        why = why or _what_limits(draft, cap, len(slots), free)
         draft.decision += f" ({wanted - len(slots)} fewer than wanted: {why})"
     if slots:
         draft.remember(scaled_up_at=draft.now)
@@ -190,13 +192,13 @@ def _what_limits(draft: Draft, cap: int, hired: int, free: int) -> str:
     return "the budget has room for no more" if cap < most else f"at most {most} at once"
 
 
-def _free_slots(draft: Draft) -> list[int]:
-    """Slots that are not failed and whose worker, if any, this plan deletes; lowest first."""
+def _taken_slots(draft: Draft) -> set[int]:
+    """Slots that are failed, or whose worker this plan does not delete."""
     gone = draft.deleted_ids
     taken = {state.worker.slot for state in draft.states.values() if state.worker.id not in gone}
-    failed = {slot.slot for slot in draft.snapshot.slots if slot.is_failed}
-    failed |= {action.slot for action in draft.actions if isinstance(action, FailSlot)}
-    return [slot for slot in range(draft.fleet.max_workers) if slot not in taken and slot not in failed]
+    taken |= {slot.slot for slot in draft.snapshot.slots if slot.is_failed}
+    taken |= {action.slot for action in draft.actions if isinstance(action, FailSlot)}
+    return {slot for slot in taken if slot is not None and slot < draft.fleet.max_workers}
 
 
 def _room_for_requests(draft: Draft, staying: list[WorkerState]) -> int:
@@ -206,21 +208,22 @@ def _room_for_requests(draft: Draft, staying: list[WorkerState]) -> int:
     return draft.fleet.max_workers - len(failed | {state.worker.slot for state in staying})
 
 
-def _with_room(draft: Draft, free: list[int]) -> list[int]:
-    """Of these slots, those to fill now, so that no more machines than the maximum exist at any moment.
+def _with_room(draft: Draft, taken: set[int], most: int) -> list[int]:
+    """Of the slots not taken, those to fill now, so that no more machines than the maximum exist at any moment.
 
     A slot whose worker this plan deletes is filled only after the deletion. Any other must leave room for every machine
     there is: strays, and those being deleted, too.
     """
     rows = {state.worker.slot: state.worker.id for state in draft.states.values() if state.is_hired}
     limit = draft.fleet.max_workers - _count_strays(draft)
-    empty = [slot for slot in free if slot not in rows][: max(0, limit - len(rows))]
-    freed = [slot for slot in free if slot in rows]
+    empty = (slot for slot in range(draft.fleet.max_workers) if slot not in taken and slot not in rows)
+    lowest = islice(empty, max(0, min(most, limit - len(rows))))
+    freed = [slot for slot in rows if slot is not None and slot < draft.fleet.max_workers and slot not in taken]
     staying = len(rows) - sum(id_ in draft.deleted_ids for id_ in rows.values())
     # A machine that was asked to end before this cycle may take its time over it: its slot comes last.
     over = (WorkerStatus.ERROR, WorkerStatus.TERMINATING)
     lingering = {state.worker.slot for state in draft.states.values() if state.worker.status in over}
-    return sorted([*empty, *freed], key=lambda slot: (slot in lingering, slot))[: max(0, limit - staying)]
+    return sorted([*lowest, *freed], key=lambda slot: (slot in lingering, slot))[: max(0, min(most, limit - staying))]
 
 
 def _count_strays(draft: Draft) -> int:

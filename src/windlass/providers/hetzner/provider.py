@@ -368,7 +368,10 @@ class HetznerProvider:
     async def delete(self, machine: Machine) -> datetime | None:
         doing = f"deleting server {machine.id} of {machine.name}"
         if not machine.id.isdigit():
-            return None  # no server has such an id
+            # Whoever has such a one, it is not known here that it is gone.
+            raise Refused(
+                f"{doing}: that is no server of Hetzner's: look for it where the fleet's machines were before."
+            )
         try:
             async with asyncio.timeout(DELETE_TIMEOUT_S):
                 return await self._delete(int(machine.id), machine.name, doing)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from windlass.model.errors import BadInput
+from windlass.model.secrecy import Mask
 
 # Some ten thousand lines; twice this per worker.
 MAX_LOG_BYTES = 4 * 1024 * 1024
@@ -32,16 +33,17 @@ CHECK_INTERVAL_S = 1.0
 FOLLOW_INTERVAL_S = 0.2
 # Enough for the last words of a process; a line that is longer is cut.
 _LAST_WORDS_BYTES = 16 * 1024
-_MAX_LINE_CHARACTERS = 300
+_MAX_WORDS_CHARACTERS = 300
 # The interpreter says first what killed it, then at length where.
 _FATAL = "Fatal Python error"
 
 
 class LogFolder:
-    """The logs of one fleet's workers."""
+    """The logs of one fleet's workers. `mask`: what is read of them goes into reasons, alerts and pages."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mask: Mask) -> None:
         self._path = path
+        self._mask = mask
 
     def path_of(self, worker_id: str) -> Path:
         return self._path / f"{worker_id}.log"
@@ -68,7 +70,8 @@ class LogFolder:
             return ""
         spoken = [line.strip() for line in lines if line.strip()]
         fatal = [line for line in spoken if line.startswith(_FATAL)]
-        return _in_words((fatal or spoken or [""])[-1])
+        # Masked before it is cut: a part of a secret is one too.
+        return self._mask(_in_words((fatal or spoken or [""])[-1]))[:_MAX_WORDS_CHARACTERS]
 
     def prune(self) -> None:
         """Delete the logs of workers long over."""
@@ -95,7 +98,7 @@ class LogFolder:
             *whole, part = text.split(b"\n")
             while follow:
                 for line in whole:
-                    yield _text(line)
+                    yield self._shown(line)
                 # Asked first: what is printed after that belongs to somebody, who is waited for.
                 is_over = not _is_in_use(path)
                 more, position = await asyncio.to_thread(_more, path, log, position)
@@ -105,27 +108,30 @@ class LogFolder:
                 if not more:
                     await asyncio.sleep(FOLLOW_INTERVAL_S)
             for line in whole:
-                yield _text(line)
+                yield self._shown(line)
             if part:
-                yield _text(part)
+                yield self._shown(part)
+
+    def _shown(self, line: bytes) -> str:
+        return self._mask(_text(line))
 
 
 def _in_words(line: str) -> str:
     """A worker's own log is JSON: what it complained of is said in its words, what else it noted explains no end."""
     if not line.startswith("{"):
-        return f"its log ends: {line[:_MAX_LINE_CHARACTERS]}" if line else ""
+        return f"its log ends: {line}" if line else ""
     try:
         said = json.loads(line)
         is_complaint = said["level"] in ("error", "critical")
         text = f"it last said: {said['event']}" + (f": {said['error']}" if said.get("error") else "")
     except (ValueError, KeyError, TypeError):  # cut in the middle, or nobody's log line
         return ""
-    return text[:_MAX_LINE_CHARACTERS] if is_complaint else ""
+    return text if is_complaint else ""
 
 
-def log_folder(state_dir: Path, fleet: str) -> LogFolder:
+def log_folder(state_dir: Path, fleet: str, mask: Mask) -> LogFolder:
     """Where the logs of a fleet's workers lie. A fleet's name may be anything; a folder's may not."""
-    return LogFolder(state_dir / "logs" / safe_name(fleet))
+    return LogFolder(state_dir / "logs" / safe_name(fleet), mask)
 
 
 def safe_name(name: str) -> str:

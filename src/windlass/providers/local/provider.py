@@ -37,6 +37,7 @@ from typing import TypeVar
 from windlass.model.errors import Ambiguous, NoCapacity, Refused, Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
+from windlass.model.secrecy import Mask
 from windlass.providers.local.logs import log_folder, safe_name
 from windlass.providers.local.processes import HOST, Process, ProcessTable, is_alive, process_table, send_signal
 
@@ -45,6 +46,7 @@ MARK = "_WINDLASS_MACHINE"
 # The worker is told who it is by these, and takes them out of its environment.
 WORKER_ID = "WINDLASS_WORKER_ID"
 FLEET = "WINDLASS_FLEET"
+NEEDS_GPU = "WINDLASS_NEEDS_GPU"
 
 # Any of these takes milliseconds. Longer, and something is wrong with the host: what happened is then found out later.
 CREATE_TIMEOUT_S = 5.0
@@ -129,6 +131,7 @@ class LocalProvider:
         settings: Mapping[str, str] | None = None,
         withheld: Collection[str] = (),
         program: Sequence[str] = ("windlass", "worker"),
+        mask: Mask | None = None,
         stop_grace_s: float = STOP_GRACE_S,
         table: ProcessTable | None = None,
     ) -> None:
@@ -136,7 +139,7 @@ class LocalProvider:
 
         `settings` is all they are told beyond their command line, as environment: they read no file, which might have
         changed since. `withheld`: names in our environment that are none of their business. `program` is a Python
-        module and its first arguments.
+        module and its first arguments. `mask`: for what is told of their logs.
         """
         self._fleet = fleet
         self._config = config
@@ -147,7 +150,7 @@ class LocalProvider:
         self._program = tuple(program)
         self._stop_grace_s = stop_grace_s
         self._table = table or process_table()
-        self._logs = log_folder(state_dir.absolute(), fleet)
+        self._logs = log_folder(state_dir.absolute(), fleet, mask or Mask())
         instance = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._prefix = f"{instance}/{safe_name(fleet)}/"
         # Worker and process by machine id. What was ours once stays ours, even if it overwrites its environment.
@@ -173,6 +176,9 @@ class LocalProvider:
 
     async def delete(self, machine: Machine) -> None:
         doing = f"ending worker {machine.name} (process {machine.id})"
+        if "/" not in machine.id:
+            # Whoever has such a one, it is not known here that it is gone.
+            raise Refused(f"{doing}: that is no process: look for it where the fleet's machines were before.")
         if not machine.id.startswith(f"{HOST}/"):
             # It hears from the database that it is over. One that does not listen is a stray to whoever leads there.
             return
@@ -338,6 +344,9 @@ class LocalProvider:
             # Not on the command line, which everybody on this host can read.
             environment["DATABASE_URL"] = self._database_url
             environment.pop("WINDLASS_DATABASE_URL", None)
+        if self._config.has_gpu and self._config.engine is None:
+            # What a node has is its engine's word.
+            environment[NEEDS_GPU] = "yes"
         return environment | {
             MARK: f"{self._prefix}{request.name}",
             WORKER_ID: request.name,

@@ -17,8 +17,8 @@ import httpx
 import structlog
 
 from windlass.model.errors import Throttled
-from windlass.model.runpod import RUNPOD_ENDPOINT, GpuChoice
-from windlass.providers.runpod.catalog import Offer, read_offers
+from windlass.model.runpod import RUNPOD_ENDPOINT
+from windlass.providers.runpod.catalog import Offer, Want, read_offers
 from windlass.providers.runpod.limiter import Limiter
 from windlass.providers.runpod.problems import Kind, Problem, Trouble, problem_of_answer, problem_of_error
 
@@ -70,11 +70,11 @@ class Account:
         self._client: httpx.AsyncClient | None = None
         self._listing: Listing | None = None
         self._lists = asyncio.Lock()
-        # By choice, when it may be tried again.
-        self._exhausted: dict[GpuChoice, float] = {}
-        # By cloud.
-        self._offers: dict[str, Mapping[str, Offer]] = {}
-        self._offers_due: dict[str, float] = {}
+        # When each may be asked for again.
+        self._exhausted: dict[Want, float] = {}
+        # By cloud and number of GPUs.
+        self._offers: dict[tuple[str, int], Mapping[str, Offer]] = {}
+        self._offers_due: dict[tuple[str, int], float] = {}
 
     # -------------------------------------------------------------------------------------------------- requests
 
@@ -166,30 +166,28 @@ class Account:
 
     # -------------------------------------------------------------------------------------------------- capacity
 
-    def note_no_capacity(self, choice: GpuChoice, for_s: float) -> None:
-        self._exhausted[choice] = asyncio.get_running_loop().time() + for_s
+    def note_no_capacity(self, want: Want, for_s: float) -> None:
+        self._exhausted[want] = asyncio.get_running_loop().time() + for_s
 
-    def exhausted(self) -> set[GpuChoice]:
-        now = asyncio.get_running_loop().time()
-        self._exhausted = {choice: until for choice, until in self._exhausted.items() if until > now}
-        return set(self._exhausted)
+    def is_exhausted(self, want: Want) -> bool:
+        return asyncio.get_running_loop().time() < self._exhausted.get(want, float("-inf"))
 
     async def offers(self, clouds: set[str], gpu_count: int, max_wait_s: float) -> dict[str, Mapping[str, Offer]]:
         """Prices and what seems to be left, by cloud and GPU type: the last known. What cannot be had says nothing."""
         loop = asyncio.get_running_loop()
         for cloud in sorted(clouds):
-            if loop.time() >= self._offers_due.get(cloud, float("-inf")):
+            if loop.time() >= self._offers_due.get((cloud, gpu_count), float("-inf")):
                 # Those who ask at the same time do with what there is.
-                self._offers_due[cloud] = loop.time() + ASK_AGAIN_S
+                self._offers_due[cloud, gpu_count] = loop.time() + ASK_AGAIN_S
                 await self._ask_for_offers(cloud, gpu_count, max_wait_s)
-        return self._offers
+        return {cloud: self._offers[cloud, gpu_count] for cloud in clouds if (cloud, gpu_count) in self._offers}
 
     async def _ask_for_offers(self, cloud: str, gpu_count: int, max_wait_s: float) -> None:
         path = f"/catalog/gpus?include=AVAILABILITY&product=POD&cloud={cloud}&count={gpu_count}"
         try:
             answer = await self.call("GET", path, max_wait_s=max_wait_s)
-            self._offers[cloud] = read_offers(answer, cloud)
-            self._offers_due[cloud] = asyncio.get_running_loop().time() + OFFERS_FRESH_S
+            self._offers[cloud, gpu_count] = read_offers(answer, cloud)
+            self._offers_due[cloud, gpu_count] = asyncio.get_running_loop().time() + OFFERS_FRESH_S
         except (Trouble, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
             log.info("prices and stock are not known", cloud=cloud, error=str(error) or type(error).__name__)
 

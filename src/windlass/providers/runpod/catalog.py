@@ -13,6 +13,16 @@ _NONE = "NONE"
 
 
 @dataclass(frozen=True, slots=True)
+class Want:
+    """What one request asks for, as far as it decides whether there is any: of the rest, others may have plenty."""
+
+    choice: GpuChoice
+    gpu_count: int
+    min_cuda_version: str | None
+    network_volume_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """One GPU type in one cloud."""
 

@@ -1,7 +1,8 @@
 """From a pod that runs to a worker: look it over, then start its program, once.
 
 Each thing that can be wrong with a pod has a code of its own: SSH_UNREACHABLE, SSH_HOST_KEY_CHANGED,
-STORAGE_NOT_MOUNTED, GPU_NOT_DETECTED, DISK_FULL, DEPENDENCY_MISSING, START_SCRIPT_FAILED.
+STORAGE_NOT_MOUNTED, GPU_NOT_DETECTED, DISK_FULL, DEPENDENCY_MISSING, START_SCRIPT_FAILED. One that is gone meanwhile is
+not waited for: MACHINE_GONE.
 
 Once, whoever asks and however often: a folder on the pod's own disk is the marker. Making it is atomic, and whoever
 makes it starts the program in the same breath, in the pod's own shell: a connection that breaks, or an orchestrator
@@ -37,7 +38,7 @@ ENVIRONMENT = "/etc/rp_environment"
 WATCH_STEP_S = 0.2
 _KB_PER_GB = 1_000_000 / 1.024
 _TOKEN = re.compile(r"wl[jwt]_[0-9a-f]{8,}")
-# Where the pod is reached now; None while it is not. Raises Trouble, Throttled.
+# Where the pod is reached now; None while it is not. Raises Trouble, Throttled, and NotPrepared if it never will be.
 Where = Callable[[], Awaitable[Endpoint | None]]
 
 

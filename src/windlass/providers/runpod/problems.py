@@ -58,7 +58,7 @@ _BY_STATUS = {
 # requested specifications. Please refresh and try again." Its likely kin mean the same.
 _NO_CAPACITY = re.compile(
     r"no longer any|no (?:\w+ )?(?:instances?|machines?|capacity|gpus?)\b.*\bavailable|not enough (?:free|gpus?)|"
-    r"out of (?:stock|capacity)|(?:insufficient|no) capacity|currently (?:unavailable|no)",
+    r"out of (?:stock|capacity)|(?:insufficient|no) capacity|currently (?:unavailable|no)|does not have the resources",
     re.IGNORECASE,
 )
 MAX_WORDS = 300

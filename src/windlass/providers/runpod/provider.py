@@ -4,7 +4,8 @@ What it promises:
 - A pod is ours if its environment carries a tag that names our database, our fleet and a worker, and it bears that
   worker's name. Any other is neither listed nor touched.
 - `create` sends one request per choice of GPU, cloud and data centers, and none twice. A choice without capacity moves
-  on to the next and is remembered; so does one that this account may not have. Whatever is not a clear no is Ambiguous.
+  on to the next and is remembered; so does one that this account may not have. Where any was without capacity, that is
+  the answer: it will pass, whatever is wrong with the others. What was sent and is not a clear no is Ambiguous.
   A pod that is there already under this name is taken over.
 - `list_machines` is whole or raises. Lists that follow each other within seconds are answered from the last one, with
   what we did since.
@@ -16,6 +17,7 @@ What it promises:
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -28,16 +30,17 @@ from windlass.model.errors import (
     InvalidRequest,
     LimitReached,
     NoCapacity,
+    NotPrepared,
     ProviderError,
     Refused,
     Throttled,
     Unavailable,
 )
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits, Volume
-from windlass.model.runpod import RunpodSettings
+from windlass.model.runpod import GpuChoice, RunpodSettings
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Account, Json, Listing
-from windlass.providers.runpod.catalog import CURRENCY, Offer, in_order, micros_of, named
+from windlass.providers.runpod.catalog import CURRENCY, Offer, Want, in_order, micros_of, named
 from windlass.providers.runpod.preparing import Preparer
 from windlass.providers.runpod.problems import HOW_TO_BE_LET_IN, Kind, Problem, Trouble
 from windlass.providers.runpod.ssh import Endpoint
@@ -63,6 +66,8 @@ _CREATION_LATENESS_S = 60.0 + _ABSENCE_GRACE_S
 # A pod deleted a moment ago may still be listed, and one made by a newer leader before its row is seen.
 _STRAY_GRACE_S = _ABSENCE_GRACE_S
 _PAUSE_S = 5.0
+# A word of letters and digits. One of digits alone is a server's.
+_POD_ID = re.compile(r"[A-Za-z0-9_-]+")
 
 # Stopped or broken: it will not work again, and while it is there it may cost.
 _EXITED = {"EXITED": "its pod has stopped", "ERROR": "its pod is in an error that it does not recover from"}
@@ -136,12 +141,17 @@ class RunpodProvider:
     async def _create_in_time(self, request: MachineRequest) -> Machine:
         doing = f"creating pod {request.name}"
         order = naming.order_of(request, self._settings, self._tag, url=self._url, public_key=self._public_key)
+        give_up_at = asyncio.get_running_loop().time() + CREATE_TIMEOUT_S
         try:
-            async with asyncio.timeout(CREATE_TIMEOUT_S):
+            async with asyncio.timeout_at(give_up_at):
                 found = await self._find(request.name, doing)
                 if found is not None:
                     return found
                 offers = await self._offers()
+        except TimeoutError:
+            raise Throttled(f"{doing}: no list of pods within {CREATE_TIMEOUT_S:g} s", _PAUSE_S) from None
+        try:
+            async with asyncio.timeout_at(give_up_at):
                 pod = await self._create(order, offers, doing)
         except TimeoutError:
             raise Ambiguous(f"{doing}: no answer within {CREATE_TIMEOUT_S:g} s") from None
@@ -157,6 +167,9 @@ class RunpodProvider:
         except Throttled:
             raise
         except Trouble as trouble:
+            if trouble.problem.kind is Kind.LOST:
+                # Nothing was sent that could make a pod.
+                raise Throttled(f"{doing}: no list of pods ({trouble.problem.words})", _PAUSE_S) from trouble
             raise self._refusal(trouble.problem, doing) from trouble
         return next((machine for machine in self._merged(listing, {}) if machine.name == name), None)
 
@@ -167,8 +180,10 @@ class RunpodProvider:
 
     async def _create(self, order: Json, offers: Mapping[str, Mapping[str, Offer]], doing: str) -> Json:
         """One request per choice. A problem that another choice may not have is kept until all have been tried."""
-        problems: list[Problem] = []
-        for choice in in_order(self._settings.ordered, self._account.exhausted(), offers):
+        choices = self._settings.ordered
+        exhausted = [choice for choice in choices if self._account.is_exhausted(self._want(choice))]
+        refused: list[tuple[GpuChoice, Problem]] = []
+        for choice in in_order(choices, exhausted, offers):
             try:
                 pod = await self._account.call("POST", "/pods", {**order, **naming.place_of(choice, self._settings)})
             except Trouble as trouble:
@@ -176,22 +191,31 @@ class RunpodProvider:
                 if problem.kind not in (Kind.NO_CAPACITY, Kind.FORBIDDEN, Kind.REFUSED):
                     raise self._refusal(problem, doing) from trouble
                 log.info("choice not to be had", fleet=self._fleet, choice=str(choice), said=problem.words)
-                problems.append(problem)
-                if problem.kind is Kind.NO_CAPACITY:
-                    self._account.note_no_capacity(choice, self._settings.capacity_memory_s)
+                if problem.kind is not Kind.NO_CAPACITY:
+                    refused.append((choice, problem))
+                else:
+                    exhausted.append(choice)
+                    self._account.note_no_capacity(self._want(choice), self._settings.capacity_memory_s)
             else:
                 if not pod.get("id"):
                     raise Ambiguous(f"{doing}: an answer without the pod's id")
                 return pod
-        # What only a person can mend is said first; where it is nothing but a lack of machines, that will pass.
-        grave = [problem for problem in problems if problem.kind is not Kind.NO_CAPACITY]
-        raise self._refusal(grave[-1], doing) if grave else self._no_capacity(doing)
+        raise self._no_capacity(doing, exhausted, refused) if exhausted else self._refusal(refused[-1][1], doing)
 
-    def _no_capacity(self, doing: str) -> NoCapacity:
-        return NoCapacity(
-            f"{doing}: Runpod has none of {named(self._settings.ordered)} now: wait, or add to runpod.choices of fleet "
-            f"{self._fleet}."
-        )
+    def _want(self, choice: GpuChoice) -> Want:
+        settings = self._settings
+        return Want(choice, settings.gpu_count, settings.min_cuda_version, settings.network_volume_id)
+
+    def _no_capacity(
+        self, doing: str, exhausted: Sequence[GpuChoice], refused: Sequence[tuple[GpuChoice, Problem]]
+    ) -> NoCapacity:
+        lacking = [choice for choice in self._settings.ordered if choice in exhausted]
+        what = f"Runpod has none of {named(lacking)} now (wait, or add to runpod.choices of fleet {self._fleet})"
+        # What only a person can mend is no reason to hold the others up, but a person must hear of it.
+        wrong = [f"{choice}: {problem.words}" for choice, problem in refused]
+        if wrong:
+            log.warning("choices refused", fleet=self._fleet, said=wrong)
+        return NoCapacity("; ".join([f"{doing}: {what}", *wrong]) + ".")
 
     def _refusal(self, problem: Problem, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
@@ -284,6 +308,9 @@ class RunpodProvider:
 
     async def delete(self, machine: Machine) -> datetime | None:
         doing = f"deleting pod {machine.id} of {machine.name}"
+        if not _POD_ID.fullmatch(machine.id) or machine.id.isdecimal():
+            # Whoever has such a one, it is not known here that it is gone.
+            raise Refused(f"{doing}: that is no pod: look for it where the fleet's machines were before.")
         try:
             async with asyncio.timeout(DELETE_TIMEOUT_S):
                 return await self._delete(machine, doing)
@@ -304,15 +331,22 @@ class RunpodProvider:
                 "environment; until then it is paid for."
             )
         ended_at: datetime | None = None
+        said = ""
         for look_s in self._delete_looks_s:
             asked = asyncio.get_running_loop().time()
-            ended_at = await self._send_deletion(machine.id) or ended_at
+            try:
+                ended_at = await self._send_deletion(machine.id)
+            except Trouble as trouble:
+                # Not found, or in a state that will pass: we look for ourselves. No answer: so, too.
+                if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY, Kind.LOST):
+                    raise
+                said = f" ({trouble.problem.words})"
             await asyncio.sleep(look_s)
             if await self._is_gone(machine, asked, has_been_told=ended_at is not None):
                 self._note(machine.id, None)
                 self._unfound.pop(machine.id, None)
                 return ended_at
-        raise Unavailable(f"{doing}: it is still there, or that it is gone is not certain yet")
+        raise Unavailable(f"{doing}: it is still there, or that it is gone is not certain yet{said}")
 
     async def _is_ours(self, pod_id: str) -> bool:
         """Whether it may be touched. One that is not found may be a new one of ours: it is asked to go all the same,
@@ -320,15 +354,8 @@ class RunpodProvider:
         pod = self._account.last_seen(pod_id) or await self._account.pod(pod_id)
         return pod is None or naming.worker_of(pod, self._tag) is not None
 
-    async def _send_deletion(self, pod_id: str) -> datetime | None:
-        try:
-            second = await self._account.delete_pod(pod_id)
-        except Trouble as trouble:
-            # Not found, or in a state that will pass: we look for ourselves. No answer: so, too.
-            if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY, Kind.LOST):
-                raise
-            return None
-        return _within(second, self._now())
+    async def _send_deletion(self, pod_id: str) -> datetime:
+        return _within(await self._account.delete_pod(pod_id), self._now())
 
     async def _is_gone(self, machine: Machine, asked: float, *, has_been_told: bool) -> bool:
         if await self._account.pod(machine.id) is not None:
@@ -340,6 +367,10 @@ class RunpodProvider:
         if any(str(pod["id"]) == machine.id for pod in listing.pods):
             return False
         # Neither here nor there. A new one may hide from both.
+        return self._is_old(machine)
+
+    def _is_old(self, machine: Machine) -> bool:
+        """Whether it would have been found by now, if it were there."""
         since = machine.created_at or self._unfound.setdefault(machine.id, self._now())
         return self._now() - since >= timedelta(seconds=self._hidden_s)
 
@@ -359,12 +390,21 @@ class RunpodProvider:
         if self._preparer is None:
             return Preparation()
 
+        what = f"pod {machine.id} of {machine.name}"
+
         async def where() -> Endpoint | None:
             listing = await self._list(self._list_reuse_s)
             pod = next((pod for pod in listing.pods if str(pod["id"]) == machine.id), None)
+            if pod is None and self._is_old(machine):
+                # A list may lag. What is found neither there nor by its id is not waited for.
+                pod = await self._account.pod(machine.id)
+                if pod is None:
+                    raise NotPrepared("MACHINE_GONE", f"preparing {what}: it is gone", host_key=host_key)
+            if pod is not None and pod.get("status") in _EXITED:
+                raise NotPrepared("MACHINE_GONE", f"preparing {what}: {_EXITED[pod['status']]}", host_key=host_key)
             return self._endpoint(pod) if pod is not None else None
 
-        return await self._preparer.prepare(f"pod {machine.id} of {machine.name}", where, host_key)
+        return await self._preparer.prepare(what, where, host_key)
 
     # ----------------------------------------------------------------------------------------------------- storage
 

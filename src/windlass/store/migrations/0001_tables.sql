@@ -150,6 +150,8 @@ create table windlass.tasks (
   -- Not before this time. Null means ready, and only ready tasks stand in the index that claims read.
   run_after timestamptz,
   created_at timestamptz not null default windlass.now(),
+  -- Since when it could have been claimed, where that is later than created_at: its time came, or it was put back.
+  ready_at timestamptz,
   started_at timestamptz,
   finished_at timestamptz,
   -- The right to the present (or last) attempt. Every finish, failure and heartbeat names it.
@@ -267,16 +269,19 @@ create index charges_task on windlass.charges (task_id) where task_id is not nul
 -- Serves reports and retention.
 create index charges_from on windlass.charges (from_at);
 
--- The ledger's sums for each fleet and hour of the clock: what a budget is compared with in every cycle.
+-- The ledger's sums for each fleet, queue and hour of the clock: what a budget is compared with in every cycle, and what
+-- people look at.
 create table windlass.spending (
   fleet text not null,
   hour timestamptz not null,
   currency text not null,
+  -- Empty for what was for no queue: boot, idle and tail.
+  queue text not null default '',
   task_micros bigint not null default 0,
   boot_micros bigint not null default 0,
   idle_micros bigint not null default 0,
   tail_micros bigint not null default 0,
-  primary key (fleet, hour, currency)
+  primary key (fleet, hour, currency, queue)
 );
 create index spending_hour on windlass.spending (hour);
 

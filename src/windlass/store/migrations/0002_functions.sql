@@ -143,7 +143,7 @@ declare
   v_queue text;
 begin
   update windlass.tasks
-  set status = 'queued', run_after = null, attempts = 0, claim_token = null, worker_id = null,
+  set status = 'queued', run_after = null, ready_at = windlass.now(), attempts = 0, claim_token = null, worker_id = null,
       started_at = null, finished_at = null, progress = null, progress_note = null
   where id = p_task_id
     and status in ('error', 'failed')
@@ -174,7 +174,7 @@ begin
   return query
     with retried as (
       update windlass.tasks t
-      set status = 'queued', run_after = null, attempts = 0, claim_token = null, worker_id = null,
+      set status = 'queued', run_after = null, ready_at = windlass.now(), attempts = 0, claim_token = null, worker_id = null,
           started_at = null, finished_at = null, progress = null, progress_note = null
       where t.id = any (array(
         select f.id
@@ -413,7 +413,7 @@ begin
     return false;
   end if;
   update windlass.tasks
-  set status = 'queued', attempts = attempts - 1, claim_token = null, worker_id = null, started_at = null,
+  set status = 'queued', ready_at = windlass.now(), attempts = attempts - 1, claim_token = null, worker_id = null, started_at = null,
       progress = null, progress_note = null
   where id = p_task_id;
   -- It does not count as an attempt, but it took the worker's time.
@@ -539,7 +539,7 @@ begin
   -- Tasks whose time has come join the ready ones. Bounded: the rest is taken by the next claims.
   if v_worker.is_due then
     update windlass.tasks t
-    set status = 'queued', run_after = null
+    set status = 'queued', run_after = null, ready_at = t.run_after
     where t.id = any (array(
       select d.id
       from windlass.tasks d
@@ -991,8 +991,8 @@ begin
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
-  delete from windlass.spending where (fleet, hour, currency) in (
-    select s.fleet, s.hour, s.currency
+  delete from windlass.spending where (fleet, hour, currency, queue) in (
+    select s.fleet, s.hour, s.currency, s.queue
     from windlass.spending s
     where s.hour < v_now - make_interval(secs => p_charges_s)
     order by s.hour

@@ -4,6 +4,8 @@
 -- wakes up late can write nothing. What happened at a provider is a fact and is written down whoever reports it.
 
 alter table windlass.workers
+  -- Who was asked for its machine: a fleet may change its provider, a machine cannot.
+  add column provider text,
   -- What became of the call that should have made its machine: created, ambiguous, refused. Null: no answer yet.
   add column creation text check (creation in ('created', 'ambiguous', 'refused')),
   -- When its machine became known to us. A list that was asked for before then says nothing about it.
@@ -191,6 +193,8 @@ create function windlass.observe(
   prepare_reason text,
   host_key text,
   node jsonb,
+  failing_since timestamptz,
+  provider text,
   task_id bigint,
   task_started_at timestamptz,
   task_timeout_s double precision
@@ -333,7 +337,7 @@ begin
       w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.code, w.reason, w.lease_s::double precision,
       w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since, w.settled_until,
-      w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node,
+      w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since, w.provider,
       t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
@@ -441,10 +445,11 @@ $$;
 -- -------------------------------------------------------------------------------------------------------- commit
 
 -- Mark a worker as broken and give its tasks to others. p_counts: it broke by itself, so its slot remembers. p_evidence:
--- it is to blame for what failed on it since then, and what it has at hand is given back as if never taken.
+-- what speaks against it, for whoever asks. p_acquittal: {"since", "is_trial"}: it is to blame for what failed on it since
+-- then (see acquit_tasks), and what it has at hand is given back as if never taken.
 create function windlass.fail_worker(
   p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null,
-  p_evidence jsonb default null
+  p_evidence jsonb default null, p_acquittal jsonb default null
 ) returns integer
 language plpgsql
 as $$
@@ -473,8 +478,9 @@ begin
     where fleet = v_worker.fleet
       and slot = v_worker.slot;
   end if;
-  if p_evidence is not null then
-    perform windlass.acquit_tasks(p_worker_id, (p_evidence ->> 'since')::timestamptz);
+  if p_acquittal is not null then
+    perform windlass.acquit_tasks(
+      p_worker_id, (p_acquittal ->> 'since')::timestamptz, (p_acquittal ->> 'is_trial')::boolean);
     with held as materialized (
       select t.id, t.claim_token
       from windlass.tasks t
@@ -536,9 +542,9 @@ begin
 
   with hired as (
     insert into windlass.workers (
-      id, fleet, slot, status, paused, queues, reason, lease_s, join_token_hash, join_expires_at
+      id, fleet, slot, status, paused, provider, queues, reason, lease_s, join_token_hash, join_expires_at
     )
-    select i ->> 'worker_id', p_fleet, (i ->> 'slot')::integer, 'spawning', f.paused, f.queues, null,
+    select i ->> 'worker_id', p_fleet, (i ->> 'slot')::integer, 'spawning', f.paused, f.provider, f.queues, null,
       coalesce((i ->> 'lease_s')::double precision, 30),
       decode(i ->> 'join_token_hash', 'hex'),
       windlass.now() + make_interval(secs => (i ->> 'join_ttl_s')::double precision)
@@ -661,7 +667,7 @@ begin
       when 'Fail' then
         v_requeued := v_requeued + windlass.fail_worker(
           v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id,
-          nullif(v_action -> 'evidence', 'null'));
+          nullif(v_action -> 'evidence', 'null'), nullif(v_action -> 'acquittal', 'null'));
       when 'Requeue' then
         select r.requeued + r.failed into v_count
         from windlass.requeue_tasks_of(array[v_action ->> 'worker_id'], 'WORKER_LOST', v_action ->> 'reason') as r;

@@ -96,22 +96,23 @@ begin
       from jsonb_to_recordset(v_settlement -> 'charges') as c (
         task_id bigint, queue text, kind text, from_at timestamptz, until_at timestamptz, amount_micros bigint
       )
-      returning kind, from_at, amount_micros
+      returning queue, kind, from_at, amount_micros
     )
-    insert into windlass.spending as s (fleet, hour, currency, task_micros, boot_micros, idle_micros, tail_micros)
+    insert into windlass.spending as s (fleet, hour, currency, queue, task_micros, boot_micros, idle_micros, tail_micros)
     select
       v_worker.fleet,
       date_trunc('hour', c.from_at, 'UTC') as hour,
       v_worker.currency,
+      coalesce(c.queue, '') as queue,
       coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0),
       coalesce(sum(c.amount_micros) filter (where c.kind = 'boot'), 0),
       coalesce(sum(c.amount_micros) filter (where c.kind = 'idle'), 0),
       coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)
     from charged c
-    group by hour
+    group by hour, coalesce(c.queue, '')
     -- In one order for all who settle, so that two of them never wait for each other.
-    order by hour
-    on conflict (fleet, hour, currency) do update
+    order by hour, coalesce(c.queue, '')
+    on conflict (fleet, hour, currency, queue) do update
       set task_micros = s.task_micros + excluded.task_micros,
           boot_micros = s.boot_micros + excluded.boot_micros,
           idle_micros = s.idle_micros + excluded.idle_micros,

@@ -21,6 +21,9 @@ create table windlass.tokens (
 );
 create unique index tokens_name on windlass.tokens (name) where revoked_at is null;
 
+-- Who let a worker in that nobody hired. It is over when this token is revoked.
+alter table windlass.workers add column enlisted_by bigint references windlass.tokens (id);
+
 
 -- Whose token this is: one row, or none for a token that is nobody's or revoked. Each kind is one probe of an index,
 -- and workers, who call all day, come first.
@@ -41,8 +44,9 @@ declare
   v_now timestamptz := windlass.now();
 begin
   return query
-    select 'worker', w.id, w.fleet, w.queues, w.status = 'terminated', false, null::text
+    select 'worker', w.id, w.fleet, w.queues, w.status = 'terminated' or t.revoked_at is not null, false, null::text
     from windlass.workers w
+    left join windlass.tokens t on t.id = w.enlisted_by
     where w.token_hash = p_token_hash;
   if found then
     return;
@@ -102,5 +106,50 @@ begin
   update windlass.workers set token_hash = p_token_hash, joined_at = windlass.now() where id = p_worker_id;
   perform windlass.note('WORKER_JOINED', 'its machine exchanged its join token', v_worker.fleet, p_worker_id, null);
   return 'activated';
+end
+$$;
+
+-- A worker that nobody hired registers with an API token of role worker and a worker token of its own making. Returns its
+-- status, also when the same two come again; null if the API token is not in use or of another role; 'taken' if the name
+-- is another's, whoever that is.
+create function windlass.enlist_worker(
+  p_api_token_hash bytea,
+  p_token_hash bytea,
+  p_worker_id text,
+  p_fleet text,
+  p_queues text[],
+  p_concurrency integer,
+  p_lease_s double precision,
+  p_host text,
+  p_pid integer,
+  p_version text
+) returns text
+language plpgsql
+as $$
+declare
+  v_token_id bigint;
+  v_status text;
+begin
+  -- Shared: a revocation waits for us, and then counts for this worker too.
+  select t.id into v_token_id
+  from windlass.tokens t
+  where t.hash = p_api_token_hash
+    and t.role = 'worker'
+    and t.revoked_at is null
+  for share;
+  if not found then
+    return null;
+  end if;
+  if exists (select from windlass.workers w where w.id = p_worker_id and w.token_hash is distinct from p_token_hash) then
+    return 'taken';
+  end if;
+  v_status := windlass.register_worker(
+    p_worker_id, p_fleet, p_queues, p_concurrency, p_lease_s, p_host, p_pid, p_version, 'worker'
+  );
+  update windlass.workers
+  set token_hash = p_token_hash, joined_at = windlass.now(), enlisted_by = v_token_id
+  where id = p_worker_id
+    and token_hash is null;
+  return v_status;
 end
 $$;

@@ -84,8 +84,9 @@ as $$
 $$;
 
 -- Workers of a fleet on which at least p_min different tasks in a row have failed, and how others did meanwhile, in the
--- shape of model/snapshot.py. Bounded: fifty suspects, the last 500 completed tasks, the last thousand events. Without a
--- suspect it costs one look at workers_failing.
+-- shape of model/snapshot.py. Without a suspect it costs one look at workers_failing. Bounded: fifty suspects; of what
+-- happened since the first of them began to fail, 500 completed tasks of these queues and a thousand failures of those who
+-- completed them, the newest; and for each of the two at most the last 20,000 rows are looked at, whosever they are.
 create function windlass.observe_suspects(p_fleet text, p_queues text[], p_min integer) returns json
 language sql stable
 as $$
@@ -105,21 +106,27 @@ as $$
       select t.worker_id, t.queue, t.finished_at
       from windlass.tasks t
       where t.status = 'complete'
+        and t.finished_at >= (select min(s.failing_since) from suspects s)
       order by t.finished_at desc
-      limit 500
+      limit 20000
     ) as c
     where c.queue = any (p_queues)
+    order by c.finished_at desc
+    limit 500
   ),
   failed as materialized (
     select f.worker_id, f.at
     from (
-      select e.worker_id, e.at, e.code
+      select e.id, e.worker_id, e.at, e.code
       from windlass.events e
       where e.at >= (select min(s.failing_since) from suspects s)
       order by e.at desc, e.id desc
-      limit 1000
+      limit 20000
     ) as f
     where f.code in ('TASK_ERROR', 'TASK_FAILED')
+      and f.worker_id in (select c.worker_id from completed c)
+    order by f.at desc, f.id desc
+    limit 1000
   )
   select coalesce(json_agg(json_build_object(
     'worker_id', s.id,
@@ -158,7 +165,9 @@ $$;
 -- A worker is to blame for what failed on it since p_since: those attempts count for no task. What waits for its retry
 -- because of it, or ended as a dead letter before its attempts would have been used up without it, is ready again; what
 -- somebody is at goes on. At most ten thousand failures, newest first. A task that somebody has locked keeps its count.
-create function windlass.acquit_tasks(p_worker_id text, p_since timestamptz) returns void
+-- p_is_trial: nobody has done better yet. A task that was acquitted before, since it was enqueued or a person retried it,
+-- then stands for itself: what fails everywhere would be tried for ever. Index events_task.
+create function windlass.acquit_tasks(p_worker_id text, p_since timestamptz, p_is_trial boolean) returns void
 language plpgsql
 set enable_seqscan = off
 as $$
@@ -183,6 +192,14 @@ begin
     join failures f on f.task_id = t.id
     where t.status <> 'complete'
       and t.error_code is distinct from 'CANCELLED'
+      and not (p_is_trial and exists (
+        select
+        from windlass.events a
+        where a.task_id = t.id
+          and a.code = 'TASK_ACQUITTED'
+          and a.id > coalesce(
+            (select max(r.id) from windlass.events r where r.task_id = t.id and r.code = 'TASK_RETRIED'), 0)
+      ))
     order by t.id
     for no key update of t skip locked
   ),

@@ -55,7 +55,8 @@ create index messages_due on windlass.messages (due_at) where delivered_at is nu
 
 -- Write down what is the matter now, [{"fleet", "key", "code", "severity", "reason"}], and for each beginning and each end
 -- a message to every receiver. What has not been seen for p_resolve_after_s is over: a cause that comes and goes is one.
--- Whoever was not told that it began is not told that it is over. Returns what began and what ended.
+-- Whoever was not told that it began is not told that it is over: such a message is given up, and one that is on its way
+-- just then is followed by its end when it has arrived (message_delivered). Returns what began and what ended.
 create function windlass.note_alerts(p_firing jsonb, p_receivers text[], p_resolve_after_s double precision)
 returns table (kind text, fleet text, code text, reason text)
 language plpgsql
@@ -63,6 +64,7 @@ as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := windlass.now();
+  v_over bigint[];
 begin
   return query
     with firing as (
@@ -84,30 +86,33 @@ begin
     )
     select 'firing', n.fleet, n.code, n.reason from noted n where n.is_new;
 
+  with over as (
+    update windlass.alerts a
+    set resolved_at = v_now
+    where a.resolved_at is null
+      and a.seen_at <= v_now - make_interval(secs => p_resolve_after_s)
+    returning a.id
+  )
+  select array_agg(o.id) into v_over from over o;
+
+  update windlass.messages m
+  set given_up_at = v_now, error = 'it was over before it was told'
+  where m.alert_id = any (v_over) and m.kind = 'firing' and m.delivered_at is null and m.given_up_at is null;
+
+  -- A statement of its own: it sees what was delivered while the one above waited for it.
+  insert into windlass.messages (alert_id, receiver, kind)
+  select m.alert_id, m.receiver, 'resolved'
+  from windlass.messages m
+  where m.alert_id = any (v_over)
+    and m.kind = 'firing'
+    and m.delivered_at is not null
+    and m.receiver = any (p_receivers);
+
   return query
-    with over as (
-      update windlass.alerts a
-      set resolved_at = v_now
-      where a.resolved_at is null
-        and a.seen_at <= v_now - make_interval(secs => p_resolve_after_s)
-      returning a.id, a.fleet, a.code, a.reason
-    ),
-    untold as (
-      update windlass.messages m
-      set given_up_at = v_now, error = 'it was over before it was told'
-      from over o
-      where m.alert_id = o.id and m.kind = 'firing' and m.delivered_at is null and m.given_up_at is null and m.attempts = 0
-      returning m.alert_id, m.receiver
-    ),
-    told as (
-      insert into windlass.messages (alert_id, receiver, kind)
-      select m.alert_id, m.receiver, 'resolved'
-      from over o
-      join windlass.messages m on m.alert_id = o.id and m.kind = 'firing'
-      where m.receiver = any (p_receivers)
-        and not exists (select from untold u where u.alert_id = m.alert_id and u.receiver = m.receiver)
-    )
-    select 'resolved', o.fleet, o.code, o.reason from over o;
+    select 'resolved', a.fleet, a.code, a.reason
+    from windlass.alerts a
+    where a.id = any (v_over)
+    order by a.id;
 end
 $$;
 
@@ -136,16 +141,40 @@ as $$
   returning m.id, m.receiver, m.kind, m.attempts, a.id, a.fleet, a.code, a.severity, a.reason, a.since, a.resolved_at
 $$;
 
--- A person's browser, by the hash of its cookie; before that, by the hash of the link that `windlass up` printed.
+-- A message has arrived. If what it tells was over by then, its end is told next.
+create function windlass.message_delivered(p_id bigint) returns void
+language plpgsql
+as $$
+begin
+  update windlass.messages set delivered_at = windlass.now(), given_up_at = null, error = null where id = p_id;
+  -- A statement of its own: it sees what ended while the one above waited for it.
+  insert into windlass.messages (alert_id, receiver, kind)
+  select m.alert_id, m.receiver, 'resolved'
+  from windlass.messages m
+  join windlass.alerts a on a.id = m.alert_id
+  where m.id = p_id
+    and m.kind = 'firing'
+    and a.resolved_at is not null
+  on conflict do nothing;
+end
+$$;
+
+-- A person's browser, by the hash of its cookie; before that, by the hash of the link that lets it in.
 create table windlass.sessions (
   hash bytea primary key,
   is_link boolean not null,
+  role text not null check (role in ('viewer', 'operator')),
   created_at timestamptz not null default windlass.now(),
   expires_at timestamptz not null
 );
 
+-- In what words a cause was told: looked for every few seconds among all that happened for hours.
+create index events_alert on windlass.events (at) where code = 'ALERT';
+
 -- Lists of live workers, in the order of their slots. Heartbeats change none of these columns.
 create index workers_by_slot on windlass.workers (fleet, coalesce(slot, 2147483647), id) where status <> 'terminated';
+-- How many have ended, for metrics.
+create index workers_terminated on windlass.workers (fleet) where status = 'terminated';
 create index logs_worker on windlass.logs (worker_id, id) where worker_id is not null;
 
 -- Whether a task is what somebody looks for: an id, the beginning of a unique key, an error's code or a part of its text.

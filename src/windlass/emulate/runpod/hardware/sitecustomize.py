@@ -1,5 +1,5 @@
-"""Run by every Python program of a pod when it starts: the size of a mount is that of the emulated volume, whatever
-this host's own disk has. `shutil.disk_usage` and psutil ask the same function."""
+"""Run by every Python program of a pod when it starts: what is mounted, and how large it is, is as the emulated pod has
+it, whatever this host's own disks are. `shutil.disk_usage` and psutil ask the same function."""
 
 import os
 from typing import Any
@@ -9,6 +9,7 @@ import readings
 _GB = 10**9
 _BLOCK = 4096
 _real_statvfs = os.statvfs
+_real_ismount = os.path.ismount
 
 
 def _statvfs(path: Any) -> os.statvfs_result:
@@ -22,5 +23,13 @@ def _statvfs(path: Any) -> os.statvfs_result:
     return os.statvfs_result((_BLOCK, _BLOCK, blocks, free, free, 10**6, 10**6, 10**6, 0, 255))
 
 
+def _ismount(path: Any) -> bool:
+    if isinstance(path, int):
+        return _real_ismount(path)
+    place = os.path.abspath(os.fsdecode(path))
+    return any(place in readings.places_of(mount) for mount in readings.read()["mounts"])
+
+
 if readings.VARIABLE in os.environ:
     os.statvfs = _statvfs
+    os.path.ismount = _ismount

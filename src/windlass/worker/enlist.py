@@ -1,0 +1,82 @@
+"""Workers that nobody hired and that have no database: an API token of role `worker` lets them in.
+
+With each name a worker takes it makes up a token, and registers both by the API token; from then on it is that worker,
+as any other over HTTP. The API token is needed again only when it was declared lost and joins under a new name. When
+that token is revoked, the workers it let in are over.
+"""
+
+import ssl
+from dataclasses import dataclass
+from random import SystemRandom
+
+import httpx
+from pydantic import TypeAdapter
+
+from windlass.model.access import WORKER_PREFIX, new_token
+from windlass.model.worker import Recovery, Registration, WorkerStatus
+from windlass.ports import http
+from windlass.worker.http_transport import ControlPlane, HttpTransport, Membership, read_answer, write
+
+
+@dataclass(slots=True)
+class Enlistment:
+    """Shared by all transports of a worker: who it is now. The heartbeat reads it in a thread of its own."""
+
+    url: str
+    api_token: str
+    tls: ssl.SSLContext | bool
+    membership: Membership
+    # Carries the requests instead of the network: tests speak to an application in memory.
+    carrier: httpx.AsyncBaseTransport | None = None
+
+    def __repr__(self) -> str:
+        return f"Enlistment(url={self.url!r}, membership={self.membership!r})"
+
+
+def new_enlistment(
+    url: str, api_token: str, tls: ssl.SSLContext | bool, carrier: httpx.AsyncBaseTransport | None = None
+) -> Enlistment:
+    """Nobody yet: the first registration gives it a name."""
+    return Enlistment(url, api_token, tls, Membership("", url, ""), carrier)
+
+
+class EnlistedTransport(HttpTransport):
+    def __init__(self, enlistment: Enlistment) -> None:
+        super().__init__(enlistment.membership, enlistment.tls, enlistment.carrier)
+        self._enlistment = enlistment
+
+    async def register(self, registration: Registration) -> WorkerStatus:
+        enlistment, r = self._enlistment, registration
+        token = enlistment.membership.token
+        if enlistment.membership.worker_id != r.worker_id:
+            token = new_token(WORKER_PREFIX, SystemRandom())
+            # Before it asks: if the answer is lost, it asks again with the same two.
+            enlistment.membership = Membership(r.worker_id, enlistment.url, token)
+        call = http.EnlistCall(token, r.worker_id, r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version)
+        plane = ControlPlane(enlistment.url, enlistment.api_token, enlistment.tls, enlistment.carrier)
+        try:
+            doing = "registering the worker"
+            enlisted = read_answer(doing, _ENLISTED, await plane.call(doing, "POST", http.ENLIST, write(doing, call)))
+        finally:
+            await plane.close()
+        enlistment.membership = Membership(
+            r.worker_id, enlistment.url, token, max_payload_bytes=enlisted.max_payload_bytes
+        )
+        self._check_name(r.worker_id)
+        return enlisted.status
+
+    async def upkeep(self, worker_id: str) -> list[Recovery]:
+        """No control loop hired those like us: we look after each other, as workers with a database do."""
+        self._check_name(worker_id)
+        doing = "looking after other workers"
+        return read_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.UPKEEP)).recoveries
+
+    def _check_name(self, worker_id: str) -> None:
+        if self._membership is not self._enlistment.membership:
+            self._membership = self._enlistment.membership
+            self._plane.act_with(self._membership.token)
+        super()._check_name(worker_id)
+
+
+_ENLISTED = TypeAdapter(http.Enlisted)
+_RECOVERED = TypeAdapter(http.Recovered)
