@@ -11,7 +11,7 @@ from uuid import UUID, uuid4
 import pytest
 
 from windlass.engine.attempt import Answer, NoHandler, NotStarted
-from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, ClusterNode
+from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, ClusterNode, label_value
 from windlass.engine.executor import MISFIT_DELAY_S, Flights, RayExecutor
 from windlass.engine.nodes import REFUSAL_S, Nodes, Outlook
 from windlass.engine.room import NodeRoom
@@ -27,8 +27,10 @@ ONE_CPU = frozen({"CPU": 1.0})
 LIMIT_S = 5.0
 
 
-def node(node_id: str, *, cpus: float = 2.0, worker_id: str | None = None, used: float = 0.0) -> ClusterNode:
-    labels = {WORKER_LABEL: worker_id, FLEET_LABEL: "many"} if worker_id is not None else {}
+def node(
+    node_id: str, *, cpus: float = 2.0, worker_id: str | None = None, fleet: str = "many", used: float = 0.0
+) -> ClusterNode:
+    labels = {WORKER_LABEL: worker_id, FLEET_LABEL: fleet} if worker_id is not None else {}
     return ClusterNode(node_id, True, labels, "127.0.0.1", {"CPU": cpus}, {"CPU": used}, is_head=False)
 
 
@@ -65,7 +67,7 @@ def test_a_cluster_that_is_not_ours_may_grow() -> None:
     assert nodes.outlook(frozen({"CPU": 8.0})) is Outlook.AWAITED
     assert foreign().outlook(ONE_CPU) is Outlook.AWAITED
     # One that is only paused is none to wait for.
-    nodes.bar(["ray-id-1"])
+    nodes.bar(["ray-many-id-1"])
     assert nodes.outlook(ONE_CPU) is Outlook.LATER
 
 
@@ -97,8 +99,8 @@ def test_a_node_that_is_lost_is_kept_in_mind_and_one_that_was_to_end_is_not() ->
 def test_nodes_of_others_that_hold_any_of_our_queues_are_told_of_and_no_other() -> None:
     settings = RaySettings(num_gpus=1, queues={"q": TaskNeeds(num_cpus=1)})
     nodes = foreign(node("id-1", cpus=3.0), node("id-head", cpus=0.0), settings=settings, queues=("q", "g"))
-    assert [(told.worker_id, told.places) for told in nodes.report()] == [("ray-id-1", 3)]
-    assert nodes.worker_of("id-1") == "ray-id-1"
+    assert [(told.worker_id, told.places) for told in nodes.report()] == [("ray-many-id-1", 3)]
+    assert nodes.worker_of("id-1") == "ray-many-id-1"
     assert nodes.worker_of("id-head") is None
     # A task that needs nothing would fit there too.
     assert nodes.closed == {"id-head"}
@@ -115,10 +117,25 @@ def test_what_others_use_counts_from_the_first_look_and_a_moment_between_two_doe
 def test_nodes_of_this_host_offer_what_the_largest_task_needs() -> None:
     large = {"provider": "ray-local", "engine": "ray", "queues": ["q"], "concurrency": 2, "handler": "app:f"}
     offer = FleetConfig.model_validate({**large, "ray": {"queues": {"q": {"num_cpus": 4}}}}).node_offer
-    assert offer is not None and (offer.node_cpus, offer.node_gpus) == (4.0, 0.0)
+    assert offer is not None and (offer.node_cpus, offer.node_gpus) == (8, 0)
     small = FleetConfig.model_validate(large).node_offer
     assert small is not None and small.node_cpus == 2.0
     assert FleetConfig.model_validate({**large, "provider": "ray"}).node_offer is None
+
+
+def test_fleets_that_share_a_cluster_have_each_their_own_rows_of_its_nodes() -> None:
+    """Else one that takes over would take the other's tasks back."""
+    strange, hired_by_a = node("f" * 56), node("e" * 56, worker_id="a-1", fleet="a")
+    seen: dict[str, list[tuple[str, bool]]] = {}
+    for fleet in ("a", "b", "x" * 63):
+        nodes = Nodes(fleet, RaySettings(), ("q",), None)
+        nodes.see([strange, hired_by_a], {})
+        seen[fleet] = [(told.worker_id, getattr(told, "is_hired", False)) for told in nodes.report()]
+        assert [nodes.worker_of(one.node_id) for one in (strange, hired_by_a)] == [name for name, _ in seen[fleet]]
+    assert seen["a"] == [(f"ray-a-{'f' * 16}", False), ("a-1", True)]
+    assert seen["b"] == [(f"ray-b-{'f' * 16}", False), (f"ray-b-{'e' * 16}", False)]
+    # Names of workers are labels in Ray.
+    assert all(label_value(name) == name for names in seen.values() for name, _ in names)
 
 
 # ---------------------------------------------------------------------------------------------------- the flights

@@ -66,6 +66,20 @@ def test_queues_that_need_the_same_share_their_places() -> None:
     assert [*settings.classes(("a", "b", "c")).values()] == [("a", "c"), ("b",)]
 
 
+def test_nodes_of_one_host_offer_room_for_the_largest_tasks_of_any_queue() -> None:
+    renders = TaskNeeds(num_cpus=4, num_gpus=0.5, resources={"disk": 1})
+    settings = RaySettings(queues={"renders": renders})
+    offered = settings.offered(("renders", "thumbnails"), 3)
+    assert (offered.node_cpus, offered.node_gpus, offered.node_resources) == (12, 2, {"disk": 3})
+    total = {"CPU": offered.node_cpus or 0, "GPU": offered.node_gpus or 0, **offered.node_resources}
+    assert places(total, renders.as_resources()) == 3
+    # What is said goes before what is found out; a queue that is not served asks for nothing.
+    told = settings.model_copy(update={"node_cpus": 5, "node_gpus": 1, "node_resources": {"disk": 9, "x": 1}})
+    offered = told.offered(("renders",), 3)
+    assert (offered.node_cpus, offered.node_gpus, offered.node_resources) == (5, 1, {"disk": 9, "x": 1})
+    assert settings.offered(("thumbnails",), 3).node_gpus == 0
+
+
 # -------------------------------------------------------------------------------------------------------- room
 
 CPU = {"CPU": 1.0}
@@ -180,6 +194,11 @@ def test_an_image_with_another_python_is_refused_before_anything_is_hired() -> N
         ConfigError, match=r"ubuntu-24.04, which has Python 3.12.*fleets.many.hetzner.image to debian-12"
     ):
         check_node_image(ours, "ubuntu-24.04", "many")
+    # With a Python that windlass itself cannot run on, only another image helps.
+    with pytest.raises(ConfigError, match=r"Python 3.10, .*: set fleets.many.hetzner.image to debian-12\.$"):
+        check_node_image(ours, "ubuntu-22.04", "many")
+    with pytest.raises(ConfigError, match=r"choose an image that has Python 3.15\.$"):
+        check_node_image(Versions("2.60.0", "3.15.0"), "ubuntu-22.04", "many")
 
 
 def test_names_of_fleets_become_labels_that_ray_accepts_and_that_differ() -> None:

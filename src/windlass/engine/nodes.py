@@ -143,7 +143,7 @@ class Nodes:
             return Outlook.REFUSED
         if self.offer is None:
             return Outlook.LATER if fitting else Outlook.AWAITED
-        return Outlook.LATER if self.offer.could_offer(needs) else Outlook.NEVER
+        return Outlook.NEVER if self.offer.lacking(needs) else Outlook.LATER
 
     def why_refused(self) -> str:
         return next((refusal.why for refusal in self._refusals.values()), "")
@@ -157,7 +157,7 @@ class Nodes:
                 node.used,
                 places=max(1, self._places(node)),
                 host=node.address,
-                is_hired=WORKER_LABEL in node.labels,
+                is_hired=self._hired_id(node) is not None,
             )
             for node in self.alive.values()
             if self._serves(node)
@@ -179,7 +179,7 @@ class Nodes:
 
     def _serves(self, node: ClusterNode) -> bool:
         """What can hold no task of any of our queues (a head without CPUs) is no worker of ours."""
-        return WORKER_LABEL in node.labels or self._places(node) > 0
+        return self._hired_id(node) is not None or self._places(node) > 0
 
     def _places(self, node: ClusterNode) -> int:
         """Counted by the fleet's usual tasks; where those do not fit, by the ones that do."""
@@ -187,7 +187,13 @@ class Nodes:
         return usual or max(places(node.total, dict(needs)) for needs in self.settings.classes(self.queues))
 
     def _worker_id(self, node: ClusterNode) -> str:
-        return node.labels.get(WORKER_LABEL) or f"ray-{node.node_id[:16]}"
+        # With the fleet: several may feed the same cluster, and each has its own row of a node, with its own tasks.
+        return self._hired_id(node) or label_value(f"ray-{self.fleet}-{node.node_id[:16]}")
+
+    def _hired_id(self, node: ClusterNode) -> str | None:
+        """Its worker's, if it was hired for this fleet. One that another fleet hired is a stranger's."""
+        is_ours = node.labels.get(FLEET_LABEL) == label_value(self.fleet)
+        return node.labels.get(WORKER_LABEL) if is_ours else None
 
 
 def _least(looks: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -375,15 +375,7 @@ class FleetConfig(BaseModel):
         if self.provider != "ray-local":
             return self.ray
         # Many nodes share this host: each offers what its tasks need, not all there is.
-        needs = [self.ray.needs_of(queue) for queue in self.queues]
-        cpus = max([self.concurrency * max(self.ray.num_cpus, 1.0), *(need.num_cpus for need in needs)])
-        gpus = max([self.concurrency * self.ray.num_gpus, *(need.num_gpus for need in needs)])
-        return self.ray.model_copy(
-            update={
-                "node_cpus": self.ray.node_cpus or cpus,
-                "node_gpus": gpus if self.ray.node_gpus is None else self.ray.node_gpus,
-            }
-        )
+        return self.ray.offered(self.queues, self.concurrency)
 
     def _check_engine(self) -> None:
         if self.engine is None:
@@ -400,6 +392,9 @@ class FleetConfig(BaseModel):
         for name in self.ray.queues:
             if name not in self.queues:
                 raise ValueError(f"ray.queues names {name}, which is not among the fleet's queues")
+        problem = self.node_offer.problem_of_nodes(self.queues) if self.node_offer is not None else None
+        if problem is not None:
+            raise ValueError(problem)
 
     @property
     def is_of_this_host(self) -> bool:
