@@ -1,6 +1,7 @@
 """The contract of ports/engine.py, over both stores in virtual time."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 from uuid import UUID, uuid4
@@ -8,6 +9,7 @@ from uuid import UUID, uuid4
 import pytest
 from worlds import RETENTION, empty_tables, hire_in_postgres
 
+from windlass.model.fleet import FleetConfig
 from windlass.model.node import AliveNode, DeadNode, NodeState, Placement, Verdict, dispatcher_lease
 from windlass.model.task import Claim, Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerKind, WorkerStatus
@@ -170,6 +172,17 @@ async def test_progress_of_a_placed_task_comes_from_its_dispatcher(world: World)
     assert (task.progress, task.progress_note) == (0.5, "half")
 
 
+async def test_what_a_dispatcher_holds_without_a_place_for_it_waits_still(world: World) -> None:
+    """So that somebody is hired for it."""
+    placed, _ = await world.claim(2)
+    await world.place(placed, "n1")
+    world.clock.advance(9)
+    fleet = FleetConfig(provider="ray-local", queues=("q",))
+    _, snapshot = await world.store.observe(Candidate("leader", LEASE_S), FLEET, fleet)
+    seen = snapshot.queue
+    assert (seen.queued, seen.running, seen.oldest_queued_age_s) == (1, 1, 9.0)
+
+
 # --------------------------------------------------------------------------------------------------- taking over
 
 
@@ -267,6 +280,42 @@ async def test_a_node_that_was_alive_is_dead_when_it_is_not_there(world: World, 
     world.clock.advance(5)
     await world.report()
     assert (await world.store.worker("n1")).node.note == node.note
+
+
+async def test_what_is_known_already_is_written_again_only_after_a_while(world: World) -> None:
+    """Nodes are told of twice a second: rows that say so already are left alone, yet never look forgotten."""
+    began = world.clock()
+    foreign = alive("ray-1234", is_hired=False)
+    await world.report(alive("n1"), foreign)
+    world.clock.advance(LEASE_S / 10)
+    await world.report(alive("n1"), foreign)
+    first, strange = await world.store.worker("n1"), await world.store.worker("ray-1234")
+    assert (first.node.at, strange.node.at, strange.last_heartbeat) == (began, began, began)
+    busy = replace(alive("n1"), used={"CPU": 2.0})
+    await world.report(busy, foreign)
+    node = (await world.store.worker("n1")).node
+    assert (node.at, node.since, node.used) == (world.clock(), began, {"CPU": 2.0})
+    world.clock.advance(LEASE_S / 10)
+    await world.report(busy, foreign)
+    assert (await world.store.worker("ray-1234")).last_heartbeat == world.clock()
+
+
+async def test_a_node_that_nobody_hired_begins_anew_when_it_is_told_of_after_its_end(world: World) -> None:
+    """Its dispatcher was away, and somebody gave it up for its silence."""
+    foreign = alive("ray-1234", is_hired=False)
+    await world.report(foreign)
+    await world.store.register(Registration("judge", ("q",), "other", lease_s=LEASE_S))
+    for _ in range(16):
+        world.clock.advance(LEASE_S / 10)
+        await world.store.heartbeat("judge")
+    assert "ray-1234" in {lost.worker_id for lost in await world.store.recover_lost_workers("judge")}
+    world.term = await world.lead()
+    await world.register_dispatcher("d2")
+    assert await world.report(foreign) == {}
+    worker = await world.store.worker("ray-1234")
+    assert (worker.status, worker.last_heartbeat, worker.code) == (WorkerStatus.ACTIVE, world.clock(), None)
+    (claim,) = await world.claim(dispatcher="d2")
+    assert await world.place(claim, "ray-1234") is Verdict.PLACED
 
 
 async def test_who_is_told_to_end_or_paused_is_to_be_drained(world: World) -> None:

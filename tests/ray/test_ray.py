@@ -5,6 +5,7 @@ import json
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from ray_bed import Bed, head_beside, made_bed, until
 
 from windlass.engine.head import HeadAddress
+from windlass.engine.versions import our_versions
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import WorkerKind, WorkerStatus
 
@@ -203,18 +205,33 @@ async def test_tasks_of_a_cluster_that_is_not_ours_belong_to_its_nodes(bed: Bed)
     assert {worker.id for worker in workers if worker.kind is WorkerKind.NODE} == {"n1"}  # the head can hold none
 
 
-async def test_another_version_of_ray_is_refused_in_one_sentence(bed: Bed, head: HeadAddress) -> None:
+@contextmanager
+def head_that_says(head: HeadAddress, **versions: str) -> Iterator[None]:
+    """A head of other versions, as far as anybody asks it."""
     from windlass.engine.cluster import Cluster
 
     gcs = Cluster(head.address)._gcs()
     key, space = b"CLUSTER_METADATA", b"cluster"
     truth = gcs.internal_kv_get(key, namespace=space)
     try:
-        gcs.internal_kv_put(key, json.dumps({**json.loads(truth), "ray_version": "2.9.0"}).encode(), True, space)
-        refused = bed.dispatch()
-        assert await asyncio.to_thread(refused.wait, 30) == 2
+        gcs.internal_kv_put(key, json.dumps({**json.loads(truth), **versions}).encode(), True, space)
+        yield
     finally:
         gcs.internal_kv_put(key, truth, True, space)
+
+
+async def test_nodes_and_dispatcher_join_a_head_whose_python_differs_in_the_patch(bed: Bed, head: HeadAddress) -> None:
+    with head_that_says(head, python_version=f"{our_versions().python_minor}.99"):
+        await bed.hire("n1")
+        bed.dispatch()
+        (task,) = await bed.finished(await bed.enqueue(1))
+    assert (task.status, task.worker_id) == (TaskStatus.COMPLETE, "n1")
+
+
+async def test_another_version_of_ray_is_refused_in_one_sentence(bed: Bed, head: HeadAddress) -> None:
+    with head_that_says(head, ray_version="2.9.0"):
+        refused = bed.dispatch()
+        assert await asyncio.to_thread(refused.wait, 30) == 2
     said = bed.log("dispatcher").strip()
     assert said.count("\n") == 0
     assert said.startswith(f"windlass: the Ray head at {head.address} runs Ray 2.9.0 and here is Ray ")

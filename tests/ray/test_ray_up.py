@@ -107,7 +107,7 @@ async def test_servers_of_hetzner_become_nodes_and_leave(tmp_path: Path, dsn: st
         with serving(emulator) as address:
             port = _free_port()
             of_fleet = COMMON.format(chdir=HANDLERS)
-            toml = HETZNER.format(port=port, image=fitting[0] if fitting else "ubuntu-22.04")
+            toml = HETZNER.format(port=port, image=fitting[0] if fitting else "114690387")
             toml = toml.replace("concurrency = 2\n", f"concurrency = 2\n{of_fleet}", 1)
             secrets = {"HCLOUD_ENDPOINT": f"{address}/v1", "HETZNER_API_TOKEN": "any"}
             async with PostgresEngineStore(dsn) as store, up(tmp_path, dsn, toml, **secrets):
@@ -155,6 +155,42 @@ async def test_a_head_that_dies_comes_back_and_no_task_is_lost(tmp_path: Path, d
         assert log.count("Ray head started") == log.count('"dispatching"') == 2
         assert process.poll() is None
     assert not [p for p in psutil.process_iter() if p.name() == "raylet" and _is_of(p, tmp_path)]
+
+
+async def test_a_reload_gives_a_new_fleet_its_dispatcher_and_a_second_head_is_refused(tmp_path: Path, dsn: str) -> None:
+    (tmp_path / "second").mkdir()
+    toml = LOCAL + COMMON.format(chdir=HANDLERS)
+    more = toml.replace("fleets.many", "fleets.more").replace('"q"', '"r"')
+    async with PostgresEngineStore(dsn) as store, up(tmp_path, dsn, toml) as process:
+
+        async def is_there() -> bool:
+            return '"dispatching"' in (tmp_path / "up.log").read_text()
+
+        await until(is_there, "the first dispatcher", RUN_TIMEOUT_S)
+        (tmp_path / "second" / "windlass.toml").write_text(toml)
+        second = subprocess.Popen(  # noqa: ASYNC220 - as above
+            [sys.executable, "-m", "windlass", "up"],
+            cwd=tmp_path / "second",
+            env={**os.environ, "DATABASE_URL": dsn},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            (tmp_path / "windlass.toml").write_text(toml + more)
+            process.send_signal(signal.SIGHUP)
+            task_id = await store.enqueue(new_task("r", {"number": 1}))
+            (task,) = await until(all_over(store, [task_id]), "the task of the new fleet", RUN_TIMEOUT_S)
+            assert task.status is TaskStatus.COMPLETE
+            assert task.worker_id.startswith("more-")
+            _, said = await asyncio.to_thread(second.communicate, None, 60)
+            assert second.returncode == 2
+            assert b"another `windlass up` keeps a Ray head of its own for this database" in said
+        finally:
+            if second.poll() is None:
+                second.kill()
+                second.wait()
+        assert (tmp_path / "up.log").read_text().count('"dispatching"') == 2  # the first went on undisturbed
 
 
 def _is_of(process: psutil.Process, folder: Path) -> bool:

@@ -413,6 +413,16 @@ def test_an_address_that_would_give_tokens_away_is_refused(tmp_path: Path) -> No
             "write num_cpus, num_gpus or memory_mb for CPU",
             id="a resource twice",
         ),
+        pytest.param(
+            'provider = "ray-local"\n[fleets.x.ray]\nnum_cpus = 4\nnode_cpus = 2',
+            "a task of queue default needs 4 of CPU and a node has 2: raise ray.node_cpus",
+            id="tasks larger than any node",
+        ),
+        pytest.param(
+            'provider = "hetzner"\nengine = "ray"\n[fleets.x.ray.queues.default]\nresources = { disk = 1 }',
+            "a task of queue default needs 1 of disk and a node has 0: raise ray.node_resources",
+            id="what no node has",
+        ),
     ],
 )
 def test_what_ray_cannot_do_is_refused(content: str, sentence: str) -> None:

@@ -133,6 +133,27 @@ LIFECYCLES = (
         flags={"is_booting": False, "should_promote": True, "is_healthy": True},
     ),
     Case(
+        "a node that runs what another's handler placed there is not idle",
+        worker(node=node("alive", total={"CPU": 2}, used={"CPU": 1.0, "memory": 0.0})),
+        Lifecycle.ACTIVE_READY,
+        fleet=RAY,
+        flags={"has_active_task": True, "idle_s": None},
+    ),
+    Case(
+        "a node of which nothing is in use is idle",
+        worker(node=node("alive", total={"CPU": 2}, used={"CPU": 0.0})),
+        Lifecycle.ACTIVE_READY,
+        fleet=RAY,
+        flags={"has_active_task": False, "idle_s": 0.0},
+    ),
+    Case(
+        "what was in use when its engine was last looked at, long ago, is no work",
+        worker(node=node("alive", said=31, total={"CPU": 2}, used={"CPU": 1.0})),
+        Lifecycle.ACTIVE_READY,
+        fleet=RAY,
+        flags={"has_active_task": False},
+    ),
+    Case(
         "a node without the GPU it should have is judged by its engine's word",
         worker(node=node("alive", total={"CPU": 2}), vram_mb=24_000),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
@@ -146,9 +167,30 @@ LIFECYCLES = (
     ),
     Case(
         "one that never joined is not judged while nobody looks at its engine",
-        worker(status="spawning", created=90, node=node("absent", said=31)),
+        worker(status="spawning", created=90, node=node("absent", said=31, since=90)),
         Lifecycle.NODE_JOINING,
         fleet=RAY,
+    ),
+    Case(
+        "one that took long to boot has all its time to join from then on",
+        worker(status="spawning", created=300, node=node("absent", since=60)),
+        Lifecycle.NODE_JOINING,
+        fleet=RAY,
+    ),
+    Case(
+        "one that gets no tasks is not judged while nobody places any",
+        worker(created=700, node=node("alive", said=650, since=690, total={"CPU": 2})),
+        Lifecycle.ACTIVE_READY,
+        fleet=RAY,
+        queued=5,
+        unclaimed=640,
+        flags={"unclaimed_since": None},
+    ),
+    Case(
+        "nor by a GPU that was not there when somebody last looked",
+        worker(created=900, node=node("alive", said=650, since=690, total={"CPU": 2})),
+        Lifecycle.ACTIVE_GPU_NOT_DETECTED,
+        fleet=fleet(RAY, has_gpu=True),
     ),
     Case(
         "heard of, without a word about its GPU, is initializing",
@@ -206,7 +248,7 @@ def test_the_lifecycle_of_a_worker_follows_from_its_signals(case: Case) -> None:
 TERMINATIONS = (
     Case(
         "booted, and never joined its cluster within the time to start",
-        worker(status="spawning", created=61, node=node("absent")),
+        worker(status="spawning", created=90, node=node("absent", since=61)),
         Lifecycle.NODE_JOINING,
         "NODE_NOT_JOINED",
         "Booted, but never joined its cluster (61s)",

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
@@ -10,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine.cluster import label_value
+from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, ClusterNode, label_value
+from windlass.engine.dispatcher import Dispatch, _Nodes
 from windlass.engine.gate import Gate
 from windlass.engine.needs import needs_of
 from windlass.engine.room import Flight, NodeRoom, capacity, free_places, places
 from windlass.engine.versions import Versions, check_node_image, check_versions
 from windlass.model.errors import BadInput, ConfigError
+from windlass.model.fleet import FleetConfig
 from windlass.model.ray import RaySettings, TaskNeeds, frozen
 from windlass.model.task import Claim
 
@@ -64,6 +67,20 @@ def test_a_task_that_asks_for_what_is_no_amount_is_told_so(own: object) -> None:
 def test_queues_that_need_the_same_share_their_places() -> None:
     settings = RaySettings(queues={"b": TaskNeeds(num_gpus=1), "c": TaskNeeds(num_cpus=1)})
     assert [*settings.classes(("a", "b", "c")).values()] == [("a", "c"), ("b",)]
+
+
+def test_nodes_of_one_host_offer_room_for_the_largest_tasks_of_any_queue() -> None:
+    renders = TaskNeeds(num_cpus=4, num_gpus=0.5, resources={"disk": 1})
+    settings = RaySettings(queues={"renders": renders})
+    offered = settings.offered(("renders", "thumbnails"), 3)
+    assert (offered.node_cpus, offered.node_gpus, offered.node_resources) == (12, 2, {"disk": 3})
+    total = {"CPU": offered.node_cpus or 0, "GPU": offered.node_gpus or 0, **offered.node_resources}
+    assert places(total, renders.as_resources()) == 3
+    # What is said goes before what is found out; a queue that is not served asks for nothing.
+    told = settings.model_copy(update={"node_cpus": 5, "node_gpus": 1, "node_resources": {"disk": 9, "x": 1}})
+    offered = told.offered(("renders",), 3)
+    assert (offered.node_cpus, offered.node_gpus, offered.node_resources) == (5, 1, {"disk": 9, "x": 1})
+    assert settings.offered(("thumbnails",), 3).node_gpus == 0
 
 
 # -------------------------------------------------------------------------------------------------------- room
@@ -152,6 +169,11 @@ def test_an_image_with_another_python_is_refused_before_anything_is_hired() -> N
         ConfigError, match=r"ubuntu-24.04, which has Python 3.12.*fleets.many.hetzner.image to debian-12"
     ):
         check_node_image(ours, "ubuntu-24.04", "many")
+    # With a Python that windlass itself cannot run on, only another image helps.
+    with pytest.raises(ConfigError, match=r"Python 3.10, .*: set fleets.many.hetzner.image to debian-12\.$"):
+        check_node_image(ours, "ubuntu-22.04", "many")
+    with pytest.raises(ConfigError, match=r"choose an image that has Python 3.15\.$"):
+        check_node_image(Versions("2.60.0", "3.15.0"), "ubuntu-22.04", "many")
 
 
 def test_names_of_fleets_become_labels_that_ray_accepts_and_that_differ() -> None:
@@ -159,6 +181,23 @@ def test_names_of_fleets_become_labels_that_ray_accepts_and_that_differ() -> Non
     labels = {label_value("a:b"), label_value("a-b"), label_value("a:b:"), label_value("x" * 63)}
     assert len(labels) == 4
     assert all(":" not in label and len(label) <= 63 for label in labels)
+
+
+def test_fleets_that_share_a_cluster_have_each_their_own_rows_of_its_nodes() -> None:
+    """Else one that takes over would take the other's tasks back."""
+    strange = ClusterNode("f" * 56, True, {}, "10.0.0.7", {"CPU": 4.0}, {}, is_head=False)
+    hired = replace(strange, node_id="e" * 56, labels={FLEET_LABEL: "a", WORKER_LABEL: "a-1"})
+    seen: dict[str, list[tuple[str, bool]]] = {}
+    for fleet in ("a", "b", "x" * 63):
+        config = FleetConfig(provider="ray", engine="ray")
+        nodes = _Nodes(Dispatch(fleet, config, "10.0.0.5:6379", True, 1000, None))
+        nodes.see([strange, hired], {})
+        seen[fleet] = [(node.worker_id, getattr(node, "is_hired", False)) for node in nodes.report(CPU)]
+        assert [nodes.worker_of(node.node_id) for node in (strange, hired)] == [name for name, _ in seen[fleet]]
+    assert seen["a"] == [(f"ray-a-{'f' * 16}", False), ("a-1", True)]
+    assert seen["b"] == [(f"ray-b-{'f' * 16}", False), (f"ray-b-{'e' * 16}", False)]
+    # Names of workers are labels in Ray.
+    assert all(label_value(name) == name for names in seen.values() for name, _ in names)
 
 
 # -------------------------------------------------------------------------------------------------------- gate

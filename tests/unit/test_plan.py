@@ -24,6 +24,7 @@ from windlass.model.action import (
 from windlass.model.cost import Bill, Tariff
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits
+from windlass.model.node import NodeState, NodeView
 from windlass.model.snapshot import RunningView, SlotView, Snapshot
 from windlass.policy.plan import STAGES, plan
 
@@ -262,6 +263,28 @@ def test_a_worker_just_told_to_leave_is_not_ended_before_a_claim_under_way_would
 )
 def test_what_ends_a_worker_that_is_draining(seen: Snapshot, code: str) -> None:
     assert only(plan(seen, LOCAL), Delete).code == code
+
+
+def test_a_node_that_others_still_use_is_neither_spared_nor_ended_before_its_time_is_up() -> None:
+    """It runs tasks and actors of a handler elsewhere: no task of the queue is its own."""
+    ray = fleet(provider="ray-local", engine="ray", idle_timeout_s=0, scale_down_grace_s=0, stop_timeout_s=30)
+    used, unused = (NodeView(NodeState.ALIVE, ago(50), ago(1), "n", {"CPU": 2.0}, {"CPU": n}) for n in (1.0, 0.0))
+    for node, is_spared in ((used, False), (unused, True)):
+        resting = worker(node=node, claimed=60)
+        drains = of_kind(plan(snapshot(resting, memory={"idle_since": {"w0": ago(50)}}), ray).actions, Drain)
+        assert bool(drains) is is_spared
+    for node, waited, codes in ((used, 29, []), (used, 30, ["DRAIN_TIMEOUT"]), (unused, 1, ["DRAINED"])):
+        leaving = snapshot(worker(status="terminating", terminating=waited, node=node))
+        assert [delete.code for delete in of_kind(plan(leaving, ray).actions, Delete)] == codes
+
+
+def test_what_a_lost_dispatcher_held_is_not_counted_twice() -> None:
+    """It waited all along: whoever is hired for it was wanted before."""
+    ray = fleet(provider="ray-local", engine="ray", max_workers=10, policy="clear-time", heartbeat_timeout_s=30)
+    lost = worker("d", None, heartbeat=31, running=(task(1), task(2)))
+    planned = plan(snapshot(lost, queued=2), ray)
+    assert [fail.worker_id for fail in of_kind(planned.actions, Fail)] == ["d"]
+    assert len(of_kind(planned.actions, Spawn)) == 2
 
 
 def test_a_terminating_worker_without_a_machine_id_is_ended_when_a_list_settles_it() -> None:

@@ -84,7 +84,7 @@ class Face:
     # None: only for machines.
     shown: Shown | None = None
     # What the machines of fleets join whose tasks Ray places.
-    ray_head: RayHead | None = None
+    ray_head: Callable[[], RayHead | None] = lambda: None
 
 
 def answering(kind: Any) -> Callable[[Any], Response]:

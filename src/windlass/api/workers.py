@@ -54,7 +54,7 @@ def joining_routes(face: Face) -> APIRouter:
                 face.worker_defaults,
                 max_payload_bytes=face.max_payload_bytes,
                 version=face.version,
-                ray_head=face.ray_head,
+                ray_head=face.ray_head(),
             )
         )
 

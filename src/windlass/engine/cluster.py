@@ -70,7 +70,8 @@ class Cluster:
         return await self._ask("asking for Ray's nodes", self._nodes)
 
     async def drain(self, node_id: str, reason: str, limit_s: float) -> None:
-        """Let no more tasks onto a node. It ends by itself when it is empty; Ray ends it when the time is over."""
+        """Let no more tasks onto a node, which ends by itself when it is empty. If it is not when the time is over, Ray
+        leaves it to whoever ends the machine."""
         from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # noqa: PLC0415
 
         def drain() -> None:

@@ -113,7 +113,13 @@ class _Nodes:
         return self._worker_id(node) if node is not None else None
 
     def _worker_id(self, node: ClusterNode) -> str:
-        return node.labels.get(WORKER_LABEL) or f"ray-{node.node_id[:16]}"
+        # With the fleet: several may feed the same cluster, and each has its own row of a node, with its own tasks.
+        return self._hired_id(node) or label_value(f"ray-{self.dispatch.fleet}-{node.node_id[:16]}")
+
+    def _hired_id(self, node: ClusterNode) -> str | None:
+        """Its worker's, if it was hired for this fleet. One that another fleet hired is a stranger's."""
+        is_ours = node.labels.get(FLEET_LABEL) == label_value(self.dispatch.fleet)
+        return node.labels.get(WORKER_LABEL) if is_ours else None
 
     def rooms(self) -> dict[str, NodeRoom]:
         return {
@@ -132,11 +138,11 @@ class _Nodes:
                 node.used,
                 places=max(1, places(node.total, needs)),
                 host=node.address,
-                is_hired=WORKER_LABEL in node.labels,
+                is_hired=self._hired_id(node) is not None,
             )
             for node in self.alive.values()
             # What can hold none of our tasks (a head without CPUs) is no worker of ours.
-            if WORKER_LABEL in node.labels or places(node.total, needs)
+            if self._hired_id(node) is not None or places(node.total, needs)
         ]
         living = {node.worker_id for node in alive}
         return alive + [

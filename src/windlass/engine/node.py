@@ -25,7 +25,7 @@ import structlog
 
 from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, label_value
 from windlass.engine.folder import ray_folder
-from windlass.engine.versions import Versions, check_versions, our_versions
+from windlass.engine.versions import MATCH_MINOR, Versions, check_versions, our_versions
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.ray import RaySettings
 from windlass.model.worker import LIVE, Pulse, Registration, WorkerKind, WorkerStatus
@@ -92,7 +92,7 @@ class Node:
                 await heartbeat.stop()
 
     async def _run_ray(self, transport: WorkerTransport, folder: Path) -> Ending:
-        command, env = ray_start(self._settings, folder), {**os.environ, **self._settings.env}
+        command, env = ray_start(self._settings, folder), {**os.environ, **self._settings.env, **MATCH_MINOR}
         group = await start_group(command, env=env, max_output_bytes=math.inf)
         group.call_on_exit(self._changed.set)
         watch = asyncio.create_task(self._watch_raylet(group))
@@ -225,9 +225,9 @@ def ray_start(settings: NodeSettings, folder: Path) -> list[str]:
         f"--labels={WORKER_LABEL}={settings.worker_id},{FLEET_LABEL}={label_value(settings.fleet)}",
     ]
     if ray.node_cpus is not None:
-        command.append(f"--num-cpus={ray.node_cpus:g}")
+        command.append(f"--num-cpus={ray.node_cpus}")
     if ray.node_gpus is not None:
-        command.append(f"--num-gpus={ray.node_gpus:g}")
+        command.append(f"--num-gpus={ray.node_gpus}")
     if ray.node_resources:
         command.append(f"--resources={json.dumps(ray.node_resources)}")
     if ray.object_store_mb is not None:

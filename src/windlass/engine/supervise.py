@@ -11,8 +11,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -21,29 +22,76 @@ from windlass.worker.process import Group, describe_exit, start_group
 
 # Whoever ran for this long has started well: its next end is the first again.
 PROVEN_S = 30.0
+# Beyond the time that a program allows itself to stop: for what it does then, as giving back what it could not finish.
+STOP_MARGIN_S = 15.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`settings`: what it reads by itself when it starts. Where they change, it must start anew."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    stop_timeout_s: float
+    settings: object = None
+
+
+class Programs:
+    """Programs by name, which are kept running as they are wanted."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Program, asyncio.Event, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def arrange(self, wanted: Mapping[str, Program]) -> None:
+        """From here on these run: new ones start, changed ones end in good order and then start anew, others end."""
+        for name in self._kept.keys() | wanted.keys():
+            kept, program = self._kept.get(name), wanted.get(name)
+            if kept is not None and kept[0] == program:
+                continue
+            if kept is not None:
+                del self._kept[name]
+                kept[1].set()
+            if program is not None:
+                unwanted = asyncio.Event()
+                task = asyncio.create_task(_keep(name, program, unwanted, kept[2] if kept is not None else None))
+                self._kept[name] = program, unwanted, task
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """All end, in good order."""
+        self.arrange({})
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _keep(name: str, program: Program, unwanted: asyncio.Event, before: asyncio.Task[None] | None) -> None:
+    """`before`: what keeps the one whose place it takes."""
+    if before is not None:
+        await asyncio.wait([before])
+    if not unwanted.is_set():
+        async with kept_running(name, program):
+            await unwanted.wait()
+
+
 @asynccontextmanager
-async def kept_running(
-    name: str, command: Sequence[str], env: Mapping[str, str], stop_timeout_s: float
-) -> AsyncIterator[None]:
-    """At the end it is asked to stop, and ended when it takes longer than that."""
-    keeper = _Keeper(name, command, env)
+async def kept_running(name: str, program: Program) -> AsyncIterator[None]:
+    """At the end it is asked to stop, and ended when it takes longer than it may."""
+    keeper = _Keeper(name, program)
     task = asyncio.create_task(keeper.keep())
     try:
         yield
     finally:
-        await keeper.stop(stop_timeout_s)
+        await keeper.stop(program.stop_timeout_s + STOP_MARGIN_S)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
 class _Keeper:
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, name: str, program: Program) -> None:
         self._name = name
-        self._command = command
-        self._env = env
+        self._program = program
         self._group: Group | None = None
         self._is_stopping = False
 
@@ -51,7 +99,7 @@ class _Keeper:
         failures = 0
         while not self._is_stopping:
             started = time.monotonic()
-            self._group = await start_group(self._command, env=self._env, max_output_bytes=math.inf)
+            self._group = await start_group(self._program.command, env=self._program.env, max_output_bytes=math.inf)
             try:
                 code = await self._group.wait()
             finally:

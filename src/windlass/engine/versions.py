@@ -6,6 +6,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from windlass.model.errors import ConfigError
 
+# For whoever joins or drives. By itself Ray takes 3.11.4 and 3.11.7 for strangers: a node whose image is a patch ahead
+# of the head would be hired, paid for, and never let in.
+MATCH_MINOR = {"RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor"}
+
 
 @dataclass(frozen=True, slots=True)
 class Versions:
@@ -14,7 +18,7 @@ class Versions:
 
     @property
     def python_minor(self) -> str:
-        """Ray tells apart 3.11 and 3.12, not 3.11.4 and 3.11.7."""
+        """3.11 of 3.11.7: what must be the same, since we tell Ray so (MATCH_MINOR)."""
         return ".".join(self.python.split(".")[:2])
 
 
@@ -41,7 +45,16 @@ def check_versions(here: Versions, there: Versions, where: str) -> None:
 
 
 # The Python that comes with the images of clouds; a node makes its environment with it.
-PYTHON_OF_IMAGE = {"ubuntu-24.04": "3.12", "ubuntu-26.04": "3.14", "debian-12": "3.11", "debian-13": "3.13"}
+PYTHON_OF_IMAGE = {
+    "ubuntu-22.04": "3.10",
+    "ubuntu-24.04": "3.12",
+    "ubuntu-26.04": "3.14",
+    "debian-11": "3.9",
+    "debian-12": "3.11",
+    "debian-13": "3.13",
+}
+# Older than what windlass itself needs: nothing can be done with them.
+_TOO_OLD = ("3.9", "3.10")
 
 
 def check_node_image(here: Versions, image: str, fleet: str) -> None:
@@ -49,8 +62,11 @@ def check_node_image(here: Versions, image: str, fleet: str) -> None:
     there = PYTHON_OF_IMAGE.get(image)
     if there is not None and there != here.python_minor:
         fitting = [name for name, python in PYTHON_OF_IMAGE.items() if python == here.python_minor]
-        other = f", or set fleets.{fleet}.hetzner.image to {fitting[0]}" if fitting else ""
+        ways = [f"set fleets.{fleet}.hetzner.image to {fitting[0]}"] if fitting else []
+        if there not in _TOO_OLD:
+            ways.append(f"run windlass with Python {there}")
         raise ConfigError(
             f"the nodes of fleet {fleet} are made from {image}, which has Python {there}, and here is Python "
-            f"{here.python}, which cannot work together in Ray: run windlass with Python {there}{other}."
+            f"{here.python}, which cannot work together in Ray: "
+            f"{', or '.join(ways) or f'choose an image that has Python {here.python_minor}'}."
         )

@@ -382,6 +382,11 @@ class FleetConfig(BaseModel):
         for name in self.ray.queues:
             if name not in self.queues:
                 raise ValueError(f"ray.queues names {name}, which is not among the fleet's queues")
+        if self.provider != "ray":
+            nodes = self.ray.offered(self.queues, self.concurrency) if self.provider == "ray-local" else self.ray
+            problem = nodes.problem_of_nodes(self.queues)
+            if problem is not None:
+                raise ValueError(problem)
 
     @property
     def is_of_this_host(self) -> bool:

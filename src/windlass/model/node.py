@@ -18,7 +18,8 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What its engine said of a node, when, and since when it has said so."""
+    """What its engine said of a node, when, and since when it has said so. What is said again is not written down each
+    time: `at` may be behind by a sixth of the time after which silence counts."""
 
     state: NodeState
     since: datetime
@@ -66,6 +67,10 @@ class Verdict(StrEnum):
     PLACED = "placed"
     LOST = "lost"  # the claim is no longer valid
     BARRED = "barred"  # that node gets no more tasks
+
+
+# Its holder keeps a head for the database. No fleet has an empty name.
+HEAD_LEASE = "ray:"
 
 
 def dispatcher_lease(fleet: str) -> str:

@@ -16,6 +16,9 @@ _MB = 1 << 20
 # Ray counts in steps of this size.
 SMALLEST_AMOUNT = 0.0001
 _RESERVED = ("CPU", "GPU", "memory", "object_store_memory")
+# Resources that Ray gives nodes by itself.
+_FOUND_BY_RAY = ("accelerator_type:", "node:")
+_SETTING_OF = {"CPU": "ray.node_cpus", "GPU": "ray.node_gpus"}
 
 
 class _Section(BaseModel):
@@ -54,17 +57,51 @@ class RaySettings(TaskNeeds):
         le=1000,
         description="Tasks claimed beyond what Ray has room for, so that no place waits for the database.",
     )
-    node_cpus: float | None = Field(
-        default=None, gt=0, description="CPUs each node offers. Without it: all it has; ray-local: those of its tasks."
+    node_cpus: int | None = Field(
+        default=None,
+        gt=0,
+        description="CPUs each node offers. Without it: all it has; ray-local: for `concurrency` tasks of any queue.",
     )
-    node_gpus: float | None = Field(default=None, ge=0, description="GPUs each node offers. Without it: all it has.")
-    node_resources: dict[str, float] = Field(default={}, description="Other amounts each node offers, by name.")
+    node_gpus: int | None = Field(
+        default=None, ge=0, description="GPUs each node offers. Without it: all it has; ray-local: as CPUs."
+    )
+    node_resources: dict[str, float] = Field(
+        default={}, description="Other amounts each node offers, by name; ray-local: beside those its tasks need."
+    )
     object_store_mb: int | None = Field(
         default=None, ge=80, description="Shared memory of each node. Without it: Ray's choice; ray-local: 100."
     )
 
     def needs_of(self, queue: str) -> TaskNeeds:
         return self.queues.get(queue, self)
+
+    def offered(self, queues: tuple[str, ...], concurrency: int) -> "RaySettings":
+        """For nodes that share their host, and so must say what each has: unless these settings do, room for that many
+        tasks of each queue. Ray counts CPUs and GPUs of nodes in whole ones."""
+        room: dict[str, float] = {"CPU": concurrency}
+        for needs in self.classes(queues):
+            room |= {name: max(room.get(name, 0.0), concurrency * amount) for name, amount in needs}
+        others = {name: amount for name, amount in room.items() if name not in _RESERVED}
+        return self.model_copy(
+            update={
+                "node_cpus": self.node_cpus or math.ceil(room["CPU"]),
+                "node_gpus": self.node_gpus if self.node_gpus is not None else math.ceil(room.get("GPU", 0.0)),
+                "node_resources": others | self.node_resources,
+            }
+        )
+
+    def problem_of_nodes(self, queues: tuple[str, ...]) -> str | None:
+        """Why tasks of one of these queues would find no place on any node, as far as it is said what nodes have."""
+        said: dict[str, float | None] = {"CPU": self.node_cpus, "GPU": self.node_gpus}
+        for queue in queues:
+            for name, amount in self.needs_of(queue).as_resources().items():
+                if name == "memory" or name.startswith(_FOUND_BY_RAY):
+                    continue
+                has = said[name] if name in said else self.node_resources.get(name, 0.0)
+                if has is not None and amount > has:
+                    where = _SETTING_OF.get(name, "ray.node_resources")
+                    return f"a task of queue {queue} needs {amount:g} of {name} and a node has {has:g}: raise {where}"
+        return None
 
     def classes(self, queues: tuple[str, ...]) -> dict[tuple[tuple[str, float], ...], tuple[str, ...]]:
         """The queues whose tasks need the same, together: a place for one is a place for all."""

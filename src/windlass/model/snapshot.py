@@ -106,7 +106,7 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """The queues a fleet serves, together."""
+    """The queues a fleet serves, together. What a dispatcher has claimed and not placed counts as queued."""
 
     queued: int = 0
     running: int = 0

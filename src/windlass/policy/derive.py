@@ -23,6 +23,8 @@ from windlass.policy.evidence import QUARANTINED
 TASK_LIMIT_MARGIN_S = 60.0
 # Whoever lives this long after its first claim works. A bad image, or a bad GPU, shows sooner.
 PROOF_S = 60.0
+# An engine's amounts are sums of decimal fractions: less than this is nothing.
+LEAST_USE = 0.001
 # Whoever finds nothing to claim works if it has lived for this many times as long as one may go without claiming.
 PROOF_WITHOUT_TASKS = 2
 
@@ -71,6 +73,7 @@ class WorkerState:
     lifecycle: Lifecycle
     presence: Presence
     is_hired: bool  # False: a person started it
+    # Or runs, as its engine says, what others placed there: tasks and actors of another's handler.
     has_active_task: bool
     # Since its program was started, or since it was hired.
     effective_age_s: float
@@ -132,9 +135,12 @@ def derive_worker_state(
     is_silent = heartbeat_age_s is not None and heartbeat_age_s > _silence_limit_s(worker, fleet)
     lifecycle = _lifecycle(worker, machine, presence, fleet, heartbeat_age_s, is_silent)
     is_recent = heartbeat_age_s is not None and heartbeat_age_s < fleet.promotion_age_s
-    idle_since = None if worker.running else idle_since or now
+    is_at_work = bool(worker.running) or _is_used(worker, fleet, now)
+    idle_since = None if is_at_work else idle_since or now
     has_worked = worker.first_claimed_at is not None or bool(worker.running)
-    is_unclaimed = queued > 0 and not has_worked and _is_unclaimed(worker, lifecycle)
+    # Where nobody places tasks, who gets none is not to blame.
+    is_dispatched = fleet.engine is None or not _is_engine_silent(worker, fleet, now)
+    is_unclaimed = queued > 0 and not has_worked and is_dispatched and _is_unclaimed(worker, lifecycle)
     unclaimed_since = (unclaimed_since or now) if is_unclaimed else None
     code, reason = _trouble(worker, machine, presence, lifecycle, fleet, now, queued, age_s, unclaimed_since, blamed)
     return WorkerState(
@@ -142,7 +148,7 @@ def derive_worker_state(
         lifecycle=lifecycle,
         presence=presence,
         is_hired=worker.slot is not None,
-        has_active_task=bool(worker.running),
+        has_active_task=is_at_work,
         effective_age_s=age_s,
         heartbeat_age_s=heartbeat_age_s,
         idle_since=idle_since,
@@ -237,6 +243,8 @@ def _trouble(  # noqa: PLR0912 - one for each way to be broken
         return "STUCK_TASK", f"Stuck task {stuck.task_id} ({(now - stuck.started_at).total_seconds():.0f}s)"
     if blamed is not None:
         return QUARANTINED, blamed
+    if fleet.engine is not None and _is_engine_silent(worker, fleet, now):
+        return None, None
     if lifecycle is Lifecycle.ACTIVE_GPU_NOT_DETECTED and age_s > fleet.gpu_not_detected_timeout_s:
         return "GPU_NOT_DETECTED", f"GPU not detected (VRAM=0) after {age_s:.0f}s"
     unclaimed_s = _age_s(unclaimed_since, now)
@@ -289,14 +297,28 @@ def _given_up(
 ) -> tuple[str | None, str | None]:
     """A node that its engine has never seen, or sees no more. An engine nobody has looked at lately says nothing."""
     node = worker.node
-    if node is None or (now - node.at).total_seconds() > fleet.heartbeat_timeout_s:
+    if node is None or _is_engine_silent(worker, fleet, now):
         return None, None
     if lifecycle is Lifecycle.NODE_DEAD:
         return "NODE_DEAD", f"Its node is dead: {node.note or 'no word why'}"
-    age_s = (now - worker.created_at).total_seconds()
-    if age_s > fleet.spawn_timeout_s:
-        return "NODE_NOT_JOINED", f"Booted, but never joined its cluster ({age_s:.0f}s)"
+    # Not from its hiring: since it said that it had booted, as its engine was asked for it from then on.
+    waited_s = (now - node.since).total_seconds()
+    if waited_s > fleet.spawn_timeout_s:
+        return "NODE_NOT_JOINED", f"Booted, but never joined its cluster ({waited_s:.0f}s)"
     return None, None
+
+
+def _is_engine_silent(worker: WorkerView, fleet: FleetConfig, now: datetime) -> bool:
+    """Whether nobody has looked at its engine lately: what was last said of its node may have changed."""
+    said_at = worker.node.at if worker.node is not None else None
+    return said_at is None or (now - said_at).total_seconds() > fleet.heartbeat_timeout_s
+
+
+def _is_used(worker: WorkerView, fleet: FleetConfig, now: datetime) -> bool:
+    """Whether its engine says that something of its node is in use, by whomever."""
+    if worker.node is None or not worker.node.used or _is_engine_silent(worker, fleet, now):
+        return False
+    return any(amount > LEAST_USE for amount in worker.node.used.values())
 
 
 def _is_unclaimed(worker: WorkerView, lifecycle: Lifecycle) -> bool:

@@ -68,7 +68,7 @@ from windlass.model.snapshot import (
     WorkerView,
 )
 from windlass.model.task import TaskStatus
-from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerStatus
+from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerKind, WorkerStatus
 from windlass.ports.control import (
     MAX_AHEAD,
     Candidate,
@@ -273,11 +273,16 @@ class MemoryControlStore(MemoryStore):
     def _observe_queues(self, names: Sequence[str], now: datetime) -> QueueView:
         queues = [self._queues[name] for name in dict.fromkeys(names)]
         rows = [row for queue in queues for row in queue.unfinished.values()]
+        running = [row for row in rows if row.status is TaskStatus.RUNNING]
+        # Claimed by a dispatcher whose engine has no place for them yet: they wait still.
+        held = [row for row in running if self._is_dispatcher(row.worker_id)]
         heads = [head.created_at for queue in queues if (head := queue.head()) is not None]
+        heads += [row.created_at for row in held]
         recent = islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_DURATIONS)
         return QueueView(
-            queued=sum(row.is_ready() or (row.run_after is not None and row.run_after <= now) for row in rows),
-            running=sum(row.status is TaskStatus.RUNNING for row in rows),
+            queued=len(held)
+            + sum(row.is_ready() or (row.run_after is not None and row.run_after <= now) for row in rows),
+            running=len(running) - len(held),
             oldest_queued_age_s=(now - min(heads)).total_seconds() if heads else None,
             duration_p50_s=_median(
                 (row.finished_at - row.started_at).total_seconds()
@@ -285,6 +290,10 @@ class MemoryControlStore(MemoryStore):
                 if row.queue in names and row.finished_at and row.started_at
             ),
         )
+
+    def _is_dispatcher(self, worker_id: str | None) -> bool:
+        worker = self._workers.get(worker_id) if worker_id is not None else None
+        return worker is not None and worker.kind is WorkerKind.DISPATCHER
 
     def _view(self, worker: _WorkerRow) -> WorkerView:
         hired = self._hired[worker.id]

@@ -4,6 +4,8 @@ migrations/0008_ray.sql says what is right; tests/conformance/test_engine_store.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -74,9 +76,7 @@ class MemoryEngineStore(MemoryControlStore):
             if worker.slot is None and worker.id not in alive:
                 self._end_foreign(worker, deaths[worker.id].death if worker.id in deaths else GONE)
         for worker in self._nodes(fleet):
-            worker.node = self._said_of(worker, alive.get(worker.id), deaths.get(worker.id))
-            if worker.id in alive:
-                worker.concurrency = alive[worker.id].places
+            self._write_news(worker, alive.get(worker.id), deaths.get(worker.id), timedelta(seconds=lease_s / 6))
         over = (WorkerStatus.TERMINATING, WorkerStatus.ERROR)
         return {
             worker.id: worker.status in over
@@ -84,20 +84,33 @@ class MemoryEngineStore(MemoryControlStore):
             if (worker.fleet, worker.kind) == (fleet, WorkerKind.NODE) and (worker.status in over or worker.is_paused)
         }
 
+    def _write_news(
+        self, worker: _WorkerRow, alive: AliveNode | None, dead: DeadNode | None, repeat: timedelta
+    ) -> None:
+        before, said = worker.node, self._said_of(worker, alive, dead)
+        is_known = before is not None and replace(said, at=before.at) == before and said.at - before.at < repeat
+        if is_known and (alive is None or alive.places == worker.concurrency):
+            return
+        worker.node = said
+        if alive is not None:
+            worker.concurrency = alive.places
+            if not alive.is_hired:
+                worker.last_heartbeat = said.at
+                worker.heartbeat_gapless_since = worker.heartbeat_gapless_since or said.at
+
     def _nodes(self, fleet: str) -> list[_WorkerRow]:
         workers = sorted(self._not_terminated.values(), key=lambda worker: worker.id)
         return [w for w in workers if (w.fleet, w.kind) == (fleet, WorkerKind.NODE) and w.status in LIVE]
 
     async def _hear_of(self, node: AliveNode, fleet: str, queues: Sequence[str], lease_s: float) -> None:
+        ended = self._terminated.get(node.worker_id)
+        if ended is not None and ended.kind is WorkerKind.NODE and ended.slot is None:
+            del self._terminated[ended.id], self._workers[ended.id]
         if node.worker_id not in self._workers:
             queues = tuple(queues)
             await self.register(
                 Registration(node.worker_id, queues, fleet, node.places, lease_s, node.host, kind=WorkerKind.NODE)
             )
-        worker = self._workers[node.worker_id]
-        if worker.status in LIVE:
-            worker.last_heartbeat = self._clock()
-            worker.heartbeat_gapless_since = worker.heartbeat_gapless_since or worker.last_heartbeat
 
     def _end_foreign(self, worker: _WorkerRow, death: str) -> None:
         self._requeue_tasks_of(worker.id, "NODE_DEAD", f"node {worker.id}: {death}")

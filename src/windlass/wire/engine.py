@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
+from windlass.model.fleet import FleetConfig
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.postgres import PostgresStore
 from windlass.wire.stores import data_dir, database
@@ -18,6 +19,7 @@ from windlass.wire.stores import data_dir, database
 if TYPE_CHECKING:
     from windlass.configure import Loaded
     from windlass.engine.node import NodeSettings
+    from windlass.engine.supervise import Program, Programs
     from windlass.model.order import RayHead
     from windlass.worker.runtime import Ending
 
@@ -25,6 +27,13 @@ if TYPE_CHECKING:
 GREETING_LIMIT_S = 20.0
 # What lets a machine into a cluster, by Ray's own names.
 _RAY_CREDENTIALS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_gcs_rpc_server_reconnect_timeout_s")
+
+# What a dispatcher goes by of its fleet's settings (Dispatcher, and run_dispatcher below). The rest, as how many are
+# hired, is not its business and may change under it.
+_OF_DISPATCHERS = (
+    *("provider", "queues", "handler", "exec", "chdir", "ray"),
+    *("heartbeat_interval_s", "heartbeat_timeout_s", "stop_timeout_s"),
+)
 
 
 async def run_node(config: Config, settings: "NodeSettings") -> "Ending":
@@ -40,6 +49,7 @@ async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
     import structlog
 
     from windlass.engine.dispatcher import Dispatch, Dispatcher, HeadLost
+    from windlass.engine.versions import MATCH_MINOR
     from windlass.ports.control import LeaseLost
     from windlass.store.engine import PostgresEngineStore
 
@@ -48,6 +58,7 @@ async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
         raise AssertionError("whoever dispatches has a cluster")
     if chosen.chdir is not None:
         os.chdir(chosen.chdir)
+    os.environ.update(MATCH_MINOR)  # where Ray, which we drive in this process, looks
     async with (
         database(config) as dsn,
         PostgresEngineStore(dsn, retention=config.retention, max_connections=4) as opened,
@@ -83,60 +94,124 @@ async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
     return 0
 
 
-@asynccontextmanager
-async def ray_beside(loaded: "Loaded") -> AsyncIterator[Config]:
-    """What fleets with engine = "ray" need beside their cycles: a head, if there is none, and a dispatcher each. The
-    configuration, with the head's address. Raises ConfigError if the cluster is not one we can work with."""
-    config = loaded.config
-    fleets = {name: fleet for name, fleet in config.fleets.items() if fleet.engine == "ray"}
+def placed_by_ray(config: Config) -> dict[str, FleetConfig]:
+    return {name: fleet for name, fleet in config.fleets.items() if fleet.engine == "ray"}
+
+
+async def check_ray(config: Config) -> None:
+    """Raise ConfigError where nodes could not work with us, or with their cluster; WindlassError if it is not there."""
+    fleets = placed_by_ray(config)
     if not fleets:
-        yield config
         return
     from windlass.engine.greet import greet
-    from windlass.engine.head import kept_head
-    from windlass.engine.supervise import kept_running
     from windlass.engine.versions import check_node_image, check_versions, our_versions
 
     ours = our_versions()
     for name, fleet in fleets.items():
         if fleet.provider == "hetzner":
             check_node_image(ours, fleet.hetzner.image, name)
-    async with contextlib.AsyncExitStack() as stack:
-        if config.ray_address is None:
-            foreign = next((name for name, fleet in fleets.items() if fleet.provider == "ray"), None)
-            if foreign is not None:
-                raise ConfigError(
-                    f"the tasks of fleet {foreign} run on a Ray cluster that is there already, but where is not known: "
-                    "set RAY_ADDRESS to its head, as 10.0.0.5:6379."
-                )
-            head = await stack.enter_async_context(kept_head(config.control_plane_ip))
-            config = config.model_copy(update={"ray_address": head.address})
-        address = config.ray_address
-        if address is None:
-            raise AssertionError("either given or started")
-        check_versions(ours, await greet(address, GREETING_LIMIT_S), f"the Ray head at {address}")
-        for name, fleet in fleets.items():
-            await stack.enter_async_context(
-                kept_running(
-                    f"dispatcher of {name}",
-                    _dispatch_command(loaded, name),
-                    {**os.environ, **_given_on_command_line(loaded, name), "RAY_ADDRESS": address},
-                    fleet.stop_timeout_s,
-                )
+        if fleet.provider == "ray" and config.ray_address is None:
+            raise ConfigError(
+                f"the tasks of fleet {name} run on a Ray cluster that is there already, but where is not known: "
+                "set RAY_ADDRESS to its head, as 10.0.0.5:6379."
             )
-        yield config
+    if config.ray_address is not None:
+        where = f"the Ray head at {config.ray_address}"
+        check_versions(ours, await greet(config.ray_address, GREETING_LIMIT_S), where)
 
 
-def ray_head(config: Config) -> "RayHead | None":
-    """For the machines of fleets whose tasks Ray places. Its versions are ours: that was checked."""
-    if config.ray_address is None or not any(fleet.engine == "ray" for fleet in config.fleets.values()):
-        return None
-    from windlass.engine.versions import our_versions
-    from windlass.model.order import RayHead
+class RayBeside:
+    """What fleets with engine = "ray" need beside their cycles: a head, if there is none, and a dispatcher each."""
 
-    ours = our_versions()
-    env = {name: os.environ[name] for name in _RAY_CREDENTIALS if name in os.environ}
-    return RayHead(config.ray_address, ours.ray, ours.python, env)
+    def __init__(self, programs: "Programs", address: str | None) -> None:
+        self._programs = programs
+        self._arranged: dict[str, FleetConfig] = {}
+        # Of the head, given or started.
+        self.address = address
+
+    async def check(self, config: Config) -> None:
+        """Before it is arranged. Raises ConfigError, WindlassError."""
+        fleets = placed_by_ray(config)
+        if fleets and (config.ray_address or self.address) is None:
+            raise ConfigError(
+                f"fleet {next(iter(fleets))} is the first whose tasks Ray places, and there is no Ray head yet: start "
+                "`windlass up` again, which starts one."
+            )
+        if fleets and self.address is not None and config.ray_address not in (None, self.address):
+            raise ConfigError(
+                f"nodes join the Ray head at {self.address}, and ray_address is now {config.ray_address}: start "
+                "`windlass up` again to change clusters."
+            )
+        self.address = self.address or config.ray_address
+        if fleets != self._arranged:
+            await check_ray(config.model_copy(update={"ray_address": self.address}))
+
+    def arrange(self, loaded: "Loaded") -> None:
+        """A dispatcher for each fleet: those whose settings have changed, and those not wanted any more, end in good
+        order."""
+        self._arranged = placed_by_ray(loaded.config)
+        if self.address is not None:
+            self._programs.arrange(dispatchers(loaded, self.address))
+
+    def head(self) -> "RayHead | None":
+        """For machines that join it. Its versions are ours: that was checked."""
+        if self.address is None or not self._arranged:
+            return None
+        from windlass.engine.versions import our_versions
+        from windlass.model.order import RayHead
+
+        ours = our_versions()
+        env = {name: os.environ[name] for name in _RAY_CREDENTIALS if name in os.environ}
+        return RayHead(self.address, ours.ray, ours.python, env)
+
+
+@asynccontextmanager
+async def ray_beside(loaded: "Loaded", dsn: str) -> AsyncIterator[RayBeside]:
+    """For as long as this is open. Raises ConfigError if the cluster is not one we can work with, or if another
+    orchestrator keeps a head of its own."""
+    from windlass.engine.supervise import Programs
+
+    config = loaded.config
+    await check_ray(config)
+    async with contextlib.AsyncExitStack() as stack:
+        address = config.ray_address
+        if address is None and placed_by_ray(config):
+            address = await stack.enter_async_context(_own_head(config, dsn))
+        programs = Programs()
+        stack.push_async_callback(programs.close)
+        beside = RayBeside(programs, address)
+        beside.arrange(loaded)
+        yield beside
+
+
+@asynccontextmanager
+async def _own_head(config: Config, dsn: str) -> AsyncIterator[str]:
+    from windlass.engine.head import kept_head
+    from windlass.engine.sole import sole_head
+    from windlass.store.control import PostgresControlStore
+
+    async with (
+        PostgresControlStore(dsn, retention=config.retention, max_connections=1) as store,
+        sole_head(store),
+        kept_head(config.control_plane_ip) as head,
+    ):
+        yield head.address
+
+
+def dispatchers(loaded: "Loaded", address: str) -> "dict[str, Program]":
+    """By the fleet's name, with all that each reads of the configuration when it starts."""
+    from windlass.engine.supervise import Program
+
+    config = loaded.config
+    return {
+        name: Program(
+            tuple(_dispatch_command(loaded, name)),
+            {**os.environ, **_given_on_command_line(loaded, name), "RAY_ADDRESS": address},
+            fleet.stop_timeout_s,
+            ({key: getattr(fleet, key) for key in _OF_DISPATCHERS}, config.worker, config.max_payload_bytes),
+        )
+        for name, fleet in placed_by_ray(config).items()
+    }
 
 
 def _dispatch_command(loaded: "Loaded", fleet: str) -> list[str]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from windlass.model.address import LOOPBACK
 from windlass.model.config import ApiConfig, Config, Retention
 from windlass.model.errors import BadInput, WindlassError
-from windlass.wire.engine import ray_head
 from windlass.wire.providers import worker_log
 from windlass.wire.receivers import receivers
 from windlass.wire.stores import access_store
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from windlass.control.summary import Summary
     from windlass.control.up import Up
     from windlass.model.access import Role
+    from windlass.model.order import RayHead
     from windlass.store.access import PostgresAccessStore
     from windlass.store.reading import PostgresReadingStore
 
@@ -92,8 +92,12 @@ async def http_face(
     version: str,
     watchers: "list[Callable[[Summary], None]]",
     on_link: Callable[[str], None],
+    ray_head: "Callable[[], RayHead | None]",
 ) -> "AsyncIterator[Counts]":
-    """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`."""
+    """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`.
+
+    `ray_head`: what machines are told to join whose tasks Ray places.
+    """
     if listener is None:
         yield Counts()
         return
@@ -125,7 +129,7 @@ async def http_face(
             run_cycle=run_cycle,
             wheel=lambda: wheel,
             shown=shown,
-            ray_head=ray_head(config),
+            ray_head=ray_head,
         )
         sampling = asyncio.create_task(take_samples(people, shown.live))
         try:

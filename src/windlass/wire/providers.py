@@ -81,8 +81,11 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         database_url=url,
         data_dir=data_dir(config) if url is None else None,
         settings=environment_of(config, "worker", "retention", "max_payload_bytes", "logs"),
-        # All that a worker needs to know is where its database is.
-        withheld=[name for name, key in secret_variables().items() if key != ("database_url",)],
+        # All that a worker needs to know is where its database is; a node, how to join its cluster.
+        withheld=[
+            *(name for name, key in secret_variables().items() if key != ("database_url",)),
+            *(("RAY_AUTH_TOKEN",) if fleet.engine is None else ()),
+        ],
         program=program,
         # The fleet may have been reloaded since.
         mask=mask_of(secrets_of(config.model_copy(update={"fleets": {**config.fleets, name: fleet}}))),
@@ -105,15 +108,10 @@ def _node_program(fleet: "FleetConfig", config: Config) -> tuple[str, ...]:
     """What makes a process of this host a node of the Ray cluster."""
     if config.ray_address is None:
         raise ConfigError("there is no Ray cluster to join: set RAY_ADDRESS, or use `windlass up`, which starts one.")
-    ray = fleet.ray
     # Many nodes share this host: each offers what its tasks need, not all there is.
-    offered = ray.model_copy(
-        update={
-            "node_cpus": ray.node_cpus or fleet.concurrency * max(ray.num_cpus, 1.0),
-            "node_gpus": ray.node_gpus if ray.node_gpus is not None else fleet.concurrency * ray.num_gpus,
-            "object_store_mb": ray.object_store_mb or LOCAL_OBJECT_STORE_MB,
-        }
-    )
+    offered = fleet.ray.offered(fleet.queues, fleet.concurrency)
+    if offered.object_store_mb is None:
+        offered = offered.model_copy(update={"object_store_mb": LOCAL_OBJECT_STORE_MB})
     return ("windlass", "ray", "node", "--address", config.ray_address, "--settings", offered.model_dump_json())
 
 
@@ -145,11 +143,14 @@ def _user_data(name: str, fleet: "FleetConfig", config: Config) -> "Callable[[Ma
 
 
 def _with_ray(bootstrap: "BootstrapSettings") -> "BootstrapSettings":
-    """The same, with the Ray that we have: what is asked for otherwise could not work with it."""
+    """The same, with the Ray that we have, since no other could work with it, and the extras that were asked for."""
     from windlass.engine.versions import our_versions
 
-    others = [line for line in bootstrap.requirements if not re.match(r"ray\b(?!-)", line, re.IGNORECASE)]
-    return bootstrap.model_copy(update={"requirements": (*others, f"ray=={our_versions().ray}")})
+    asked = {line: re.match(r"ray\b(?!-)\s*(\[[^\]]*\])?", line, re.IGNORECASE) for line in bootstrap.requirements}
+    others = [line for line, ray in asked.items() if ray is None]
+    extras = ",".join(ray[1].strip("[]") for ray in asked.values() if ray is not None and ray[1])
+    ours = f"ray[{extras}]" if extras else "ray"
+    return bootstrap.model_copy(update={"requirements": (*others, f"{ours}=={our_versions().ray}")})
 
 
 def hetzner_account(config: Config, timeout_s: float) -> "Account":

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
-from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable
+from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.store.migrate import migrate
-from windlass.wire.engine import ray_beside
+from windlass.wire.engine import RayBeside, check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
 from windlass.wire.providers import check_machines_can_call, hiring_fleets, provider
 from windlass.wire.receivers import receivers
@@ -38,6 +38,7 @@ Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 async def run_cycles(config: Config) -> "list[Summary]":
     """One cycle of every fleet, then give the lead up: for cron and the like."""
     check_machines_can_call(config)
+    await check_ray(config)
     async with control_store(config) as store:
         ourselves, instance_id = candidate(config), await store.instance_id()
         try:
@@ -85,7 +86,7 @@ async def run_up(
     async with (
         database(config) as dsn,
         _migrated(dsn),
-        ray_beside(loaded) as config,
+        ray_beside(loaded, dsn) as ray,
         PostgresControlStore(dsn, retention=config.retention) as opened,
     ):
         ourselves, instance_id = candidate(config), await opened.instance_id()
@@ -95,20 +96,23 @@ async def run_up(
             for tell in watchers:
                 tell(summary)
 
+        def with_ray() -> Config:
+            return config.model_copy(update={"ray_address": ray.address})
+
         up = Up(
             opened,
-            lambda name, fleet: fleet_cycle(name, fleet, config, opened, ourselves, instance_id),
-            lambda name, fleet: provider(name, fleet, config, instance_id),
+            lambda name, fleet: fleet_cycle(name, fleet, with_ray(), opened, ourselves, instance_id),
+            lambda name, fleet: provider(name, fleet, with_ray(), instance_id),
             tell_all,
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
-        loop.add_signal_handler(signal.SIGHUP, lambda: _reconfigure(up, reload, config.ray_address))
         log = structlog.get_logger("windlass.up")
         log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
-            http_face(config, dsn, up, listener, version, watchers, on_link) as counts,
+            _reloading(up, reload, ray),
+            http_face(config, dsn, up, listener, version, watchers, on_link, ray.head) as counts,
             _alarm(config, dsn, watchers, counts.on_message),
             _logs_in_database(config, dsn, tap, counts.on_dropped),
             _traced_cycles(config, version, watchers),
@@ -222,20 +226,36 @@ async def _traced_cycles(
         await asyncio.to_thread(traces.close)
 
 
-def _reconfigure(up: "Up", reload: "Callable[[], Loaded]", ray_address: str | None) -> None:
+@asynccontextmanager
+async def _reloading(up: "Up", reload: "Callable[[], Loaded]", ray: RayBeside) -> AsyncIterator[None]:
+    """SIGHUP takes the configuration over as it is then; several, while one is heeded, are one more."""
+    is_wanted = asyncio.Event()
+
+    async def heed() -> None:
+        while True:
+            await is_wanted.wait()
+            is_wanted.clear()
+            await reconfigure(up, reload, ray)
+
+    heeding = asyncio.create_task(heed())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, is_wanted.set)
+    try:
+        yield
+    finally:
+        heeding.cancel()
+        await asyncio.gather(heeding, return_exceptions=True)
+
+
+async def reconfigure(up: "Up", reload: "Callable[[], Loaded]", ray: RayBeside) -> None:
+    """Fleets and their dispatchers as the configuration now is; where it cannot be used, all goes on as before."""
     import structlog
 
     try:
-        config = reload().config
-        check_machines_can_call(config)
-        # Their nodes join the head that we know, or started.
-        config = config.model_copy(update={"ray_address": config.ray_address or ray_address})
-        changed = [name for name, fleet in config.fleets.items() if fleet.engine == "ray" and up.fleet(name) != fleet]
-        up.reconfigure(hiring_fleets(config))
-        if changed:
-            structlog.get_logger(__name__).warning(
-                "dispatchers go on with the settings they have: start `windlass up` again to change them",
-                fleets=changed,
-            )
-    except (ConfigError, BadInput) as error:
+        loaded = reload()
+        check_machines_can_call(loaded.config)
+        await ray.check(loaded.config)
+        up.reconfigure(hiring_fleets(loaded.config))
+    except WindlassError as error:
         structlog.get_logger(__name__).error("configuration not reloaded, nothing changed", error=str(error))
+    else:
+        ray.arrange(loaded)

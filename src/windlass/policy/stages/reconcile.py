@@ -107,10 +107,10 @@ def _why_drained(draft: Draft, state: WorkerState) -> tuple[str, str] | None:
         return "DRAINED", "its machine is gone"
     if state.is_stale:
         return "DRAIN_STALE", f"it fell silent while it finished ({state.heartbeat_age_s:.0f} s ago)"
-    if worker.running and waited_s >= fleet.stop_timeout_s:
-        tasks = ", ".join(str(task.task_id) for task in worker.running)
+    if state.has_active_task and waited_s >= fleet.stop_timeout_s:
+        tasks = ", ".join(str(task.task_id) for task in worker.running) or "what others placed there"
         return "DRAIN_TIMEOUT", f"still at work on {tasks} after {waited_s:.0f} s"
-    if not worker.running and waited_s >= DRAIN_SETTLE_S:
+    if not state.has_active_task and waited_s >= DRAIN_SETTLE_S:
         return "DRAINED", "it has no task left"
     return None
 

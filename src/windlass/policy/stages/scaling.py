@@ -106,10 +106,11 @@ def _billed_since(state: WorkerState) -> datetime:
 def _demand(draft: Draft, staying: list[WorkerState], departures: dict[str, Departure]) -> Demand:
     counted = [state for state in staying if not state.worker.is_paused]
     # Tasks that this plan takes from workers wait again: who replaces those is hired in the same cycle.
-    returned = sum(
-        len(draft.states[id_].worker.running) if id_ in draft.states else 1
-        for id_ in draft.failed_ids | draft.deleted_ids | _requeued_ids(draft)
-    )
+    losing = draft.failed_ids | draft.deleted_ids | _requeued_ids(draft)
+    if draft.fleet.engine is not None:
+        # But what a dispatcher, whom nobody hires, had claimed and not placed was waiting all along.
+        losing = {id_ for id_ in losing if id_ in draft.states and draft.states[id_].is_hired}
+    returned = sum(len(draft.states[id_].worker.running) if id_ in draft.states else 1 for id_ in losing)
     return Demand(
         queue=replace(draft.snapshot.queue, queued=draft.snapshot.queue.queued + returned),
         active=tuple(state for state in counted if not state.is_booting),

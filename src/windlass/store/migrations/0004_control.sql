@@ -368,16 +368,15 @@ as $$
   ) as m
 $$;
 
--- What waits and runs in a fleet's queues. Tasks whose time has come count as waiting.
+-- What waits and runs in a fleet's queues. Tasks whose time has come count as waiting; so do those that a dispatcher has
+-- claimed and its engine has no place for yet.
 create function windlass.observe_queues(p_queues text[], p_now timestamptz) returns json
 language sql stable
 as $$
   select json_build_object(
-    'queued', ready.count + due.count,
-    'running', (
-      select count(*) from windlass.tasks t where t.status = 'running' and t.queue = any (p_queues)
-    ),
-    'oldest_queued_age_s', extract(epoch from p_now - oldest.created_at),
+    'queued', ready.count + due.count + claimed.held,
+    'running', claimed.running,
+    'oldest_queued_age_s', extract(epoch from p_now - least(oldest.created_at, claimed.oldest_held)),
     'duration_p50_s', (
       select percentile_cont(0.5) within group (order by extract(epoch from d.finished_at - d.started_at))
       from (
@@ -398,6 +397,15 @@ as $$
     select count(*) as count from windlass.tasks t
     where t.queue = any (p_queues) and t.run_after is not null and t.run_after <= p_now
   ) as due
+  cross join (
+    select
+      count(*) filter (where w.kind is distinct from 'dispatcher') as running,
+      count(*) filter (where w.kind = 'dispatcher') as held,
+      min(t.created_at) filter (where w.kind = 'dispatcher') as oldest_held
+    from windlass.tasks t
+    left join windlass.workers w on w.id = t.worker_id
+    where t.status = 'running' and t.queue = any (p_queues)
+  ) as claimed
   left join lateral (
     -- The head of each queue, which is the oldest unless priorities differ: good enough to show, and one probe a queue.
     select min(head.created_at) as created_at

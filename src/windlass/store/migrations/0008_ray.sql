@@ -32,24 +32,27 @@ set enable_mergejoin = off
 as $$
 declare
   v_now timestamptz := windlass.now();
+  v_open text[];
 begin
   -- A place on a node waits for this answer. If the server crashes in the next moment, the task is still its dispatcher's,
   -- and safe with it; that is not worth a wait for the disk.
   perform set_config('synchronous_commit', 'off', true);
+  -- Locked against whoever is just ending them, so that a node that was found empty stays empty. In the order of their ids,
+  -- as report_nodes locks them: in two different orders the two would wait for each other.
+  v_open := array(
+    select n.id
+    from windlass.workers n
+    where n.id = any (p_worker_ids)
+      and n.kind = 'node'
+      and n.status in ('spawning', 'active')
+      and not n.paused
+    order by n.id
+    for no key update
+  );
   return query
     with asked as (
-      select a.task_id, a.token, a.worker_id, w.id is not null as is_open
+      select a.task_id, a.token, a.worker_id, a.worker_id = any (v_open) as is_open
       from unnest(p_task_ids, p_tokens, p_worker_ids) as a (task_id, token, worker_id)
-      -- Locked against whoever is just ending it, so that a node that was found empty stays empty.
-      left join lateral (
-        select n.id
-        from windlass.workers n
-        where n.id = a.worker_id
-          and n.kind = 'node'
-          and n.status in ('spawning', 'active')
-          and not n.paused
-        for share
-      ) as w on true
     ),
     placed as (
       update windlass.tasks t
@@ -115,7 +118,10 @@ $$;
 -- What the engine says of a fleet's nodes: [{"worker_id", "is_hired", "node_id", "total", "used", "places", "host"}] for
 -- each that is alive, and {"worker_id", "node_id", "death"} for those that it knows to be dead. A hired node that is in
 -- neither is `absent` if it never was alive, and `dead` if it was. A node that nobody hired (one of a cluster that is not
--- ours) comes into being with the first word of it, is heard as often as it is reported, and ends when it is not.
+-- ours) comes into being with the first word of it, is heard as often as it is reported, and ends when it is not; one that
+-- is heard of after its end (nobody was there to report it) begins anew.
+-- Rows that say the same already are not written again before a sixth of p_lease_s has passed, so their `at`, the moment
+-- when the engine was last looked at, and the heartbeats of those that nobody hired, may be that much behind.
 -- Returns who is to get no more tasks: those that end, and those that are paused.
 create type windlass.node_report as (
   worker_id text,
@@ -128,6 +134,41 @@ create type windlass.node_report as (
   death text
 );
 
+-- What is to be written of a node. `is_over`: nobody hired it, and it is gone.
+create type windlass.node_news as (worker_id text, node jsonb, places integer, is_heard boolean, is_over boolean);
+
+-- Of each node of the fleet, what this report makes of it; only those whose row does not say so yet, or has said so for
+-- longer than p_repeat_s.
+create function windlass.news_of_nodes(p_fleet text, p_nodes windlass.node_report[], p_repeat_s double precision)
+returns setof windlass.node_news
+language sql stable
+as $$
+  select w.id, said.node, alive.places, heard.is_heard, w.slot is null and alive.worker_id is null
+  from windlass.workers w
+  left join unnest(p_nodes) as alive on alive.worker_id = w.id and alive.total is not null
+  left join unnest(p_nodes) as dead on dead.worker_id = w.id and dead.death is not null
+  cross join lateral (
+    select case
+      when alive.worker_id is not null then jsonb_build_object(
+        'state', 'alive', 'node_id', alive.node_id, 'total', alive.total, 'used', alive.used)
+      when dead.worker_id is not null or w.node ->> 'state' in ('alive', 'dead') then jsonb_build_object(
+        'state', 'dead', 'node_id', coalesce(dead.node_id, w.node ->> 'node_id'),
+        'note', coalesce(dead.death, w.node ->> 'note', 'it is no longer in the cluster'))
+      else jsonb_build_object('state', 'absent')
+    end as node
+  ) as said
+  cross join lateral (select coalesce(not alive.is_hired, false) as is_heard) as heard
+  where w.fleet = p_fleet
+    and w.kind = 'node'
+    and w.status in ('spawning', 'active', 'terminating')
+    and (
+      (w.node - 'at' - 'since') is distinct from said.node
+      or w.concurrency <> alive.places
+      or (w.node ->> 'at')::timestamptz <= windlass.now() - make_interval(secs => p_repeat_s)
+      or (heard.is_heard and w.last_heartbeat is null)
+    )
+$$;
+
 create function windlass.report_nodes(
   p_holder text, p_term bigint, p_fleet text, p_queues text[], p_lease_s double precision, p_nodes jsonb
 ) returns table (worker_id text, is_ending boolean)
@@ -137,32 +178,38 @@ as $$
 declare
   v_now timestamptz := windlass.now();
   v_nodes windlass.node_report[] := array(select n from jsonb_populate_recordset(null::windlass.node_report, p_nodes) as n);
+  v_news windlass.node_news[];
   v_gone record;
 begin
   perform windlass.require_lease('ray:' || p_fleet, p_holder, p_term);
 
+  -- The row of its earlier life makes room; its events stay.
+  delete from windlass.workers w
+  using unnest(v_nodes) as n
+  where w.id = n.worker_id
+    and not n.is_hired
+    and w.kind = 'node'
+    and w.slot is null
+    and w.status = 'terminated';
   perform windlass.register_worker(
     n.worker_id, p_fleet, p_queues, n.places, p_lease_s, n.host, p_kind => 'node')
   from unnest(v_nodes) as n
   where not n.is_hired
     and not exists (select from windlass.workers w where w.id = n.worker_id);
-  update windlass.workers w
-  set last_heartbeat = v_now, heartbeat_gapless_since = coalesce(w.heartbeat_gapless_since, v_now)
-  from unnest(v_nodes) as n
-  where w.id = n.worker_id
-    and not n.is_hired
-    and w.status in ('spawning', 'active', 'terminating');
+
+  v_news := array(select n from windlass.news_of_nodes(p_fleet, v_nodes, p_lease_s / 6) as n);
+  -- All at once and in the order of their ids, as place_tasks locks them.
+  perform from windlass.workers w
+  where w.id = any (array(select n.worker_id from unnest(v_news) as n))
+  order by w.id
+  for no key update;
 
   for v_gone in
-    select w.id, coalesce(max(n.death), 'it is no longer in the cluster') as death
-    from windlass.workers w
-    left join unnest(v_nodes) as n on n.worker_id = w.id
-    where w.fleet = p_fleet
-      and w.kind = 'node'
-      and w.slot is null
+    select w.id, coalesce(n.node ->> 'note', 'it is no longer in the cluster') as death
+    from unnest(v_news) as n
+    join windlass.workers w on w.id = n.worker_id
+    where n.is_over
       and w.status in ('spawning', 'active', 'terminating')
-    group by w.id
-    having count(n.total) = 0
     order by w.id
   loop
     perform windlass.requeue_tasks_of(array[v_gone.id], 'NODE_DEAD', format('node %s: %s', v_gone.id, v_gone.death));
@@ -173,29 +220,18 @@ begin
   end loop;
 
   update windlass.workers w
-  set concurrency = coalesce(news.places, w.concurrency),
-      node = news.node || jsonb_build_object(
+  set concurrency = coalesce(n.places, w.concurrency),
+      last_heartbeat = case when n.is_heard then v_now else w.last_heartbeat end,
+      heartbeat_gapless_since = case
+        when n.is_heard then coalesce(w.heartbeat_gapless_since, v_now) else w.heartbeat_gapless_since
+      end,
+      node = n.node || jsonb_build_object(
         'at', v_now,
-        'since', case when w.node ->> 'state' = news.node ->> 'state' then w.node -> 'since' else to_jsonb(v_now) end
+        'since', case when w.node ->> 'state' = n.node ->> 'state' then w.node -> 'since' else to_jsonb(v_now) end
       )
-  from (
-    select h.id, alive.places,
-      case
-        when alive.worker_id is not null then jsonb_build_object(
-          'state', 'alive', 'node_id', alive.node_id, 'total', alive.total, 'used', alive.used)
-        when dead.worker_id is not null or h.node ->> 'state' in ('alive', 'dead') then jsonb_build_object(
-          'state', 'dead', 'node_id', coalesce(dead.node_id, h.node ->> 'node_id'),
-          'note', coalesce(dead.death, h.node ->> 'note', 'it is no longer in the cluster'))
-        else jsonb_build_object('state', 'absent')
-      end as node
-    from windlass.workers h
-    left join unnest(v_nodes) as alive on alive.worker_id = h.id and alive.total is not null
-    left join unnest(v_nodes) as dead on dead.worker_id = h.id and dead.death is not null
-    where h.fleet = p_fleet
-      and h.kind = 'node'
-      and h.status in ('spawning', 'active', 'terminating')
-  ) as news
-  where w.id = news.id;
+  from unnest(v_news) as n
+  where w.id = n.worker_id
+    and w.status in ('spawning', 'active', 'terminating');
 
   return query
     select w.id, w.status in ('terminating', 'error')

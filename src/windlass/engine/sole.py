@@ -1,0 +1,95 @@
+"""The right to keep a Ray head of one's own: one orchestrator of a database has it at a time, by a lease.
+
+Two heads are two clusters: whom one orchestrator hires into its own, the dispatcher of the other never sees. Several
+orchestrators share a head that is none of theirs; without one, the next keeps a head when the one before it is gone.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import structlog
+
+from windlass.model.errors import ConfigError, DatabaseUnavailable, WindlassError
+from windlass.model.node import HEAD_LEASE
+from windlass.ports.control import Candidate, Standby
+
+LEASE_S = 10.0
+RENEWALS_PER_LEASE = 4
+# One that was killed leaves its lease behind, and whoever takes its place waits until that is over, and a little.
+PATIENCE_LEASES = 1.5
+_FIX = "set RAY_ADDRESS to one head for all of them, or run one"
+log = structlog.get_logger(__name__)
+
+
+class Leases(Protocol):
+    async def lead(self, candidate: Candidate) -> int | Standby: ...
+
+    async def resign(self, candidate: Candidate) -> None: ...
+
+
+@asynccontextmanager
+async def sole_head(leases: Leases, lease_s: float = LEASE_S) -> AsyncIterator[None]:
+    """For as long as this is open, nobody else has the right. Raises ConfigError if another has it and goes on.
+
+    When it is lost all the same (we were cut off from the database for longer than the lease, and another was not),
+    what goes on in here is cancelled, and WindlassError raised.
+    """
+    ourselves = Candidate(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}", lease_s, HEAD_LEASE)
+    term = await _wait_for(leases, ourselves)
+    owner, keeper = asyncio.current_task(), asyncio.create_task(_keep(leases, ourselves, term))
+    if owner is None:
+        raise AssertionError("contexts are entered by tasks")
+    is_lost = False
+
+    def on_end(_keeper: object) -> None:
+        nonlocal is_lost
+        is_lost = not keeper.cancelled()
+        if is_lost:
+            owner.cancel()
+
+    keeper.add_done_callback(on_end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not is_lost:
+            raise
+        owner.uncancel()
+        raise WindlassError(
+            f"another `windlass up` keeps a Ray head of its own since the database was away from here: {_FIX}."
+        ) from None
+    finally:
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        with contextlib.suppress(DatabaseUnavailable):
+            await leases.resign(ourselves)
+
+
+async def _wait_for(leases: Leases, ourselves: Candidate) -> int:
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + PATIENCE_LEASES * ourselves.ttl_s
+    while isinstance(led := await leases.lead(ourselves), Standby):
+        if loop.time() >= give_up_at:
+            raise ConfigError(
+                "another `windlass up` keeps a Ray head of its own for this database, and two heads would be two "
+                f"clusters: {_FIX}."
+            )
+        log.info("another `windlass up` keeps a Ray head; waiting for its end", lease_s=round(led.expires_in_s, 1))
+        await asyncio.sleep(min(max(led.expires_in_s, 0.05), max(0.05, give_up_at - loop.time())))
+    return led
+
+
+async def _keep(leases: Leases, ourselves: Candidate, term: int) -> None:
+    """Until it is lost."""
+    while True:
+        await asyncio.sleep(ourselves.ttl_s / RENEWALS_PER_LEASE)
+        try:
+            if await leases.lead(ourselves) != term:
+                return
+        except DatabaseUnavailable as error:
+            log.warning("the right to keep a Ray head is not renewed: the database is away", error=str(error))

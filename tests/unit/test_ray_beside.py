@@ -1,0 +1,89 @@
+"""What is kept beside fleets whose tasks Ray places, and what is refused before anybody is hired for them."""
+
+from pathlib import Path
+
+import pytest
+
+from windlass.configure import load_config
+from windlass.engine.supervise import Programs
+from windlass.engine.versions import our_versions
+from windlass.model.bootstrap import BootstrapSettings
+from windlass.model.errors import ConfigError
+from windlass.model.machine import MachineRequest
+from windlass.providers.local import LocalProvider
+from windlass.wire.engine import RayBeside, check_ray, dispatchers
+from windlass.wire.providers import _with_ray, provider
+
+FLEET = """
+[fleets.a]
+provider = "ray-local"
+queues = ["q"]
+handler = "app:work"
+max_workers = 2
+"""
+ADDRESS = "10.0.0.5:6379"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def write(toml: str) -> None:
+    Path("windlass.toml").write_text(toml)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_the_same"),
+    [
+        ("max_workers = 2", "max_workers = 9", True),
+        ("app:work", "app:other", False),
+        ('["q"]', '["q", "r"]', False),
+        ("max_workers = 2", "max_workers = 2\n[fleets.a.ray]\nnum_cpus = 2", False),
+        ("[fleets.a]", "[worker]\ntimeout_s = 5\n[fleets.a]", False),
+    ],
+    ids=["how many are hired", "what runs", "its queues", "what tasks need", "how long tasks may take"],
+)
+def test_a_dispatcher_starts_anew_when_what_it_goes_by_has_changed(before: str, after: str, is_the_same: bool) -> None:
+    write(FLEET)
+    first = dispatchers(load_config(), ADDRESS)
+    assert list(first) == ["a"]
+    write(FLEET.replace(before, after))
+    assert (dispatchers(load_config(), ADDRESS) == first) is is_the_same
+
+
+async def test_a_reload_that_would_need_a_head_or_another_one_is_refused() -> None:
+    write(FLEET)
+    config = load_config().config
+    with pytest.raises(ConfigError, match="fleet a is the first whose tasks Ray places.*start `windlass up` again"):
+        await RayBeside(Programs(), None).check(config)
+    with pytest.raises(
+        ConfigError, match=f"nodes join the Ray head at {ADDRESS}, and ray_address is now 10.0.0.6:6379"
+    ):
+        await RayBeside(Programs(), ADDRESS).check(config.model_copy(update={"ray_address": "10.0.0.6:6379"}))
+
+
+async def test_an_image_that_cannot_work_is_refused_whoever_hires() -> None:
+    write('[fleets.a]\nprovider = "hetzner"\nengine = "ray"\nhandler = "app:work"\nhetzner.image = "ubuntu-22.04"\n')
+    with pytest.raises(ConfigError, match="ubuntu-22.04, which has Python 3.10"):
+        await check_ray(load_config().config)
+
+
+def test_nodes_get_our_ray_with_what_was_asked_for_beside_it() -> None:
+    asked = BootstrapSettings(requirements=("numpy", "ray[data]>=2", "ray-lightning", "Ray [serve]"))
+    ours = our_versions().ray
+    assert _with_ray(asked).requirements == ("numpy", "ray-lightning", f"ray[data,serve]=={ours}")
+    assert _with_ray(BootstrapSettings(requirements=("ray==1.0",))).requirements == (f"ray=={ours}",)
+
+
+def test_only_nodes_are_told_how_to_join_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "hush")
+    write(FLEET + '[fleets.plain]\nhandler = "app:work"\n')
+    config = load_config().config.model_copy(update={"ray_address": ADDRESS})
+    told = {}
+    for name, fleet in config.fleets.items():
+        hires = provider(name, fleet, config, "i")
+        assert isinstance(hires, LocalProvider)
+        told[name] = hires._environment(MachineRequest("w", name, 0))
+    assert {name: "RAY_AUTH_TOKEN" in environment for name, environment in told.items()} == {"a": True, "plain": False}

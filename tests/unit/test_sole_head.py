@@ -1,0 +1,50 @@
+"""One Ray head of our own for a database, whoever else would keep one."""
+
+import asyncio
+from datetime import UTC, datetime
+from random import Random
+
+import pytest
+
+from windlass.engine.sole import sole_head
+from windlass.model.config import Retention
+from windlass.model.errors import ConfigError, WindlassError
+from windlass.model.node import HEAD_LEASE
+from windlass.ports.control import Candidate
+from windlass.store.memory_engine import MemoryEngineStore
+
+LEASE_S = 0.4
+
+
+@pytest.fixture
+def store() -> MemoryEngineStore:
+    return MemoryEngineStore(lambda: datetime.now(UTC), Retention(), Random(1))  # noqa: S311
+
+
+async def test_a_second_one_is_refused_for_as_long_as_the_first_goes_on(store: MemoryEngineStore) -> None:
+    async with sole_head(store, LEASE_S):
+        with pytest.raises(ConfigError, match="another `windlass up` keeps a Ray head .* set RAY_ADDRESS to one head"):
+            async with sole_head(store, LEASE_S):
+                pytest.fail("two heads")
+    async with asyncio.timeout(LEASE_S / 2), sole_head(store, LEASE_S):
+        pass  # whoever ends in good order leaves nothing to wait for
+
+
+async def test_one_that_was_killed_is_waited_for_no_longer_than_its_lease(store: MemoryEngineStore) -> None:
+    await store.lead(Candidate("killed", LEASE_S, HEAD_LEASE))
+    async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
+        pass
+
+
+async def test_who_loses_the_right_stops(store: MemoryEngineStore) -> None:
+    with pytest.raises(WindlassError, match="another `windlass up` keeps a Ray head of its own since"):
+        async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
+            store._leases[HEAD_LEASE].holder = "another"
+            store._leases[HEAD_LEASE].term += 1
+            await asyncio.Event().wait()
+
+
+async def test_being_cancelled_by_others_is_not_taken_for_that(store: MemoryEngineStore) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(LEASE_S / 4), sole_head(store, LEASE_S):
+            await asyncio.Event().wait()
