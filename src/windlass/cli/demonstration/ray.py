@@ -31,6 +31,9 @@ from windlass.model.task import new_task
 TOML = """\
 data_dir = '{data_dir}'
 
+[api]
+port = 0  # any that is free: for the dashboard
+
 [control]
 lease_s = 10
 
