@@ -115,8 +115,8 @@ class OverHttp:
     async def fail(self, worker_id: str, task_id: int, token: UUID, error: str, **how: Any) -> TaskStatus | None:
         return await self.as_worker(worker_id).fail(worker_id, task_id, token, error, **how)
 
-    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str) -> bool:
-        return await self.as_worker(worker_id).release(worker_id, task_id, token, reason)
+    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
+        return await self.as_worker(worker_id).release(worker_id, task_id, token, reason, delay_s)
 
     async def heartbeat(
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None

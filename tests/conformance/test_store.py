@@ -431,6 +431,17 @@ async def test_a_worker_that_lost_its_claim_cannot_finish_the_task(store: Store,
     assert await codes(store, task_id=claim.task_id) == ["TASK_RELEASED", "LATE_RESULT"]
 
 
+async def test_a_task_given_back_with_a_delay_is_nobodys_until_then(store: Store, clock: Any) -> None:
+    claim = await claimed(store)
+    assert await store.release("w1", claim.task_id, claim.token, "no place for it yet", 30.0)
+    task = await task_of(store, claim)
+    assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
+    assert await store.next_run_after(("q",)) == task.run_after is not None
+    assert await store.claim("w1", ("q",), 1) == []
+    clock.advance(31)
+    assert [again.task_id for again in await store.claim("w1", ("q",), 1)] == [claim.task_id]
+
+
 async def test_a_late_result_cannot_finish_the_attempt_of_another(store: Store) -> None:
     old = await claimed(store)
     await store.release("w1", old.task_id, old.token, "given back")

@@ -5,9 +5,11 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -27,12 +29,19 @@ HANDLERS = Path(__file__).parent
 WAIT_S = 60.0
 POLL_S = 0.05
 LEASE_S = 6.0
+# Ray's own patience with nodes that do not answer is a minute; here it is some seconds.
+PATIENCE = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
 
 
 @contextmanager
 def head_beside() -> Iterator[HeadAddress]:
     """A head kept by a loop in another thread, for as long as this is open."""
     environment, started, ended = dict(os.environ), threading.Event(), threading.Event()
+    os.environ.update(PATIENCE)
     found: list[HeadAddress] = []
     loop = asyncio.new_event_loop()
 
@@ -83,6 +92,7 @@ class Bed:
     fleet: str = field(default_factory=lambda: f"many-{secrets.token_hex(3)}")
     settings: dict[str, Any] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
 
     # ------------------------------------------------------------------------------------------------- processes
 
@@ -94,6 +104,16 @@ class Bed:
             arguments = ["node", "--address", self.head.address, "--settings", offered, "--queue", "q"]
             timing = ["--heartbeat-interval", "1", "--lease", str(LEASE_S), "--chdir", str(HANDLERS)]
             self.start(worker_id, *arguments, *timing, WINDLASS_WORKER_ID=worker_id, WINDLASS_FLEET=self.fleet)
+
+    def join(self, name: str, resources: dict[str, float], **environment: str) -> None:
+        """A node of others: plain `ray start`, as KubeRay or `ray up` would."""
+        command = ["ray.scripts.scripts", "start", "--block", f"--address={self.head.address}", "--num-gpus=0"]
+        offered = ["--num-cpus=2", f"--resources={json.dumps(resources)}", "--object-store-memory=83886080"]
+        ports = ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
+        # Ray puts sockets there, whose names have to be short.
+        folder = tempfile.mkdtemp(prefix="wl-ray-", dir="/tmp")
+        self.folders.append(folder)
+        self._start(name, [*command, *offered, *ports, f"--temp-dir={folder}"], environment, cwd=HANDLERS)
 
     async def _write_intent(self, worker_id: str, slot: int) -> None:
         async with self.store._connection("hiring for a test") as connection:
@@ -119,14 +139,20 @@ class Bed:
             "heartbeat_timeout_s": LEASE_S,
             **self.settings,
         }
-        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items() if value is not None]
         config.write_text("\n".join([f"[fleets.{self.fleet}]", *lines]))
         return self.start(name, "dispatch", "--fleet", self.fleet, "--config", str(config))
 
     def start(self, name: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+        return self._start(name, ["windlass", "ray", *arguments], environment)
+
+    def _start(
+        self, name: str, module: list[str], environment: dict[str, str], cwd: Path | None = None
+    ) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "windlass", "ray", *arguments],
+                [sys.executable, "-m", *module],
+                cwd=cwd,
                 env={**os.environ, "DATABASE_URL": self.dsn, "RAY_ADDRESS": self.head.address, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -154,6 +180,8 @@ class Bed:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(WAIT_S)
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")

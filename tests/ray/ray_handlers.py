@@ -55,6 +55,24 @@ def _async(_task: Any) -> Any:
     return _awaited()
 
 
+def _actor(task: Any) -> Any:
+    """A model that is loaded once, whichever process asks for it."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Model:
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def ask(self) -> tuple[int, int]:
+            self.asked += 1
+            return os.getpid(), self.asked
+
+    if "model" not in _warm:
+        _warm["model"] = Model.options(name=task.payload["name"], get_if_exists=True).remote()
+    return ray.get(_warm["model"].ask.remote())
+
+
 def _nested(_task: Any) -> Any:
     import ray
 

@@ -1,6 +1,7 @@
 """Tasks through a real Ray: a head for all, for each test its own nodes, dispatchers and database."""
 
 import asyncio
+import contextlib
 import json
 import signal
 from collections import Counter
@@ -9,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from ray_bed import Bed, head_beside, made_bed, until
+from ray_bed import WAIT_S, Bed, head_beside, made_bed, until
 
 from windlass.engine.head import HeadAddress
 from windlass.engine.versions import our_versions
@@ -49,6 +51,7 @@ async def test_tasks_behave_as_with_workers_that_claim(bed: Bed, tmp_path: Path)
         "dies": new_task("q", {"do": "die"}, max_attempts=1),
         "late": new_task("q", {"s": 60}, timeout_s=0.5, max_attempts=1),
         "misfit": new_task("q", {"ray_resources": {"num_cpus": -1}}),
+        "too large": new_task("q", {"ray_resources": {"num_cpus": 8}}),
         "small": new_task("q", {"ray_resources": {"num_cpus": 0.5}}),
     }
     ids = {name: await bed.add(task) for name, task in wanted.items()}
@@ -76,15 +79,20 @@ async def test_tasks_behave_as_with_workers_that_claim(bed: Bed, tmp_path: Path)
         "dies": "CHILD_DIED",
         "late": "TIMEOUT",
         "misfit": "BAD_RESOURCES",
+        "too large": "BAD_RESOURCES",
     }
     assert "on purpose" in found["fails"].error
     assert found["never"].attempts == 1
-    # Who has run it is in its row; the one that could run nowhere stayed the dispatcher's.
-    ran = {task.worker_id for name, task in found.items() if name != "misfit"}
+    # Who has run it is in its row; those that could run nowhere stayed the dispatcher's.
+    ran = {task.worker_id for name, task in found.items() if name not in ("misfit", "too large")}
     assert ran <= {"n1", "n2"}
     assert Path(json.loads(found["plain"].result)["cwd"]) == Path(__file__).parent
     (first,) = await bed.finished([held])
     assert first.status is TaskStatus.COMPLETE
+    # An actor keeps its model for all of them.
+    asked = [json.loads(task.result) for task in await bed.finished(await bed.enqueue(6, do="actor", name=bed.fleet))]
+    assert len({pid for pid, _ in asked}) == 1
+    assert sorted(count for _, count in asked) == [1, 2, 3, 4, 5, 6]
     # The process of the cancelled one was ended: its place is free again for as many as the cluster holds.
     more = await bed.finished(await bed.enqueue(4, s=0.1))
     assert all(task.status is TaskStatus.COMPLETE for task in more)
@@ -113,6 +121,31 @@ async def test_never_more_is_claimed_than_ray_can_hold_and_the_margin(bed: Bed) 
     assert set(by) == {"n1", "n2"}
 
 
+async def test_queues_that_need_different_things_share_what_there_is(bed: Bed) -> None:
+    """Three classes of tasks, two places and no margin: never do more run than two, and each gets its turn."""
+    queues = ("q", "r", "t")
+    bed.settings.update({"queues": queues, "ray.margin": 0, "ray.queues.r.memory_mb": 1, "ray.queues.t.memory_mb": 2})
+    await bed.hire("n1", cpus=2)
+    ids = {queue: [await bed.add(new_task(queue, {"s": 0.2})) for _ in range(8)] for queue in queues}
+    bed.dispatch()
+    held: list[int] = []
+    order: list[str] = []
+
+    async def are_complete() -> bool:
+        held.append(len(await bed.store.tasks(status=TaskStatus.RUNNING, limit=1000)))
+        done = {task.id for task in await bed.store.tasks(status=TaskStatus.COMPLETE, limit=1000)}
+        order.extend(queue for queue in queues if queue not in order and done.issuperset(ids[queue]))
+        return len(order) == len(queues)
+
+    await until(are_complete, "all tasks")
+    # Beside those that have a place, those that had it and are being written down as finished.
+    assert 2 <= max(held) <= 2 + 2
+    # No queue had to wait for the end of another.
+    tasks = [task for queue in queues for task in await bed.finished(ids[queue])]
+    first_end = min(max(task.finished_at for task in tasks if task.queue == queue) for queue in queues)
+    assert all(min(task.finished_at for task in tasks if task.queue == queue) < first_end for queue in queues)
+
+
 async def test_a_node_killed_in_the_middle_costs_time_and_nothing_else(bed: Bed, tmp_path: Path) -> None:
     await bed.hire("n1", "n2")
     bed.dispatch()
@@ -137,6 +170,40 @@ async def test_a_node_killed_in_the_middle_costs_time_and_nothing_else(bed: Bed,
     assert len(begun) == sum(task.attempts for task in tasks)
     assert bed.processes["n1"].wait(10) == 2, bed.log("n1")
     assert bed.log("n1").strip().rpartition("\n")[2].startswith("windlass: the Ray node ended by itself")
+
+
+@pytest.mark.timeout(240)
+async def test_a_node_that_is_cut_off_for_longer_than_ray_waits_is_given_up_and_nothing_counts_twice(
+    bed: Bed, tmp_path: Path
+) -> None:
+    await bed.hire("n1", "n2")
+    bed.dispatch()
+    await bed.joined("n1", "n2")
+    ids = await bed.enqueue(8, s=1.0, mark=str(tmp_path / "begun"))
+    await until(lambda: bed.running_on("n1"), "tasks on n1")
+    raylet = bed.raylet_of("n1")
+    stopped = [raylet, *raylet.children(recursive=True)]
+    try:
+        for process in stopped:
+            process.suspend()
+        held = {task.id for task in await bed.running_on("n1")}
+        tasks = await bed.finished(ids, 2 * WAIT_S)
+    finally:
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+    assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
+    again = {task.id: task.worker_id for task in tasks if task.attempts == 2}
+    assert held and again == dict.fromkeys(held, "n2")
+    # What it still has to say comes too late, it hears that it was given up, and makes room for another.
+    assert await asyncio.to_thread(bed.processes["n1"].wait, 30) == 2, bed.log("n1")
+    after = await bed.finished(ids)
+    assert [(task.result, task.attempts, task.worker_id) for task in after] == [
+        (task.result, task.attempts, task.worker_id) for task in tasks
+    ]
+    begun = (tmp_path / "begun").read_text().split()
+    assert len(begun) // 2 == sum(task.attempts for task in tasks)
+    assert "n1" in await bed.nodes("dead")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "cut off for a while"])
@@ -203,6 +270,88 @@ async def test_tasks_of_a_cluster_that_is_not_ours_belong_to_its_nodes(bed: Bed)
     assert task.worker_id == "n1"
     workers = await bed.store.workers()
     assert {worker.id for worker in workers if worker.kind is WorkerKind.NODE} == {"n1"}  # the head can hold none
+
+
+async def test_a_cluster_of_others_grows_by_what_waits_and_nodes_that_lack_our_program_are_passed_over(
+    bed: Bed, head: HeadAddress, tmp_path: Path
+) -> None:
+    """Nodes without our labels; the fleet's usual tasks need what none has, those of its queue `q` do not."""
+    from windlass.engine.cluster import Cluster
+
+    own = f"of-{bed.fleet}"
+    bed.settings.update({"provider": "ray", "queues": ["q", "g"], "ray.num_gpus": 1, "ray.margin": 2})
+    bed.settings[f"ray.queues.q.resources.{own}"] = 1
+    dispatcher = bed.dispatch()
+    ids = await bed.enqueue(6, s=0.3)
+    cluster = Cluster(head.address)
+
+    async def is_demanded() -> bool:
+        return await asyncio.to_thread(_is_demanded, cluster, own)
+
+    await until(is_demanded, "demand in Ray")
+    assert len(await bed.store.tasks(status=TaskStatus.RUNNING, limit=100)) == 2
+    bed.join("good", {own: 1})
+
+    async def has_begun() -> bool:
+        return bool(await bed.store.tasks(status=TaskStatus.COMPLETE, limit=1))
+
+    await until(has_begun, "the first end")
+    broken = tmp_path / "broken" / "windlass"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('not installed here')")
+    bed.join("bare", {own: 4}, PYTHONPATH=str(broken.parent))
+
+    async def are_both_there() -> bool:
+        return len(await bed.nodes("alive")) == 2
+
+    await until(are_both_there, "the bare node's joining")
+    ids += await bed.enqueue(8, s=0.3)
+    tasks = await bed.finished(ids)
+    assert "windlass cannot be used on node" in bed.log("dispatcher")
+    assert {(task.status, task.attempts) for task in tasks} == {(TaskStatus.COMPLETE, 1)}
+    (worker_id,) = {task.worker_id for task in tasks}
+    worker = await bed.store.worker(worker_id)
+    assert worker is not None and worker.kind is WorkerKind.NODE and worker_id.startswith("ray-")
+    assert dispatcher.poll() is None
+    released = [event for id_ in ids for event in await bed.store.events(task_id=id_) if event.code == "TASK_RELEASED"]
+    assert not released
+
+
+def _is_demanded(cluster: Any, resource: str) -> bool:
+    from ray.core.generated.autoscaler_pb2 import GetClusterResourceStateReply
+
+    state = GetClusterResourceStateReply.FromString(cluster._gcs().get_cluster_resource_state(5.0))
+    wanted = [one.request.resources_bundle for one in state.cluster_resource_state.pending_resource_requests]
+    return any(resource in bundle for bundle in wanted)
+
+
+async def test_a_command_is_run_and_ends_with_its_attempt(bed: Bed, tmp_path: Path) -> None:
+    script, pid_file = tmp_path / "command.sh", tmp_path / "pid"
+    script.write_text(f"read task; case $task in *wait*) echo $$ > {pid_file}; exec sleep 60;; *) echo $task;; esac")
+    bed.settings.update({"handler": None, "exec": f"sh {script}"})
+    await bed.hire("n1")
+    bed.dispatch()
+    await bed.joined("n1")
+    echoed = await bed.add(new_task("q", {"say": "hello"}, max_attempts=1))
+    endless = await bed.add(new_task("q", {"say": "wait"}))
+    (task,) = await bed.finished([echoed])
+    assert (task.status, json.loads(task.result)) == (TaskStatus.COMPLETE, {"say": "hello"}), task.error
+
+    async def pid() -> int | None:
+        return int(pid_file.read_text()) if pid_file.exists() and pid_file.read_text() else None
+
+    process = psutil.Process(await until(pid, "the command's start"))
+    assert await bed.store.cancel_task(endless, "not wanted")
+    await asyncio.to_thread(process.wait, 15)
+    # A command that is nowhere is no task's fault: the dispatcher says so and ends.
+    bed.processes["dispatcher"].terminate()
+    bed.settings["exec"] = "nowhere-to-be-found"
+    refused = bed.dispatch("second")
+    given_back = await bed.add(new_task("q", {}))
+    assert await asyncio.to_thread(refused.wait, 30) == 2, bed.log("second")
+    assert "cannot find the command 'nowhere-to-be-found'" in bed.log("second").strip().rpartition("\n")[2]
+    task = await bed.store.task(given_back)
+    assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
 
 
 @contextmanager

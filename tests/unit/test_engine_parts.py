@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections import Counter
-from dataclasses import replace
 from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
@@ -11,14 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, ClusterNode, label_value
-from windlass.engine.dispatcher import Dispatch, _Nodes
+from windlass.engine.cluster import label_value
 from windlass.engine.gate import Gate
 from windlass.engine.needs import needs_of
 from windlass.engine.room import Flight, NodeRoom, capacity, free_places, places
 from windlass.engine.versions import Versions, check_node_image, check_versions
 from windlass.model.errors import BadInput, ConfigError
-from windlass.model.fleet import FleetConfig
 from windlass.model.ray import RaySettings, TaskNeeds, frozen
 from windlass.model.task import Claim
 
@@ -123,6 +120,34 @@ def test_without_a_node_that_could_hold_one_nothing_is_claimed() -> None:
     assert free_places({"a": NodeRoom(CPU, CPU)}, {}, CPU, margin=5) == 5
 
 
+def test_tasks_that_fit_nowhere_take_no_room_from_others() -> None:
+    nodes = {"a": NodeRoom({"CPU": 2.0})}
+    misfits = {Flight(frozen({"CPU": 8.0})): 12}
+    assert free_places(nodes, misfits, CPU, margin=2) == free_places(nodes, {}, CPU, margin=2) == 4
+
+
+def test_of_a_cluster_that_may_grow_as_many_as_the_margin_wait_for_a_node() -> None:
+    waiting = [{Flight(frozen(CPU)): count} for count in range(4)]
+    assert [free_places({}, flights, CPU, margin=2, is_awaited=True) for flights in waiting] == [2, 1, 0, 0]
+    assert free_places({}, {}, CPU, margin=0, is_awaited=True) == 1
+    # Full is not awaited: its places become free.
+    full = {"a": NodeRoom(CPU, CPU)}
+    assert free_places(full, {}, CPU, margin=2, is_awaited=False) == 2
+
+
+@pytest.mark.parametrize("needs", [{}, {"disk": 0.001}], ids=["nothing", "hardly anything"])
+def test_of_tasks_that_need_no_processor_a_node_takes_a_limited_number(needs: dict[str, float]) -> None:
+    nodes = {"a": NodeRoom({"CPU": 2.0, "disk": 10.0}), "b": NodeRoom({"CPU": 2.0, "disk": 10.0})}
+    flights: Counter[Flight] = Counter()
+    for number in range(1000):
+        if not free_places(nodes, flights, needs, margin=3):
+            break
+        flights[Flight(frozen(needs), ("a", "b", None)[number % 3])] += 1
+    assert flights.total() == 2 * 100 + 3
+    # They are in nobody's way who needs one.
+    assert free_places(nodes, flights, CPU, margin=0) == 4 - 3
+
+
 def test_a_task_on_a_node_that_is_gone_takes_no_place() -> None:
     assert free_places({"a": NodeRoom(CPU)}, {Flight(frozen(CPU), "gone"): 1}, CPU, margin=0) == 1
 
@@ -181,23 +206,6 @@ def test_names_of_fleets_become_labels_that_ray_accepts_and_that_differ() -> Non
     labels = {label_value("a:b"), label_value("a-b"), label_value("a:b:"), label_value("x" * 63)}
     assert len(labels) == 4
     assert all(":" not in label and len(label) <= 63 for label in labels)
-
-
-def test_fleets_that_share_a_cluster_have_each_their_own_rows_of_its_nodes() -> None:
-    """Else one that takes over would take the other's tasks back."""
-    strange = ClusterNode("f" * 56, True, {}, "10.0.0.7", {"CPU": 4.0}, {}, is_head=False)
-    hired = replace(strange, node_id="e" * 56, labels={FLEET_LABEL: "a", WORKER_LABEL: "a-1"})
-    seen: dict[str, list[tuple[str, bool]]] = {}
-    for fleet in ("a", "b", "x" * 63):
-        config = FleetConfig(provider="ray", engine="ray")
-        nodes = _Nodes(Dispatch(fleet, config, "10.0.0.5:6379", True, 1000, None))
-        nodes.see([strange, hired], {})
-        seen[fleet] = [(node.worker_id, getattr(node, "is_hired", False)) for node in nodes.report(CPU)]
-        assert [nodes.worker_of(node.node_id) for node in (strange, hired)] == [name for name, _ in seen[fleet]]
-    assert seen["a"] == [(f"ray-a-{'f' * 16}", False), ("a-1", True)]
-    assert seen["b"] == [(f"ray-b-{'f' * 16}", False), (f"ray-b-{'e' * 16}", False)]
-    # Names of workers are labels in Ray.
-    assert all(label_value(name) == name for names in seen.values() for name, _ in names)
 
 
 # -------------------------------------------------------------------------------------------------------- gate

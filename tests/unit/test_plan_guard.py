@@ -278,7 +278,7 @@ def test_a_slot_that_keeps_breaking_is_given_up_after_five_restarts_in_five_minu
 @pytest.mark.parametrize("tasks", [0, 1, 2, 7, 40])
 @pytest.mark.parametrize("settings", [{}, {"min_workers": 2}, {"idle_buffer": 2}, {"concurrency": 3}], ids=str)
 def test_a_constant_load_gives_no_actions_after_convergence(policy: str, tasks: int, settings: dict[str, Any]) -> None:
-    config = fleet(policy=policy, max_workers=8, stuck_timeout_s=1e9, **settings)
+    config = fleet(policy=policy, max_workers=8, stuck_timeout_s=1e8, **settings)
     world = Clockwork(config, snapshot(queued=tasks), beating)
     for _ in range(60):
         world.cycle()

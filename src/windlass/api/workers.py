@@ -152,7 +152,7 @@ def worker_routes(face: Face) -> APIRouter:
 
     @router.post(http.RELEASE, **documented(http.Released, "Give a task back", "released"))
     async def release(call: http.ReleaseCall, worker: Worker) -> Response:
-        is_released = await store.release(worker.worker_id, call.task_id, call.token, call.reason)
+        is_released = await store.release(worker.worker_id, call.task_id, call.token, call.reason, call.delay_s)
         return _released(http.Released(is_released))
 
     @router.post(http.HEARTBEAT, **documented(Pulse, "A heartbeat", "pulse"))

@@ -10,18 +10,19 @@ import asyncio
 import contextlib
 import json
 import os
-import pickle
 import queue
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import Claim
 from windlass.worker.attempt import run_handler
+from windlass.worker.command import CommandExecutor
 from windlass.worker.executor import Failure, Outcome
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
@@ -53,9 +54,10 @@ class NotStarted:
 
 @dataclass(frozen=True, slots=True)
 class NoHandler:
-    """There is nothing to run on this node, and so on no other."""
+    """This node has nothing to run it with."""
 
     why: str
+    node_id: str
 
 
 Answer = Outcome | NotStarted | NoHandler
@@ -111,18 +113,35 @@ _handlers: dict[str, Handler] = {}
 _runner: asyncio.Runner | None = None
 
 
-def run_packed(packed: bytes) -> Answer:
-    """An attempt as the driver packs it: a pickled claim and job."""
-    claim, job = pickle.loads(packed)  # noqa: S301 - from our dispatcher, by Ray, which pickles all there is
-    return run_attempt(claim, job)
+def portable() -> Callable[[bytes], Any]:
+    """What Ray runs for a packed claim and job. It is sent as it is, so that it runs on nodes without our program too.
+
+    It returns an Answer, or the node's id and why our program is of no use there.
+    """
+
+    def windlass_attempt(packed: bytes) -> Any:
+        import pickle  # noqa: PLC0415 - everything it uses, it finds where it runs
+
+        import ray  # noqa: PLC0415
+
+        try:
+            from windlass.engine.attempt import run_attempt  # noqa: PLC0415
+
+            claim, job = pickle.loads(packed)  # noqa: S301 - from our dispatcher, by Ray, which pickles all there is
+        except Exception as error:
+            return ray.get_runtime_context().get_node_id(), f"{type(error).__name__}: {error}"
+        return run_attempt(claim, job)
+
+    return windlass_attempt
 
 
 def run_attempt(claim: Claim, job: Job) -> Answer:
     # Loaded before it is asked for: the time of a task is not to be spent on its handler's imports.
     try:
         handler = _handler(job.handler) if job.handler is not None else None
+        command = _command(job) if job.command is not None else None
     except HandlerNotFound as error:
-        return NoHandler(str(error))
+        return NoHandler(str(error), _node_id())
     try:
         line = _line(job.gate)
         if not line.may_start(str(claim.token), _node_id()):
@@ -131,8 +150,10 @@ def run_attempt(claim: Claim, job: Job) -> Answer:
         _hang_up(job.gate)
         return NotStarted(f"the dispatcher at {job.gate[0]}:{job.gate[1]} could not be asked ({error})")
     report = _reporter(line, str(claim.token))
+    if command is not None:
+        return _run_command(command, claim, report)
     if handler is None:
-        return _run_command(claim, job, report)
+        return Failure("HANDLER_ERROR", "there is neither a handler nor a command to run", retry=False)
     task = RunningTask(
         id=claim.task_id,
         queue=claim.queue,
@@ -143,15 +164,6 @@ def run_attempt(claim: Claim, job: Job) -> Answer:
         _report=report,
     )
     return run_handler(handler, task, job.max_result_bytes, lambda result: _loop().run(_awaited(result)))
-
-
-def _run_command(claim: Claim, job: Job, report: ReportProgress) -> Outcome:
-    from windlass.worker.command import CommandExecutor  # noqa: PLC0415 - only where commands are run
-
-    if job.command is None:
-        return Failure("HANDLER_ERROR", "there is neither a handler nor a command to run", retry=False)
-    executor = CommandExecutor(job.command, memory_limit_bytes=None, max_result_bytes=job.max_result_bytes)
-    return _loop().run(executor.run(claim, report))
 
 
 def _node_id() -> str:
@@ -180,6 +192,20 @@ def _handler(spec: str) -> Handler:
     if spec not in _handlers:
         _handlers[spec] = load_handler(spec)
     return _handlers[spec]
+
+
+def _command(job: Job) -> CommandExecutor:
+    """Looked up for each attempt: a command may be installed, or go, while this process lives."""
+    executor = CommandExecutor(job.command or "", max_result_bytes=job.max_result_bytes)
+    _loop().run(executor.start())
+    return executor
+
+
+def _run_command(command: CommandExecutor, claim: Claim, report: ReportProgress) -> Answer:
+    try:
+        return _loop().run(command.run(claim, report))
+    except HandlerNotFound as error:
+        return NoHandler(str(error), _node_id())
 
 
 def _loop() -> asyncio.Runner:

@@ -14,8 +14,8 @@ import contextlib
 import os
 import socket
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -23,25 +23,18 @@ import structlog
 
 from windlass.control.leader import Trust
 from windlass.engine.attempt import Job
-from windlass.engine.cluster import (
-    FLEET_LABEL,
-    WORKER_LABEL,
-    Cluster,
-    ClusterNode,
-    ClusterReplaced,
-    ClusterUnavailable,
-    label_value,
-)
+from windlass.engine.cluster import WORKER_LABEL, Cluster, ClusterReplaced, ClusterUnavailable
 from windlass.engine.driver import Driver
 from windlass.engine.executor import Flights, RayExecutor
 from windlass.engine.gate import Gate
+from windlass.engine.nodes import Nodes, Outlook
 from windlass.engine.placing import Placer
-from windlass.engine.room import Flight, NodeRoom, capacity, free_places, places
+from windlass.engine.room import Flight, Needs, free_places
 from windlass.engine.versions import check_versions, our_versions
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
-from windlass.model.node import AliveNode, DeadNode, Resources, dispatcher_lease
-from windlass.model.ray import RaySettings, frozen
+from windlass.model.node import dispatcher_lease
+from windlass.model.ray import RaySettings
 from windlass.model.task import Claim
 from windlass.model.worker import WorkerKind
 from windlass.ports.control import Candidate, LeaseLost, Standby
@@ -56,8 +49,8 @@ LEASE_S = 10.0
 RENEWALS_PER_LEASE = 4
 # From one look at Ray's nodes to the next.
 LOOK_INTERVAL_S = 0.5
-# The least of so many looks: what others use of a node for long, and not the moment between two of our own tasks.
-LOOKS_REMEMBERED = 3
+# What waits since before a node was lost, and for so long after, waits perhaps for that node.
+STUCK_S = 10.0
 # From the first question that the head did not answer.
 HEAD_TIMEOUT_S = 10.0
 # Tasks at hand at the same time, however large the cluster is.
@@ -71,85 +64,14 @@ class HeadLost(WindlassError):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What a dispatcher is to do. `is_foreign`: on the nodes of a cluster that is not ours, whoever they are."""
+    """What a dispatcher is to do."""
 
     fleet: str
     config: FleetConfig
     address: str
-    is_foreign: bool
     max_result_bytes: int
     timeout_s: float | None
     version: str | None = None
-
-
-@dataclass(slots=True)
-class _Nodes:
-    """Ray's nodes of this fleet, as last seen."""
-
-    dispatch: Dispatch
-    alive: dict[str, ClusterNode] = field(default_factory=dict)
-    dead: dict[str, ClusterNode] = field(default_factory=dict)
-    # Worker ids that get no more tasks.
-    barred: set[str] = field(default_factory=set)
-    looks: dict[str, deque[Mapping[str, float]]] = field(default_factory=dict)
-
-    def see(self, nodes: list[ClusterNode], ours: Mapping[str, Resources]) -> None:
-        """`ours`: what our own attempts use of each node."""
-        own = [node for node in nodes if self._is_of_fleet(node)]
-        self.alive = {node.node_id: node for node in own if node.is_alive}
-        self.dead = {node.node_id: node for node in own if not node.is_alive}
-        self.looks = {node_id: self.looks.get(node_id, deque(maxlen=LOOKS_REMEMBERED)) for node_id in self.alive}
-        for node_id, node in self.alive.items():
-            mine = ours.get(node_id, {})
-            self.looks[node_id].append({name: max(0.0, used - mine.get(name, 0.0)) for name, used in node.used.items()})
-
-    def _is_of_fleet(self, node: ClusterNode) -> bool:
-        if self.dispatch.is_foreign:
-            return True
-        return node.labels.get(FLEET_LABEL) == label_value(self.dispatch.fleet) and WORKER_LABEL in node.labels
-
-    def worker_of(self, node_id: str) -> str | None:
-        node = self.alive.get(node_id)
-        return self._worker_id(node) if node is not None else None
-
-    def _worker_id(self, node: ClusterNode) -> str:
-        # With the fleet: several may feed the same cluster, and each has its own row of a node, with its own tasks.
-        return self._hired_id(node) or label_value(f"ray-{self.dispatch.fleet}-{node.node_id[:16]}")
-
-    def _hired_id(self, node: ClusterNode) -> str | None:
-        """Its worker's, if it was hired for this fleet. One that another fleet hired is a stranger's."""
-        is_ours = node.labels.get(FLEET_LABEL) == label_value(self.dispatch.fleet)
-        return node.labels.get(WORKER_LABEL) if is_ours else None
-
-    def rooms(self) -> dict[str, NodeRoom]:
-        return {
-            node_id: NodeRoom(node.total, _least(self.looks[node_id]))
-            for node_id, node in self.alive.items()
-            if self._worker_id(node) not in self.barred
-        }
-
-    def report(self, needs: Resources) -> list[AliveNode | DeadNode]:
-        """`needs` of the fleet's usual tasks, by which places are counted."""
-        alive = [
-            AliveNode(
-                self._worker_id(node),
-                node.node_id,
-                node.total,
-                node.used,
-                places=max(1, places(node.total, needs)),
-                host=node.address,
-                is_hired=self._hired_id(node) is not None,
-            )
-            for node in self.alive.values()
-            # What can hold none of our tasks (a head without CPUs) is no worker of ours.
-            if self._hired_id(node) is not None or places(node.total, needs)
-        ]
-        living = {node.worker_id for node in alive}
-        return alive + [
-            DeadNode(self._worker_id(node), node.node_id, node.death or "Ray has given it up")
-            for node in self.dead.values()
-            if self._worker_id(node) not in living
-        ]
 
 
 class Dispatcher:
@@ -159,15 +81,20 @@ class Dispatcher:
         self._open_transport = open_transport
         self._cluster = Cluster(dispatch.address)
         self._name = f"ray-{dispatch.fleet}-{uuid4().hex[:8]}"
-        self._driver = Driver(dispatch.address, None if dispatch.is_foreign else dispatch.fleet, self._name)
+        offer = dispatch.config.node_offer
+        # On a cluster that is not ours tasks run on its nodes, whoever they are.
+        self._driver = Driver(dispatch.address, None if offer is None else dispatch.fleet, self._name)
         holder = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:6]}"
         self._candidate = Candidate(holder, LEASE_S, dispatcher_lease(dispatch.fleet))
         self._trust = Trust(self._candidate)
-        self._nodes = _Nodes(dispatch)
+        self._nodes = Nodes(dispatch.fleet, dispatch.config.ray, dispatch.config.queues, offer)
         self._stop = asyncio.Event()
-        self._runtimes: list[WorkerRuntime] = []
+        self._runtimes: deque[WorkerRuntime] = deque()
+        self._places: list[_Places] = []
         self._drained: set[str] = set()
         self._head_silent_since: float | None = None
+        # When a node was last lost, until what waits since then has been called back.
+        self._lost_at: float | None = None
 
     def stop(self) -> None:
         """Let what runs finish, give back what has not begun, and end. A second time: give everything back."""
@@ -226,7 +153,7 @@ class Dispatcher:
     async def _act(self, term: int) -> None:
         """One term: until stopped, or until something ends it, which is raised."""
         placer = Placer(self._store)
-        flights = Flights(self._nodes.worker_of, placer.place, self._look_again)
+        flights = Flights(self._nodes, placer.place)
         gate = Gate(flights.may_start, flights.on_progress)
         driver = self._driver
         driver.use(
@@ -239,7 +166,7 @@ class Dispatcher:
         )
         try:
             await self._look(flights, term)
-            self._runtimes = list(self._make_runtimes(RayExecutor(driver, flights, self._settings), flights))
+            self._make_runtimes(RayExecutor(driver, flights, self._settings), flights)
             if self._stop.is_set():
                 self.stop()
             await self._run_beside(self._renew(term), self._watch(flights, term))
@@ -265,9 +192,16 @@ class Dispatcher:
                 runtime.drain("the term is over", 0.0)
             await asyncio.gather(*watching, *working, return_exceptions=True)
 
-    def _make_runtimes(self, executor: RayExecutor, flights: Flights) -> Iterator[WorkerRuntime]:
+    def _make_runtimes(self, executor: RayExecutor, flights: Flights) -> None:
         config = self._dispatch.config
-        for number, (needs, queues) in enumerate(self._settings.classes(config.queues).items()):
+        classes = self._settings.classes(config.queues)
+
+        def count_free(needs: Needs) -> int:
+            return self._count_free(needs, flights)
+
+        self._places = [_Places(needs, executor, count_free, self._look_again) for needs in classes]
+        self._runtimes.clear()
+        for number, (queues, places) in enumerate(zip(classes.values(), self._places, strict=True)):
             settings = WorkerSettings(
                 queues=queues,
                 fleet=self._dispatch.fleet,
@@ -281,22 +215,20 @@ class Dispatcher:
                 kind=WorkerKind.DISPATCHER,
                 remarks={"ray_address": self._dispatch.address, "ray_dashboard": self._driver.dashboard_url},
             )
-            own = _OwnFlights(executor)
-            yield WorkerRuntime(settings, self._open_transport, own, self._free_places(dict(needs), own, flights))
+            self._runtimes.append(WorkerRuntime(settings, self._open_transport, places, places))
 
-    def _free_places(self, needs: Resources, own: "_OwnFlights", flights: Flights) -> Callable[[int], int]:
-        kind = Flight(frozen(needs))
-
-        def count(running: int) -> int:
-            if not self._trust.is_valid or self._head_silent_since is not None:
-                return 0
-            # Claimed, and not yet on their way to Ray.
-            about_to = running - own.count
-            seen = flights.counts + Counter({kind: about_to})
-            free = free_places(self._nodes.rooms(), seen, needs, self._settings.margin)
-            return min(free, MAX_IN_FLIGHT - len(flights) - about_to)
-
-        return count
+    def _count_free(self, needs: Needs, flights: Flights) -> int:
+        if not self._trust.is_valid or self._head_silent_since is not None:
+            return 0
+        reserved = Counter({Flight(places.needs): places.reserved for places in self._places})
+        free = free_places(
+            self._nodes.rooms(),
+            flights.counts + reserved,
+            dict(needs),
+            self._settings.margin,
+            is_awaited=self._nodes.outlook(needs) is Outlook.AWAITED,
+        )
+        return max(0, min(free, MAX_IN_FLIGHT - len(flights) - reserved.total()))
 
     # ---------------------------------------------------------------------------------------------- what is watched
 
@@ -334,12 +266,13 @@ class Dispatcher:
             return
         self._head_silent_since = None
         before = set(self._nodes.alive)
-        self._nodes.see(nodes, _used_by(flights.counts))
-        if set(self._nodes.alive) - before:
-            self._look_again()
-        if not any(capacity(self._nodes.rooms(), dict(needs)) for needs in self._classes):
+        if self._nodes.see(nodes, _used_by(flights.counts)):
+            self._lost_at = now
+        if self._lost_at is not None and now >= self._lost_at + STUCK_S:
+            flights.ground(waiting_since=self._lost_at)
+            self._lost_at = None
+        else:
             flights.ground()
-        usual = self._settings.as_resources()
         config = self._dispatch.config
         try:
             barred = await self._store.report_nodes(
@@ -348,12 +281,14 @@ class Dispatcher:
                 self._dispatch.fleet,
                 config.queues,
                 config.heartbeat_timeout_s,
-                self._nodes.report(usual),
+                self._nodes.report(),
             )
         except DatabaseUnavailable as error:
             log.warning("nodes not reported", error=str(error))
             return
-        self._nodes.barred = set(barred)
+        self._nodes.bar(barred)
+        if set(self._nodes.alive) - before:
+            self._look_again()
         await self._drain({worker_id for worker_id, is_ending in barred.items() if is_ending})
 
     async def _drain(self, ending: set[str]) -> None:
@@ -372,6 +307,8 @@ class Dispatcher:
         self._drained &= self._nodes.alive.keys()
 
     def _look_again(self) -> None:
+        # Who is woken first claims first: each class in its turn, or one would take every place that becomes free.
+        self._runtimes.rotate(-1)
         for runtime in self._runtimes:
             runtime.look_again()
 
@@ -379,17 +316,35 @@ class Dispatcher:
     def _settings(self) -> RaySettings:
         return self._dispatch.config.ray
 
-    @property
-    def _classes(self) -> Iterable[tuple[tuple[str, float], ...]]:
-        return self._settings.classes(self._dispatch.config.queues)
 
+class _Places:
+    """The places for one class of tasks, which are those of the other classes too. Counts what is not yet in flight."""
 
-class _OwnFlights:
-    """Counts the attempts of one runtime that are in flight."""
-
-    def __init__(self, executor: RayExecutor) -> None:
+    def __init__(
+        self, needs: Needs, executor: RayExecutor, count_free: Callable[[Needs], int], on_less: Callable[[], None]
+    ) -> None:
+        self.needs = needs
         self._executor = executor
-        self.count = 0
+        self._count_free = count_free
+        self._on_less = on_less
+        self._held = 0
+        self._in_flight = 0
+
+    @property
+    def reserved(self) -> int:
+        """Being claimed, or claimed and not yet on their way to Ray."""
+        return self._held - self._in_flight
+
+    def hold(self, count: int) -> None:
+        is_less = count < self._held
+        self._held = count
+        if is_less:
+            self._on_less()
+
+    def free(self) -> int:
+        return self._count_free(self.needs)
+
+    # ------------------------------------------------------------------------------------- as its runtime's executor
 
     async def start(self) -> None:
         await self._executor.start()
@@ -398,11 +353,11 @@ class _OwnFlights:
         await self._executor.close()
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
-        self.count += 1
+        self._in_flight += 1
         try:
             return await self._executor.run(claim, report)
         finally:
-            self.count -= 1
+            self._in_flight -= 1
 
 
 def _used_by(flights: Mapping[Flight, int]) -> dict[str, dict[str, float]]:
@@ -413,10 +368,3 @@ def _used_by(flights: Mapping[Flight, int]) -> dict[str, dict[str, float]]:
             for name, amount in flight.needs:
                 amounts[name] = amounts.get(name, 0.0) + count * amount
     return used
-
-
-def _least(looks: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    seen = list(looks)
-    if len(seen) < LOOKS_REMEMBERED:
-        return {}
-    return {name: min(look.get(name, 0.0) for look in seen) for name in seen[0]}

@@ -11,8 +11,8 @@ import pickle
 from collections.abc import Collection
 from typing import Any
 
-from windlass.engine.attempt import Answer, Job, run_packed
-from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, label_value
+from windlass.engine.attempt import Answer, Job, NoHandler, portable
+from windlass.engine.cluster import FLEET_LABEL, label_value
 from windlass.model.errors import WindlassError
 from windlass.model.node import Resources
 from windlass.model.ray import frozen
@@ -23,6 +23,8 @@ CONNECT_TIMEOUT_S = 30.0
 # From the order to end an attempt to the end of its process. It then is not there, or out of our reach with its node.
 END_TIMEOUT_S = 5.0
 MAX_HANDLES = 1_000
+# Ray gives it to every node; our own labels only those have that we hired.
+NODE_LABEL = "ray.io/node-id"
 
 
 class Driver:
@@ -32,6 +34,7 @@ class Driver:
         self._address = address
         self._fleet = fleet
         self._name = name
+        self._function: Any = None
         self._handles: dict[object, Any] = {}
         self._job: Job | None = None
         self.host = ""
@@ -67,16 +70,16 @@ class Driver:
         """For all attempts from here on."""
         self._job = job
 
-    def submit(self, claim: Claim, needs: Resources, barred: Collection[str]) -> Any:
+    def submit(self, claim: Claim, needs: Resources, closed: Collection[str]) -> Any:
         # Bytes are what Ray handles fastest: objects of ours it would take apart with cloudpickle, each by itself.
-        return self._handle(needs, barred).remote(pickle.dumps((claim, self._job)))
+        return self._handle(needs, closed).remote(pickle.dumps((claim, self._job)))
 
     async def answer(self, reference: Any) -> Answer:
         """What came of it. Whatever Ray says of an attempt that it could not bring to an end is a failure."""
         from ray import exceptions  # noqa: PLC0415
 
         try:
-            answer: Answer = await asyncio.wrap_future(reference.future())
+            answer: Answer | tuple[str, str] = await asyncio.wrap_future(reference.future())
         except exceptions.OutOfMemoryError as error:
             return Failure("OUT_OF_MEMORY", _first_line(error))
         except (exceptions.NodeDiedError, exceptions.ObjectLostError, exceptions.OwnerDiedError) as error:
@@ -87,6 +90,11 @@ class Driver:
             return Failure("WORKER_ERROR", str(error)[-4000:])
         except exceptions.RayError as error:
             return Failure("ENGINE_ERROR", f"{type(error).__name__}: {_first_line(error)}")
+        if isinstance(answer, tuple):
+            node_id, why = answer
+            return NoHandler(
+                f"windlass cannot be used on node {node_id} ({why}): install the same version there.", node_id
+            )
         return answer
 
     async def end(self, reference: Any) -> None:
@@ -99,23 +107,25 @@ class Driver:
                 await asyncio.to_thread(ray.cancel, reference, force=True)
                 await asyncio.wrap_future(reference.future())
 
-    def _handle(self, needs: Resources, barred: Collection[str]) -> Any:
-        key = (frozen(needs), tuple(sorted(barred)))
+    def _handle(self, needs: Resources, closed: Collection[str]) -> Any:
+        key = (frozen(needs), frozenset(closed))
         handle = self._handles.get(key)
         if handle is None:
             if len(self._handles) >= MAX_HANDLES:
                 self._handles.clear()
-            handle = self._handles[key] = self._make_handle(dict(needs), barred)
+            handle = self._handles[key] = self._make_handle(dict(needs), closed)
         return handle
 
-    def _make_handle(self, needs: dict[str, float], barred: Collection[str]) -> Any:
+    def _make_handle(self, needs: dict[str, float], closed: Collection[str]) -> Any:
         import ray  # noqa: PLC0415
 
+        if self._function is None:
+            self._function = ray.remote(portable())
         labels = {}
         if self._fleet is not None:
             labels[FLEET_LABEL] = label_value(self._fleet)
-        if barred:
-            labels[WORKER_LABEL] = f"!in({','.join(sorted(barred))})"
+        if closed:
+            labels[NODE_LABEL] = f"!in({','.join(sorted(closed))})"
         options: dict[str, Any] = {
             "num_cpus": needs.pop("CPU", 0),
             "num_gpus": needs.pop("GPU", 0),
@@ -127,7 +137,7 @@ class Driver:
             options["memory"] = needs.pop("memory")
         if labels:
             options["label_selector"] = labels
-        return ray.remote(run_packed).options(resources=needs, **options)
+        return self._function.options(resources=needs, **options)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,21 +1,27 @@
 """One attempt, seen through Ray from its claim to its outcome.
 
 It is handed to Ray, waits there for a place, reports at our gate from the node it was placed on, becomes that node's
-task in the database, and only then begins. A node that gets no more tasks sends it on to another; one that finds no
-node to begin on is given back. The time limit counts from the beginning; when it is over, or the claim is gone, the
-attempt's process is ended.
+task in the database, and only then begins. A node that gets no more tasks, or lacks what it takes to run it, sends it
+on to another. Whatever it has to wait for, what it may expect is looked at again before each way to Ray, and when nodes
+change: one that no node can hold is given back, and one that none ever could has failed. The time limit counts from the
+beginning; when it is over, or the claim is gone, the attempt's process is ended.
 """
 
 import asyncio
+import math
+import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import UUID
 
+import structlog
+
 from windlass.engine.attempt import Answer, NoHandler, NotStarted
 from windlass.engine.needs import needs_of
-from windlass.engine.room import Flight, Needs
+from windlass.engine.nodes import Outlook
+from windlass.engine.room import Flight, Needs, NodeRoom, homeless
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.node import Placement, Resources, Verdict
 from windlass.model.ray import RaySettings, frozen
@@ -25,18 +31,44 @@ from windlass.worker.handler import ReportProgress
 
 # Nodes that end while an attempt waits for one send it on; so many at once is no longer a coincidence.
 MAX_SUBMISSIONS = 20
+# A task that no node can hold, while others of its queue find places, is not looked at again before this, and half as
+# long again at most: it would be claimed and given back in a circle.
+MISFIT_DELAY_S = 20.0
+# One that its node sent away just when it was to end: what we know of the nodes is newer by then.
+SENT_AWAY_DELAY_S = 1.0
 # What the engine answers for, and no handler.
 ENGINES_FAILURES = ("NODE_LOST", "ENGINE_ERROR")
+log = structlog.get_logger(__name__)
 
 
 class Hands(Protocol):
     """Who hands attempts to Ray: driver.py."""
 
-    def submit(self, claim: Claim, needs: Resources, barred: Sequence[str]) -> Any: ...
+    def submit(self, claim: Claim, needs: Resources, closed: Collection[str]) -> Any:
+        """`closed`: nodes that are not to have it."""
 
     async def answer(self, reference: Any) -> Answer: ...
 
     async def end(self, reference: Any) -> None: ...
+
+
+class Nodes(Protocol):
+    """Where attempts may run: nodes.py."""
+
+    @property
+    def closed(self) -> Collection[str]: ...
+
+    def is_alive(self, node_id: str) -> bool: ...
+
+    def worker_of(self, node_id: str) -> str | None: ...
+
+    def outlook(self, needs: Needs, shunned: Collection[str] = ()) -> Outlook: ...
+
+    def rooms(self) -> Mapping[str, NodeRoom]: ...
+
+    def refuse(self, node_id: str, why: str) -> bool: ...
+
+    def why_refused(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -46,12 +78,17 @@ class _Flight:
     frozen_needs: Needs
     report: ReportProgress
     # Nodes that would not have it.
-    barred: set[str] = field(default_factory=set)
+    shunned: set[str] = field(default_factory=set)
     node_id: str | None = None
     is_lost: bool = False
+    # Called back from Ray, to look at what it may expect.
     is_grounded: bool = False
+    # It ran on a node that is gone.
+    is_down: bool = False
     on_start: Callable[[], None] = lambda: None
     reference: Any = None
+    # By the clock of the event loop.
+    submitted_at: float = 0.0
 
     @property
     def kind(self) -> Flight:
@@ -63,14 +100,11 @@ class Flights:
 
     def __init__(
         self,
-        worker_of: Callable[[str], str | None],
+        nodes: Nodes,
         place: Callable[[Placement], "asyncio.Future[Verdict]"],
-        on_change: Callable[[], None],
     ) -> None:
-        """`worker_of`: the worker whose node that is. `on_change`: there may be more room."""
-        self._worker_of = worker_of
+        self.nodes = nodes
         self._place = place
-        self._on_change = on_change
         self._flights: dict[UUID, _Flight] = {}
         # Of each kind.
         self.counts: Counter[Flight] = Counter()
@@ -78,13 +112,25 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def ground(self) -> None:
-        """No node is there: give back what has not begun, or it would wait in our name and nobody would be hired."""
+    def ground(self, waiting_since: float = -math.inf) -> None:
+        """Call back what waits where no node can hold it: in our name it would wait for ever, and nobody be hired.
+
+        And give up what runs on nodes that are gone: from one that was cut off, Ray would wait for minutes to hear.
+        What it was about to place there waits as long: what waits since before `waiting_since` is called back too.
+        """
         for flight in self._flights.values():
+            if flight.reference is None:
+                continue
             if flight.node_id is None:
-                flight.is_grounded = True
-                if flight.reference is not None:
-                    flight.on_start()
+                is_stuck = flight.submitted_at < waiting_since
+                flight.is_grounded = flight.is_grounded or is_stuck or not self._may_wait(flight)
+            else:
+                flight.is_down = flight.is_down or not self.nodes.is_alive(flight.node_id)
+            if flight.is_grounded or flight.is_down:
+                flight.on_start()
+
+    def _may_wait(self, flight: _Flight) -> bool:
+        return self.nodes.outlook(flight.frozen_needs, flight.shunned) in (Outlook.FITS, Outlook.AWAITED)
 
     def begin(self, claim: Claim, needs: Resources, report: ReportProgress) -> _Flight:
         flight = self._flights[claim.token] = _Flight(claim, needs, frozen(needs), report)
@@ -93,9 +139,8 @@ class Flights:
 
     def end(self, claim: Claim) -> None:
         self._uncount(self._flights.pop(claim.token))
-        self._on_change()
 
-    def _move(self, flight: _Flight, node_id: str | None) -> None:
+    def move(self, flight: _Flight, node_id: str | None) -> None:
         # It may have ended while the database was asked.
         if flight.claim.token in self._flights:
             self._uncount(flight)
@@ -112,17 +157,20 @@ class Flights:
     # --------------------------------------------------------------------------------------- what the gate brings
 
     async def may_start(self, token: UUID, node_id: str) -> bool:
-        flight, worker_id = self._flights.get(token), self._worker_of(node_id)
-        if flight is None or worker_id is None or flight.is_grounded:
+        flight, worker_id = self._flights.get(token), self.nodes.worker_of(node_id)
+        if flight is None or flight.is_grounded or flight.is_down:
             return False
-        self._move(flight, node_id)
+        if worker_id is None:
+            flight.shunned.add(node_id)
+            return False
+        self.move(flight, node_id)
         verdict = await self._place(Placement(flight.claim.task_id, token, worker_id))
         if verdict is Verdict.PLACED:
             flight.on_start()
             return True
-        self._move(flight, None)
+        self.move(flight, None)
         if verdict is Verdict.BARRED:
-            flight.barred.add(worker_id)
+            flight.shunned.add(node_id)
         else:
             flight.is_lost = True
         return False
@@ -159,28 +207,58 @@ class RayExecutor:
     async def _fly(self, flight: _Flight) -> Outcome:
         why = ""
         for _ in range(MAX_SUBMISSIONS):
+            if not self._may_go(flight):
+                return Failure(
+                    "BAD_RESOURCES", f"no node of its fleet has what it needs: {_words(flight)}", retry=False
+                )
+            if flight.is_grounded:
+                # Ray may not have let go of it. Given back, it comes again with a token that what is left lacks.
+                break
             answer = await self._submit(flight)
             if isinstance(answer, NoHandler):
-                raise HandlerNotFound(answer.why)
+                if self._flights.nodes.refuse(answer.node_id, answer.why):
+                    log.warning("a node cannot run our tasks", node_id=answer.node_id, why=answer.why)
+                self._flights.move(flight, None)
+                answer = NotStarted(answer.why)
             if isinstance(answer, Failure) and answer.code in ENGINES_FAILURES and flight.node_id is None:
                 # Its node was lost before it could begin: it is sent to another, and no attempt has been made.
                 answer = NotStarted(answer.error)
             if not isinstance(answer, NotStarted):
                 return answer
             why = answer.why
-            if flight.is_lost or flight.is_grounded:
+            if flight.is_lost:
                 break
         raise NotBegun(why)
 
+    def _may_go(self, flight: _Flight) -> bool:
+        """False: no node ever could hold it. Raises NotBegun if none can now, HandlerNotFound if none can run it."""
+        nodes, outlook = self._flights.nodes, self._flights.nodes.outlook(flight.frozen_needs, flight.shunned)
+        if outlook is Outlook.REFUSED:
+            raise HandlerNotFound(nodes.why_refused())
+        is_one_too_many = outlook is Outlook.AWAITED and (
+            homeless(nodes.rooms(), self._flights.counts) > max(self._settings.margin, 1)
+        )
+        if outlook is Outlook.LATER or is_one_too_many:
+            raise NotBegun(f"no node can hold it now: it needs {_words(flight)}", self._delay_s(flight))
+        return outlook is not Outlook.NEVER
+
+    def _delay_s(self, flight: _Flight) -> float:
+        if flight.frozen_needs != frozen(self._settings.needs_of(flight.claim.queue).as_resources()):
+            return MISFIT_DELAY_S * (1.0 + random.random() / 2)  # noqa: S311
+        # Where no task of its queue has a place, none is claimed, and it is seen by whoever hires.
+        return SENT_AWAY_DELAY_S if flight.shunned else 0.0
+
     async def _submit(self, flight: _Flight) -> Answer:
         claim = flight.claim
-        reference = flight.reference = self._hands.submit(claim, flight.needs, sorted(flight.barred))
+        closed = flight.shunned | set(self._flights.nodes.closed)
+        reference = flight.reference = self._hands.submit(claim, flight.needs, closed)
         loop = asyncio.get_running_loop()
+        flight.submitted_at = loop.time()
         try:
             async with asyncio.timeout(None) as limit:
 
                 def on_start() -> None:
-                    if flight.is_grounded:
+                    if flight.is_grounded or flight.is_down:
                         limit.reschedule(loop.time())
                     elif claim.timeout_s is not None:
                         limit.reschedule(loop.time() + claim.timeout_s)
@@ -188,9 +266,13 @@ class RayExecutor:
                 flight.on_start = on_start
                 return await self._hands.answer(reference)
         except TimeoutError:
+            # Its end takes Ray a while. Whoever calls it back meanwhile must not find a limit that is over.
+            flight.on_start = lambda: None
             await self._hands.end(reference)
             if flight.is_grounded:
-                return NotStarted("no node could run it")
+                return NotStarted("it was called back from Ray, where nodes have changed")
+            if flight.is_down:
+                return Failure("NODE_LOST", "its node was lost: Ray has given it up")
             return time_limit_failure(claim.timeout_s or 0)
         except asyncio.CancelledError:
             await asyncio.shield(asyncio.ensure_future(self._hands.end(reference)))
@@ -198,3 +280,7 @@ class RayExecutor:
         finally:
             flight.on_start = lambda: None
             flight.reference = None
+
+
+def _words(flight: _Flight) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in flight.frozen_needs) or "nothing"

@@ -2,6 +2,7 @@
 
 What we have in flight is counted by ourselves, from the moment of the claim: Ray's own word on what is free comes late,
 and claims would overrun it. What others use of the same nodes (a handler's own Ray tasks, other jobs) is Ray's word.
+A task that no node could hold takes no room from those that one could.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,10 @@ from windlass.model.node import Resources
 # Amounts by name, in an order that makes equal ones equal.
 Needs = tuple[tuple[str, float], ...]
 
-# Of tasks that need nothing, a node takes as many as this.
+# Of tasks that need no processor, by which Ray would count them, a node takes as many as this.
 MAX_PLACES_PER_NODE = 100
+_PROCESSORS = ("CPU", "GPU")
+_SEATS = "windlass:seats"
 # Amounts are sums of decimal fractions: one that is smaller by this much is not smaller.
 TOLERANCE = 1e-6
 
@@ -36,8 +39,9 @@ class Flight:
 
 def places(free: Resources, needs: Resources) -> int:
     """How many tasks with these needs fit into what is free."""
-    counts = [int((free.get(name, 0.0) + TOLERANCE) // amount) for name, amount in needs.items() if amount > 0]
-    return max(0, min(counts, default=MAX_PLACES_PER_NODE))
+    free = {_SEATS: MAX_PLACES_PER_NODE, **free}
+    counts = (int((free.get(name, 0.0) + TOLERANCE) // amount) for name, amount in _taken(needs).items() if amount > 0)
+    return max(0, min(counts))
 
 
 def capacity(nodes: Mapping[str, NodeRoom], needs: Resources) -> int:
@@ -45,16 +49,37 @@ def capacity(nodes: Mapping[str, NodeRoom], needs: Resources) -> int:
     return sum(places(node.total, needs) for node in nodes.values())
 
 
-def free_places(nodes: Mapping[str, NodeRoom], flights: Mapping[Flight, int], needs: Resources, margin: int) -> int:
-    """How many more tasks with these needs to claim. Where no node could ever hold one: none, whatever the margin."""
+def homeless(nodes: Mapping[str, NodeRoom], flights: Mapping[Flight, int]) -> int:
+    """How many wait that no node could hold."""
+    waiting = ((dict(flight.needs), count) for flight, count in flights.items() if flight.node_id is None)
+    return sum(count for needs, count in waiting if not capacity(nodes, needs))
+
+
+def free_places(
+    nodes: Mapping[str, NodeRoom],
+    flights: Mapping[Flight, int],
+    needs: Resources,
+    margin: int,
+    *,
+    is_awaited: bool = False,
+) -> int:
+    """How many more tasks with these needs to claim.
+
+    Where no node could ever hold one: none, whatever the margin. But if one is awaited (`is_awaited`), as many as the
+    margin, and one at least: what waits in Ray is the demand that a cluster grows by.
+    """
     if not capacity(nodes, needs):
-        return 0
-    free = {node_id: _minus(node.total, node.others) for node_id, node in nodes.items()}
+        return max(0, max(margin, 1) - homeless(nodes, flights)) if is_awaited else 0
+    free = {
+        node_id: {_SEATS: MAX_PLACES_PER_NODE, **_minus(node.total, node.others)} for node_id, node in nodes.items()
+    }
     for flight, count in flights.items():
         if flight.node_id in free:
-            free[flight.node_id] = _minus(free[flight.node_id], dict(flight.needs), count)
-    waiting = ((dict(flight.needs), count) for flight, count in flights.items() if flight.node_id is None)
-    beyond = sum(_left_standing(free, tasks, count) for tasks, count in waiting)
+            free[flight.node_id] = _minus(free[flight.node_id], _taken(dict(flight.needs)), count)
+    beyond = 0
+    for flight, count in flights.items():
+        if flight.node_id is None and capacity(nodes, dict(flight.needs)):
+            beyond += _left_standing(free, dict(flight.needs), count)
     return max(0, sum(places(amounts, needs) for amounts in free.values()) + margin - beyond)
 
 
@@ -63,11 +88,16 @@ def _left_standing(free: dict[str, dict[str, float]], needs: Resources, count: i
     for node_id, amounts in free.items():
         seated = min(count, places(amounts, needs))
         if seated:
-            free[node_id] = _minus(amounts, needs, seated)
+            free[node_id] = _minus(amounts, _taken(needs), seated)
             count -= seated
         if not count:
             break
     return count
+
+
+def _taken(needs: Resources) -> Resources:
+    """Of a node by a task."""
+    return needs if any(needs.get(name) for name in _PROCESSORS) else {**needs, _SEATS: 1.0}
 
 
 def _minus(amounts: Resources, taken: Resources, times: int = 1) -> dict[str, float]:

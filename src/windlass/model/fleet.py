@@ -367,6 +367,16 @@ class FleetConfig(BaseModel):
             )
         return self
 
+    @property
+    def node_offer(self) -> RaySettings | None:
+        """What each of its Ray nodes is started with. None: they are others'."""
+        if self.provider == "ray":
+            return None
+        if self.provider != "ray-local":
+            return self.ray
+        # Many nodes share this host: each offers what its tasks need, not all there is.
+        return self.ray.offered(self.queues, self.concurrency)
+
     def _check_engine(self) -> None:
         if self.engine is None:
             if self.provider in ("ray-local", "ray"):
@@ -382,11 +392,9 @@ class FleetConfig(BaseModel):
         for name in self.ray.queues:
             if name not in self.queues:
                 raise ValueError(f"ray.queues names {name}, which is not among the fleet's queues")
-        if self.provider != "ray":
-            nodes = self.ray.offered(self.queues, self.concurrency) if self.provider == "ray-local" else self.ray
-            problem = nodes.problem_of_nodes(self.queues)
-            if problem is not None:
-                raise ValueError(problem)
+        problem = self.node_offer.problem_of_nodes(self.queues) if self.node_offer is not None else None
+        if problem is not None:
+            raise ValueError(problem)
 
     @property
     def is_of_this_host(self) -> bool:

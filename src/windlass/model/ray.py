@@ -92,16 +92,23 @@ class RaySettings(TaskNeeds):
 
     def problem_of_nodes(self, queues: tuple[str, ...]) -> str | None:
         """Why tasks of one of these queues would find no place on any node, as far as it is said what nodes have."""
-        said: dict[str, float | None] = {"CPU": self.node_cpus, "GPU": self.node_gpus}
         for queue in queues:
-            for name, amount in self.needs_of(queue).as_resources().items():
-                if name == "memory" or name.startswith(_FOUND_BY_RAY):
-                    continue
+            needs = self.needs_of(queue).as_resources()
+            for name, has in self.lacking(needs).items():
+                where = _SETTING_OF.get(name, "ray.node_resources")
+                return f"a task of queue {queue} needs {needs[name]:g} of {name} and a node has {has:g}: raise {where}"
+        return None
+
+    def lacking(self, needs: Resources) -> dict[str, float]:
+        """What a node that is started with these settings has too little of, as far as they say, and how much."""
+        said: dict[str, float | None] = {"CPU": self.node_cpus, "GPU": self.node_gpus}
+        found = {}
+        for name, amount in needs.items():
+            if name != "memory" and not name.startswith(_FOUND_BY_RAY):
                 has = said[name] if name in said else self.node_resources.get(name, 0.0)
                 if has is not None and amount > has:
-                    where = _SETTING_OF.get(name, "ray.node_resources")
-                    return f"a task of queue {queue} needs {amount:g} of {name} and a node has {has:g}: raise {where}"
-        return None
+                    found[name] = has
+        return found
 
     def classes(self, queues: tuple[str, ...]) -> dict[tuple[tuple[str, float], ...], tuple[str, ...]]:
         """The queues whose tasks need the same, together: a place for one is a place for all."""

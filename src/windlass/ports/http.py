@@ -34,6 +34,8 @@ UPKEEP = "/internal/worker/upkeep"
 
 # Who waits for work is answered within this time, whatever it asked for: proxies cut what is silent for longer.
 MAX_WAIT_S = 20.0
+# A task that is given back is claimed again within this time.
+MAX_DELAY_S = 3600.0
 # Claims in one answer: more than any worker has places for, few enough to hold in memory.
 MAX_CLAIMS = 2_000
 # Of results finished in one call, beyond the first: a batch must fit into a body.
@@ -136,6 +138,7 @@ class ReleaseCall:
     task_id: int
     token: UUID
     reason: str
+    delay_s: Annotated[float, Field(ge=0, le=MAX_DELAY_S)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ class WorkerTransport(Protocol):
     ) -> TaskStatus | None:
         """The attempt failed. Returns `error` or `failed`, or None if the claim was lost."""
 
-    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str) -> bool:
-        """Give a claimed task back as if never taken. False if the claim was lost."""
+    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
+        """Give a claimed task back as if never taken; nobody gets it before the delay. False if the claim was lost."""
 
     async def heartbeat(
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None

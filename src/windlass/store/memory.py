@@ -550,18 +550,18 @@ class MemoryStore:
         )
         return False
 
-    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str) -> bool:
+    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
         row = self._tasks.get(task_id)
         if row is None or not row.is_held_by(token):
             return False
-        self._release(row, worker_id, reason)
+        self._release(row, worker_id, reason, delay_s)
         return True
 
-    def _release(self, row: _TaskRow, worker_id: str, reason: str) -> None:
+    def _release(self, row: _TaskRow, worker_id: str, reason: str, delay_s: float = 0.0) -> None:
         self._stop(row)
         row.attempts -= 1
         row.token = row.worker_id = row.started_at = row.progress = row.progress_note = None
-        self._make_ready(row)
+        self._make_ready(row, self._clock() + _interval(delay_s) if delay_s > 0 else None)
         self._note("TASK_RELEASED", reason, worker_id=worker_id, task_id=row.id)
         self._announce(row.queue)
 
@@ -868,8 +868,8 @@ class MemoryStore:
 
     # ------------------------------------------------------------------------------------ the steps of a life
 
-    def _make_ready(self, row: _TaskRow) -> None:
-        row.status, row.run_after = TaskStatus.QUEUED, None
+    def _make_ready(self, row: _TaskRow, run_after: datetime | None = None) -> None:
+        row.status, row.run_after = TaskStatus.QUEUED, run_after
         self._queues[row.queue].place(row)
 
     def _stop(self, row: _TaskRow) -> None:

@@ -300,10 +300,10 @@ class PostgresStore:
             )
         return TaskStatus(status) if status is not None else None
 
-    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str) -> bool:
+    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
         async with self._connection("giving a task back") as connection:
             released = await connection.fetchval(
-                "select windlass.release_task($1, $2, $3, $4)", worker_id, task_id, token, reason
+                "select windlass.release_task($1, $2, $3, $4, $5)", worker_id, task_id, token, reason, delay_s
             )
         return bool(released)
 

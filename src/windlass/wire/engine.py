@@ -68,7 +68,6 @@ async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
                 fleet,
                 chosen,
                 config.ray_address,
-                is_foreign=chosen.provider == "ray",
                 max_result_bytes=config.max_payload_bytes,
                 timeout_s=config.worker.timeout_s,
                 version=version,

@@ -108,10 +108,9 @@ def _node_program(fleet: "FleetConfig", config: Config) -> tuple[str, ...]:
     """What makes a process of this host a node of the Ray cluster."""
     if config.ray_address is None:
         raise ConfigError("there is no Ray cluster to join: set RAY_ADDRESS, or use `windlass up`, which starts one.")
-    # Many nodes share this host: each offers what its tasks need, not all there is.
-    offered = fleet.ray.offered(fleet.queues, fleet.concurrency)
-    if offered.object_store_mb is None:
-        offered = offered.model_copy(update={"object_store_mb": LOCAL_OBJECT_STORE_MB})
+    offered = (fleet.node_offer or fleet.ray).model_copy(
+        update={"object_store_mb": fleet.ray.object_store_mb or LOCAL_OBJECT_STORE_MB}
+    )
     return ("windlass", "ray", "node", "--address", config.ray_address, "--settings", offered.model_dump_json())
 
 

@@ -27,7 +27,14 @@ Outcome = Success | Failure
 
 
 class NotBegun(Exception):
-    """Raised by `run`: the attempt did not begin, and will not here. Its task is given back, the attempt uncounted."""
+    """Raised by `run`: the attempt did not begin, and will not here. Its task is given back, the attempt uncounted.
+
+    `delay_s`: nobody is to claim it before, for nobody could begin it.
+    """
+
+    def __init__(self, why: str, delay_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.delay_s = delay_s
 
 
 class Executor(Protocol):

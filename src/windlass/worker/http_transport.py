@@ -215,9 +215,9 @@ class HttpTransport:
         failed = await self._post("reporting a failed attempt", http.FAIL, call, _FAILED)
         return failed.status
 
-    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str) -> bool:
+    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
         self._check_name(worker_id)
-        call = http.ReleaseCall(task_id, token, reason)
+        call = http.ReleaseCall(task_id, token, reason, delay_s)
         released = await self._post("giving a task back", http.RELEASE, call, _RELEASED)
         return released.is_released
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import psutil
 
@@ -101,8 +102,8 @@ class Group(asyncio.SubprocessProtocol):
 
     def write_all(self, data: bytes) -> None:
         """Write to standard input and close it. A process need not read it."""
-        pipe = self._started.get_pipe_transport(_STDIN)
-        if isinstance(pipe, asyncio.WriteTransport):
+        pipe = cast("asyncio.WriteTransport | None", self._started.get_pipe_transport(_STDIN))
+        if pipe is not None:
             pipe.write(data)
             pipe.close()
 
@@ -162,8 +163,8 @@ class Group(asyncio.SubprocessProtocol):
     # --------------------------------------------------------------------------------------- what asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if isinstance(transport, asyncio.SubprocessTransport):
-            self._transport = transport
+        # By its role, not by its class: those of another event loop (uvloop, which Ray installs) have other ancestors.
+        self._transport = cast("asyncio.SubprocessTransport", transport)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == _STDOUT and self._max_answer_bytes is not None:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import UUID, uuid4
 
 import structlog
@@ -52,10 +52,31 @@ POLL_MIN_INTERVAL_S = 0.05
 # A cancelled attempt has ended by then, or is an inline handler that will not; leaving does not wait for that one.
 CANCEL_TIMEOUT_S = 15.0
 FOREVER = float("inf")
+NOT_FINISHED = "its worker could not finish it"
 News = TypeVar("News", Pulse, SchemaMismatch)
-# From how many attempts have not ended to how many more may begin.
-FreePlaces = Callable[[int], int]
 log = structlog.get_logger(__name__)
+
+
+class Places(Protocol):
+    """The places of a worker, where they come and go or are others' too; `look_again` when there may be more."""
+
+    def hold(self, count: int) -> None:
+        """As many are taken: by attempts that have not ended, and while a claim is under way, by all it asks for."""
+
+    def free(self) -> int:
+        """How many more attempts may begin."""
+
+
+class OwnPlaces:
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._held = 0
+
+    def hold(self, count: int) -> None:
+        self._held = count
+
+    def free(self) -> int:
+        return self._count - self._held
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +143,10 @@ class WorkerRuntime:
         settings: WorkerSettings,
         open_transport: OpenTransport,
         executor: Executor,
-        free_places: FreePlaces | None = None,
+        places: Places | None = None,
     ) -> None:
-        """`free_places`: for one whose places come and go; `look_again` when there may be more."""
-        self._count_free = free_places or (lambda running: settings.concurrency - running)
+        """`places`: those of its settings, unless others are given."""
+        self._places = places or OwnPlaces(settings.concurrency)
         self._settings = settings
         self._open_transport = open_transport
         self._executor = executor
@@ -172,10 +193,6 @@ class WorkerRuntime:
         """There may be more places than there were."""
         self._orders.changed.set()
 
-    def _free_places(self, running: int) -> int:
-        return self._count_free(running) if self._may_claim else 0
-
-    @property
     def _may_claim(self) -> bool:
         return self._gpu.shows_gpu or not self._settings.needs_gpu
 
@@ -186,7 +203,7 @@ class WorkerRuntime:
                 self._loop.call_soon_threadsafe(self._tell_of_gpu)
 
     def _tell_of_gpu(self) -> None:
-        if not self._may_claim:
+        if not self._may_claim():
             log.warning("claiming nothing: workers of this fleet need a GPU, and this machine shows none")
         self.look_again()
 
@@ -229,7 +246,8 @@ class WorkerRuntime:
             self._readers,
             transport,
             self._open_transport,
-            self._free_places,
+            self._places,
+            self._may_claim,
         )
 
     async def _has_registered(self, life: "_Life") -> bool:
@@ -272,13 +290,20 @@ class _Attempt:
     note: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _GivenBack:
+    claim: Claim
+    why: str = NOT_FINISHED
+    delay_s: float = 0.0
+
+
 @dataclass(slots=True)
 class _Outbox:
     """What has ended and is not yet delivered. Only what the database has answered leaves it."""
 
     finished: list[Finished] = field(default_factory=list)
     failed: list[tuple[Claim, Failure]] = field(default_factory=list)
-    given_back: list[Claim] = field(default_factory=list)
+    given_back: list["_GivenBack"] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.finished or self.failed or self.given_back)
@@ -295,10 +320,14 @@ class _Life:
         readers: Sequence[GpuReader | StorageReader],
         transport: WorkerTransport,
         open_transport: OpenTransport,
-        free_places: FreePlaces,
+        places: Places,
+        may_claim: Callable[[], bool],
     ) -> None:
         self._settings = settings
-        self._count_free = free_places
+        self._places = places
+        self._may_claim = may_claim
+        # Places that a claim under way is for.
+        self._asked = 0
         # One call claims for at most half of the places: the other half works while the database does.
         self._claim_limit = (settings.concurrency + 1) // 2
         self._orders = orders
@@ -400,9 +429,12 @@ class _Life:
                 await self._wait_for_change(is_looking_for_work=free > 0)
 
     def _free_places(self) -> int:
-        if self._orders.is_draining or self._is_paused:
+        if self._orders.is_draining or self._is_paused or not self._may_claim():
             return 0
-        return self._count_free(len(self._running))
+        return self._places.free()
+
+    def _hold_places(self) -> None:
+        self._places.hold(len(self._running) + self._asked)
 
     async def _wait_for_change(self, *, is_looking_for_work: bool) -> None:
         if is_looking_for_work and (self._look_out is None or self._look_out.done()):
@@ -438,8 +470,10 @@ class _Life:
 
     async def _take_turn(self) -> None:
         """Deliver and claim. Results are what users waited for, and an outage of the database does not cost them."""
+        self._asked = min(self._free_places(), self._claim_limit)
+        self._hold_places()
         try:
-            turn = await self._deliver(min(self._free_places(), self._claim_limit))
+            turn = await self._deliver(self._asked)
             self._begin(turn.claims)
             self._unanswered = 0
         except UnknownWorker as error:
@@ -453,6 +487,9 @@ class _Life:
             await self._bear_with(error)
         except Exception as error:  # also what no driver should say: the work at hand is worth another try
             await self._bear_with(error)
+        finally:
+            self._asked = 0
+            self._hold_places()
 
     async def _bear_with(self, error: Exception) -> None:
         if self._unanswered == 0:
@@ -531,13 +568,12 @@ class _Life:
             error=failure.error.strip().rpartition("\n")[2],
         )
 
-    async def _give_back(self, claim: Claim) -> None:
+    async def _give_back(self, given_back: _GivenBack) -> None:
+        claim, why = given_back.claim, given_back.why
         # For a claim that was taken from us this touches no row.
-        is_given_back = await self._transport.release(
-            self._id, claim.task_id, claim.token, "its worker could not finish it"
-        )
+        is_given_back = await self._transport.release(self._id, claim.task_id, claim.token, why, given_back.delay_s)
         del self._held[claim.token]
-        log.warning("attempt ended before its time", task_id=claim.task_id, is_given_back=is_given_back)
+        log.warning("attempt ended before its time", task_id=claim.task_id, is_given_back=is_given_back, why=why)
 
     def _begin(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
@@ -584,15 +620,18 @@ class _Life:
 
         try:
             self._file(claim, await self._executor.run(claim, report))
-        except (asyncio.CancelledError, NotBegun):
-            self._outbox.given_back.append(claim)
+        except asyncio.CancelledError:
+            self._outbox.given_back.append(_GivenBack(claim))
+        except NotBegun as error:
+            self._outbox.given_back.append(_GivenBack(claim, str(error) or NOT_FINISHED, error.delay_s))
         except HandlerNotFound as error:
-            self._outbox.given_back.append(claim)
+            self._outbox.given_back.append(_GivenBack(claim))
             self._give_up(error)
         except Exception:
             # Ours, not the handler's. It must end all the same: a claim that is held is beaten for, for ever.
             self._file(claim, Failure("WORKER_ERROR", last_words(traceback.format_exc())))
         del self._running[claim.token]
+        self._hold_places()
         self._idle_since = time.monotonic()
         self._orders.changed.set()
 
@@ -609,7 +648,8 @@ class _Life:
         held = self._held[token]
         self._ready.remove(held)
         del self._running[token]
-        self._outbox.given_back.append(held.claim)
+        self._hold_places()
+        self._outbox.given_back.append(_GivenBack(held.claim))
         self._orders.changed.set()
 
     def _file(self, claim: Claim, outcome: Outcome) -> None:

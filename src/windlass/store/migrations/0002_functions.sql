@@ -395,9 +395,11 @@ begin
 end
 $$;
 
--- Gives a claimed task back as if it had never been taken: the attempt does not count. False if the claim is lost.
-create function windlass.release_task(p_worker_id text, p_task_id bigint, p_token uuid, p_reason text)
-returns boolean
+-- Gives a claimed task back as if it had never been taken: the attempt does not count. Nobody gets it before the delay is
+-- over. False if the claim is lost.
+create function windlass.release_task(
+  p_worker_id text, p_task_id bigint, p_token uuid, p_reason text, p_delay_s double precision default 0
+) returns boolean
 language plpgsql
 as $$
 declare
@@ -414,6 +416,7 @@ begin
   end if;
   update windlass.tasks
   set status = 'queued', ready_at = windlass.now(), attempts = attempts - 1, claim_token = null, worker_id = null, started_at = null,
+      run_after = case when p_delay_s > 0 then windlass.now() + make_interval(secs => p_delay_s) end,
       progress = null, progress_note = null
   where id = p_task_id;
   -- It does not count as an attempt, but it took the worker's time.
