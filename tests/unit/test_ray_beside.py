@@ -41,9 +41,17 @@ def write(toml: str) -> None:
         ("app:work", "app:other", False),
         ('["q"]', '["q", "r"]', False),
         ("max_workers = 2", "max_workers = 2\n[fleets.a.ray]\nnum_cpus = 2", False),
+        ("max_workers = 2", "max_workers = 2\nconcurrency = 3", False),
         ("[fleets.a]", "[worker]\ntimeout_s = 5\n[fleets.a]", False),
     ],
-    ids=["how many are hired", "what runs", "its queues", "what tasks need", "how long tasks may take"],
+    ids=[
+        "how many are hired",
+        "what runs",
+        "its queues",
+        "what tasks need",
+        "what nodes offer",
+        "how long tasks may take",
+    ],
 )
 def test_a_dispatcher_starts_anew_when_what_it_goes_by_has_changed(before: str, after: str, is_the_same: bool) -> None:
     write(FLEET)

@@ -31,7 +31,7 @@ _RAY_CREDENTIALS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_gcs_rpc_server_recon
 # What a dispatcher goes by of its fleet's settings (Dispatcher, and run_dispatcher below). The rest, as how many are
 # hired, is not its business and may change under it.
 _OF_DISPATCHERS = (
-    *("provider", "queues", "handler", "exec", "chdir", "ray"),
+    *("provider", "queues", "handler", "exec", "chdir", "ray", "concurrency"),
     *("heartbeat_interval_s", "heartbeat_timeout_s", "stop_timeout_s"),
 )
 
