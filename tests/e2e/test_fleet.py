@@ -81,6 +81,14 @@ class Host:
         self.ups.append(process)
         return process
 
+    async def up_and_lose_its_handler(self) -> "subprocess.Popen[str]":
+        """One that was not there at the start would be refused."""
+        (self.folder / "missing.py").write_text(APP)
+        up = self.up()
+        await until(lambda: "cycle" in self.log(), f"a first cycle\n{self.log()}")
+        (self.folder / "missing.py").unlink()
+        return up
+
     def log(self) -> str:
         return (self.folder / f"up-{len(self.ups) - 1}.log").read_text()
 
@@ -335,13 +343,14 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
     host.configure(max_workers=2)
     up.send_signal(signal.SIGHUP)
     await host.until_workers(2)
-    for broken in ({"max_workers": 0}, {"handler": None}):
+    for broken in ({"max_workers": 0}, {"handler": None}, {"handler": "app:nosuch"}):
         host.configure(**broken)
         said = host.log().count("nothing changed")
         up.send_signal(signal.SIGHUP)
         await until(lambda said=said: host.log().count("nothing changed") > said, f"it says so\n{host.log()}")
     assert "fleets.default.max_workers (from windlass.toml) is 0" in host.log()
     assert "fleet default has nothing to run" in host.log()
+    assert "fleet default: cannot find nosuch in app: check the name after the colon." in host.log()
     go.touch()
     await host.until_status(TaskStatus.COMPLETE, *tasks)
     await host.until_workers(0)
@@ -351,8 +360,8 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
 
 async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mended(host: Host) -> None:
     host.configure(max_workers=1, max_restarts=1, handler="missing:work")
+    up = await host.up_and_lose_its_handler()
     (task,) = await host.enqueue(None)
-    up = host.up()
 
     async def failed_slots() -> tuple[int, ...]:
         return next((fleet.failed_slots for fleet in await host.store.fleets()), ())
@@ -372,8 +381,8 @@ async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mend
 
 async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_hand_lifts_the_hold(host: Host) -> None:
     host.configure(handler="missing:work")
+    up = await host.up_and_lose_its_handler()
     (task,) = await host.enqueue(None)
-    up = host.up()
 
     async def hold() -> str | None:
         return next((fleet.hold.code for fleet in await host.store.fleets() if fleet.hold), None)

@@ -16,6 +16,7 @@ from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.store.migrate import migrate
 from windlass.wire.engine import RayBeside, check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
+from windlass.wire.handlers import check_handlers
 from windlass.wire.providers import check_machines_can_call, hiring_fleets, provider
 from windlass.wire.receivers import receivers
 from windlass.wire.stores import control_store, database, described_database
@@ -81,6 +82,7 @@ async def run_up(
 
     config = loaded.config
     check_machines_can_call(config)
+    await check_handlers(config)
     # Before anything else: a port that is taken ends the matter.
     listener = open_listener(config)
     async with (
@@ -253,6 +255,7 @@ async def reconfigure(up: "Up", reload: "Callable[[], Loaded]", ray: RayBeside) 
     try:
         loaded = reload()
         check_machines_can_call(loaded.config)
+        await check_handlers(loaded.config)
         await ray.check(loaded.config)
         up.reconfigure(hiring_fleets(loaded.config))
     except WindlassError as error:
