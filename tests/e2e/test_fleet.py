@@ -293,6 +293,7 @@ async def test_a_second_signal_ends_it_at_once_and_leaves_who_is_at_work(host: H
     running = await host.until_status(TaskStatus.RUNNING, task)
     up.send_signal(signal.SIGTERM)
     await host.until_decided("winding down: 1 left")
+    assert "told to stop again (Ctrl-C), we leave them to the next start" in host.log()
     up.send_signal(signal.SIGTERM)
     await until(lambda: up.poll() is not None, f"up ends\n{host.log()}", 10.0)
     assert up.returncode == 0
