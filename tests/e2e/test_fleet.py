@@ -188,6 +188,7 @@ async def test_a_burst_is_hired_for_worked_off_and_let_go(host: Host) -> None:
     up = host.up("--queue", QUEUE, "--handler", "app:work", "--max", "2")
     await host.until_status(TaskStatus.COMPLETE, *tasks)
     await host.until_workers(0)
+    assert "\nno workers\n" in host.windlass("status").out, "nobody has to start any"
     workers = await host.store.workers(include_terminated=True)
     assert {worker.slot for worker in workers} == {0, 1}
     assert {worker.code for worker in workers} == {"IDLE"}

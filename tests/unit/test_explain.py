@@ -207,9 +207,18 @@ def test_no_reason_is_told_twice_and_no_sentence_ends_in_two_stops() -> None:
     answer = explain_worker(gone, [], cycle=CycleInFull(replace(CYCLE, actions=actions), seen)).answer
     assert answer == [
         f"Worker {WORKER.id} has ended (MACHINE_GONE): {reason}",
-        "Cycle 12 saw it as crashed (idle for 0 s).",
+        "Cycle 12 saw it as crashed.",
         "It decided: fail, delete; it is broken.",
     ]
+
+
+def test_whoever_was_not_heard_of_yet_is_not_called_idle() -> None:
+    view = WorkerView(WORKER.id, 0, WorkerStatus.SPAWNING, False, 1, ago(3), machine_id="m", creation="created")
+    heard = replace(view, status=WorkerStatus.ACTIVE, last_heartbeat=ago(1), activated_at=ago(2))
+    for seen, saw in ((view, "spawning_pod_pending."), (heard, "active_ready (heartbeat 1 s old; idle for 0 s).")):
+        snapshot = Snapshot(NOW, "renders", workers=(seen,), settings=FleetConfig())
+        answer = explain_worker(WORKER, [], cycle=CycleInFull(CYCLE, snapshot)).answer
+        assert answer[1] == f"Cycle 12 saw it as {saw}"
 
 
 @pytest.mark.parametrize(

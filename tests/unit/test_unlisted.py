@@ -33,7 +33,7 @@ class Away:
     async def delete(self, machine: Machine) -> None:
         raise AssertionError(f"there is no {machine.name}")
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002
+    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:
         return Preparation()
 
     async def close(self) -> None: ...

@@ -184,7 +184,7 @@ def _details(state: WorkerState, known_reason: str | None) -> str:
         parts.append("at work on " + ", ".join(str(task.task_id) for task in state.worker.running))
     elif state.has_active_task:
         parts.append("at work on what others placed there")
-    elif state.idle_s is not None:
+    elif state.idle_s is not None and state.has_heartbeat:
         parts.append(f"idle for {state.idle_s:.0f} s")
     if state.reason is not None and _clause(state.reason) != _clause(known_reason):
         parts.append(_clause(state.reason))
