@@ -113,6 +113,31 @@ async def test_a_join_token_is_exchanged_for_a_worker_token(store: Stores) -> No
     assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_HIRED", "WORKER_JOINED"]
 
 
+async def test_a_machine_that_cannot_start_its_worker_says_why_and_the_next_cycle_knows(store: Stores) -> None:
+    await hire(store)
+    await store.activate("w0", JOIN, TOKEN)
+    for reason in ("no module app", "said again"):
+        await store.cannot_start("w0", "HANDLER_NOT_FOUND", reason)
+    observed = await store.observe(ANN, "gpus", FLEET)
+    assert isinstance(observed, tuple)
+    (worker,) = observed[1].workers
+    assert (worker.prepare_code, worker.prepare_reason) == ("HANDLER_NOT_FOUND", "no module app")
+    (event,) = [event for event in await store.events(worker_id="w0") if event.code == "WORKER_NOT_STARTED"]
+    assert (event.reason, event.detail) == ("no module app", {"code": "HANDLER_NOT_FOUND"})
+
+
+async def test_whoever_has_been_heard_of_or_was_not_hired_has_started(store: Stores) -> None:
+    await hire(store)
+    await store.heartbeat("w0")
+    await store.register(Registration(worker_id="by-hand", queues=("a",), fleet="gpus", concurrency=1, lease_s=30.0))
+    for worker_id in ("w0", "by-hand", "nobody"):
+        await store.cannot_start(worker_id, "HANDLER_NOT_FOUND", "no module app")
+    observed = await store.observe(ANN, "gpus", FLEET)
+    assert isinstance(observed, tuple)
+    assert {worker.id: worker.prepare_code for worker in observed[1].workers} == {"w0": None, "by-hand": None}
+    assert "WORKER_NOT_STARTED" not in [event.code for event in await store.events(limit=1000)]
+
+
 async def test_repeating_the_exchange_is_accepted_for_as_long_as_the_worker_lives(store: Stores, clock: Any) -> None:
     await hire(store)
     await store.activate("w0", JOIN, TOKEN)

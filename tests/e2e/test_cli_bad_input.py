@@ -145,6 +145,42 @@ def test_refused_in_one_sentence(
     assert_refused(windlass.with_env(**{"DATABASE_URL": NOWHERE, **env})(*arguments), sentence)
 
 
+@pytest.mark.parametrize(
+    ("handler", "options", "sentence"),
+    [
+        (
+            "nosuch:f",
+            (),
+            "cannot import nosuch:f (No module named 'nosuch'). Run it from the folder that holds nosuch.py",
+        ),
+        ("app:nosuch", (), "cannot find nosuch in app: check the name after the colon."),
+        ("broken:f", (), "cannot import broken:f: SyntaxError"),
+        ("app:f", ("--inline",), "app:f is not an async function, and --inline runs only those"),
+    ],
+)
+def test_up_refuses_a_handler_that_its_workers_could_not_run(
+    windlass: CommandLine, handler: str, options: tuple[str, ...], sentence: str
+) -> None:
+    (windlass.folder / "app.py").write_text("print('imported')\ndef f(task): pass\n")
+    (windlass.folder / "broken.py").write_text("def f(:\n")
+    done = windlass.with_env(DATABASE_URL=NOWHERE)("up", "--queue", "q", "--handler", handler, *options)
+    assert_refused(done, f"windlass: fleet default: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ('provider = "hetzner"', "there is no token for Hetzner: set HETZNER_API_TOKEN"),
+        ('provider = "runpod"\nrunpod.image = "i"', "there is no key for Runpod: set RUNPOD_API_KEY"),
+    ],
+)
+def test_up_refuses_to_start_without_a_key_to_the_provider(windlass: CommandLine, settings: str, sentence: str) -> None:
+    fleet = f'[fleets.far]\nqueues = ["q"]\nhandler = "app:f"\n{settings}\n'
+    (windlass.folder / "windlass.toml").write_text(f'[api]\nurl = "https://plane.example.com"\n{fleet}')
+    keys = {"HETZNER_API_TOKEN": "", "HCLOUD_TOKEN": "", "RUNPOD_API_KEY": ""}
+    assert_refused(windlass.with_env(DATABASE_URL=NOWHERE, **keys)("up", "--port", "0"), sentence)
+
+
 def test_whoever_asked_for_json_gets_errors_as_json(windlass: CommandLine) -> None:
     for arguments in (("tasks", "show", "1"), ("tasks", "show", "first"), ("tasks", "retry")):
         done = windlass.with_env(DATABASE_URL=NOWHERE)(*arguments, "--json")

@@ -81,6 +81,14 @@ class Host:
         self.ups.append(process)
         return process
 
+    async def up_and_lose_its_handler(self) -> "subprocess.Popen[str]":
+        """One that was not there at the start would be refused."""
+        (self.folder / "missing.py").write_text(APP)
+        up = self.up()
+        await until(lambda: "cycle" in self.log(), f"a first cycle\n{self.log()}")
+        (self.folder / "missing.py").unlink()
+        return up
+
     def log(self) -> str:
         return (self.folder / f"up-{len(self.ups) - 1}.log").read_text()
 
@@ -180,6 +188,7 @@ async def test_a_burst_is_hired_for_worked_off_and_let_go(host: Host) -> None:
     up = host.up("--queue", QUEUE, "--handler", "app:work", "--max", "2")
     await host.until_status(TaskStatus.COMPLETE, *tasks)
     await host.until_workers(0)
+    assert "\nno workers\n" in host.windlass("status").out, "nobody has to start any"
     workers = await host.store.workers(include_terminated=True)
     assert {worker.slot for worker in workers} == {0, 1}
     assert {worker.code for worker in workers} == {"IDLE"}
@@ -285,6 +294,7 @@ async def test_a_second_signal_ends_it_at_once_and_leaves_who_is_at_work(host: H
     running = await host.until_status(TaskStatus.RUNNING, task)
     up.send_signal(signal.SIGTERM)
     await host.until_decided("winding down: 1 left")
+    assert "told to stop again (Ctrl-C), we leave them to the next start" in host.log()
     up.send_signal(signal.SIGTERM)
     await until(lambda: up.poll() is not None, f"up ends\n{host.log()}", 10.0)
     assert up.returncode == 0
@@ -335,13 +345,14 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
     host.configure(max_workers=2)
     up.send_signal(signal.SIGHUP)
     await host.until_workers(2)
-    for broken in ({"max_workers": 0}, {"handler": None}):
+    for broken in ({"max_workers": 0}, {"handler": None}, {"handler": "app:nosuch"}):
         host.configure(**broken)
         said = host.log().count("nothing changed")
         up.send_signal(signal.SIGHUP)
         await until(lambda said=said: host.log().count("nothing changed") > said, f"it says so\n{host.log()}")
     assert "fleets.default.max_workers (from windlass.toml) is 0" in host.log()
     assert "fleet default has nothing to run" in host.log()
+    assert "fleet default: cannot find nosuch in app: check the name after the colon." in host.log()
     go.touch()
     await host.until_status(TaskStatus.COMPLETE, *tasks)
     await host.until_workers(0)
@@ -351,8 +362,8 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
 
 async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mended(host: Host) -> None:
     host.configure(max_workers=1, max_restarts=1, handler="missing:work")
+    up = await host.up_and_lose_its_handler()
     (task,) = await host.enqueue(None)
-    up = host.up()
 
     async def failed_slots() -> tuple[int, ...]:
         return next((fleet.failed_slots for fleet in await host.store.fleets()), ())
@@ -372,8 +383,8 @@ async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mend
 
 async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_hand_lifts_the_hold(host: Host) -> None:
     host.configure(handler="missing:work")
+    up = await host.up_and_lose_its_handler()
     (task,) = await host.enqueue(None)
-    up = host.up()
 
     async def hold() -> str | None:
         return next((fleet.hold.code for fleet in await host.store.fleets() if fleet.hold), None)

@@ -11,7 +11,7 @@ from command_line import CommandLine, Done
 from windlass.emulate.hetzner import HetznerEmulator
 from windlass.emulate.hetzner.settings import Settings
 from windlass.emulate.serve import serving
-from windlass.model.errors import Ambiguous, Unavailable
+from windlass.model.errors import Ambiguous, Throttled, Unavailable
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
 from windlass.providers.hetzner.account import Account
@@ -115,5 +115,18 @@ async def test_an_api_that_falls_silent_is_given_up_in_time(emulator: HetznerEmu
         assert await provider.list_machines() == ()
         posts = [path for _, method, path in emulator.requests if method == "POST"]
         assert posts == ["/v1/servers"] * 2  # the second to find that it is there
+    finally:
+        account.close()
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1/v1", "http://nowhere.invalid/v1"])
+async def test_where_nobody_could_be_asked_no_server_can_have_been_made(endpoint: str) -> None:
+    account = Account(TOKEN, endpoint=endpoint, timeout_s=5.0)
+    provider = HetznerProvider(
+        "red", HetznerSettings(), account, identity="this", render_user_data=lambda _: "#cloud-config\n"
+    )
+    try:
+        with pytest.raises(Throttled, match="creating server red-0-aa: the API cannot be reached"):
+            await provider.create(MachineRequest("red-0-aa", "red", 0))
     finally:
         account.close()

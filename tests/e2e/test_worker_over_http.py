@@ -19,12 +19,13 @@ from windlass.api.doorbell import Doorbell
 from windlass.api.face import Face
 from windlass.api.server import listen, serving
 from windlass.model.access import API_PREFIX, JOIN_PREFIX, Role, hash_of, new_token
-from windlass.model.action import Plan
+from windlass.model.action import Fail, Plan
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Memory
 from windlass.model.task import MAX_PAYLOAD_BYTES, TaskStatus
 from windlass.model.worker import WorkerStatus
+from windlass.policy.plan import plan
 from windlass.ports.control import Candidate, Deleted, Intent
 from windlass.store.access import PostgresAccessStore
 
@@ -227,6 +228,26 @@ async def test_a_join_token_that_was_used_elsewhere_lets_nobody_in(plane: Plane)
     thief = plane.start(copy)
     assert await thief.exit_code() == 3
     assert "windlass: joining as far-0: the join token of worker far-0 was used already." in thief.log()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"handler": "nosuch:f"}, "cannot import nosuch:f (No module named 'nosuch')"),
+        ({"chdir": Path("/nosuch")}, "cannot work in /nosuch"),
+    ],
+)
+async def test_a_machine_whose_handler_is_not_there_says_why_and_is_failed_for_it(
+    plane: Plane, settings: dict[str, Any], sentence: str
+) -> None:
+    plane.configure(**settings)
+    hand = plane.start(await plane.hire("far-0"))
+    assert await hand.exit_code() == 2
+    observed = await plane.store.observe(ANN, "far", plane.fleet)
+    assert isinstance(observed, tuple)
+    (failed,) = [action for action in plan(observed[1], plane.fleet).actions if isinstance(action, Fail)]
+    assert (failed.worker_id, failed.code) == ("far-0", "HANDLER_NOT_FOUND")
+    assert failed.reason.startswith(sentence)
 
 
 # ------------------------------------------------------------------------------------------ workers that nobody hired

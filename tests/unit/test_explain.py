@@ -136,7 +136,7 @@ def test_how_far_a_task_is_from_its_turn_is_told_up_to_a_bound() -> None:
 
 def test_a_waiting_task_is_explained_by_who_could_take_it_and_what_its_fleet_decided() -> None:
     busy = [WORKER, replace(WORKER, id="b", is_paused=True), replace(WORKER, id="c", queues=("other",))]
-    assert told_of(TASK, ahead=2, workers=busy, fleets=[(FLEET, CYCLE)]) == [
+    assert told_of(TASK, ahead=2, workers=busy, fleets=[(FLEET, [CYCLE])]) == [
         "Task 7 has been waiting for 40 s; 2 are before it.",
         "Its queue has 2 workers: 2 active (1 of them paused).",
         "Fleet renders, 9 s ago: steady: 3 waiting, 2 of 2 workers busy: 2 needed.",
@@ -145,7 +145,7 @@ def test_a_waiting_task_is_explained_by_who_could_take_it_and_what_its_fleet_dec
 
 def test_a_queue_that_nobody_serves_is_named() -> None:
     assert told_of(TASK)[-1] == "No fleet and no worker serves the queue renders: start one, or check its name."
-    assert told_of(TASK, fleets=[(FLEET, None)])[-1] == "Fleet renders has had no cycle yet: is `windlass up` running?"
+    assert told_of(TASK, fleets=[(FLEET, [])])[-1] == "Fleet renders has had no cycle yet: is `windlass up` running?"
 
 
 def test_the_story_of_a_task_is_in_its_order() -> None:
@@ -164,13 +164,13 @@ def test_the_story_of_a_task_is_in_its_order() -> None:
 def test_a_retry_whose_time_has_come_is_explained_like_any_task_that_waits() -> None:
     due = replace(TASK, status=TaskStatus.ERROR, attempts=1, run_after=ago(3))
     held = replace(FLEET, hold=Hold("FAILURE_RATE", "6 of 7 workers broke", ago(60)))
-    answer = explain_task(due, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, CYCLE)]).answer
+    answer = explain_task(due, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, [CYCLE])]).answer
     assert "is tried again as soon as a worker is free." in answer[0]
     assert answer[1] == "Its queue has 1 worker: 1 active."
     held_back = "(FAILURE_RATE): 6 of 7 workers broke; once it is mended: `windlass restart renders`."
     assert f"It is on hold since 11:59:00 UTC {held_back}" in answer
     later = replace(due, run_after=ago(-30))
-    assert len(explain_task(later, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, CYCLE)]).answer) == 1
+    assert len(explain_task(later, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, [CYCLE])]).answer) == 1
 
 
 def test_a_worker_that_has_ended_is_explained_by_its_reason_and_its_last_cycle() -> None:
@@ -207,9 +207,18 @@ def test_no_reason_is_told_twice_and_no_sentence_ends_in_two_stops() -> None:
     answer = explain_worker(gone, [], cycle=CycleInFull(replace(CYCLE, actions=actions), seen)).answer
     assert answer == [
         f"Worker {WORKER.id} has ended (MACHINE_GONE): {reason}",
-        "Cycle 12 saw it as crashed (idle for 0 s).",
+        "Cycle 12 saw it as crashed.",
         "It decided: fail, delete; it is broken.",
     ]
+
+
+def test_whoever_was_not_heard_of_yet_is_not_called_idle() -> None:
+    view = WorkerView(WORKER.id, 0, WorkerStatus.SPAWNING, False, 1, ago(3), machine_id="m", creation="created")
+    heard = replace(view, status=WorkerStatus.ACTIVE, last_heartbeat=ago(1), activated_at=ago(2))
+    for seen, saw in ((view, "spawning_pod_pending."), (heard, "active_ready (heartbeat 1 s old; idle for 0 s).")):
+        snapshot = Snapshot(NOW, "renders", workers=(seen,), settings=FleetConfig())
+        answer = explain_worker(WORKER, [], cycle=CycleInFull(CYCLE, snapshot)).answer
+        assert answer[1] == f"Cycle 12 saw it as {saw}"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +257,7 @@ def test_paused_workers_are_counted_among_those_there_are(pauses: tuple[bool, ..
 def test_a_fleet_that_nobody_runs_is_said_to_be_so(changes: dict[str, Any], sentence: str | None) -> None:
     fleet = replace(FLEET, **{"next_plan_in_s": 10.0, **changes})
     expected = f"Nobody runs fleet renders: no orchestrator has run a cycle of it {sentence}" if sentence else None
-    for answer in (told_of(TASK, fleets=[(fleet, CYCLE)])[1:], explain_fleet(fleet, [CYCLE], now=NOW).answer):
+    for answer in (told_of(TASK, fleets=[(fleet, [CYCLE])])[1:], explain_fleet(fleet, [CYCLE], now=NOW).answer):
         assert (answer[0] == expected) == (sentence is not None), answer
         assert not any("paused" in said for said in answer)
 
@@ -257,6 +266,14 @@ def test_a_worker_nobody_knows_more_of_is_explained_by_its_row() -> None:
     story = explain_worker(replace(WORKER, slot=None, is_paused=True), [], cycle=None)
     assert story.answer == [f"Worker {WORKER.id} is active and paused."]
     assert [text for _, text in story.history] == ["started by hand"]
+
+
+def test_the_last_failure_is_named_from_the_first_one_on() -> None:
+    failed = (Fail("renders-0-aa", "MACHINE_GONE", "no"), Fail("renders-1-bb", "MACHINE_GONE", "Its process exited."))
+    cycles = [CYCLE, replace(CYCLE, id=11, started_at=ago(20), actions=failed)]
+    sentence = "Worker renders-1-bb failed 20 s ago (MACHINE_GONE): Its process exited."
+    assert explain_fleet(FLEET, cycles, now=NOW).answer[-1] == sentence
+    assert told_of(TASK, fleets=[(FLEET, cycles)])[-1] == sentence
 
 
 def test_a_fleet_is_explained_by_its_last_decision_and_all_that_holds_it_back() -> None:

@@ -253,7 +253,11 @@ def test_nobody_is_hired_whom_the_budget_cannot_pay() -> None:
 
 def test_as_long_as_no_price_is_known_one_worker_is_hired_to_learn_it() -> None:
     config = fleet(budget_per_day="5")
-    assert kinds(plan(seen(queued=9), config)) == ["Spawn"]
+    first = plan(seen(queued=9), config)
+    assert kinds(first) == ["Spawn"]
+    assert first.decision.endswith(
+        "fewer than wanted: what one costs is not known yet, and the budget waits for the first to tell)"
+    )
     on_its_way = worker("s0", 0, "spawning", created=1, heartbeat=None, machine_id=None)
     traits = replace(HOURLY, creation_lateness_s=60)
     assert plan(seen(on_its_way, queued=9, traits=traits), config).actions == ()

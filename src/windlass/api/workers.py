@@ -16,10 +16,11 @@ from windlass.api.gate import enlisting_caller, joining_caller, worker_caller
 from windlass.model.access import WORKER_PREFIX, Activation, JoinCaller, TokenCaller, WorkerCaller, hash_of, is_token
 from windlass.model.errors import BadInput
 from windlass.model.order import WorkOrder, work_order
-from windlass.model.task import Turn, is_name
+from windlass.model.task import MAX_ERROR_CHARACTERS, Turn, is_name
 from windlass.model.worker import Pulse, Registration
 from windlass.ports import http
 
+HANDLER_NOT_FOUND = "HANDLER_NOT_FOUND"
 Worker = Annotated[WorkerCaller, Depends(worker_caller)]
 Joining = Annotated[JoinCaller, Depends(joining_caller)]
 Enlisting = Annotated[TokenCaller, Depends(enlisting_caller)]
@@ -93,6 +94,12 @@ def joining_routes(face: Face) -> APIRouter:
         if status is None:
             raise unauthorized("this token was revoked.")
         return _enlisted(http.Enlisted(status, face.max_payload_bytes))
+
+    @router.post(http.CANNOT_START, status_code=204)
+    async def cannot_start(call: http.CannotStartCall, worker: Worker) -> Response:
+        """Its handler cannot be imported there: the worker fails as HANDLER_NOT_FOUND, for the reason in the body."""
+        await face.access.cannot_start(worker.worker_id, HANDLER_NOT_FOUND, call.reason[:MAX_ERROR_CHARACTERS])
+        return Response(status_code=204)
 
     @router.get(http.ORDER, **documented(WorkOrder, "The work order", "order"))
     async def order(worker: Worker) -> Response:

@@ -166,9 +166,15 @@ def _tables(standing: Standing, *, is_short: bool = False) -> list[tuple[TextTab
     return [
         (_queues(standing), "nothing waits and nothing runs"),
         (_fleets(standing, is_short=is_short), ""),
-        (_workers(standing, is_short=is_short), "no workers; start some with `windlass up` or `windlass worker`"),
+        (_workers(standing, is_short=is_short), _no_workers(standing)),
         (_nodes(standing), ""),
     ]
+
+
+def _no_workers(standing: Standing) -> str:
+    if any(fleet.is_led for fleet, _ in standing.fleets):
+        return "no workers"
+    return "no workers; start some with `windlass up` or `windlass worker`"
 
 
 def _queues(standing: Standing) -> TextTable:

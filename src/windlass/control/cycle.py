@@ -44,6 +44,8 @@ CLOSE_TIMEOUT_S = 5.0
 # Accounts closed in one cycle. Each is due about once an hour, so this is far more than come at the same time; and what
 # is left is the next cycle's.
 MAX_SETTLED = 50
+# The same trouble with a list is said once, and then this often.
+UNLISTED_TOLD_S = 60.0
 log = structlog.get_logger(__name__)
 
 
@@ -85,6 +87,8 @@ class FleetCycle:
         self._clock: tuple[datetime, float] | None = None
         # Until storage that its machines share is looked at again.
         self._cycles_to_look = 0
+        # Why the last list could not be had, and when that was said, by the loop's clock.
+        self._unlisted: tuple[str, float] | None = None
         # The fleet is to end: everybody is let go and nobody hired, whatever waits.
         self.is_winding_down = False
 
@@ -311,11 +315,20 @@ class FleetCycle:
     async def _list_machines(self) -> tuple[Machine, ...] | None:
         try:
             async with asyncio.timeout(self._list_timeout_s):
-                return await self._provider.list_machines()
+                machines = await self._provider.list_machines()
         except Exception as error:
             # Whatever went wrong, the list is not known: an error nobody foresaw is no reason to conclude anything.
-            log.warning("machines unknown", fleet=self.name, error=str(error) or type(error).__name__)
+            self._tell_of_no_list(str(error) or type(error).__name__)
             return None
+        self._unlisted = None
+        return machines
+
+    def _tell_of_no_list(self, problem: str) -> None:
+        now = asyncio.get_running_loop().time()
+        told, told_at = self._unlisted or ("", float("-inf"))
+        if problem != told or now - told_at >= UNLISTED_TOLD_S:
+            log.warning("machines unknown", fleet=self.name, error=problem)
+            self._unlisted = (problem, now)
 
     async def _look_at_volume(self) -> Volume | None:
         """In every so many cycles. What cannot be known is looked at again in the next one."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Protocol
 
-from windlass.model.action import Drain, Spawn
+from windlass.model.action import Drain, Fail, Spawn
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.record import Cycle, CycleInFull, Fleet, Story
@@ -59,7 +59,7 @@ async def _tell_task(store: Sources, task_id: int, fleets: Sequence[Fleet], now:
         ahead=await store.ready_before(task.id) if is_waiting else 0,
         # Thousands, perhaps: only for a task that waits for one of them.
         workers=await store.workers() if is_waiting else [],
-        fleets=[(fleet, next(iter(await store.cycles(fleet.name, 1)), None)) for fleet in serving],
+        fleets=[(fleet, await store.cycles(fleet.name, CYCLES_TOLD)) for fleet in serving],
     )
 
 
@@ -73,14 +73,14 @@ def explain_task(
     now: datetime,
     ahead: int,
     workers: Sequence[Worker],
-    fleets: Sequence[tuple[Fleet, Cycle | None]],
+    fleets: Sequence[tuple[Fleet, Sequence[Cycle]]],
 ) -> Story:
     """`ahead`: ready tasks of its queue that come before it, MAX_AHEAD + 1 for "more". `fleets`: those serving its
-    queue, with the last cycle."""
+    queue, with their last cycles, newest first."""
     answer = _task_answer(task, now, ahead)
     if task.status in (TaskStatus.QUEUED, TaskStatus.ERROR) and not _is_waiting_for_time(task, now):
         answer += _who_could_take_it(task, workers)
-        answer += [sentence for fleet, cycle in fleets for sentence in _fleet_sentences(fleet, cycle, now)]
+        answer += [sentence for fleet, cycles in fleets for sentence in _fleet_sentences(fleet, cycles, now)]
         if not fleets and not any(task.queue in worker.queues for worker in workers):
             answer.append(f"No fleet and no worker serves the queue {task.queue}: start one, or check its name.")
     history = [(task.created_at, f"enqueued into {task.queue}")]
@@ -184,7 +184,7 @@ def _details(state: WorkerState, known_reason: str | None) -> str:
         parts.append("at work on " + ", ".join(str(task.task_id) for task in state.worker.running))
     elif state.has_active_task:
         parts.append("at work on what others placed there")
-    elif state.idle_s is not None:
+    elif state.idle_s is not None and state.has_heartbeat:
         parts.append(f"idle for {state.idle_s:.0f} s")
     if state.reason is not None and _clause(state.reason) != _clause(known_reason):
         parts.append(_clause(state.reason))
@@ -196,14 +196,15 @@ def _details(state: WorkerState, known_reason: str | None) -> str:
 
 def explain_fleet(fleet: Fleet, cycles: Sequence[Cycle], *, now: datetime) -> Story:
     """`cycles`: newest first."""
-    answer = _fleet_sentences(fleet, cycles[0] if cycles else None, now)
+    answer = _fleet_sentences(fleet, cycles, now)
     history = [(cycle.started_at, _cycle_line(cycle)) for cycle in cycles]
     return Story(answer, sorted(history))
 
 
-def _fleet_sentences(fleet: Fleet, cycle: Cycle | None, now: datetime) -> list[str]:
-    if cycle is None:
+def _fleet_sentences(fleet: Fleet, cycles: Sequence[Cycle], now: datetime) -> list[str]:
+    if not cycles:
         return [f"Fleet {fleet.name} has had no cycle yet: is `windlass up` running?"]
+    cycle = cycles[0]
     unattended_s = fleet.unattended_s(now)
     seen_at = cycle.repeated_at or cycle.started_at
     if unattended_s is None:
@@ -213,6 +214,7 @@ def _fleet_sentences(fleet: Fleet, cycle: Cycle | None, now: datetime) -> list[s
             f"Nobody runs fleet {fleet.name}: {nobody_runs(fleet, unattended_s)}.",
             f"Its last decision was: {cycle.decision}.",
         ]
+    sentences += _last_failure(cycles, now)
     if fleet.is_paused:
         sentences.append(f"It is paused: `windlass resume --fleet {fleet.name}` lets it go on.")
     if fleet.hold is not None:
@@ -228,6 +230,16 @@ def _fleet_sentences(fleet: Fleet, cycle: Cycle | None, now: datetime) -> list[s
             f"`windlass restart {fleet.name}`."
         )
     return sentences
+
+
+def _last_failure(cycles: Sequence[Cycle], now: datetime) -> list[str]:
+    """Whoever waits for a fleet should hear why its workers break, long before that is worth a hold."""
+    for cycle in cycles:
+        for action in reversed(cycle.actions):
+            if isinstance(action, Fail):
+                ago = f"{_since_s(cycle.started_at, now):.0f} s ago"
+                return [f"Worker {action.worker_id} failed {ago} ({action.code}): {_clause(action.reason)}."]
+    return []
 
 
 def nobody_runs(fleet: Fleet, unattended_s: float) -> str:

@@ -181,7 +181,13 @@ class Up:
         fleet = self._daemon.fleets[name]
         hired = self._heard[name].summary.hired if name in self._heard else None
         limit_s = fleet.config.stop_timeout_s + STOP_MARGIN_S + (hired or 0) * END_S
-        log.info("winding down", fleet=name, limit_s=limit_s)
+        log.info(
+            "winding down: waiting for its workers to finish and their machines to end; "
+            "told to stop again (Ctrl-C), we leave them to the next start",
+            fleet=name,
+            workers=hired,
+            limit_s=limit_s,
+        )
         self._daemon.wind_down(name)
         self._farewells.append(asyncio.get_running_loop().call_later(limit_s, self._give_up, fleet))
 

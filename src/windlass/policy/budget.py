@@ -89,5 +89,10 @@ def affordable(snapshot: Snapshot, fleet: FleetConfig, found: list[Budget]) -> i
     return max(0, min(rooms, default=1) - len(unknown)) if rooms or not prices else None
 
 
+def is_price_known(snapshot: Snapshot) -> bool:
+    """Whether any machine has told what one costs."""
+    return bool(_bills(snapshot))
+
+
 def _bills(snapshot: Snapshot) -> list[Bill]:
     return [*(worker.bill for worker in snapshot.workers if worker.bill is not None), *snapshot.ended_bills]

@@ -27,6 +27,10 @@ class Access(Protocol):
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         """Exchange a worker's join token for a worker token that its machine made up."""
 
+    async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
+        """A hired worker that was never heard of says why it never will be: the control loop fails it with this code.
+        Of any other, and when it is said again, nothing changes."""
+
     async def enlist(self, api_token_hash: bytes, token_hash: bytes, registration: Registration) -> WorkerStatus | None:
         """Register a worker that nobody hired, known by this token from now on; repeating that is accepted. None if the
         API token is not in use, or of another role. BadInput if the name is another's."""

@@ -28,6 +28,8 @@ FAIL = "/internal/worker/fail"
 RELEASE = "/internal/worker/release"
 HEARTBEAT = "/internal/worker/heartbeat"
 LEAVE = "/internal/worker/leave"
+# By one that has joined and was never registered.
+CANNOT_START = "/internal/worker/cannot-start"
 NEXT_RUN_AFTER = "/internal/worker/next-run-after"
 WAIT = "/internal/worker/wait"
 UPKEEP = "/internal/worker/upkeep"
@@ -149,6 +151,11 @@ class HeartbeatCall:
 
 @dataclass(frozen=True, slots=True)
 class LeaveCall:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CannotStartCall:
     reason: str
 
 

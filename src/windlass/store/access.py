@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.model.access import Activation, ApiToken, Caller, JoinCaller, Role, Session, TokenCaller, WorkerCaller
 from windlass.model.errors import BadInput
+from windlass.model.task import storable
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.store.control import QUERIES, PostgresControlStore
 
@@ -34,6 +35,12 @@ class PostgresAccessStore(PostgresControlStore):
                 "select windlass.activate_worker($1, $2, $3)", worker_id, join_token_hash, token_hash
             )
         return Activation(verdict)
+
+    async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
+        async with self._connection("noting why a worker cannot start") as connection:
+            await connection.execute(
+                "select windlass.worker_cannot_start($1, $2, $3)", worker_id, code, storable(reason)
+            )
 
     async def enlist(self, api_token_hash: bytes, token_hash: bytes, registration: Registration) -> WorkerStatus | None:
         r = registration

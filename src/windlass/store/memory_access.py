@@ -22,7 +22,7 @@ from windlass.model.access import (
 )
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput
-from windlass.model.task import check_queue_name
+from windlass.model.task import check_queue_name, storable
 from windlass.model.worker import LIVE, Registration, WorkerStatus
 from windlass.ports.control import Intent
 from windlass.store.memory import _interval
@@ -88,6 +88,21 @@ class MemoryAccessStore(MemoryControlStore):
         credentials.token_hash = token_hash
         self._note("WORKER_JOINED", "its machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
         return Activation.ACTIVATED
+
+    async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
+        worker, hired = self._workers.get(worker_id), self._hired[worker_id]
+        if (
+            worker is None
+            or worker.status is not WorkerStatus.SPAWNING
+            or worker.slot is None
+            or hired.prepare_code is not None
+            or worker.last_heartbeat is not None
+        ):
+            return
+        hired.prepare_code, hired.prepare_reason = code, storable(reason)
+        self._note(
+            "WORKER_NOT_STARTED", storable(reason), fleet=worker.fleet, worker_id=worker_id, detail={"code": code}
+        )
 
     async def enlist(self, api_token_hash: bytes, token_hash: bytes, registration: Registration) -> WorkerStatus | None:
         sponsor = self._api_tokens.get(api_token_hash)

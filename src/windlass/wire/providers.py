@@ -49,6 +49,15 @@ def check_machines_can_call(config: Config) -> None:
         )
 
 
+def check_keys(config: Config) -> None:
+    """Raise ConfigError where a fleet's machines cannot be rented because we have no key to the provider."""
+    providers = {fleet.provider for fleet in config.fleets.values()}
+    if "hetzner" in providers:
+        _hetzner_token(config)
+    if "runpod" in providers:
+        _runpod_key(config)
+
+
 def _machine_url(fleet: str, config: Config) -> str:
     if config.machine_url is None:
         raise ConfigError(
@@ -154,12 +163,16 @@ def _with_ray(bootstrap: "BootstrapSettings") -> "BootstrapSettings":
 
 def hetzner_account(config: Config, timeout_s: float) -> "Account":
     """One for all fleets with the same token: they share its allowance of requests."""
+    return _hetzner_account(_hetzner_token(config), config.hetzner_endpoint, timeout_s)
+
+
+def _hetzner_token(config: Config) -> str:
     if config.hetzner_api_token is None:
         raise ConfigError(
             "there is no token for Hetzner: set HETZNER_API_TOKEN to one that may read and write "
             "(Hetzner's console, Security, API tokens)."
         )
-    return _hetzner_account(config.hetzner_api_token.get_secret_value(), config.hetzner_endpoint, timeout_s)
+    return config.hetzner_api_token.get_secret_value()
 
 
 @functools.cache
@@ -226,12 +239,16 @@ def runpod_identity(name: str, fleet: "FleetConfig", config: Config) -> "Identit
 
 def runpod_account(config: Config, timeout_s: float) -> "RunpodAccount":
     """One for all fleets with the same key: they share its allowance of requests, and its list of pods."""
+    return _runpod_account(_runpod_key(config), config.runpod_endpoint, timeout_s)
+
+
+def _runpod_key(config: Config) -> str:
     if config.runpod_api_key is None:
         raise ConfigError(
             "there is no key for Runpod: set RUNPOD_API_KEY to one that may read and write "
             "(Runpod's console, Settings, API keys)."
         )
-    return _runpod_account(config.runpod_api_key.get_secret_value(), config.runpod_endpoint, timeout_s)
+    return config.runpod_api_key.get_secret_value()
 
 
 @functools.cache

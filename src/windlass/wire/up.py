@@ -16,7 +16,8 @@ from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.store.migrate import migrate
 from windlass.wire.engine import RayBeside, check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
-from windlass.wire.providers import check_machines_can_call, hiring_fleets, provider
+from windlass.wire.handlers import check_handlers
+from windlass.wire.providers import check_keys, check_machines_can_call, hiring_fleets, provider
 from windlass.wire.receivers import receivers
 from windlass.wire.stores import control_store, database, described_database
 
@@ -38,6 +39,7 @@ Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 async def run_cycles(config: Config) -> "list[Summary]":
     """One cycle of every fleet, then give the lead up: for cron and the like."""
     check_machines_can_call(config)
+    check_keys(config)
     await check_ray(config)
     async with control_store(config) as store:
         ourselves, instance_id = candidate(config), await store.instance_id()
@@ -81,6 +83,8 @@ async def run_up(
 
     config = loaded.config
     check_machines_can_call(config)
+    check_keys(config)
+    await check_handlers(config)
     # Before anything else: a port that is taken ends the matter.
     listener = open_listener(config)
     async with (
@@ -253,6 +257,8 @@ async def reconfigure(up: "Up", reload: "Callable[[], Loaded]", ray: RayBeside) 
     try:
         loaded = reload()
         check_machines_can_call(loaded.config)
+        check_keys(loaded.config)
+        await check_handlers(loaded.config)
         await ray.check(loaded.config)
         up.reconfigure(hiring_fleets(loaded.config))
     except WindlassError as error:

@@ -1,6 +1,7 @@
 """Workers: over the database, or over HTTP, on a machine that has joined or as one that nobody hired."""
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.model.config import Config
-from windlass.model.errors import BadInput
+from windlass.model.errors import BadInput, HandlerNotFound, WindlassError
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.postgres import PostgresStore
 from windlass.wire.stores import database
@@ -73,12 +74,24 @@ async def run_enlisted_worker(
 
 async def run_joined_worker(join_file: Path, version: str) -> "Ending":
     """One worker over HTTP, until it is told to end. Raises TokenRefused if the control plane does not want it."""
-    from windlass.model.config import LogsConfig, WorkerConfig
     from windlass.worker.http_transport import HttpTransport
     from windlass.worker.join import join
-    from windlass.worker.runtime import WorkerRuntime, WorkerSettings
 
     membership, tls, order = await join(join_file)
+    try:
+        return await _run_order(order, lambda: HttpTransport(membership, tls), version)
+    except (HandlerNotFound, BadInput) as error:
+        # Whoever rented this machine cannot read its log. If nobody hears it now, the next start says it again.
+        with contextlib.suppress(WindlassError):
+            async with HttpTransport(membership, tls) as transport:
+                await transport.cannot_start(str(error))
+        raise
+
+
+async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", version: str) -> "Ending":
+    from windlass.model.config import LogsConfig, WorkerConfig
+    from windlass.worker.runtime import WorkerRuntime, WorkerSettings
+
     # For handlers, and for what they start.
     os.environ.update(order.env)
     if order.chdir is not None:
@@ -103,7 +116,7 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
         storage_path=order.storage_path,
     )
     if order.ray is not None:
-        return await _run_joined_node(order, order.ray, lambda: HttpTransport(membership, tls), version)
+        return await _run_joined_node(order, order.ray, open_transport, version)
     config = Config(
         max_payload_bytes=order.max_payload_bytes,
         worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb),
@@ -114,7 +127,7 @@ async def run_joined_worker(join_file: Path, version: str) -> "Ending":
     if not order.is_inline:
         _stop_looking_for_sniffio()
     async with _traced(config, executor, settings) as traced:
-        return await WorkerRuntime(settings, lambda: HttpTransport(membership, tls), traced).run()
+        return await WorkerRuntime(settings, open_transport, traced).run()
 
 
 async def _run_joined_node(

@@ -256,6 +256,10 @@ class HttpTransport:
         content = await self._send("waiting for work", http.WAIT, call, patience_s + WAIT_MARGIN_S)
         self._cursors[names] = read_answer("waiting for work", _WAITED, content).cursor
 
+    async def cannot_start(self, reason: str) -> None:
+        """Tell why this worker will never register."""
+        await self._send("telling why it cannot start", http.CANNOT_START, http.CannotStartCall(storable(reason)))
+
     async def order(self) -> WorkOrder:
         """What this worker is to do."""
         doing = "asking for the work order"

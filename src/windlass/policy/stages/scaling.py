@@ -18,12 +18,14 @@ from windlass.model.machine import MachineState
 from windlass.model.worker import WorkerStatus
 from windlass.policy import billing
 from windlass.policy.billing import Departure
+from windlass.policy.budget import is_price_known
 from windlass.policy.derive import WorkerState
 from windlass.policy.draft import Draft
 from windlass.policy.scale import POLICIES, Demand, Wish
 from windlass.policy.stages import budget, guard, refusal
 
 ASKED_FOR = "asked for by hand"
+PRICE_UNKNOWN = "what one costs is not known yet, and the budget waits for the first to tell"
 TRIED_BY_HAND = frozenset({guard.CODE, *refusal.CODES})
 
 
@@ -189,7 +191,9 @@ def _what_limits(draft: Draft, cap: int, hired: int, free: int) -> str:
     if draft.memory.guard.trips or draft.memory.refused:
         return "one probe at a time"
     most = draft.fleet.max_changes_per_cycle
-    return "the budget has room for no more" if cap < most else f"at most {most} at once"
+    if cap == most:
+        return f"at most {most} at once"
+    return "the budget has room for no more" if is_price_known(draft.snapshot) else PRICE_UNKNOWN
 
 
 def _taken_slots(draft: Draft) -> set[int]:

@@ -1,7 +1,8 @@
 """What each of the vendor's answers means, and nothing about what to do then. Pure.
 
 Only codes that are published as refusals are refusals. Whatever else comes instead of an answer (5xx, time-outs, broken
-connections, bodies that are none, codes nobody knows) is LOST: what was asked may have happened.
+connections, bodies that are none, codes nobody knows) is LOST: what was asked may have happened. Except where there
+was no connection at all: that is UNSENT.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from enum import StrEnum
 
 import requests
 from hcloud import APIException
+from urllib3.exceptions import NewConnectionError
 
 
 class Kind(StrEnum):
@@ -21,6 +23,7 @@ class Kind(StrEnum):
     PROTECTED = "protected"  # a person forbade it
     THROTTLED = "throttled"
     REFUSED = "refused"  # a request that is wrong
+    UNSENT = "unsent"  # nobody could be asked
     LOST = "lost"
 
 
@@ -89,8 +92,15 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, TimeoutError | requests.exceptions.Timeout):
         return Problem(Kind.LOST, str(error) if isinstance(error, TimeoutError) and str(error) else "no answer in time")
     if isinstance(error, requests.exceptions.RequestException):
-        return Problem(Kind.LOST, f"the API cannot be reached ({_innermost(error)})")
+        kind = Kind.UNSENT if _is_unsent(error) else Kind.LOST
+        return Problem(kind, f"the API cannot be reached ({_innermost(error)})")
     return Problem(Kind.LOST, f"an answer that cannot be read ({type(error).__name__}: {str(error)[:MAX_WORDS]})")
+
+
+def _is_unsent(error: requests.exceptions.RequestException) -> bool:
+    """Refused, or no such host. A connection that broke, or took too long, may have carried something."""
+    inner = error.args[0] if error.args else None
+    return isinstance(getattr(inner, "reason", None), NewConnectionError)
 
 
 def _innermost(error: BaseException) -> str:

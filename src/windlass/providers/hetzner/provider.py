@@ -55,6 +55,8 @@ from windlass.providers.hetzner.problems import HOW_TO_BE_LET_IN, Kind, Problem,
 CREATE_TIMEOUT_S = 55.0
 LIST_TIMEOUT_S = 50.0
 DELETE_TIMEOUT_S = 55.0
+# Before the next server is asked for, where nobody could be asked.
+UNREACHABLE_PAUSE_S = 10.0
 # A creation that collides with something else is sent again this often.
 BUSY_TRIES = 3
 # The last 250 actions of a project, in which a deletion is looked for whose answer was lost: those of a busy hour.
@@ -258,6 +260,8 @@ class HetznerProvider:
                 return Denied(f"{said}: {HOW_TO_BE_LET_IN}.")
             case Kind.THROTTLED | Kind.BUSY:
                 return Throttled(said, retry_after_s=max(self._account.limiter.pause_s, 2 * BUSY_PAUSE_S))
+            case Kind.UNSENT:
+                return Throttled(said, retry_after_s=UNREACHABLE_PAUSE_S)
             case Kind.LOST:
                 return Ambiguous(said)
             case _:

@@ -109,6 +109,28 @@ begin
 end
 $$;
 
+-- A machine that has joined cannot start its worker, and says why. The control loop fails it with this code. Whoever has
+-- been heard of works, whatever was said before; repeating it changes nothing.
+create function windlass.worker_cannot_start(p_worker_id text, p_code text, p_reason text) returns void
+language plpgsql
+as $$
+declare
+  v_fleet text;
+begin
+  update windlass.workers
+  set prepare_code = p_code, prepare_reason = p_reason
+  where id = p_worker_id
+    and status = 'spawning'
+    and slot is not null
+    and prepare_code is null
+    and last_heartbeat is null
+  returning fleet into v_fleet;
+  if found then
+    perform windlass.note('WORKER_NOT_STARTED', p_reason, v_fleet, p_worker_id, null, jsonb_build_object('code', p_code));
+  end if;
+end
+$$;
+
 -- A worker that nobody hired registers with an API token of role worker and a worker token of its own making. Returns its
 -- status, also when the same two come again; null if the API token is not in use or of another role; 'taken' if the name
 -- is another's, whoever that is.
