@@ -564,6 +564,15 @@ async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) ->
     assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["Spawn"])
     assert "decided again: the same" in host.windlass("replay", number).out
     assert "decided again: hiring 1" in host.windlass("replay", number, "--with", "other.toml").out
+    fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
+    assert fewer["again"] == other["again"]
+    for wrong, sentence in (
+        (("--set", "max_worker=1"), "'max_worker=1' is no setting of a fleet: write name=value"),
+        (("--with", "nosuch.toml"), "there is no configuration file nosuch.toml: check the path given with --with."),
+    ):
+        refused = host.windlass("replay", number, *wrong)
+        assert refused.code == 2
+        assert sentence in refused.err
 
 
 async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:
