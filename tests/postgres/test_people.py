@@ -413,7 +413,7 @@ async def test_fleets_are_paused_resumed_restarted_and_given_more(bed: Bed) -> N
     ]
     assert (await operator.post(f"{API}/resume")).json() == {"changed": 2}
     asked = (await operator.post(f"{API}/fleets/gpus/spawn", json={"count": 5})).json()
-    assert asked == {"fleet": "gpus", "granted": 1, "requested": 1, "max_workers": 3}
+    assert asked == {"fleet": "gpus", "asked": 5, "granted": 1, "requested": 1, "max_workers": 3}
     assert (await operator.post(f"{API}/fleets/gpus/restart", json={"slot": 0})).json() == {"changed": 1}
     assert problem_of(await operator.post(f"{API}/fleets/gpus/restart", json={"slot": 77})) == (400, "BAD_INPUT")
     assert problem_of(await operator.post(f"{API}/fleets/nobody/pause")) == (404, "NOT_FOUND")

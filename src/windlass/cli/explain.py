@@ -52,7 +52,7 @@ async def replay(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> int:
-    """Decide again from what a cycle saw. With the same settings it must come to the same; exit code 1 if it does not."""
+    """Decide again from what a cycle saw. With the same settings it must come to the same; exit code 1 if not."""
     from windlass.configure import load_config
     from windlass.model.action import actions_to_plain
     from windlass.model.fleet import with_changes

@@ -244,7 +244,7 @@ def _cycle_line(cycle: Cycle) -> str:
     hired = sum(isinstance(action, Spawn) for action in cycle.actions)
     let_go = sum(isinstance(action, Drain) for action in cycle.actions)
     did = ", ".join(part for count, part in ((hired, f"hired {hired}"), (let_go, f"let {let_go} go")) if count)
-    again = f", and {cycle.repeats} more times" if cycle.repeats else ""
+    again = f", and {_times(cycle.repeats, 'more time')}" if cycle.repeats else ""
     return f"cycle {cycle.id}: {cycle.decision}{f' [{did}]' if did else ''}{again}"
 
 
