@@ -384,6 +384,11 @@ async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_han
     why = "its log ends: windlass: cannot import missing:work (No module named 'missing')"
     for told in (("status",), ("explain", "default"), ("explain", task)):
         assert why in host.windlass(*told).out, "the cause is told wherever the hold is"
+
+    async def is_told_once() -> bool:
+        return host.windlass("status").out.count(why) == 1
+
+    await until(is_told_once, "the brake leaves the cause to the decision beside it")
     assert "once it is mended: `windlass restart default`" in host.windlass("explain", "default").out
     logged = [json.loads(line) for line in host.log().splitlines()]
     failures = [line for line in logged if line["event"] == "worker failed"]

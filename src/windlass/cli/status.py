@@ -187,19 +187,20 @@ def _fleets(standing: Standing, *, is_short: bool) -> TextTable:
             sum(worker.fleet == fleet.name and worker.slot is not None for worker in standing.workers),
             # One that only workers started by hand belong to has none.
             f"{fleet.min_workers} to {fleet.max_workers}" if fleet.planned_at else None,
-            _brake(fleet, standing.at),
+            _brake(fleet, standing.at, decided),
             duration((standing.at - (cycle.repeated_at or cycle.started_at)).total_seconds()) if cycle else "never",
-            (shortened(cycle.decision, 80) if is_short else cycle.decision) if cycle else None,
+            decided,
         )
         for fleet, cycle in standing.fleets
+        for decided in [(shortened(cycle.decision, 80) if is_short else cycle.decision) if cycle else None]
     ]
     return TextTable(
         rows, ("fleet", "workers", "limits", "brake", "last cycle", "it decided"), ("workers", "last cycle")
     )
 
 
-def _brake(fleet: "Fleet", now: datetime) -> str | None:
-    """What keeps it from hiring."""
+def _brake(fleet: "Fleet", now: datetime, decided: str | None) -> str | None:
+    """What keeps it from hiring; without the reason where the decision beside it says it."""
     parts = []
     unattended_s = fleet.unattended_s(now)
     if unattended_s is not None:
@@ -209,7 +210,8 @@ def _brake(fleet: "Fleet", now: datetime) -> str | None:
     if fleet.is_paused:
         parts.append("paused")
     if fleet.hold is not None:
-        parts.append(f"hold {fleet.hold.code}: {fleet.hold.reason}")
+        is_said = fleet.hold.reason in (decided or "")
+        parts.append(f"hold {fleet.hold.code}" + ("" if is_said else f": {fleet.hold.reason}"))
     if fleet.failed_slots:
         parts.append(f"failed slots {', '.join(map(str, fleet.failed_slots))}")
     return "; ".join(parts) or None
