@@ -41,6 +41,8 @@ class Standing:
     # Worker id to the tasks it has at hand.
     at_hand: dict[str, list[int]]
     finished: dict["TaskStatus", int]
+    # Queues that some fleet, or a worker that is there, takes tasks of.
+    served: frozenset[str] = frozenset()
     queue: str | None = None
 
 
@@ -97,6 +99,9 @@ async def look(
         workers=[worker for worker in workers if queue is None or queue in worker.queues],
         at_hand=await store.tasks_at_hand(),
         finished=await store.finished_since(LAST_HOUR_S),
+        served=frozenset(
+            name for queues in [*(f.queues for f in known), *(w.queues for w in workers)] for name in queues
+        ),
         at=await store.now(),
         queue=queue,
     )
@@ -174,10 +179,21 @@ def _tables(standing: Standing, *, is_short: bool = False) -> list[tuple[TextTab
 def _queues(standing: Standing) -> TextTable:
     numbers = ("queued", "scheduled", "retrying", "running", "oldest waits")
     rows = [
-        (d.queue, d.queued, d.scheduled, d.waiting_for_retry, d.running, duration(d.oldest_queued_age_s))
+        (
+            _queue(d.queue, standing),
+            d.queued,
+            d.scheduled,
+            d.waiting_for_retry,
+            d.running,
+            duration(d.oldest_queued_age_s),
+        )
         for d in standing.depths
     ]
     return TextTable(rows, ("queue", *numbers), numbers)
+
+
+def _queue(name: str, standing: Standing) -> str:
+    return name if name in standing.served else f"{name} (nobody serves it)"
 
 
 def _fleets(standing: Standing, *, is_short: bool) -> TextTable:
