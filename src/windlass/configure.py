@@ -99,13 +99,17 @@ class Loaded:
 
 
 def load_config(
-    file: Path | None = None, overrides: Mapping[str, Any] | None = None, overrides_from: Source = "command line"
+    file: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    overrides_from: Source = "command line",
+    *,
+    file_named_by: str = "--config",
 ) -> Loaded:
     """`file`: must exist if named; otherwise windlass.toml of this folder, if there is one. Raises ConfigError.
 
     `overrides` are dotted keys; None means not given.
     """
-    values: Values = _from_file(file)
+    values: Values = _from_file(file, file_named_by)
     values |= _from_environment(os.environ)
     given = {tuple(key.split(".")): value for key, value in (overrides or {}).items() if value is not None}
     if ("data_dir",) in given and ("database_url",) not in given:
@@ -147,7 +151,7 @@ def _with_absolute_data_dir(config: Config, folder: Path) -> Config:
 # -------------------------------------------------------------------------------------------------------- sources
 
 
-def _from_file(file: Path | None) -> Values:
+def _from_file(file: Path | None, named_by: str) -> Values:
     name = file or DEFAULT_FILE
     try:
         with name.open("rb") as stream:
@@ -155,7 +159,7 @@ def _from_file(file: Path | None) -> Values:
     except FileNotFoundError:
         if file is None:
             return {}
-        raise ConfigError(f"there is no configuration file {file}: check the path given with --config.") from None
+        raise ConfigError(f"there is no configuration file {file}: check the path given with {named_by}.") from None
     except OSError as error:
         raise ConfigError(f"the configuration file {name} cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:
@@ -244,8 +248,16 @@ def _converted(name: str, value: str) -> Any:
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return (f"did you mean {close[0]}? " if close else "") + "`windlass config show` lists all of them"
+    close = next((near for near in difflib.get_close_matches(name, known) if _is_near(name, near)), None)
+    return (f"did you mean {close}? " if close else "") + "docs/configuration.md lists all of them"
+
+
+def _is_near(name: str, other: str) -> bool:
+    """Also without the sections that both begin with: what every name begins with makes none of them near."""
+    ours, theirs = (re.split(r"\.|__", each.removeprefix(PREFIX)) for each in (name, other))
+    while ours and theirs and ours[0] == theirs[0]:
+        del ours[0], theirs[0]
+    return bool(difflib.get_close_matches(".".join(ours), [".".join(theirs)]))
 
 
 def _flatten(content: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any]]:

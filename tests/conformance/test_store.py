@@ -1274,6 +1274,21 @@ async def test_summaries_are_the_tasks_without_what_is_large(store: Store) -> No
         ]
 
 
+async def test_tasks_that_wait_for_their_time_are_listed_until_it_has_come(store: Store, clock: Any) -> None:
+    first, _, second = [
+        await add(store, run_after=clock() + timedelta(hours=hours) if hours else None) for hours in (1, 0, 2)
+    ]
+
+    async def scheduled(limit: int = 50) -> list[int]:
+        found = await store.task_summaries(status=TaskStatus.QUEUED, limit=limit, is_scheduled=True)
+        return [task.id for task in found]
+
+    assert await scheduled() == [second, first]
+    assert await scheduled(limit=1) == [second]
+    clock.advance(3_601)
+    assert await scheduled() == [second]
+
+
 async def test_queues_are_known_by_what_waits_runs_or_is_served(store: Store, clock: Any) -> None:
     assert await store.known_queues() == []
     await register(store, "w1")

@@ -152,6 +152,7 @@ def test_config_show_names_every_value_and_its_source_but_no_secret(windlass: Co
     windlass = windlass.with_env(DATABASE_URL="postgresql://u:hunter2@h:5432/d?sslpassword=hunter2")
     shown = windlass("config", "show", "--config", "other.toml")
     assert "hunter2" not in shown.out
+    assert "False" not in shown.out, "a file takes false"
     settings = windlass("config", "show", "--config", "other.toml", "--json").json
     assert settings["database_url"]["value"] == "postgresql://u:********@h:5432/d?sslpassword=********"
     assert settings["database_url"]["source"] == "DATABASE_URL"

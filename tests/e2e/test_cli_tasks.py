@@ -9,6 +9,8 @@ import asyncpg
 import pytest
 from command_line import CommandLine
 
+UNSERVED = "windlass: nobody serves queue q yet: start `windlass worker --queue q`, or add it to a fleet's queues."
+
 
 @pytest.fixture
 def windlass(tmp_path: Path, dsn: str) -> CommandLine:
@@ -74,7 +76,7 @@ def test_a_key_that_is_known_gives_the_task_that_has_it(windlass: CommandLine) -
     first = windlass("enqueue", "q", "1", "--unique-key", "k")
     again = windlass("enqueue", "q", "2", "--unique-key", "k")
     assert (again.code, again.out) == (0, first.out)
-    assert (first.err, again.err) == ("", "windlass: already there as 1; nothing was added.\n")
+    assert (first.err, again.err) == (f"{UNSERVED}\n", "windlass: already there as 1; nothing was added.\n")
     same = {"id": 1, "queue": "q", "is_new": False}
     assert windlass("enqueue", "q", "2", "--unique-key", "k", "--json").json == same
     (task,) = windlass("tasks", "list", "--json").json
@@ -82,9 +84,23 @@ def test_a_key_that_is_known_gives_the_task_that_has_it(windlass: CommandLine) -
     assert windlass("tasks", "show", task["id"], "--json").json["payload"] == 1
 
 
+async def test_whoever_enqueues_hears_that_nobody_serves_the_queue(windlass: CommandLine, dsn: str) -> None:
+    done = windlass("enqueue", "q", "1")
+    assert (done.code, done.out, done.err) == (0, "1\n", f"{UNSERVED}\n")
+    assert windlass("enqueue", "q", "1", "--json").err == ""
+    assert "q (nobody serves it)" in windlass("status").out
+    asked = windlass("explain", "q")
+    assert asked.code == 2
+    assert "q is a queue: no fleet serves it; `windlass tasks list --queue q` shows its tasks" in asked.err
+    await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
+    assert windlass("enqueue", "q", "1").err == ""
+    assert "nobody serves it" not in windlass("status").out
+
+
 def test_a_span_counts_from_the_databases_time(windlass: CommandLine) -> None:
     windlass("enqueue", "q", "1", "--run-after", "90m")
     (task,) = windlass("tasks", "list", "--json").json
+    assert windlass("tasks", "list", "--status", "scheduled", "--json").json == [task]
     waits = datetime.fromisoformat(task["run_after"]) - datetime.fromisoformat(task["created_at"])
     assert timedelta(minutes=89) < waits <= timedelta(minutes=90)
 
@@ -95,7 +111,7 @@ async def test_every_line_becomes_a_task_in_order(windlass: CommandLine, dsn: st
     (windlass.folder / "lines").write_text(lines, newline="")
     arguments = {"--file": ["--file", "lines"], "-": ["-"], "--file -": ["--file", "-"]}[way]
     done = windlass("enqueue", "q", *arguments, "--priority", "3", stdin=lines if way.endswith("-") else "")
-    assert (done.code, done.out, done.err) == (0, "enqueued 1,501 tasks in q\n", "")
+    assert (done.code, done.out, done.err) == (0, "enqueued 1,501 tasks in q\n", f"{UNSERVED}\n")
     ordered = "select array_agg((payload ->> 'n')::int order by id) from windlass.tasks where payload ? 'n'"
     assert await ask(dsn, ordered) == list(range(1_500))
     assert await ask(dsn, "select count(*) from windlass.tasks where priority = 3") == 1_501

@@ -395,6 +395,11 @@ async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_han
     why = "its log ends: windlass: cannot import missing:work (No module named 'missing')"
     for told in (("status",), ("explain", "default"), ("explain", task)):
         assert why in host.windlass(*told).out, "the cause is told wherever the hold is"
+
+    async def is_told_once() -> bool:
+        return host.windlass("status").out.count(why) == 1
+
+    await until(is_told_once, "the brake leaves the cause to the decision beside it")
     assert "once it is mended: `windlass restart default`" in host.windlass("explain", "default").out
     logged = [json.loads(line) for line in host.log().splitlines()]
     failures = [line for line in logged if line["event"] == "worker failed"]
@@ -575,6 +580,15 @@ async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) ->
     assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["Spawn"])
     assert "decided again: the same" in host.windlass("replay", number).out
     assert "decided again: hiring 1" in host.windlass("replay", number, "--with", "other.toml").out
+    fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
+    assert fewer["again"] == other["again"]
+    for wrong, sentence in (
+        (("--set", "max_worker=1"), "'max_worker=1' is no setting of a fleet: write name=value"),
+        (("--with", "nosuch.toml"), "there is no configuration file nosuch.toml: check the path given with --with."),
+    ):
+        refused = host.windlass("replay", number, *wrong)
+        assert refused.code == 2
+        assert sentence in refused.err
 
 
 async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:

@@ -153,6 +153,9 @@ async def test_a_link_lets_one_browser_in_and_its_pages_prove_themselves(bed: Be
     assert "HttpOnly" in cookie
     assert "samesite=strict" in cookie.lower()
     assert (await bed.client("192.0.2.8").get(link)).status_code == 410
+    without = await bed.client("192.0.2.8").get(link.partition("?")[0])
+    assert problem_of(without) == (401, "UNAUTHORIZED")
+    assert "`windlass tokens link` prints one" in without.json()["detail"]
     assert (await browser.get(f"{API}/overview")).status_code == 200
     refused = await browser.post(f"{API}/tasks", json={"queue": "a"})
     assert problem_of(refused) == (403, "FORBIDDEN")
@@ -413,7 +416,7 @@ async def test_fleets_are_paused_resumed_restarted_and_given_more(bed: Bed) -> N
     ]
     assert (await operator.post(f"{API}/resume")).json() == {"changed": 2}
     asked = (await operator.post(f"{API}/fleets/gpus/spawn", json={"count": 5})).json()
-    assert asked == {"fleet": "gpus", "granted": 1, "requested": 1, "max_workers": 3}
+    assert asked == {"fleet": "gpus", "asked": 5, "granted": 1, "requested": 1, "max_workers": 3}
     assert (await operator.post(f"{API}/fleets/gpus/restart", json={"slot": 0})).json() == {"changed": 1}
     assert problem_of(await operator.post(f"{API}/fleets/gpus/restart", json={"slot": 77})) == (400, "BAD_INPUT")
     assert problem_of(await operator.post(f"{API}/fleets/nobody/pause")) == (404, "NOT_FOUND")
@@ -543,6 +546,18 @@ async def test_bad_input_is_one_sentence(bed: Bed) -> None:
     ):
         refused = await bed.elsewhere.post(f"{API}/tasks", json=body, headers=headers)
         assert problem_of(refused) == (400, "BAD_INPUT"), body
+    for content, sentence in (
+        ('{"queue": "a"}', "the body is not a JSON object: send one as JSON, with Content-Type: application/json."),
+        ("{", "the request is not as expected: body.1: this is not JSON."),
+        ("{}", "the request is not as expected: body.queue: this is missing."),
+        (
+            '{"queue": "a", "priority": "x"}',
+            "the request is not as expected: body.priority: this is not a whole number.",
+        ),
+    ):
+        kind = {} if sentence.startswith("the body") else {"Content-Type": "application/json"}
+        refused = await bed.elsewhere.post(f"{API}/tasks", content=content, headers=headers | kind)
+        assert refused.json()["detail"] == sentence
     for path in (
         "tasks?limit=0",
         "tasks?cursor=nonsense",

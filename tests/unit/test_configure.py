@@ -103,6 +103,7 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
     [
         pytest.param("lease = 3", "lease in windlass.toml is not a setting", id="an unknown name"),
         pytest.param("[worker]\nlease = 3", "did you mean worker.lease_s?", id="a name with a typo"),
+        pytest.param("[worker]\nnosuch = 3", "is not a setting: docs/configuration.md lists", id="a name near none"),
         pytest.param("[woker]\nlease_s = 3", "woker in windlass.toml is not a setting", id="an unknown section"),
         pytest.param("worker = 3", "worker (from windlass.toml)", id="a value where a section belongs"),
         pytest.param("max_payload_bytes = -1", "is -1: it must be greater than 0", id="a number out of range"),
@@ -158,6 +159,11 @@ def test_a_file_that_is_named_must_exist(tmp_path: Path) -> None:
     ("name", "value", "sentence"),
     [
         pytest.param("WINDLASS_WORKER__LEASE", "3", "did you mean WINDLASS_WORKER__LEASE_S?", id="an unknown name"),
+        pytest.param(
+            "WINDLASS_NOSUCH", "3", "is not a setting: docs/configuration.md lists all", id="a name near none"
+        ),
+        pytest.param("RUNPOD_ENDPOINT", "http://127.0.0.1:8191/", "it must end in /v2, as https://api.", id="no /v2"),
+        pytest.param("HCLOUD_ENDPOINT", "http://127.0.0.1:8190", "it must end in /v1, as https://api.", id="no /v1"),
         pytest.param("WINDLASS_WORKER__LEASE_S", "long", "(from WINDLASS_WORKER__LEASE_S) is 'long'", id="a bad value"),
         pytest.param("WINDLASS_WORKER", "{", "WINDLASS_WORKER in the environment is not a setting", id="a section"),
         pytest.param("DATABASE_URL", f"mysql://u:{PASSWORD}@h/d", "is not the address of a Post", id="another kind"),

@@ -292,3 +292,5 @@ def test_a_fleet_is_explained_by_its_last_decision_and_all_that_holds_it_back() 
         "cycle 11: hiring 1: 1 waiting [hired 1]",
         "cycle 12: steady: 3 waiting, 2 of 2 workers busy: 2 needed, and 3 more times",
     ]
+    once_more = explain_fleet(held, [replace(CYCLE, repeats=1, repeated_at=ago(1))], now=NOW)
+    assert once_more.history[0][1].endswith(": 2 needed, and 1 more time")

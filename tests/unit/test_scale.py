@@ -182,6 +182,8 @@ def test_seed_001_wants_20_workers_and_hires_10() -> None:
     assert hired(planned) == 10
     assert planned.is_cut_short
     assert planned.decision.startswith("hiring 10: 50 waiting, 10 free places, clears in 300 s: 20 more wanted")
+    one = plan(snapshot(worker("w0", 0), queued=50, p50=60), CLEAR_TIME)
+    assert "50 waiting, 1 free place, clears in" in one.decision
 
 
 @pytest.mark.parametrize("policy", ["threshold", "buffered", "clear-time"])

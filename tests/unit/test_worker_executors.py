@@ -199,6 +199,15 @@ async def test_a_command_that_exits_with_0_succeeds_with_what_it_printed(text: s
     assert await command(text, {"a": "Grüße"}) == Success(result)
 
 
+async def test_a_command_that_may_not_be_executed_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "e.sh"
+    script.write_text("#!/bin/sh\ncat\n")
+    with pytest.raises(HandlerNotFound, match=f"'{script}' is not executable: run `chmod \\+x {script}`"):
+        await command(str(script))
+    script.chmod(0o755)
+    assert await command(str(script), 1) == Success("1")
+
+
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [

@@ -168,7 +168,7 @@ def _fleets(router: APIRouter, shown: Shown) -> None:
         requested = await store.request_workers(fleet, body.count)
         live.poke()
         granted = max(0, requested - known.requested_workers)
-        return _requested(Requested(fleet, granted, requested, known.max_workers))
+        return _requested(Requested(fleet, body.count, granted, requested, known.max_workers))
 
 
 def _everything(router: APIRouter, shown: Shown) -> None:

@@ -22,6 +22,22 @@ from windlass.ports import http
 # Whoever asked while the database was away may ask again after this time.
 RETRY_AFTER_S = 1
 _WORDS = {404: "there is nothing at this address.", 405: "this address takes another method."}
+# What the validator says in the words of its own types, in ours.
+_NO_OBJECT = frozenset({"model_attributes_type", "model_type", "dict_type", "dataclass_type"})
+_OF_VALIDATOR = {
+    **dict.fromkeys(_NO_OBJECT, "it must be a JSON object"),
+    "missing": "this is missing",
+    "extra_forbidden": "there is no such name here",
+    "json_invalid": "this is not JSON",
+    "int_parsing": "this is not a whole number",
+    "int_type": "this is not a whole number",
+    "int_from_float": "this is not a whole number",
+    "float_parsing": "this is not a number",
+    "float_type": "this is not a number",
+    "bool_parsing": "write true or false",
+    "bool_type": "write true or false",
+    "string_type": "it must be text",
+}
 log = structlog.get_logger(__name__)
 
 
@@ -98,7 +114,11 @@ def _what_is_wrong(error: RequestValidationError) -> str:
     # What was sent is not repeated: it may be anybody's secret.
     problem: dict[str, Any] = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
-    return f"the request is not as expected: {where}: {problem['msg']}."
+    kind = problem["type"]
+    if problem["loc"] == ("body",) and kind in _NO_OBJECT:
+        return "the body is not a JSON object: send one as JSON, with Content-Type: application/json."
+    message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "it must be")
+    return f"the request is not as expected: {where}: {_OF_VALIDATOR.get(kind, message).rstrip('.')}."
 
 
 def answer_to(request: Request, error: ApiError, as_page: AsPage | None) -> Response:

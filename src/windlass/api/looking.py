@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
-from pydantic import AwareDatetime, ValidationError
+from pydantic import AwareDatetime
 
 from windlass.api.documented import documented
 from windlass.api.errors import not_found
@@ -39,7 +39,7 @@ from windlass.cost.report import By
 from windlass.model.action import actions_to_plain
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
-from windlass.model.fleet import FleetConfig
+from windlass.model.fleet import with_changes
 from windlass.model.record import CycleInFull
 from windlass.model.task import MAX_TASK_ID
 from windlass.model.worker import WorkerStatus
@@ -328,24 +328,7 @@ def replay_of(stored: CycleInFull, changes: list[str]) -> Replayed:
     settings = stored.snapshot.settings
     if settings is None:
         raise BadInput(f"cycle {stored.cycle.id} was stored without its settings.")
-    again = plan(stored.snapshot, _changed(settings, changes))
+    again = plan(stored.snapshot, with_changes(settings, changes))
     then = Decided(stored.cycle.decision, actions_to_plain(stored.cycle.actions))
     now = Decided(again.decision, actions_to_plain(again.actions))
     return Replayed(stored.cycle.id, stored.cycle.fleet, then == now, then, now)
-
-
-def _changed(settings: FleetConfig, changes: list[str]) -> FleetConfig:
-    if not changes:
-        return settings
-    given: dict[str, Any] = {}
-    for change in changes:
-        name, equals, value = change.partition("=")
-        if not equals or name not in FleetConfig.model_fields:
-            raise BadInput(f"{change[:100]!r} is no setting of a fleet: write name=value, such as max_workers=3.")
-        given[name] = value
-    try:
-        return FleetConfig.model_validate(settings.model_dump() | given)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"])) or "the settings"
-        raise BadInput(f"{where}: {problem['msg'].removeprefix('Value error, ').rstrip('.')}.") from None

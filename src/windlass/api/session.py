@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
-from windlass.api.errors import gone
+from windlass.api.errors import gone, unauthorized
 from windlass.api.face import Shown
 from windlass.api.gate import check_csrf, session_cookie
 from windlass.model.access import LINK_PREFIX, SESSION_PREFIX, Role, hash_of, is_token, new_token
@@ -40,6 +40,8 @@ def session_routes(shown: Shown) -> APIRouter:
     @router.get(LOGIN)
     async def login(request: Request, key: str = "") -> Response:
         """Exchange a link for a session, and show the dashboard."""
+        if not key:
+            raise unauthorized("a link lets a browser in: `windlass tokens link` prints one.")
         session = new_token(SESSION_PREFIX, secrets.SystemRandom())
         is_link = is_token(key, LINK_PREFIX)
         if not is_link or not await access.open_session(hash_of(key), hash_of(session), SESSION_TTL_S):

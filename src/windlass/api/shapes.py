@@ -233,7 +233,9 @@ class Changed:
 @dataclass(frozen=True, slots=True)
 class Requested:
     fleet: str
-    # Asked for by this call; less than was wanted where the fleet has no room.
+    # What this call asked for.
+    asked: int
+    # What it gets of that; less where the fleet has no room.
     granted: int
     # Asked for by anybody and not hired yet.
     requested: int

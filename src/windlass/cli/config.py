@@ -32,5 +32,9 @@ async def show(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJ
     if as_json:
         print_json({s.key: {"value": s.shown(), "source": s.source, "description": s.description} for s in settings})
         return
-    rows = [(s.key, s.shown(), s.source, s.description) for s in settings]
+    rows = [(s.key, _as_in_a_file(s.shown()), s.source, s.description) for s in settings]
     print_table(rows, "setting", "value", "from", "what it is")
+
+
+def _as_in_a_file(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else value

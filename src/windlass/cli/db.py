@@ -125,7 +125,8 @@ async def url(
         async with stores.database(loaded, is_migrating=False, may_create=False) as dsn:
             print(dsn, flush=True)
             await asyncio.Event().wait()
-    address = stores.running_database_url(loaded) if stores.has_embedded_database(loaded) else None
+    stores.check_embedded_database_is_there(loaded)
+    address = stores.running_database_url(loaded)
     if address is None:
         raise BadInput(
             f"the embedded database in {stores.data_dir(loaded)} does not run now: add --keep to start it, or ask "

@@ -4,8 +4,8 @@ Looks and changes nothing: where there is no embedded database yet, one is tried
 """
 
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -50,18 +50,20 @@ async def doctor(config: ConfigFile = None, data_dir: DataDir = None, as_json: A
     A line for each thing, with what to do about it. Exit code 1 if something fails.
     """
     findings: list[Finding] = []
-    async for finding in _findings(config, data_dir):
-        findings.append(finding)
-        if not as_json:
-            advice = f": {finding.do}" if finding.do else ""
-            word = finding.verdict.upper() if finding.verdict is Verdict.FAIL else finding.verdict.value
-            print(f"{word:<5}{finding.check:<14}{finding.what}{advice}", flush=True)
+    # Closed in order if our reader goes away: what the loop's end finds open it closes all at once, one inside another.
+    async with aclosing(_findings(config, data_dir)) as found:
+        async for finding in found:
+            findings.append(finding)
+            if not as_json:
+                advice = f": {finding.do}" if finding.do else ""
+                word = finding.verdict.upper() if finding.verdict is Verdict.FAIL else finding.verdict.value
+                print(f"{word:<5}{finding.check:<14}{finding.what}{advice}", flush=True)
     if as_json:
         print_json(findings)
     return 1 if any(finding.verdict is Verdict.FAIL for finding in findings) else 0
 
 
-async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncIterator[Finding]:
+async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncGenerator[Finding, None]:
     yield _python()
     yield _platform()
     yield _gpu()
@@ -71,8 +73,9 @@ async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncIte
         yield Finding("configuration", Verdict.FAIL, _clause(error))
         return
     yield Finding("configuration", Verdict.OK, "readable")
-    async for finding in _providers(config):
-        yield finding
+    async with aclosing(_providers(config)) as of_providers:
+        async for finding in of_providers:
+            yield finding
     if config.database_url is None:
         disk = _disk(config)
         yield disk
@@ -87,14 +90,15 @@ async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncIte
         yield Finding("database", Verdict.FAIL, _clause(error))
 
 
-async def _providers(config: "Config") -> AsyncIterator[Finding]:
+async def _providers(config: "Config") -> AsyncGenerator[Finding, None]:
     from windlass.wire import providers
 
     for name, examine in (("hetzner", providers.examine_hetzner), ("runpod", providers.examine_runpod)):
         try:
-            async for remark in examine(config):
-                verdict = Verdict.FAIL if remark.is_grave else Verdict.WARN if remark.do else Verdict.OK
-                yield Finding(remark.check, verdict, remark.what, remark.do)
+            async with aclosing(examine(config)) as remarks:
+                async for remark in remarks:
+                    verdict = Verdict.FAIL if remark.is_grave else Verdict.WARN if remark.do else Verdict.OK
+                    yield Finding(remark.check, verdict, remark.what, remark.do)
         except WindlassError as error:
             yield Finding(name, Verdict.FAIL, _clause(error))
 

@@ -18,7 +18,7 @@ import typer
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import counted, print_json, progress
 from windlass.cli.times import parse_when
-from windlass.model.errors import BadInput
+from windlass.model.errors import BadInput, WindlassError
 
 if TYPE_CHECKING:
     from windlass.model.task import NewTask
@@ -74,7 +74,7 @@ async def enqueue(
     )
     if source is None:
         task = template._replace(payload=_checked(payload or "", "the payload", max_bytes))
-        task_id, is_new = await _add_one(loaded.config, task, when)
+        task_id, is_new, is_served = await _add_one(loaded.config, task, when)
         if as_json:
             print_json({"id": task_id, "queue": queue, "is_new": is_new})
             return
@@ -82,15 +82,27 @@ async def enqueue(
         if not is_new:
             # Beside the id, which programs read.
             print(f"windlass: already there as {task_id}; nothing was added.", file=sys.stderr)
+        elif not is_served:
+            _tell_that_nobody_serves(queue)
         return
     if unique_key is not None:
         raise BadInput("--unique-key names one task: it does not go with many lines.")
     with _checked_lines(source, max_bytes) as lines:
-        count = await _add_many(loaded.config, template, lines, when)
+        count, is_served = await _add_many(loaded.config, template, lines, when)
     if as_json:
         print_json({"enqueued": count, "queue": queue})
-    else:
-        print(f"enqueued {counted(count, 'task')} in {queue}")
+        return
+    print(f"enqueued {counted(count, 'task')} in {queue}")
+    if not is_served:
+        _tell_that_nobody_serves(queue)
+
+
+def _tell_that_nobody_serves(queue: str) -> None:
+    print(
+        f"windlass: nobody serves queue {queue} yet: start `windlass worker --queue {queue}`, or add it to a fleet's "
+        "queues.",
+        file=sys.stderr,
+    )
 
 
 def _source(payload: str | None, file: Path | None) -> Path | str | None:
@@ -200,18 +212,23 @@ def _checked(text: str, what: str, max_payload_bytes: int) -> str:
 # ----------------------------------------------------------------------------------------------------------- adding
 
 
-async def _add_one(config: Any, task: "NewTask", when: datetime | timedelta | None) -> tuple[int, bool]:
-    """Its id, and whether it is new."""
+async def _add_one(config: Any, task: "NewTask", when: datetime | timedelta | None) -> tuple[int, bool, bool]:
+    """Its id, whether it is new, and whether anybody serves its queue."""
     from windlass.wire import stores
 
     async with stores.store(config) as store:
         scheduled = await _scheduled(task, when, store)
         if task.unique_key is None:
-            return await store.enqueue(scheduled), True
-        return await store.enqueue_or_find(scheduled)
+            task_id, is_new = await store.enqueue(scheduled), True
+        else:
+            task_id, is_new = await store.enqueue_or_find(scheduled)
+        return task_id, is_new, await _is_served(store, task.queue)
 
 
-async def _add_many(config: Any, template: "NewTask", lines: Lines, when: datetime | timedelta | None) -> int:
+async def _add_many(
+    config: Any, template: "NewTask", lines: Lines, when: datetime | timedelta | None
+) -> tuple[int, bool]:
+    """How many, and whether anybody serves their queue."""
     from windlass.wire import stores
 
     async with stores.store(config) as store:
@@ -223,7 +240,16 @@ async def _add_many(config: Any, template: "NewTask", lines: Lines, when: dateti
                     yield scheduled._replace(payload=payload)
                     advance(1)
 
-            return await store.enqueue_many(stream())
+            count = await store.enqueue_many(stream())
+        return count, await _is_served(store, template.queue)
+
+
+async def _is_served(store: "PostgresStore", queue: str) -> bool:
+    """Taken for granted where we may not look, as producers may not, or cannot: the tasks are there."""
+    try:
+        return await store.is_queue_served(queue)
+    except WindlassError:
+        return True
 
 
 async def _scheduled(task: "NewTask", when: datetime | timedelta | None, store: "PostgresStore") -> "NewTask":

@@ -44,12 +44,18 @@ async def replay(
     with_config: Annotated[
         Path | None, typer.Option("--with", help="Decide with the fleet as this file has it.", metavar="FILE")
     ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Decide with this setting of the fleet: max_workers=3.", metavar="NAME=VALUE"),
+    ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> int:
-    """Decide again from what a cycle saw. Without --with it must come to the same; exit code 1 if it does not."""
+    """Decide again from what a cycle saw. With the same settings it must come to the same; exit code 1 if not."""
+    from windlass.configure import load_config
     from windlass.model.action import actions_to_plain
+    from windlass.model.fleet import with_changes
     from windlass.policy.plan import plan
     from windlass.wire import stores
 
@@ -61,13 +67,13 @@ async def replay(
         )
     fleet = stored.snapshot.settings
     if with_config is not None:
-        fleets = load(with_config, data_dir).config.fleets
+        fleets = load_config(with_config, {"data_dir": data_dir}, file_named_by="--with").config.fleets
         if stored.cycle.fleet not in fleets:
             raise BadInput(f"{with_config} has no fleet {stored.cycle.fleet}, which cycle {cycle} belongs to.")
         fleet = fleets[stored.cycle.fleet]
     if fleet is None:
         raise BadInput(f"cycle {cycle} was stored without its settings: name a file with --with.")
-    again = plan(stored.snapshot, fleet)
+    again = plan(stored.snapshot, with_changes(fleet, changes or ()))
     then, now = actions_to_plain(stored.cycle.actions), actions_to_plain(again.actions)
     is_same = then == now and stored.cycle.decision == again.decision
     if as_json:
@@ -85,7 +91,7 @@ async def replay(
             print("decided again: the same")
         else:
             _print_plan("decided again", again.decision, now)
-    return 0 if is_same or with_config is not None else 1
+    return 0 if is_same or with_config is not None or changes else 1
 
 
 def _print_plan(title: str, decision: str, actions: list[dict[str, Any]]) -> None:

@@ -48,7 +48,13 @@ async def spawn(
     sentence = f"asked for {granted} more in fleet {chosen.name}"
     if granted < count:
         sentence += f", not {count}: its maximum is {chosen.max_workers}, and that is all it has room for"
-    answer = {"fleet": chosen.name, "requested": requested, "granted": granted, "max_workers": chosen.max_workers}
+    answer = {
+        "fleet": chosen.name,
+        "asked": count,
+        "granted": granted,
+        "requested": requested,
+        "max_workers": chosen.max_workers,
+    }
     _say(answer, sentence, as_json=as_json)
 
 

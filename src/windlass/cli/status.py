@@ -41,6 +41,8 @@ class Standing:
     # Worker id to the tasks it has at hand.
     at_hand: dict[str, list[int]]
     finished: dict["TaskStatus", int]
+    # Queues that some fleet, or a worker that is there, takes tasks of.
+    served: frozenset[str] = frozenset()
     queue: str | None = None
 
 
@@ -97,6 +99,9 @@ async def look(
         workers=[worker for worker in workers if queue is None or queue in worker.queues],
         at_hand=await store.tasks_at_hand(),
         finished=await store.finished_since(LAST_HOUR_S),
+        served=frozenset(
+            name for queues in [*(f.queues for f in known), *(w.queues for w in workers)] for name in queues
+        ),
         at=await store.now(),
         queue=queue,
     )
@@ -180,10 +185,21 @@ def _no_workers(standing: Standing) -> str:
 def _queues(standing: Standing) -> TextTable:
     numbers = ("queued", "scheduled", "retrying", "running", "oldest waits")
     rows = [
-        (d.queue, d.queued, d.scheduled, d.waiting_for_retry, d.running, duration(d.oldest_queued_age_s))
+        (
+            _queue(d.queue, standing),
+            d.queued,
+            d.scheduled,
+            d.waiting_for_retry,
+            d.running,
+            duration(d.oldest_queued_age_s),
+        )
         for d in standing.depths
     ]
     return TextTable(rows, ("queue", *numbers), numbers)
+
+
+def _queue(name: str, standing: Standing) -> str:
+    return name if name in standing.served else f"{name} (nobody serves it)"
 
 
 def _fleets(standing: Standing, *, is_short: bool) -> TextTable:
@@ -193,19 +209,20 @@ def _fleets(standing: Standing, *, is_short: bool) -> TextTable:
             sum(worker.fleet == fleet.name and worker.slot is not None for worker in standing.workers),
             # One that only workers started by hand belong to has none.
             f"{fleet.min_workers} to {fleet.max_workers}" if fleet.planned_at else None,
-            _brake(fleet, standing.at),
+            _brake(fleet, standing.at, decided),
             duration((standing.at - (cycle.repeated_at or cycle.started_at)).total_seconds()) if cycle else "never",
-            (shortened(cycle.decision, 80) if is_short else cycle.decision) if cycle else None,
+            decided,
         )
         for fleet, cycle in standing.fleets
+        for decided in [(shortened(cycle.decision, 80) if is_short else cycle.decision) if cycle else None]
     ]
     return TextTable(
         rows, ("fleet", "workers", "limits", "brake", "last cycle", "it decided"), ("workers", "last cycle")
     )
 
 
-def _brake(fleet: "Fleet", now: datetime) -> str | None:
-    """What keeps it from hiring."""
+def _brake(fleet: "Fleet", now: datetime, decided: str | None) -> str | None:
+    """What keeps it from hiring; without the reason where the decision beside it says it."""
     parts = []
     unattended_s = fleet.unattended_s(now)
     if unattended_s is not None:
@@ -215,7 +232,8 @@ def _brake(fleet: "Fleet", now: datetime) -> str | None:
     if fleet.is_paused:
         parts.append("paused")
     if fleet.hold is not None:
-        parts.append(f"hold {fleet.hold.code}: {fleet.hold.reason}")
+        is_said = fleet.hold.reason in (decided or "")
+        parts.append(f"hold {fleet.hold.code}" + ("" if is_said else f": {fleet.hold.reason}"))
     if fleet.failed_slots:
         parts.append(f"failed slots {', '.join(map(str, fleet.failed_slots))}")
     return "; ".join(parts) or None

@@ -32,6 +32,17 @@ Queue = Annotated[str | None, typer.Option("--queue", "-q", help="Only of this q
 TaskIds = Annotated[list[int] | None, typer.Argument(help="Ids of tasks.", metavar="ID", min=1, max=MAX_TASK_ID)]
 
 
+class Listed(StrEnum):
+    """What can be listed: the statuses, and those among the queued that wait for their time."""
+
+    QUEUED = "queued"
+    SCHEDULED = "scheduled"
+    RUNNING = "running"
+    COMPLETE = "complete"
+    ERROR = "error"
+    FAILED = "failed"
+
+
 class Finished(StrEnum):
     """What can be purged."""
 
@@ -43,7 +54,9 @@ class Finished(StrEnum):
 @command
 async def list_(
     queue: Queue = None,
-    status: Annotated[TaskStatus | None, typer.Option("--status", "-s", help="Only with this status.")] = None,
+    status: Annotated[
+        Listed | None, typer.Option("--status", "-s", help="Only with this status; scheduled: queued for later.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.", metavar="N")] = 50,
     before: Annotated[
         int | None, typer.Option(help="Only older ones than this: the next page.", metavar="ID", min=1, max=MAX_TASK_ID)
@@ -59,7 +72,11 @@ async def list_(
     from windlass.wire import stores
 
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
-        found = await store.task_summaries(queue=queue, status=status, limit=limit, before_id=before)
+        is_scheduled = status is Listed.SCHEDULED
+        of = TaskStatus.QUEUED if is_scheduled else TaskStatus(status.value) if status is not None else None
+        found = await store.task_summaries(
+            queue=queue, status=of, limit=limit, before_id=before, is_scheduled=is_scheduled
+        )
         if not found:
             await check_queue_is_known(store, queue)
         now = await store.now()

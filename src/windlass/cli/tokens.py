@@ -47,7 +47,7 @@ async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
     """List tokens, newest first; the tokens themselves nobody knows."""
     from windlass.wire import stores
 
-    async with stores.access_store(load(config, data_dir).config) as store:
+    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
         found = await store.tokens()
         now = await store.now()
     if as_json:
@@ -101,7 +101,7 @@ async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json:
     """List browsers that were let in, and links that still let one in; newest first."""
     from windlass.wire import stores
 
-    async with stores.access_store(load(config, data_dir).config) as store:
+    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
         found = await store.sessions()
         now = await store.now()
     if as_json:
@@ -138,7 +138,7 @@ async def revoke(
 
     if (name is None) == (session is None):
         raise BadInput("say what to revoke: the NAME of a token, or --session and its id (`windlass tokens sessions`).")
-    async with stores.access_store(load(config, data_dir).config) as store:
+    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
         if name is not None and not await store.revoke_token(name):
             raise BadInput(f"there is no token {name} in use: `windlass tokens list` shows all.")
         if session is not None and not await store.revoke_session(session):

@@ -30,7 +30,10 @@ Min = Annotated[int | None, typer.Option("--min", min=0, help="Never fewer worke
 Max = Annotated[int | None, typer.Option("--max", min=1, help="Never more workers than this.", metavar="N")]
 Host = Annotated[str | None, typer.Option(help="Where to listen for machines (default 127.0.0.1).", metavar="ADDRESS")]
 Port = Annotated[
-    int | None, typer.Option(min=0, max=65_535, help="Listen for machines that work over HTTP.", metavar="PORT")
+    int | None,
+    typer.Option(
+        min=0, max=65_535, help="Serve the dashboard, the API, and machines that work over HTTP.", metavar="PORT"
+    ),
 ]
 NO_FLEET = "there is no fleet: write a table [fleets.NAME] with queues and a handler into windlass.toml"
 

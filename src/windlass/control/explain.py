@@ -40,10 +40,19 @@ async def tell(store: Sources, what: str) -> Story:
     for fleet in fleets:
         if fleet.name == what:
             return explain_fleet(fleet, await store.cycles(what, CYCLES_TOLD), now=now)
+    if what in await store.known_queues():
+        raise BadInput(f"{what} is a queue: {_about_queue(what, fleets)}.")
     known = ", ".join(fleet.name for fleet in fleets) or "none yet"
     raise BadInput(
         f"there is no task, worker or fleet {what}: fleets are {known}; `windlass workers list` shows workers."
     )
+
+
+def _about_queue(queue: str, fleets: Sequence[Fleet]) -> str:
+    """What to ask instead."""
+    serving = [fleet.name for fleet in fleets if queue in fleet.queues]
+    whom = f"`windlass explain {serving[0]}` tells of the fleet that serves it" if serving else "no fleet serves it"
+    return f"{whom}; `windlass tasks list --queue {queue}` shows its tasks, each of which has a story"
 
 
 async def _tell_task(store: Sources, task_id: int, fleets: Sequence[Fleet], now: datetime) -> Story:
@@ -256,7 +265,7 @@ def _cycle_line(cycle: Cycle) -> str:
     hired = sum(isinstance(action, Spawn) for action in cycle.actions)
     let_go = sum(isinstance(action, Drain) for action in cycle.actions)
     did = ", ".join(part for count, part in ((hired, f"hired {hired}"), (let_go, f"let {let_go} go")) if count)
-    again = f", and {cycle.repeats} more times" if cycle.repeats else ""
+    again = f", and {_times(cycle.repeats, 'more time')}" if cycle.repeats else ""
     return f"cycle {cycle.id}: {cycle.decision}{f' [{did}]' if did else ''}{again}"
 
 

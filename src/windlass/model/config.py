@@ -227,10 +227,15 @@ class Config(_Section):
     @field_validator("hetzner_endpoint", "runpod_endpoint")
     @classmethod
     def _address_of_api(cls, endpoint: str, field: ValidationInfo) -> str:
+        usual = HETZNER_ENDPOINT if field.field_name == "hetzner_endpoint" else RUNPOD_ENDPOINT
         if not endpoint.startswith(("https://", "http://")):
-            usual = HETZNER_ENDPOINT if field.field_name == "hetzner_endpoint" else RUNPOD_ENDPOINT
             raise ValueError("it must be an address that begins with https://, such as " + usual)
-        return endpoint.rstrip("/")
+        endpoint = endpoint.rstrip("/")
+        # The version we speak; elsewhere all that is heard is 404.
+        version = usual[usual.rindex("/") :]
+        if not endpoint.endswith(version):
+            raise ValueError(f"it must end in {version}, as {usual} does")
+        return endpoint
 
     @field_validator("ray_address")
     @classmethod

@@ -5,11 +5,12 @@ Defaults depend on the provider, because a process starts in a second and a GPU 
 """
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.errors import BadInput
@@ -406,3 +407,21 @@ class FleetConfig(BaseModel):
         if self.promotion_threshold_s is not None:
             return self.promotion_threshold_s
         return max(60.0, 3 * self.poll_interval_s)
+
+
+def with_changes(settings: FleetConfig, changes: Sequence[str]) -> FleetConfig:
+    """The same with other values, each as name=value. BadInput for what is no setting of a fleet."""
+    if not changes:
+        return settings
+    given: dict[str, Any] = {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals or name not in FleetConfig.model_fields:
+            raise BadInput(f"{change[:100]!r} is no setting of a fleet: write name=value, such as max_workers=3.")
+        given[name] = value
+    try:
+        return FleetConfig.model_validate(settings.model_dump() | given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"])) or "the settings"
+        raise BadInput(f"{where}: {problem['msg'].removeprefix('Value error, ').rstrip('.')}.") from None

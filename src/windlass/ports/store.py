@@ -56,8 +56,11 @@ class Store(WorkerTransport, Protocol):
         status: TaskStatus | None = None,
         limit: int = 50,
         before_id: int | None = None,
+        is_scheduled: bool = False,
     ) -> list[TaskSummary]:
-        """The same for lists: payloads and results, which may be a MiB each, stay where they are."""
+        """The same for lists: payloads and results, which may be a MiB each, stay where they are.
+
+        `is_scheduled`: only those that wait for their time."""
 
     async def known_queues(self) -> list[str]:
         """Queues that hold something unfinished, are served by a worker, or had one of the newest tasks. Of thousands

@@ -756,9 +756,13 @@ class MemoryStore:
         status: TaskStatus | None = None,
         limit: int = 50,
         before_id: int | None = None,
+        is_scheduled: bool = False,
     ) -> list[TaskSummary]:
-        tasks = await self.tasks(queue=queue, status=status, limit=limit, before_id=before_id)
-        return [self._tasks[task.id].as_summary() for task in tasks]
+        looked_at = self._last_task_id if is_scheduled else limit
+        tasks = await self.tasks(queue=queue, status=status, limit=looked_at, before_id=before_id)
+        now = await self.now()
+        found = [task for task in tasks if not is_scheduled or (task.run_after is not None and task.run_after > now)]
+        return [self._tasks[task.id].as_summary() for task in found[:limit]]
 
     async def known_queues(self) -> list[str]:
         held = {row.queue for row in self._tasks.values()}

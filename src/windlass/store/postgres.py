@@ -369,9 +369,10 @@ class PostgresStore:
         status: TaskStatus | None = None,
         limit: int = 50,
         before_id: int | None = None,
+        is_scheduled: bool = False,
     ) -> list[TaskSummary]:
         async with self._connection("listing tasks") as connection:
-            rows = await connection.fetch(QUERIES["task_summaries"], queue, status, before_id, limit)
+            rows = await connection.fetch(QUERIES["task_summaries"], queue, status, before_id, limit, is_scheduled)
         return [TaskSummary(**{**row, "status": TaskStatus(row["status"])}) for row in rows]
 
     async def known_queues(self) -> list[str]:
@@ -383,6 +384,11 @@ class PostgresStore:
         """Whether one of the newest tasks, at the most so many, is in this queue."""
         async with self._connection("reading the queues") as connection:
             return bool(await connection.fetchval(QUERIES["has_recent_task"], queue, newest))
+
+    async def is_queue_served(self, queue: str) -> bool:
+        """Whether a fleet, or a worker that is there, takes tasks of this queue."""
+        async with self._connection("reading who serves the queue") as connection:
+            return bool(await connection.fetchval(QUERIES["is_queue_served"], queue))
 
     async def worker(self, worker_id: str) -> Worker | None:
         async with self._connection("reading a worker") as connection:

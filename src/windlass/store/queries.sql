@@ -36,6 +36,7 @@ limit $4;
 
 -- name: task_summaries
 -- `windlass tasks list`; walks the primary key backwards and stops at the limit. Payloads and results are not read.
+-- $5: only those that wait for their time.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error
@@ -43,6 +44,7 @@ from windlass.tasks
 where ($1::text is null or queue = $1)
   and ($2::text is null or status = $2)
   and ($3::bigint is null or id < $3)
+  and (not $5::boolean or run_after > windlass.now())
 order by id desc
 limit $4;
 
@@ -112,6 +114,12 @@ select exists (
   from (select queue from windlass.tasks order by id desc limit $2) as recent
   where recent.queue = $1::text
 );
+
+-- name: is_queue_served
+-- `windlass enqueue`: whether a fleet, or a worker that is there, takes tasks of this queue; workers_live.
+select
+  exists (select from windlass.fleets where $1::text = any (queues))
+  or exists (select from windlass.workers where status <> 'terminated' and $1::text = any (queues));
 
 -- name: workers
 -- `windlass status` and worker(); workers_live or primary key.

@@ -2,7 +2,8 @@
 
 import functools
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from windlass.model.address import LOOPBACK, problem_of_control_plane_url
@@ -189,7 +190,7 @@ def _hetzner_limiter(token: str, endpoint: str) -> "Limiter":  # noqa: ARG001 - 
     return Limiter()
 
 
-async def examine_hetzner(config: Config) -> "AsyncIterator[Remark]":
+async def examine_hetzner(config: Config) -> "AsyncGenerator[Remark, None]":
     """What stands in the way of the Hetzner fleets. Reads only. Raises ConfigError."""
     from windlass.providers.hetzner.examine import examine
 
@@ -200,8 +201,9 @@ async def examine_hetzner(config: Config) -> "AsyncIterator[Remark]":
     account = hetzner_account(config, timeout_s)
     instance_id = await _known_instance_id(config)
     try:
-        async for remark in examine(account, instance_id, fleets, config.hetzner_network_id):
-            yield remark
+        async with aclosing(examine(account, instance_id, fleets, config.hetzner_network_id)) as remarks:
+            async for remark in remarks:
+                yield remark
     finally:
         account.close()
 
@@ -265,7 +267,7 @@ def _runpod_limiter(key: str, endpoint: str) -> "RunpodLimiter":  # noqa: ARG001
     return Limiter()
 
 
-async def examine_runpod(config: Config) -> "AsyncIterator[Remark]":
+async def examine_runpod(config: Config) -> "AsyncGenerator[Remark, None]":
     """What stands in the way of the Runpod fleets. Reads only. Raises ConfigError."""
     from windlass.providers.remark import Remark
     from windlass.providers.runpod.examine import examine
@@ -276,8 +278,9 @@ async def examine_runpod(config: Config) -> "AsyncIterator[Remark]":
     settings = {name: fleet.runpod for name, fleet in fleets.items()}
     account = runpod_account(config, min(each.call_timeout_s for each in settings.values()))
     try:
-        async for remark in examine(account, await _known_instance_id(config), settings):
-            yield remark
+        async with aclosing(examine(account, await _known_instance_id(config), settings)) as remarks:
+            async for remark in remarks:
+                yield remark
     finally:
         await account.close()
     for name, fleet in fleets.items():

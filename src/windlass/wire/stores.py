@@ -37,6 +37,15 @@ def has_embedded_database(config: Config) -> bool:
         return True  # somebody else's: opening it says so
 
 
+def check_embedded_database_is_there(config: Config) -> None:
+    """Raise BadInput, with what makes one, where the data directory holds none yet."""
+    if not has_embedded_database(config):
+        raise BadInput(
+            f"there is no database in {data_dir(config)} yet: `windlass up`, `worker` or `enqueue` makes one; "
+            "--data-dir or DATABASE_URL names another."
+        )
+
+
 def described_database(config: Config) -> str:
     """Where the database is, without secrets."""
     if config.database_url is not None:
@@ -87,11 +96,8 @@ async def database(config: Config, *, is_migrating: bool = True, may_create: boo
     if config.database_url is not None:
         yield config.database_url.get_secret_value()
         return
-    if not may_create and not has_embedded_database(config):
-        raise BadInput(
-            f"there is no database in {data_dir(config)} yet: `windlass up`, `worker` or `enqueue` makes one; "
-            "--data-dir or DATABASE_URL names another."
-        )
+    if not may_create:
+        check_embedded_database_is_there(config)
     from windlass.store.embedded import EmbeddedPostgres
 
     server = EmbeddedPostgres(data_dir(config))
@@ -127,10 +133,13 @@ async def store(config: Config, *, max_connections: int = 4, may_create: bool = 
 
 
 @asynccontextmanager
-async def access_store(config: Config) -> "AsyncIterator[PostgresAccessStore]":
+async def access_store(config: Config, *, may_create: bool = True) -> "AsyncIterator[PostgresAccessStore]":
     from windlass.store.access import PostgresAccessStore
 
-    async with database(config) as dsn, PostgresAccessStore(dsn, retention=config.retention) as opened:
+    async with (
+        database(config, may_create=may_create) as dsn,
+        PostgresAccessStore(dsn, retention=config.retention) as opened,
+    ):
         yield opened
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import shutil
+from pathlib import Path
 
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
@@ -34,8 +35,7 @@ class CommandExecutor:
         except ValueError as error:
             raise HandlerNotFound(f"cannot read the command {self._command!r} ({error}): check its quotes.") from None
         if not self._arguments or shutil.which(self._arguments[0]) is None:
-            name = self._arguments[0] if self._arguments else ""
-            raise HandlerNotFound(f"cannot find the command {name!r}: check the name and the PATH.")
+            raise HandlerNotFound(_why_not_found(self._arguments[0] if self._arguments else ""))
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:  # noqa: ARG002 - a command has no way to report
         try:
@@ -72,6 +72,12 @@ class CommandExecutor:
             return Failure("BAD_RESULT", str(error))
         except (ValueError, RecursionError) as error:
             return Failure("BAD_RESULT", f"the command's output is not JSON ({error}): {text[:200]}")
+
+
+def _why_not_found(name: str) -> str:
+    if "/" in name and Path(name).is_file():
+        return f"the command {name!r} is not executable: run `chmod +x {shlex.quote(name)}`."
+    return f"cannot find the command {name!r}: check the name and the PATH."
 
 
 def _environment(claim: Claim) -> dict[str, str]:

@@ -119,7 +119,7 @@ class HetznerDemonstration:
         self._hour_s = hour_s
         self._tell = tell
         self._front = front
-        self._teller = Storyteller(tell, TOLD, task_count + SECOND_BURST)
+        self._teller = Storyteller(tell, TOLD, task_count)
         self._crashed_ids: set[int] = set()
         self._lost: Lost | None = None
         self._has_come_again = False
@@ -170,6 +170,7 @@ class HetznerDemonstration:
             elif not standing["unfinished"] and not self._has_come_again:
                 self._has_come_again = True
                 await stage.enqueue(burst(SECOND_BURST))
+                self._teller.expect(SECOND_BURST)
                 self._tell(f"the queue is empty; {SECOND_BURST} more tasks arrive, for whoever is idle and paid anyway")
             elif not standing["unfinished"] and not standing["workers"] and not cloud.emulator.project.servers:
                 self._tell("the queue is empty and every server is gone, each before another hour of it began")

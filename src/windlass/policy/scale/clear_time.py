@@ -19,15 +19,16 @@ _SHORTEST_S = 1e-3
 
 def clear_time(demand: Demand) -> Wish:
     fleet, queued, free = demand.fleet, demand.queue.queued, demand.free_places
+    seen = f"{queued} waiting, {free} free place{'' if free == 1 else 's'}"
     if free >= queued:
         spare = demand.unneeded
-        return Wish(f"{queued} waiting, {free} free places: enough", spare=spare, is_over_capacity=bool(spare))
+        return Wish(f"{seen}: enough", spare=spare, is_over_capacity=bool(spare))
     clears_in_s = _clears_in_s(queued, free, demand.queue.duration_p50_s)
     if clears_in_s < fleet.clear_time_s:
         return Wish(f"{queued} waiting, clears in {clears_in_s:.0f} s, below {fleet.clear_time_s:g} s: no need")
     hire = ceil((queued - free) / fleet.concurrency)
     when = "never clears" if clears_in_s == inf else f"clears in {clears_in_s:.0f} s"
-    return Wish(f"{queued} waiting, {free} free places, {when}: {hire} more wanted", hire=hire)
+    return Wish(f"{seen}, {when}: {hire} more wanted", hire=hire)
 
 
 def _clears_in_s(queued: int, free: int, duration_s: float | None) -> float:

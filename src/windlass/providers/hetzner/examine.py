@@ -1,6 +1,6 @@
 """Whether a Hetzner fleet could hire: what `windlass doctor` asks. Reads only; one request for each thing."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from windlass.model.errors import Throttled
 from windlass.model.hetzner import HetznerSettings
@@ -12,7 +12,7 @@ from windlass.providers.remark import Remark
 
 async def examine(
     account: Account, identity: str | None, fleets: dict[str, HetznerSettings], network_id: int | None
-) -> AsyncIterator[Remark]:
+) -> AsyncGenerator[Remark, None]:
     """The token, then every network, server type and image that the fleets name. `identity` None: which database is
     ours is not known."""
     token = await _token(account, identity, fleets)

@@ -1,7 +1,8 @@
 """Whether a Runpod fleet could hire: what `windlass doctor` asks. Reads only; one request for each thing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 
 from windlass.model.errors import Throttled
 from windlass.model.runpod import GpuChoice, RunpodSettings
@@ -12,7 +13,9 @@ from windlass.providers.runpod.naming import fleets_of
 from windlass.providers.runpod.problems import HOW_TO_BE_LET_IN, Kind, Trouble
 
 
-async def examine(account: Account, identity: str | None, fleets: dict[str, RunpodSettings]) -> AsyncIterator[Remark]:
+async def examine(
+    account: Account, identity: str | None, fleets: dict[str, RunpodSettings]
+) -> AsyncGenerator[Remark, None]:
     """The key, then every network volume, registry and GPU type that the fleets name. `identity` None: which database
     is ours is not known."""
     key = await _key(account, identity, fleets)
@@ -27,8 +30,10 @@ async def examine(account: Account, identity: str | None, fleets: dict[str, Runp
     # Stock depends on how many a pod wants at once.
     for cloud, count in sorted({(c.cloud, s.gpu_count) for s in fleets.values() for c in s.ordered}):
         wanted = {choice for s in fleets.values() if s.gpu_count == count for choice in s.ordered}
-        async for remark in _gpus(account, cloud, count, {choice for choice in wanted if choice.cloud == cloud}):
-            yield remark
+        of_this_cloud = {choice for choice in wanted if choice.cloud == cloud}
+        async with aclosing(_gpus(account, cloud, count, of_this_cloud)) as remarks:
+            async for remark in remarks:
+                yield remark
 
 
 async def _key(account: Account, identity: str | None, fleets: dict[str, RunpodSettings]) -> Remark:
@@ -69,7 +74,7 @@ async def _registry(account: Account, registry_id: str) -> Remark:
     return Remark("registry", str(registry.get("name")))
 
 
-async def _gpus(account: Account, cloud: str, count: int, choices: set[GpuChoice]) -> AsyncIterator[Remark]:
+async def _gpus(account: Account, cloud: str, count: int, choices: set[GpuChoice]) -> AsyncGenerator[Remark, None]:
     path = f"/catalog/gpus?include=AVAILABILITY&product=POD&cloud={cloud}&count={count}"
     try:
         offers = read_offers(await account.read(path), cloud)
