@@ -309,7 +309,7 @@ async def test_no_crowd_of_readers_silences_a_worker(dsn: str, monkeypatch: pyte
 
 
 async def test_what_takes_too_long_to_read_is_broken_off(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_face, "PEOPLES_STATEMENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(wire_face, "PEOPLES_STATEMENT_TIMEOUT_S", 0.5)
     async with bed_of(dsn) as bed, connected(dsn, "holding a lock") as connection, asyncio.timeout(60):
         assert (await bed.here.get(f"{API}/cycles")).status_code == 200
         async with connection.transaction():
