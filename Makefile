@@ -4,20 +4,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check setup bench bench-queue bench-control bench-api bench-engine clean
+.PHONY: demo test check histories setup bench bench-queue bench-control bench-api bench-engine clean
 
 demo: setup
 	@$(BIN)/windlass demo
 
+# Half of the time tests wait, for processes that start and limits that pass: three at once keep two cores busy.
 test: check
 	@sh tools/system-packages.sh
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# A thousand random histories of each cloud: some twenty minutes on two cores.
+histories: setup
+	WINDLASS_SEEDS=1000 $(BIN)/pytest -n 2 -q tests/sim/test_runpod_histories.py tests/sim/test_hetzner_histories.py
 
 bench: bench-queue bench-control bench-api bench-engine
 
