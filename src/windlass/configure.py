@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from windlass.model.address import HIDDEN, is_database_url, masked, problem_of_database_url
 from windlass.model.config import Config
-from windlass.model.errors import ConfigError
+from windlass.model.errors import WORDS_OF_TYPES, ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.worker import DEFAULT_FLEET
 
@@ -340,13 +340,7 @@ def _explain(error: ValidationError, sources: Mapping[Key, Source]) -> str:
 
 # What pydantic calls by the names of its own types.
 _WORDS = {
-    "int_parsing": "this is not a whole number",
-    "int_type": "this is not a whole number",
-    "int_from_float": "this is not a whole number",
-    "float_parsing": "this is not a number",
-    "float_type": "this is not a number",
-    "bool_parsing": "write true or false",
-    "bool_type": "write true or false",
+    **WORDS_OF_TYPES,
     "string_type": "write text, between quotes",
     "path_type": "write a path, between quotes",
     "tuple_type": 'write a list, as ["a", "b"]',

@@ -78,6 +78,14 @@ async def test_an_image_that_cannot_work_is_refused_whoever_hires() -> None:
         await check_ray(load_config().config)
 
 
+async def test_a_reload_that_was_refused_binds_nobody_to_its_cluster() -> None:
+    write('[fleets.a]\nprovider = "hetzner"\nengine = "ray"\nhandler = "app:work"\nhetzner.image = "ubuntu-22.04"\n')
+    beside = RayBeside(Programs(), None)
+    with pytest.raises(ConfigError, match="ubuntu-22.04"):
+        await beside.check(load_config().config.model_copy(update={"ray_address": "10.0.0.6:6379"}))
+    assert beside.address is None
+
+
 def test_nodes_get_our_ray_with_what_was_asked_for_beside_it() -> None:
     asked = BootstrapSettings(requirements=("numpy", "ray[data]>=2", "ray-lightning", "Ray [serve]"))
     ours = our_versions().ray

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from windlass.model.access import without_tokens
 from windlass.model.address import masked
-from windlass.model.errors import BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
+from windlass.model.errors import WORDS_OF_TYPES, BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
 from windlass.ports import http
 
 # Whoever asked while the database was away may ask again after this time.
@@ -29,13 +29,7 @@ _OF_VALIDATOR = {
     "missing": "this is missing",
     "extra_forbidden": "there is no such name here",
     "json_invalid": "this is not JSON",
-    "int_parsing": "this is not a whole number",
-    "int_type": "this is not a whole number",
-    "int_from_float": "this is not a whole number",
-    "float_parsing": "this is not a number",
-    "float_type": "this is not a number",
-    "bool_parsing": "write true or false",
-    "bool_type": "write true or false",
+    **WORDS_OF_TYPES,
     "string_type": "it must be text",
 }
 log = structlog.get_logger(__name__)

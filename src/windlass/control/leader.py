@@ -6,12 +6,20 @@ wrong about its trust cannot write. Losing the database means losing the lease.
 """
 
 import asyncio
+import os
+import secrets
+import socket
 from dataclasses import dataclass
 
 from windlass.ports.control import Candidate
 
 # Of the lease, what is left out at its end: for clocks that drift and for a provider call that is just starting.
 MARGIN_SHARE = 0.2
+
+
+def holder_of_this_process() -> str:
+    """A name for it in leases that nobody else has, and by which a person finds it."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 @dataclass(slots=True)

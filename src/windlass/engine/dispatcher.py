@@ -11,8 +11,6 @@ HEAD_TIMEOUT_S ends it too: what ran may have ended, nobody can tell, and whoeve
 
 import asyncio
 import contextlib
-import os
-import socket
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from uuid import uuid4
 
 import structlog
 
-from windlass.control.leader import Trust
+from windlass.control.leader import Trust, holder_of_this_process
 from windlass.engine.attempt import Job
 from windlass.engine.cluster import WORKER_LABEL, Cluster, ClusterReplaced, ClusterUnavailable
 from windlass.engine.driver import Driver
@@ -84,8 +82,7 @@ class Dispatcher:
         offer = dispatch.config.node_offer
         # On a cluster that is not ours tasks run on its nodes, whoever they are.
         self._driver = Driver(dispatch.address, None if offer is None else dispatch.fleet, self._name)
-        holder = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:6]}"
-        self._candidate = Candidate(holder, LEASE_S, dispatcher_lease(dispatch.fleet))
+        self._candidate = Candidate(holder_of_this_process(), LEASE_S, dispatcher_lease(dispatch.fleet))
         self._trust = Trust(self._candidate)
         self._nodes = Nodes(dispatch.fleet, dispatch.config.ray, dispatch.config.queues, offer)
         self._stop = asyncio.Event()

@@ -6,15 +6,13 @@ orchestrators share a head that is none of theirs; without one, the next keeps a
 
 import asyncio
 import contextlib
-import os
-import secrets
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 import structlog
 
+from windlass.control.leader import holder_of_this_process
 from windlass.model.errors import ConfigError, DatabaseUnavailable, WindlassError
 from windlass.model.node import HEAD_LEASE
 from windlass.ports.control import Candidate, Standby
@@ -40,7 +38,7 @@ async def sole_head(leases: Leases, lease_s: float = LEASE_S) -> AsyncIterator[N
     When it is lost all the same (we were cut off from the database for longer than the lease, and another was not),
     what goes on in here is cancelled, and WindlassError raised.
     """
-    ourselves = Candidate(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}", lease_s, HEAD_LEASE)
+    ourselves = Candidate(holder_of_this_process(), lease_s, HEAD_LEASE)
     term = await _wait_for(leases, ourselves)
     owner, keeper = asyncio.current_task(), asyncio.create_task(_keep(leases, ourselves, term))
     if owner is None:

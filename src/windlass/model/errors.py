@@ -4,6 +4,17 @@ Every message is one sentence (or two) for the person who reads it: what was bei
 do next. The command line prints it as it is and exits with code 2; no traceback reaches a user.
 """
 
+# What pydantic calls by the names of its own types, in ours.
+WORDS_OF_TYPES = {
+    "int_parsing": "this is not a whole number",
+    "int_type": "this is not a whole number",
+    "int_from_float": "this is not a whole number",
+    "float_parsing": "this is not a number",
+    "float_type": "this is not a number",
+    "bool_parsing": "write true or false",
+    "bool_type": "write true or false",
+}
+
 
 class WindlassError(Exception):
     """Base of all errors a user may see. Its text is the whole message."""

@@ -141,9 +141,10 @@ class RayBeside:
                 f"nodes join the Ray head at {self.address}, and ray_address is now {config.ray_address}: start "
                 "`windlass up` again to change clusters."
             )
-        self.address = self.address or config.ray_address
+        address = self.address or config.ray_address
         if fleets != self._arranged:
-            await check_ray(config.model_copy(update={"ray_address": self.address}))
+            await check_ray(config.model_copy(update={"ray_address": address}))
+        self.address = address
 
     def arrange(self, loaded: "Loaded") -> None:
         """A dispatcher for each fleet: those whose settings have changed, and those not wanted any more, end in good

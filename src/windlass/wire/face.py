@@ -4,7 +4,7 @@ import asyncio
 import functools
 import itertools
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from windlass.model.address import LOOPBACK
 from windlass.model.config import ApiConfig, Config, Retention
 from windlass.model.errors import BadInput, WindlassError
 from windlass.wire.providers import worker_log
-from windlass.wire.receivers import receivers
 from windlass.wire.stores import access_store
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from windlass.control.up import Up
     from windlass.model.access import Role
     from windlass.model.order import RayHead
+    from windlass.ports.alarm import Receiver
     from windlass.store.access import PostgresAccessStore
     from windlass.store.reading import PostgresReadingStore
 
@@ -93,10 +93,11 @@ async def http_face(
     watchers: "list[Callable[[Summary], None]]",
     on_link: Callable[[str], None],
     ray_head: "Callable[[], RayHead | None]",
+    told: "Sequence[Receiver]",
 ) -> "AsyncIterator[Counts]":
     """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`.
 
-    `ray_head`: what machines are told to join whose tasks Ray places.
+    `ray_head`: what machines are told to join whose tasks Ray places. `told`: who is told of alerts.
     """
     if listener is None:
         yield Counts()
@@ -115,7 +116,7 @@ async def http_face(
     wheel = await asyncio.to_thread(build_wheel)
     async with face_stores(dsn, config.retention) as (machines, people):
         doorbell = Doorbell(machines.wait_for_work)
-        shown, metrics = _shown(config, people, up, watchers)
+        shown, metrics = _shown(config, people, up, watchers, told)
         face = Face(
             store=machines,
             access=machines,
@@ -147,7 +148,11 @@ async def http_face(
 
 
 def _shown(
-    config: Config, store: "PostgresReadingStore", up: "Up", watchers: "list[Callable[[Summary], None]]"
+    config: Config,
+    store: "PostgresReadingStore",
+    up: "Up",
+    watchers: "list[Callable[[Summary], None]]",
+    told: "Sequence[Receiver]",
 ) -> "tuple[Shown, Metrics]":
     """What people see of a running `up`, and who counts for them."""
     from windlass.api.face import Shown
@@ -157,7 +162,7 @@ def _shown(
 
     live = Live(store, lambda: frozenset(up.fleets))
     metrics = Metrics(live.overview, store.measures)
-    metrics.expect(up.fleets, [receiver.name for receiver in receivers(config)])
+    metrics.expect(up.fleets, [receiver.name for receiver in told])
 
     def note(summary: "Summary") -> None:
         metrics.note_cycle(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
+from windlass.wire.providers import withheld_from
 from windlass.worker.check_handler import NOT_FOUND
 
 if TYPE_CHECKING:
@@ -29,10 +30,8 @@ async def check_handlers(config: Config) -> None:
 
 
 async def _problem_of(fleet: "FleetConfig") -> str | None:
-    from windlass.configure import secret_variables
-
     # As its workers: LocalProvider starts them in this folder, with this environment.
-    withheld = {name for name, key in secret_variables().items() if key != ("database_url",)}
+    withheld = withheld_from(fleet)
     environment = {name: value for name, value in os.environ.items() if name not in withheld}
     try:
         process = await asyncio.create_subprocess_exec(

@@ -77,7 +77,7 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         return _hetzner_provider(name, fleet, config, instance_id)
     if fleet.provider == "runpod":
         return _runpod_provider(name, fleet, config, instance_id)
-    from windlass.configure import environment_of, secret_variables, secrets_of
+    from windlass.configure import environment_of, secrets_of
     from windlass.providers.local import LocalProvider
 
     program = _node_program(fleet, config) if fleet.provider == "ray-local" else ("windlass", "worker")
@@ -91,15 +91,20 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         database_url=url,
         data_dir=data_dir(config) if url is None else None,
         settings=environment_of(config, "worker", "retention", "max_payload_bytes", "logs"),
-        # All that a worker needs to know is where its database is; a node, how to join its cluster.
-        withheld=[
-            *(name for name, key in secret_variables().items() if key != ("database_url",)),
-            *(("RAY_AUTH_TOKEN",) if fleet.engine is None else ()),
-        ],
+        withheld=withheld_from(fleet),
         program=program,
         # The fleet may have been reloaded since.
         mask=mask_of(secrets_of(config.model_copy(update={"fleets": {**config.fleets, name: fleet}}))),
     )
+
+
+def withheld_from(fleet: "FleetConfig") -> list[str]:
+    """Variables of our environment that workers of this host are not to see: all that one needs to know is where its
+    database is, and a node how to join its cluster."""
+    from windlass.configure import secret_variables
+
+    secrets = [name for name, key in secret_variables().items() if key != ("database_url",)]
+    return secrets if fleet.engine is not None else [*secrets, "RAY_AUTH_TOKEN"]
 
 
 async def worker_log(

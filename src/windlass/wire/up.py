@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
-import secrets
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from windlass.control.summary import Summary
     from windlass.control.up import Up
     from windlass.model.fleet import FleetConfig
+    from windlass.ports.alarm import Receiver
     from windlass.ports.control import Candidate
     from windlass.store.control import PostgresControlStore
 
@@ -94,7 +93,7 @@ async def run_up(
         PostgresControlStore(dsn, retention=config.retention) as opened,
     ):
         ourselves, instance_id = candidate(config), await opened.instance_id()
-        watchers = [on_summary]
+        watchers, told = [on_summary], receivers(config)
 
         def tell_all(summary: "Summary") -> None:
             for tell in watchers:
@@ -116,8 +115,8 @@ async def run_up(
         log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
             _reloading(up, reload, ray),
-            http_face(config, dsn, up, listener, version, watchers, on_link, ray.head) as counts,
-            _alarm(config, dsn, watchers, counts.on_message),
+            http_face(config, dsn, up, listener, version, watchers, on_link, ray.head, told) as counts,
+            _alarm(config, dsn, watchers, told, counts.on_message),
             _logs_in_database(config, dsn, tap, counts.on_dropped),
             _traced_cycles(config, version, watchers),
         ):
@@ -149,9 +148,10 @@ def fleet_cycle(
 
 def candidate(config: Config) -> "Candidate":
     """Ourselves, as one who might lead."""
+    from windlass.control.leader import holder_of_this_process
     from windlass.ports.control import Candidate
 
-    return Candidate(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}", config.control.lease_s)
+    return Candidate(holder_of_this_process(), config.control.lease_s)
 
 
 @asynccontextmanager
@@ -159,6 +159,7 @@ async def _alarm(
     config: Config,
     dsn: str,
     watchers: "list[Callable[[Summary], None]]",
+    told: "list[Receiver]",
     on_message: Callable[[str, str], None],
 ) -> AsyncIterator[None]:
     """People are told what is the matter for as long as this is open."""
@@ -169,7 +170,7 @@ async def _alarm(
     async with PostgresAlarmStore(dsn, retention=config.retention, max_connections=2) as store:
         alarm = Alarm(
             store,
-            receivers(config),
+            told,
             dead_letters_allowed=config.alerts.dead_letters_per_hour,
             leader_grace_s=LEADER_GRACE_LEASES * config.control.lease_s,
             ignored=config.alerts.ignored,
