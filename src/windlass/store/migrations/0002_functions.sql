@@ -415,7 +415,8 @@ begin
     return false;
   end if;
   update windlass.tasks
-  set status = 'queued', ready_at = windlass.now(), attempts = attempts - 1, claim_token = null, worker_id = null, started_at = null,
+  set status = 'queued', ready_at = windlass.now(), attempts = attempts - 1, claim_token = null, worker_id = null,
+      started_at = null,
       run_after = case when p_delay_s > 0 then windlass.now() + make_interval(secs => p_delay_s) end,
       progress = null, progress_note = null
   where id = p_task_id;
