@@ -266,7 +266,8 @@ class World:
         raise Broken(self._broken[0])
 
     async def _stay_at_rest(self) -> None:
-        """Where nothing changes, nothing is done."""
+        """Where nothing changes, nothing is done; but a call that was begun in trouble may go on for its time."""
+        await self._until(self._now() + CALL_TIMEOUT_S)
         calls = [(cloud.created_calls, cloud.deleted_calls) for cloud in self.clouds.values()]
         slowest_s = max(around.config.poll_interval_s for around in self.scenario.fleets.values())
         await self._until(self._now() + CYCLES_AT_REST * slowest_s)
