@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check histories setup bench bench-queue bench-control bench-api bench-engine clean
+.PHONY: demo test check histories setup bench bench-queue bench-control bench-api bench-live bench-engine clean
 
 demo: setup
 	@$(BIN)/windlass demo
@@ -24,7 +24,7 @@ check: setup
 histories: setup
 	WINDLASS_SEEDS=1000 $(BIN)/pytest -n 2 -q tests/sim/test_runpod_histories.py tests/sim/test_hetzner_histories.py
 
-bench: bench-queue bench-control bench-api bench-engine
+bench: bench-queue bench-control bench-api bench-live bench-engine
 
 bench-queue: setup
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
@@ -35,6 +35,9 @@ bench-control: setup
 
 bench-api: setup
 	$(BIN)/python -m bench.api
+
+bench-live: setup
+	$(BIN)/python -m bench.live
 
 bench-engine: setup
 	$(BIN)/python -m bench.engine

@@ -204,7 +204,8 @@ def test_a_refresh_keeps_what_is_unfolded_and_draws_charts_on(house: House, new_
     assert page.evaluate("document.querySelector('#chart-renders-tasks canvas').mark") == "the same canvas"
 
 
-def test_pausing_in_one_browser_is_seen_in_another_within_a_second(house: House, new_page: NewPage) -> None:
+def test_pausing_in_one_browser_is_seen_in_another(house: House, new_page: NewPage) -> None:
+    """How soon is measured by `bench.live`."""
     house.active_worker("idle")
     one = live(new_page(house.another_link(), is_operator=False))
     other = live(new_page(house.another_link("viewer"), is_operator=False))
@@ -212,23 +213,14 @@ def test_pausing_in_one_browser_is_seen_in_another_within_a_second(house: House,
     assert other.locator("form[data-asks]").count() == 0
     chip = other.locator("#fleet-idle .chip")
     expect(chip).not_to_have_text("paused")
-    # Both write down by the same clock when it was clicked, and when it was seen.
-    other.evaluate("""
-      new MutationObserver((_, observer) => {
-        if (document.querySelector('#fleet-idle .chip').textContent === 'paused') {
-          window.seenAt = Date.now();
-          observer.disconnect();
-        }
-      }).observe(document.getElementById('main'), {subtree: true, childList: true, characterData: true});
-    """)
-    one.evaluate("document.querySelector('#confirm').addEventListener('click', () => { clickedAt = Date.now(); })")
+    other.evaluate("window.wasNotLoadedAgain = true")
     confirm_in(one, "#fleet-idle", "Pause")
     expect(chip).to_have_text("paused")
-    assert other.evaluate("window.seenAt") - one.evaluate("clickedAt") < 1_000
     expect(one.locator("#fleet-idle .chip")).to_have_text("paused")
     expect(other.locator("#news")).to_contain_text("Fleet idle is paused")  # so that who cannot see it hears it
     confirm_in(one, "#fleet-idle", "Resume")
     expect(chip).not_to_have_text("paused")
+    assert other.evaluate("window.wasNotLoadedAgain") is True
 
 
 def test_tabs_in_the_background_hold_no_connection_and_catch_up_when_they_are_looked_at(

@@ -31,6 +31,8 @@ from pathlib import Path
 
 def work(task):
     go = task.payload and task.payload.get("go")
+    if go:
+        Path(go + ".begun").touch()
     while go and not Path(go).exists():
         time.sleep(0.01)
     return [task.attempt, os.environ.get("API_KEY"), "DATABASE_URL" in os.environ]
@@ -188,6 +190,8 @@ async def test_machines_outlive_the_control_plane_and_work_on_when_it_is_back(si
     task_id = await site.enqueue({"go": str(go)})
     up = site.up()
     worker_id = await site.until_running(task_id)
+    # The claim is written before its answer is sent: only the handler shows that the worker knows of it.
+    await until((site.folder / "go.begun").exists, f"the handler has begun\n{site.machine_logs()}")
     up.kill()
     up.wait(PATIENCE_S)
     log = site.machines / worker_id / "log"
