@@ -17,7 +17,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ async def serve(dsn: str) -> None:
         await people.create_token("bench", Role.VIEWER, hash_of(token))
         listener = listen("127.0.0.1", 0)
         live = Live(people, lambda: frozenset({FLEET}))
-        alarm = Alarm(told, [], dead_letters_allowed=0)
+        alarm = Alarm(told, [], dead_letters_allowed=0, leader_grace_s=60.0)
         cycle = FleetCycle(FLEET, config, own, Still(WORKERS), Candidate("bench", 600), random.Random(1))
         beside = [asyncio.create_task(work) for work in (take_samples(people, live), alarm.run())]
         async with serving(make_app(_face(machines, people, live, config)), listener):
@@ -131,8 +131,8 @@ def _face(machines: PostgresAccessStore, people: PostgresReadingStore, live: Liv
     )
 
 
-async def _nothing() -> Any:
-    for line in ():
+async def _nothing() -> AsyncIterator[str]:
+    for line in list[str]():
         yield line
 
 
@@ -163,6 +163,8 @@ class Server:
     async def until_cycles(self, count: int) -> None:
         async with asyncio.timeout(START_TIMEOUT_S):
             while len(self.cycles) < count:
+                if self._process.returncode is not None:
+                    sys.exit("the server ended: see above")
                 await asyncio.sleep(0.05)
 
 
@@ -220,7 +222,6 @@ async def measure(dsn: str, rate: float, seconds: float) -> None:
         "--serve",
         dsn,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
     )
     server = Server(process)
     listening = asyncio.create_task(server.listen())
@@ -238,7 +239,8 @@ async def measure(dsn: str, rate: float, seconds: float) -> None:
         hearing.cancel()
         heard = await hearing
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         await process.wait()
         await listening
     refused = [status for status in statuses if status != 200]
@@ -247,8 +249,8 @@ async def measure(dsn: str, rate: float, seconds: float) -> None:
     print(table(["ms", "p50", "p95", "p99", "highest"], list(_rows(waits, before, meanwhile))))
     print(f"\ncycles meanwhile: {len(meanwhile)} in {seconds:g} s, one a second is due")
     print(f"the listener heard {heard} messages")
-    alone, under_load = used[0] / max(1, len(before)), used[1] / max(1, len(meanwhile))
-    print(f"the server's process used {alone:.0%} of a processor alone, {under_load:.0%} meanwhile")
+    shares = [used[0] / max(1, len(before)), used[1] / max(1, len(meanwhile))]
+    print(f"the server's process used {shares[0]:.0%} of a processor alone, {shares[1]:.0%} meanwhile")
 
 
 def _rows(waits: list[float], before: list[float], meanwhile: list[float]) -> Iterator[list[str]]:

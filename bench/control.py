@@ -20,7 +20,7 @@ import asyncpg
 
 from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.ports.control import Candidate
 from windlass.providers.local import LocalProvider
 from windlass.store.control import PostgresControlStore
@@ -79,6 +79,9 @@ class Still:
 
     async def delete(self, machine: Machine) -> None:
         raise AssertionError(f"nobody should be ended, not even {machine.name}")
+
+    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002
+        raise AssertionError(f"nobody should be prepared, not even {machine.name}")
 
     async def close(self) -> None: ...
 

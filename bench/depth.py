@@ -7,6 +7,7 @@ there, so that both tables see the same moments of the machine.
 import statistics
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from bench.arena import Arena, connected
@@ -45,7 +46,7 @@ async def measure(arena: Arena, rounds: int) -> dict[str, list[float]]:
     async with AsyncExitStack() as stack:
         claimers = {}
         for name in QUEUED:
-            dsn = arena.dsn_of(await arena.template(name.replace(" ", "_"), lambda dsn, name=name: _build(dsn, name)))
+            dsn = arena.dsn_of(await arena.template(name.replace(" ", "_"), partial(_build, name=name)))
             store = await stack.enter_async_context(PostgresStore(dsn))
             await store.register(Registration("bench", (QUEUE,)))
             claimers[name] = _Claimer(store)

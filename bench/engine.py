@@ -108,7 +108,7 @@ class _Bare:
 
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
 
-        @ray.remote(num_cpus=1, max_retries=0, label_selector={"windlass-fleet": FLEET})
+        @ray.remote(num_cpus=1, max_retries=0, label_selector={"windlass-fleet": FLEET})  # type: ignore[untyped-decorator]
         def noop(payload: str) -> str:
             return payload
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from bench import depth, enqueue, throughput, wakeup
 from bench.arena import Arena, open_arena
@@ -18,6 +19,7 @@ from bench.throughput import Entry
 
 SWEPT_BATCHES = (50, 100, 200, 500, 1000, 2000)
 ROWS_ENQUEUED = 100_000
+T = TypeVar("T")
 
 
 async def one_at_a_time(arena: Arena, arguments: argparse.Namespace) -> None:
@@ -91,7 +93,7 @@ PARTS: Mapping[str, Part] = {
 DEFAULT_PARTS = ("one", "many", "wakeup", "enqueue", "depth")
 
 
-def pick(entries: Mapping[str, throughput.Entry], only: list[str] | None) -> Mapping[str, throughput.Entry]:
+def pick(entries: Mapping[str, T], only: list[str] | None) -> Mapping[str, T]:
     return {name: entry for name, entry in entries.items() if not only or any(part in name for part in only)}
 
 

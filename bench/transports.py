@@ -29,7 +29,7 @@ from windlass.ports.control import Candidate, Intent
 from windlass.store.access import PostgresAccessStore
 from windlass.store.postgres import PostgresStore
 from windlass.wire import stores
-from windlass.wire.face import API_CONNECTIONS
+from windlass.wire.face import MACHINES_CONNECTIONS
 from windlass.worker.http_transport import HttpTransport, Membership
 
 QUEUE = "q"
@@ -44,7 +44,7 @@ async def _no_cycle() -> list[dict[str, Any]]:
 
 async def serve(dsn: str) -> None:
     configure_logs("json")
-    async with PostgresAccessStore(dsn, max_connections=API_CONNECTIONS) as store:
+    async with PostgresAccessStore(dsn, max_connections=MACHINES_CONNECTIONS) as store:
         doorbell, listener = Doorbell(store.wait_for_work), listen("127.0.0.1", 0)
         face = Face(
             store=store, access=store, doorbell=doorbell, fleet=lambda _: FLEET, worker_defaults=WorkerConfig(),
@@ -65,7 +65,7 @@ async def hire(dsn: str, count: int) -> dict[str, str]:
             tokens[name] = new_token(WORKER_PREFIX, chance)
             observed = await store.observe(ourselves, "far", FLEET)
             assert isinstance(observed, tuple)
-            intent = Intent(name, slot, "bench", 30.0, hash_of(join), 600.0)
+            intent = Intent(name, slot, "bench", 30.0, join_token_hash=hash_of(join), join_ttl_s=600.0)
             await store.commit_plan(ourselves, observed[0], observed[1], Plan((), Memory(), "x"), [intent])
             await store.activate(name, hash_of(join), hash_of(tokens[name]))
     return tokens

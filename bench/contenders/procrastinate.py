@@ -51,13 +51,13 @@ def application(dsn: str, connections: int = 4) -> procrastinate.App:
     connector = procrastinate.PsycopgConnector(conninfo=dsn, min_size=connections, max_size=connections)
     app = procrastinate.App(connector=connector)
 
-    @app.task(name="noop", queue=QUEUE)
+    @app.task(name="noop", queue=QUEUE)  # type: ignore[untyped-decorator]
     async def noop(n: int) -> None:  # noqa: ARG001
         from bench import tally  # noqa: PLC0415 - only worker processes have one
 
         tally.count()
 
-    @app.task(name="wake", queue=QUEUE)
+    @app.task(name="wake", queue=QUEUE)  # type: ignore[untyped-decorator]
     async def wake(sent_at_ns: int) -> None:
         from bench import tally  # noqa: PLC0415
 
