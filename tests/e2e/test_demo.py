@@ -50,7 +50,6 @@ def test_it_hires_heals_buries_and_lets_go_and_nothing_stays_behind(windlass: Co
     assert report["worker_ended_as"] == "MACHINE_GONE"
     assert report["completed_by"] not in (None, report["killed_worker_id"])
     assert report["workers_left"] == 1
-    assert report["took_s"] < 60
     assert remains_of(windlass) == []
 
 

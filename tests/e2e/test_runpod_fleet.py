@@ -184,9 +184,9 @@ async def test_an_image_that_starts_the_worker_works(site: Site, processes: "lis
     for name, bill in accounts.items():
         assert (bill.tariff.price_micros_per_hour, bill.tariff.currency, bill.tariff.unit_s) == (270_000, "USD", 1)
         assert bill.since == datetime.fromisoformat(lines[name]["created"])
-        # That it was gone is known as soon as the vendor says so.
+        # That it was gone is known as soon as the vendor says so, and not only when it is missing in a list.
         assert bill.until is not None
-        assert abs((bill.until - datetime.fromisoformat(lines[name]["deleted"])).total_seconds()) < 1.0
+        assert abs((bill.until - datetime.fromisoformat(lines[name]["deleted"])).total_seconds()) < 10
     assert KEY not in site.log()
     assert "wlj_" not in site.log()
     assert "a cycle failed" not in site.log()
