@@ -95,6 +95,26 @@ def test_with_nobody_to_compare_with_one_worker_an_hour_is_replaced_to_see() -> 
         assert len(of_kind(again.actions, Fail)) == failures
 
 
+FEW = replace(LONELY, failed=(2, 3, 8), others=1, others_completed=1)
+
+
+@pytest.mark.parametrize(
+    ("suspect", "is_tried"),
+    [
+        pytest.param(replace(FEW, since=ago(599)), False, id="more may come, or a success"),
+        pytest.param(replace(FEW, since=ago(600)), True, id="in a small queue no row is long"),
+        pytest.param(
+            replace(FEW, since=ago(600), failed_elsewhere=(3,)), False, id="others cannot do all of them either"
+        ),
+    ],
+)
+def test_where_too_little_is_done_to_know_another_is_tried_after_a_while(suspect: Suspect, is_tried: bool) -> None:
+    planned = plan(snapshot(worker("w0", 0, claimed=90), suspects=(suspect,)), LOCAL)
+    assert [action.acquittal for action in of_kind(planned.actions, Fail)] == (
+        [Acquittal(suspect.since, is_trial=True)] if is_tried else []
+    )
+
+
 @pytest.mark.parametrize(
     ("view", "code"),
     [

@@ -6,9 +6,10 @@ meanwhile: whoever completed none is no measure of anything, and may be as broke
 if such a row would hardly ever happen to one of them, the worker is to blame. A task that failed on one of the others
 as well speaks for the worker and is left out of the row.
 
-With nobody to compare with, there is one way to know: put another in its place. That is tried when a long row has
-failed, with one worker at a time and once an hour, so that a handler that is broken everywhere costs little. A task is
-given its attempts back for such a trial once: what fails on the next one too is not tried a third time.
+With nobody to compare with, or too few, there is one way to know: put another in its place. That is tried when a long
+row has failed, or a short one and nothing else for long (in a small queue no row is long), with one worker at a time
+and once an hour, so that a handler that is broken everywhere costs little. A task is given its attempts back for such a
+trial once: what fails on the next one too is not tried a third time.
 """
 
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ from windlass.model.snapshot import Suspect
 QUARANTINED = "QUARANTINED"
 # Different tasks in a row that fail where nobody else completes any, before another worker is tried, or a person told.
 LONELY_FAILURES = 10
+# Or so long after the first of fewer, where it still has completed nothing.
+UNDECIDED_S = 600.0
 TRIED_AGAIN_S = 3600.0
 # Of a list of tasks in a sentence. The event has them all.
 _TOLD_TASKS = 5
@@ -46,7 +49,7 @@ def verdicts(
         reason = blame(suspect, fleet)
         if reason is not None:
             found[suspect.worker_id] = Verdict(suspect, reason)
-        elif may_try and is_lonely(suspect):
+        elif may_try and is_undecided(suspect, fleet, now):
             found[suspect.worker_id] = Verdict(suspect, f"{describe(suspect)}: another is tried", is_trial=True)
             may_try = False
     return found
@@ -60,8 +63,12 @@ def blame(suspect: Suspect, fleet: FleetConfig) -> str | None:
     return describe(suspect) if _chance(suspect, len(row)) <= fleet.quarantine_max_chance else None
 
 
-def is_lonely(suspect: Suspect) -> bool:
-    return suspect.others_completed == 0 and len(suspect.failed) >= LONELY_FAILURES
+def is_undecided(suspect: Suspect, fleet: FleetConfig, now: datetime) -> bool:
+    """Much has failed on a worker that is not to blame by evidence, and time or others will not bring any."""
+    if len(suspect.failed) >= LONELY_FAILURES and suspect.others_completed == 0:
+        return True
+    is_old = (now - suspect.since).total_seconds() >= UNDECIDED_S
+    return is_old and len(_unexplained(suspect)) >= fleet.quarantine_min_failures
 
 
 def describe(suspect: Suspect) -> str:

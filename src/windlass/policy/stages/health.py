@@ -6,7 +6,7 @@ from windlass.model.action import Acquittal, Action, Delete, DeleteStray, Fail, 
 from windlass.model.worker import LIVE
 from windlass.policy.derive import Lifecycle, WorkerState
 from windlass.policy.draft import LIST_SHRANK, Draft
-from windlass.policy.evidence import LONELY_FAILURES, Verdict, describe
+from windlass.policy.evidence import LONELY_FAILURES, Verdict, describe, is_undecided
 
 # Fewer silent workers than this are an ordinary misfortune; this many, and more than half, look like our own blindness.
 MANY_DEAD_MIN = 3
@@ -145,7 +145,8 @@ def warn(draft: Draft) -> list[Action]:
             )
     for suspect in draft.snapshot.suspects:
         # A person may know whose fault it is: what they sent, what they started, or the handler everywhere.
-        if suspect.worker_id not in draft.failed_ids and len(suspect.failed) >= LONELY_FAILURES:
+        is_told = len(suspect.failed) >= LONELY_FAILURES or is_undecided(suspect, draft.fleet, draft.now)
+        if is_told and suspect.worker_id not in draft.failed_ids:
             actions += draft.alert("TASKS_FAILING", describe(suspect), worker_id=suspect.worker_id)
     actions += _warn_of_slots(draft)
     working = [s for s in draft.states.values() if s.is_hired and (s.lifecycle is Lifecycle.CRASHED or s.is_healthy)]
