@@ -10,7 +10,7 @@ from over_http import OverHttp, over_http
 from worlds import RETENTION, empty_tables, hire_in_postgres
 
 from windlass.ports.store import Store
-from windlass.store.memory import MemoryStore
+from windlass.store.memory.store import MemoryStore
 from windlass.store.postgres import PostgresStore
 
 

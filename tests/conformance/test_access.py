@@ -37,7 +37,7 @@ from windlass.model.task import new_task
 from windlass.model.worker import Recovery, Registration, WorkerStatus
 from windlass.ports.control import Candidate, Deleted, Intent
 from windlass.store.access import PostgresAccessStore
-from windlass.store.memory_access import MemoryAccessStore
+from windlass.store.memory.access import MemoryAccessStore
 from windlass.worker.enlist import EnlistedTransport, new_enlistment
 
 Stores = MemoryAccessStore | PostgresAccessStore

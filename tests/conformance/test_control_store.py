@@ -62,9 +62,10 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
-from windlass.store import control, memory_control
+from windlass.store import control
 from windlass.store.control import PostgresControlStore
-from windlass.store.memory_control import MemoryControlStore
+from windlass.store.memory import control as memory_control
+from windlass.store.memory.control import MemoryControlStore
 
 HISTORIES = int(os.environ.get("WINDLASS_HISTORIES", "0")) or 15
 STEPS = 60

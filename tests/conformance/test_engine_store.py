@@ -15,7 +15,7 @@ from windlass.model.task import Claim, Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerKind, WorkerStatus
 from windlass.ports.control import Candidate, LeaseLost, Standby
 from windlass.store.engine import PostgresEngineStore
-from windlass.store.memory_engine import MemoryEngineStore
+from windlass.store.memory.engine import MemoryEngineStore
 
 FLEET = "many"
 LEASE_S = 30.0

@@ -33,7 +33,7 @@ from windlass.model.event import Event
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.ports.store import Store
-from windlass.store.memory_control import MemoryControlStore
+from windlass.store.memory.control import MemoryControlStore
 from windlass.store.postgres import PostgresStore
 
 MORE = int(os.environ.get("WINDLASS_HISTORIES", "0"))
@@ -132,7 +132,7 @@ class Histories(RuleBasedStateMachine):
         return claims[-1 - ordinal % len(claims)] if claims else None
 
     def is_valid(self, claim: tuple[str, Claim, Claim]) -> bool:
-        row = self.memory._tasks.get(claim[2].task_id)
+        row = self.memory._tasks.rows.get(claim[2].task_id)
         return row is not None and row.is_held_by(claim[2].token)
 
     def some_task(self, ordinal: int) -> tuple[int, int] | None:
@@ -352,10 +352,10 @@ class Histories(RuleBasedStateMachine):
         """What no call shows but later answers hang on: the claim's token, and since when heartbeats had no gap."""
         rows = self.run(self.eye.fetch("select id, claim_token from windlass.tasks"))
         theirs = {self.task_ids[row["id"]]: self.tokens[row["claim_token"]] for row in rows}
-        assert theirs == {row.id: row.token for row in self.memory._tasks.values()}
+        assert theirs == {row.id: row.token for row in self.memory._tasks.rows.values()}
         rows = self.run(self.eye.fetch("select id, heartbeat_gapless_since from windlass.workers"))
         gapless: dict[str, datetime | None] = dict(map(tuple, rows))
-        assert gapless == {row.id: row.heartbeat_gapless_since for row in self.memory._workers.values()}
+        assert gapless == {row.id: row.heartbeat_gapless_since for row in self.memory._workers.rows.values()}
 
     def no_task_is_lost(self, tasks: list[Task]) -> None:
         """Each task is in exactly one state, only finished ones go, and what is complete stays as it is."""
@@ -370,7 +370,7 @@ class Histories(RuleBasedStateMachine):
 
     def a_running_task_has_exactly_one_valid_claim(self) -> None:
         """And its holder is a worker that has not ended."""
-        rows = {row.id: row for row in self.memory._tasks.values()}
+        rows = {row.id: row for row in self.memory._tasks.rows.values()}
         valid = Counter(
             other.task_id
             for _, _, other in self.claims

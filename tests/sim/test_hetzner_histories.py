@@ -62,7 +62,7 @@ def test_idle_servers_leave_at_the_end_of_their_hour_and_cost_what_the_vendor_sa
     report = history.run()
     assert history.tally == {"for want of work, at the end of an hour": 2}
     assert (report.paid, report.guessed) == (2, 0)
-    ours = sum(charge.amount_micros for charge in history.store._charges)
+    ours = sum(charge.amount_micros for charge in history.store._tables.ledger.charges)
     assert ours == history.project.bill()["total_micros"] == 2 * 6_400
 
 

@@ -71,7 +71,7 @@ def at(world: World, at_s: float, deed: Callable[[], Awaitable[None]]) -> None:
 
 
 def total(world: World, kind: ChargeKind | None = None) -> int:
-    return sum(charge.amount_micros for charge in world.store._charges if kind in (None, charge.kind))
+    return sum(charge.amount_micros for charge in world.store._tables.ledger.charges if kind in (None, charge.kind))
 
 
 # --------------------------------------------------------------------------------------------------------- the hour
@@ -119,7 +119,7 @@ def test_the_time_of_a_task_on_two_workers_is_paid_on_both() -> None:
     world.on_ready = lambda _: world.next_worker(boots_s=5.0, crashes_at_s=50.0)
     world.run()
     first, second = red(world).books.values()
-    charges = [charge for charge in world.store._charges if charge.task_id == 1]
+    charges = [charge for charge in world.store._tables.ledger.charges if charge.task_id == 1]
     assert {charge.worker_id for charge in charges} == {first.name, second.name}
     assert total(world) == 2 * PRICE
 
@@ -197,13 +197,14 @@ def test_the_bed_notices_a_ledger_that_is_wrong_by_a_micro() -> None:
     world = paid_world()
 
     async def forge() -> None:
-        honest = world.store._settle
+        ledger = world.store._tables.ledger
+        honest = ledger.settle
 
-        def generous(settlement: Any) -> bool:
+        def generous(worker: Any, settlement: Any) -> bool:
             first, *rest = settlement.charges
-            return bool(honest(replace(settlement, charges=(replace(first, amount_micros=1), *rest))))
+            return bool(honest(worker, replace(settlement, charges=(replace(first, amount_micros=1), *rest))))
 
-        world.store._settle = generous
+        ledger.settle = generous
 
     at(world, 1.0, forge)
     with pytest.raises(Broken, match=r"cost 6000 micros, and our ledger has \d+"):

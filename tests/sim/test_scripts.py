@@ -666,7 +666,7 @@ def test_the_bed_notices_a_store_that_accepts_what_was_lost() -> None:
         honest = world.store._complete
 
         def accept_all(done: Any) -> bool:
-            row = world.store._tasks[done.task_id]
+            row = world.store._tasks.rows[done.task_id]
             if row.status == "running":
                 row.token = done.token
             return bool(honest(done))
@@ -683,7 +683,7 @@ def test_the_bed_notices_a_task_that_is_lost() -> None:
 
     def forge() -> None:
         world.next_worker(boots_s=2.0, crashes_at_s=8.0)
-        world.store._requeue_tasks_of = lambda *_: 0
+        world.store._tables.requeue_tasks_of = lambda *_: 0
 
     script(world, (0, forge))
     with pytest.raises(Broken, match=r"rest was not reached .* tasks \[1\] are not finished"):
@@ -775,7 +775,7 @@ def test_a_machine_without_a_gpu_takes_no_task_and_is_replaced() -> None:
     script(world, (0, lambda: world.next_worker(boots_s=2.0, has_no_gpu=True)))
     world.run()
     assert all(task.accepted is not None for task in world.watch.tasks.values())
-    errors = [event.detail for event in world.store._events if event.code == "WORKER_ERROR"]
+    errors = [event.detail for event in world.store._tables.journal.events if event.code == "WORKER_ERROR"]
     assert errors == [{"code": "GPU_NOT_DETECTED"}]
 
 

@@ -21,7 +21,7 @@ from windlass.sim.processes import Process, track_processes
 from windlass.sim.scenario import fleet_config
 from windlass.sim.story import Story
 from windlass.sim.workers import Habits, Luck, SimWorker
-from windlass.store.memory_control import MemoryControlStore
+from windlass.store.memory.control import MemoryControlStore
 
 TTL_S = 20.0
 STOP_S = 20.0
@@ -273,8 +273,7 @@ def test_a_fleet_whose_settings_nobody_knows_any_more_is_told_of() -> None:
     async def live(bed: Bed) -> None:
         with capture_logs() as lines:
             await without_blue(bed)
-            bed.store._cycles.clear()
-            bed.store._last_cycle_of.clear()
+            bed.store._tables.cycles.rows.clear()
             await asyncio.sleep(FORGOTTEN_GRACE_S / 2 + 3 * FORGOTTEN_LOOK_S)
         assert len(await bed.active("blue")) == 1
         told = [line for line in lines if line["event"].startswith("nobody lets the workers of this fleet go")]

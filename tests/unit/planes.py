@@ -19,7 +19,7 @@ from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Memory
 from windlass.ports.control import Candidate, Deleted, Intent
-from windlass.store.memory_access import MemoryAccessStore
+from windlass.store.memory.access import MemoryAccessStore
 from windlass.worker.http_transport import HttpTransport, Membership
 
 URL = "http://127.0.0.1:1"

@@ -11,7 +11,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.model.task import new_task
 from windlass.ports.control import Candidate
-from windlass.store.memory_access import MemoryAccessStore
+from windlass.store.memory.access import MemoryAccessStore
 
 TOKEN = hash_of("token")
 
@@ -61,7 +61,7 @@ async def test_a_join_token_is_good_for_as_long_as_a_worker_may_take_to_start(cl
 async def test_nothing_that_is_kept_or_shown_holds_a_join_token(clock: Any) -> None:
     store, (request, *_) = await hired(clock, is_remote=True)
     shown = [repr(request), repr(await store.events()), repr(await store.workers()), repr(await store.cycles("f"))]
-    shown.append(repr(store._credentials))
+    shown.append(repr(store._tables.workers.rows))
     shown.append(json.dumps([cycle.summary for cycle in await store.cycles("f")]))
     assert request.join_token
     assert not [text for text in shown if request.join_token in text]

@@ -13,7 +13,7 @@ from windlass.model.machine import Machine, MachineRequest, MachineState, Prepar
 from windlass.model.task import NewTask
 from windlass.ports.control import Candidate
 from windlass.sim.loop import run, virtual_now
-from windlass.store.memory_control import MemoryControlStore
+from windlass.store.memory.control import MemoryControlStore
 
 FLEET = FleetConfig(queues=("red",), max_workers=2, poll_interval_s=5, heartbeat_interval_s=5, spawn_timeout_s=600)
 

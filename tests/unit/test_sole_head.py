@@ -11,7 +11,7 @@ from windlass.model.config import Retention
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.model.node import HEAD_LEASE
 from windlass.ports.control import Candidate
-from windlass.store.memory_engine import MemoryEngineStore
+from windlass.store.memory.engine import MemoryEngineStore
 
 LEASE_S = 0.4
 
@@ -39,8 +39,8 @@ async def test_one_that_was_killed_is_waited_for_no_longer_than_its_lease(store:
 async def test_who_loses_the_right_stops(store: MemoryEngineStore) -> None:
     with pytest.raises(WindlassError, match="another `windlass up` keeps a Ray head of its own since"):
         async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
-            store._leases[HEAD_LEASE].holder = "another"
-            store._leases[HEAD_LEASE].term += 1
+            store._tables.leases.rows[HEAD_LEASE].holder = "another"
+            store._tables.leases.rows[HEAD_LEASE].term += 1
             await asyncio.Event().wait()
 
 

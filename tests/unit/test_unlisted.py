@@ -11,7 +11,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
 from windlass.ports.control import Candidate
 from windlass.sim.loop import run, virtual_now
-from windlass.store.memory_control import MemoryControlStore
+from windlass.store.memory.control import MemoryControlStore
 
 
 class Away:

@@ -26,7 +26,7 @@ from windlass.model.errors import BadInput, DatabaseUnavailable, HandlerNotFound
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports.transport import WorkerTransport
-from windlass.store.memory import MemoryStore
+from windlass.store.memory.store import MemoryStore
 from windlass.worker import gpu, runtime
 from windlass.worker.executor import Executor
 from windlass.worker.handler import RunningTask

@@ -86,7 +86,9 @@ _lines = answering(Lines)
 def looking_routes(face: Face, shown: Shown) -> APIRouter:
     router = APIRouter(prefix=API, dependencies=[Looking])
     _standing(router, face, shown)
-    _lists(router, shown)
+    _who_works(router, shown)
+    _what_is_worked_on(router, shown)
+    _what_happened(router, shown)
     _why(router, shown)
     return router
 
@@ -161,7 +163,7 @@ _COUNTS = ("queued_tasks", "running_tasks", *(f"{status}_workers" for status in 
 _ACTIONS = ("workers_promoted", "workers_failed", "workers_spawned", "workers_terminated", "tasks_reset")
 
 
-def _lists(router: APIRouter, shown: Shown) -> None:
+def _who_works(router: APIRouter, shown: Shown) -> None:
     store = shown.store
 
     @router.get("/workers", **documented(Listed[WorkerShown], "Workers, page by page", "workers"))
@@ -193,6 +195,10 @@ def _lists(router: APIRouter, shown: Shown) -> None:
         except BadInput as error:
             raise not_found(str(error)) from None
 
+
+def _what_is_worked_on(router: APIRouter, shown: Shown) -> None:
+    store = shown.store
+
     @router.get("/tasks", **documented(Listed[TaskRow], "Tasks, page by page", "tasks"))
     async def tasks(
         queue: Name = None,
@@ -219,6 +225,10 @@ def _lists(router: APIRouter, shown: Shown) -> None:
         if found.worker_id is not None:
             cost = await task_cost(store, task_id, await store.now(), found.worker_id)
         return _task(task_shown(found, events, story.answer, cost))
+
+
+def _what_happened(router: APIRouter, shown: Shown) -> None:
+    store = shown.store
 
     @router.get("/events", **documented(Listed[Event], "Events, newest first", "events"))
     async def events(

@@ -4,9 +4,10 @@ import contextlib
 import os
 import sys
 import threading
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
@@ -19,8 +20,10 @@ from windlass.model.errors import BadInput, TokenRefused
 from windlass.model.worker import DEFAULT_FLEET, MAX_CONCURRENCY
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from windlass.model.config import WorkerConfig
-    from windlass.worker.runtime import WorkerSettings
+    from windlass.worker.runtime import Ending, WorkerSettings
 
 EXIT_LOST = 3
 # From a worker's end to that of its process, for what its handlers left behind.
@@ -90,24 +93,20 @@ async def worker(
     """
     configure_logs(log_format)
     from windlass.configure import secrets_of
-    from windlass.wire.worker import run_enlisted_worker, run_worker
-    from windlass.worker.runtime import Ending
+    from windlass.wire.worker import run_enlisted_worker, run_joined_worker, run_worker
 
     if join is not None:
         given = (queue, handler, exec_, inline or None, concurrency, chdir, timeout, heartbeat_interval, lease)
         if any(value is not None for value in (*given, memory_limit_mb, url, token_file, config, data_dir)):
             raise BadInput("--join brings the work order along: leave out --queue, --handler and all that is in it.")
-        return await _joined(join)
+        return await _seen_through(run_joined_worker(join, __version__))
     if not queue:
         raise BadInput("a worker needs a queue to serve: give --queue, or --join a control plane.")
     _check_what_runs(handler, exec_, inline)
     if token_file is not None and url is None:
         raise BadInput("--token-file goes with --url: say where the control plane is.")
     api_token = _api_token(url, token_file) if url is not None else ""
-    # Set by the provider that started it. Taken out: what a handler starts is not this worker.
-    worker_id = os.environ.pop("WINDLASS_WORKER_ID", None)
-    fleet = os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET)
-    needs_gpu = bool(os.environ.pop("WINDLASS_NEEDS_GPU", ""))
+    hiring = _Hiring.from_environment()
     loaded = load(
         config,
         data_dir,
@@ -121,19 +120,29 @@ async def worker(
     hide({*secrets_of(loaded.config), api_token})
     if chdir is not None:
         _change_directory(chdir)
-    settings = _settings(loaded.config.worker, queue, fleet, worker_id, concurrency, needs_gpu=needs_gpu)
+    settings = _settings(loaded.config.worker, queue, concurrency, hiring)
     run = partial(run_worker, loaded.config, settings)
     if url is not None:
         run = partial(run_enlisted_worker, loaded.config, settings, url.rstrip("/"), api_token)
-    try:
-        ending = await run(handler=handler, command=exec_, is_inline=inline)
-    except TokenRefused as error:
-        say(str(error))
-        return _end_for_sure(EXIT_LOST)
-    except Exception as error:
-        _end_for_sure(EXIT_BAD_INPUT, error)
-        raise
-    return _end_for_sure(EXIT_LOST if ending is Ending.LOST else 0)
+    return await _seen_through(run(handler=handler, command=exec_, is_inline=inline))
+
+
+@dataclass(frozen=True, slots=True)
+class _Hiring:
+    """What the provider that started it says of it."""
+
+    worker_id: str | None
+    fleet: str
+    needs_gpu: bool
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Taken out of it: what a handler starts is not this worker."""
+        return cls(
+            worker_id=os.environ.pop("WINDLASS_WORKER_ID", None),
+            fleet=os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET),
+            needs_gpu=bool(os.environ.pop("WINDLASS_NEEDS_GPU", "")),
+        )
 
 
 def _check_what_runs(handler: str | None, command: str | None, is_inline: bool) -> None:
@@ -164,30 +173,37 @@ def _api_token(url: str, file: Path | None) -> str:
     return token.strip()
 
 
-def _settings(
-    chosen: "WorkerConfig",
-    queues: list[str],
-    fleet: str,
-    worker_id: str | None,
-    concurrency: int | None,
-    *,
-    needs_gpu: bool,
-) -> "WorkerSettings":
+def _settings(chosen: "WorkerConfig", queues: list[str], concurrency: int | None, hiring: _Hiring) -> "WorkerSettings":
     from windlass.model.task import check_queue_name
     from windlass.worker.runtime import WorkerSettings
 
     return WorkerSettings(
         queues=tuple(check_queue_name(name) for name in dict.fromkeys(queues)),
-        fleet=fleet,
-        worker_id=worker_id,
+        fleet=hiring.fleet,
+        worker_id=hiring.worker_id,
         concurrency=concurrency or 1,
         heartbeat_interval_s=chosen.heartbeat_interval_s,
         lease_s=chosen.lease_s,
         timeout_s=chosen.timeout_s,
         drain_timeout_s=chosen.drain_timeout_s,
         version=__version__,
-        needs_gpu=needs_gpu,
+        needs_gpu=hiring.needs_gpu,
     )
+
+
+async def _seen_through(work: "Awaitable[Ending]") -> int:
+    """Until the worker has left: its exit code, and an end of its process that nothing can hold up."""
+    from windlass.worker.runtime import Ending
+
+    try:
+        ending = await work
+    except TokenRefused as error:
+        say(str(error))
+        return _end_for_sure(EXIT_LOST)
+    except Exception as error:
+        _end_for_sure(EXIT_BAD_INPUT, error)
+        raise
+    return _end_for_sure(EXIT_LOST if ending is Ending.LOST else 0)
 
 
 def _end_for_sure(code: int, error: Exception | None = None) -> int:
@@ -209,21 +225,6 @@ def _end_for_sure(code: int, error: Exception | None = None) -> int:
     timer.daemon = True
     timer.start()
     return code
-
-
-async def _joined(file: Path) -> int:
-    from windlass.wire.worker import run_joined_worker
-    from windlass.worker.runtime import Ending
-
-    try:
-        ending = await run_joined_worker(file, __version__)
-    except TokenRefused as error:
-        say(str(error))
-        return _end_for_sure(EXIT_LOST)
-    except Exception as error:
-        _end_for_sure(EXIT_BAD_INPUT, error)
-        raise
-    return _end_for_sure(EXIT_LOST if ending is Ending.LOST else 0)
 
 
 def _change_directory(folder: Path) -> None:

@@ -26,7 +26,7 @@ from windlass.sim.scenario import Scenario, Surroundings
 from windlass.sim.story import Story
 from windlass.sim.watch import Broken, Watch
 from windlass.sim.workers import Luck, SimWorker
-from windlass.store.memory_control import MemoryControlStore
+from windlass.store.memory.control import MemoryControlStore
 
 # From the end of all faults until everything is at rest: all tasks done, fleets at their minimum. Long, since a fleet
 # whose machines all failed may be held for up to an hour before it tries again.

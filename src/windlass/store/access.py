@@ -1,7 +1,7 @@
 """Who may call over HTTP, over PostgreSQL: the functions of migrations/0006_access.sql, the
 sessions of 0009_faces.sql.
 
-store/memory_access.py keeps the same contract; tests/conformance/test_access.py runs over both.
+store/memory/access.py keeps the same contract; tests/conformance/test_access.py runs over both.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
 """The control loop's part of the PostgreSQL store: a few calls a cycle, whatever the number of workers.
 
-store/memory_control.py keeps the same contract; tests/conformance/test_control_store.py runs over both.
+store/memory/control.py keeps the same contract; tests/conformance/test_control_store.py runs over both.
 """
 
 import json

@@ -1,6 +1,6 @@
 """What a dispatcher does, over PostgreSQL: the functions of migrations/0008_ray.sql.
 
-store/memory_engine.py keeps the same contract; tests/conformance/test_engine_store.py runs over both.
+store/memory/engine.py keeps the same contract; tests/conformance/test_engine_store.py runs over both.
 """
 
 import json

@@ -8,27 +8,25 @@ before another hour of theirs would begin. An hour lasts a minute, so that one c
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from windlass.cli.demonstration.hetzner_report import CRASHED, HetznerReport, ServerLine
-from windlass.cli.demonstration.rented import WORK_S, burst, free_port, our_costs
+from windlass.cli.demonstration.rented import WORK_S, burst, free_port, our_costs, shown
 from windlass.cli.demonstration.stage import (
-    FLEET,
-    HANDLER,
-    LOOK_INTERVAL_S,
     QUERIES,
-    QUEUE,
     Lost,
     Place,
+    Scene,
     Stage,
     Storyteller,
     Tell,
     guarded_place,
-    staged,
+    played,
 )
 from windlass.emulate.exchange import Emulator
 from windlass.emulate.hetzner import HetznerEmulator, Settings
@@ -130,52 +128,41 @@ class HetznerDemonstration:
         """The report and where it is, when all is done and everything still runs. Afterwards it is gone."""
         async with guarded_place() as place:
             with emulated(place.folder / "machines", self._hour_s, self._front) as self.cloud:
-                toml = self._toml(place, self.cloud)
                 self._tell(f"Hetzner Cloud, emulated, at {self.cloud.address}/v1: an hour lasts {self._hour_s} s there")
-                self._tell("the configuration:\n\n" + "".join(f"         {line}\n" for line in toml.splitlines()))
-                what = f"up to {self._max_workers} servers, created when there is work"
-                async with staged(place, toml, what, self._tell, {"HETZNER_API_TOKEN": "any"}) as stage:
-                    with suppress(TimeoutError):  # then the report says what is missing
-                        async with asyncio.timeout(self._limit_s):
-                            await self._watch(stage, self.cloud)
+                scene = self._scene(place, self.cloud)
+                self._tell(shown(scene.toml))
+                async with played(place, scene, self._teller, partial(self._go_on, self.cloud)) as stage:
                     yield await self._report(stage, self.cloud), place
 
-    @property
-    def _limit_s(self) -> float:
-        return RUN_TIMEOUT_S + 2 * self._task_count * max(WORK_S) / self._max_workers + 3 * self._hour_s
-
-    def _toml(self, place: Place, cloud: Cloud) -> str:
-        return TOML.format(
+    def _scene(self, place: Place, cloud: Cloud) -> Scene:
+        toml = place.filled_in(
+            TOML,
             endpoint=f"{cloud.address}/v1",
-            data_dir=place.data_dir,
             port=free_port(),
-            fleet=FLEET,
-            queue=QUEUE,
-            handler=HANDLER,
             max_workers=self._max_workers,
             hour_s=self._hour_s,
         )
+        what = f"up to {self._max_workers} servers, created when there is work"
+        limit_s = RUN_TIMEOUT_S + 2 * self._task_count * max(WORK_S) / self._max_workers + 3 * self._hour_s
+        return Scene(toml, what, limit_s, {"HETZNER_API_TOKEN": "any"})
 
-    async def _watch(self, stage: Stage, cloud: Cloud) -> None:
-        """Until the queue is empty and every server is gone."""
-        while True:
-            standing = await stage.standing()
-            await self._teller.tell_news(stage, standing)
-            if not standing["enqueued"]:
-                if standing["cycles"]:
-                    await stage.enqueue(burst(self._task_count))
-                    self._tell(f"a burst of {self._task_count} tasks arrives, and there is nobody to do them")
-            elif self._lost is None and standing["complete"] >= CRASH_AT * self._task_count:
-                await self._crash_one_at_work(stage, cloud)
-            elif not standing["unfinished"] and not self._has_come_again:
-                self._has_come_again = True
-                await stage.enqueue(burst(SECOND_BURST))
-                self._teller.expect(SECOND_BURST)
-                self._tell(f"the queue is empty; {SECOND_BURST} more tasks arrive, for whoever is idle and paid anyway")
-            elif not standing["unfinished"] and not standing["workers"] and not cloud.emulator.project.servers:
-                self._tell("the queue is empty and every server is gone, each before another hour of it began")
-                return
-            await asyncio.sleep(LOOK_INTERVAL_S)
+    async def _go_on(self, cloud: Cloud, stage: Stage, standing: Any) -> bool:
+        """It is over when the queue is empty and every server is gone."""
+        if not standing["enqueued"]:
+            if standing["cycles"]:
+                await stage.enqueue(burst(self._task_count))
+                self._tell(f"a burst of {self._task_count} tasks arrives, and there is nobody to do them")
+        elif self._lost is None and standing["complete"] >= CRASH_AT * self._task_count:
+            await self._crash_one_at_work(stage, cloud)
+        elif not standing["unfinished"] and not self._has_come_again:
+            self._has_come_again = True
+            await stage.enqueue(burst(SECOND_BURST))
+            self._teller.expect(SECOND_BURST)
+            self._tell(f"the queue is empty; {SECOND_BURST} more tasks arrive, for whoever is idle and paid anyway")
+        elif not standing["unfinished"] and not standing["workers"] and not cloud.emulator.project.servers:
+            self._tell("the queue is empty and every server is gone, each before another hour of it began")
+            return True
+        return False
 
     async def _crash_one_at_work(self, stage: Stage, cloud: Cloud) -> None:
         chosen = await stage.database.fetchrow(QUERIES["at_work"])

@@ -4,27 +4,24 @@ A real `windlass up` with real worker processes on a real PostgreSQL: a burst of
 is killed, one task kills whoever runs it, the queue empties, the fleet shrinks.
 """
 
-import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 from windlass.cli.demonstration.local_report import ATTEMPTS, MIN_WORKERS, LocalReport
 from windlass.cli.demonstration.stage import (
-    FLEET,
-    HANDLER,
-    LOOK_INTERVAL_S,
     QUERIES,
     QUEUE,
     Lost,
     Place,
+    Scene,
     Stage,
     Storyteller,
     Tell,
     guarded_place,
-    staged,
+    played,
 )
 from windlass.model.task import new_task
 
@@ -78,19 +75,12 @@ class LocalDemonstration:
     async def running(self) -> AsyncIterator[tuple[LocalReport, Place]]:
         """The report and where it is, when all is done and everything still runs. Afterwards it is gone."""
         async with guarded_place() as place:
-            toml = TOML.format(
-                data_dir=place.data_dir,
-                fleet=FLEET,
-                queue=QUEUE,
-                handler=HANDLER,
-                min_workers=MIN_WORKERS,
-                max_workers=self._max_workers,
+            scene = Scene(
+                place.filled_in(TOML, min_workers=MIN_WORKERS, max_workers=self._max_workers),
+                f"{MIN_WORKERS} to {self._max_workers} workers, as processes here",
+                RUN_TIMEOUT_S + RUN_TIMEOUT_PER_TASK_S * self._task_count,
             )
-            what = f"{MIN_WORKERS} to {self._max_workers} workers, as processes here"
-            async with staged(place, toml, what, self._tell, {}) as stage:
-                with suppress(TimeoutError):  # then the report says what is missing
-                    async with asyncio.timeout(RUN_TIMEOUT_S + RUN_TIMEOUT_PER_TASK_S * self._task_count):
-                        await self._watch(stage)
+            async with played(place, scene, self._teller, self._go_on) as stage:
                 yield await self._report(stage), place
 
     async def _enqueue(self, stage: Stage) -> None:
@@ -106,20 +96,17 @@ class LocalDemonstration:
         await stage.enqueue(tasks)
         self._tell(f"a burst of {self._task_count} tasks arrives; one of them kills every worker that runs it")
 
-    async def _watch(self, stage: Stage) -> None:
-        """Until the queue is empty and the fleet back at its minimum."""
-        while True:
-            standing = await stage.standing()
-            await self._teller.tell_news(stage, standing)
-            if not standing["enqueued"]:
-                if standing["ready"] >= MIN_WORKERS:
-                    await self._enqueue(stage)
-            elif self._killed is None and standing["complete"] >= KILL_AT * self._task_count:
-                await self._kill_one_at_work(stage)
-            elif not standing["unfinished"] and standing["workers"] == MIN_WORKERS:
-                self._tell(f"the queue is empty and the fleet back at its minimum of {MIN_WORKERS}")
-                return
-            await asyncio.sleep(LOOK_INTERVAL_S)
+    async def _go_on(self, stage: Stage, standing: Any) -> bool:
+        """It is over when the queue is empty and the fleet back at its minimum."""
+        if not standing["enqueued"]:
+            if standing["ready"] >= MIN_WORKERS:
+                await self._enqueue(stage)
+        elif self._killed is None and standing["complete"] >= KILL_AT * self._task_count:
+            await self._kill_one_at_work(stage)
+        elif not standing["unfinished"] and standing["workers"] == MIN_WORKERS:
+            self._tell(f"the queue is empty and the fleet back at its minimum of {MIN_WORKERS}")
+            return True
+        return False
 
     async def _kill_one_at_work(self, stage: Stage) -> None:
         chosen = await stage.database.fetchrow(QUERIES["at_work"])

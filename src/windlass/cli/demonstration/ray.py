@@ -4,27 +4,25 @@ A real `windlass up` with a Ray head and a dispatcher of its own: a burst of tas
 Ray places the tasks on them, one node is killed in the middle, everything completes once, the nodes are released.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
 from windlass.cli.demonstration.report import Report
 from windlass.cli.demonstration.stage import (
-    FLEET,
-    HANDLER,
-    LOOK_INTERVAL_S,
     QUERIES,
     QUEUE,
     Lost,
     Place,
+    Scene,
     Stage,
     Storyteller,
     Tell,
     guarded_place,
-    staged,
+    played,
 )
 from windlass.model.task import new_task
 
@@ -103,35 +101,25 @@ class RayDemonstration:
     async def running(self) -> AsyncIterator[tuple[RayReport, Place]]:
         """The report and where it is, when all is done and everything still runs. Afterwards it is gone."""
         async with guarded_place() as place:
-            toml = TOML.format(
-                data_dir=place.data_dir,
-                fleet=FLEET,
-                queue=QUEUE,
-                handler=HANDLER,
-                concurrency=CONCURRENCY,
-                max_workers=self._max_workers,
+            scene = Scene(
+                place.filled_in(TOML, concurrency=CONCURRENCY, max_workers=self._max_workers),
+                f"a Ray head, a dispatcher, and up to {self._max_workers} nodes as processes here",
+                RUN_TIMEOUT_S + RUN_TIMEOUT_PER_TASK_S * self._task_count,
             )
-            what = f"a Ray head, a dispatcher, and up to {self._max_workers} nodes as processes here"
-            async with staged(place, toml, what, self._tell, {}) as stage:
-                with suppress(TimeoutError):  # then the report says what is missing
-                    async with asyncio.timeout(RUN_TIMEOUT_S + RUN_TIMEOUT_PER_TASK_S * self._task_count):
-                        await self._watch(stage)
+            async with played(place, scene, self._teller, self._go_on) as stage:
                 yield await self._report(stage), place
 
-    async def _watch(self, stage: Stage) -> None:
-        """Until the queue is empty and every node is released."""
-        while True:
-            standing = await stage.standing()
-            await self._teller.tell_news(stage, standing)
-            if not standing["enqueued"]:
-                if standing["dispatchers"]:
-                    await self._enqueue(stage)
-            elif self._killed is None and standing["complete"] >= KILL_AT * self._task_count:
-                await self._kill_a_node_at_work(stage)
-            elif not standing["unfinished"] and not standing["workers"]:
-                self._tell("the queue is empty and every node is released")
-                return
-            await asyncio.sleep(LOOK_INTERVAL_S)
+    async def _go_on(self, stage: Stage, standing: Any) -> bool:
+        """It is over when the queue is empty and every node is released."""
+        if not standing["enqueued"]:
+            if standing["dispatchers"]:
+                await self._enqueue(stage)
+        elif self._killed is None and standing["complete"] >= KILL_AT * self._task_count:
+            await self._kill_a_node_at_work(stage)
+        elif not standing["unfinished"] and not standing["workers"]:
+            self._tell("the queue is empty and every node is released")
+            return True
+        return False
 
     async def _enqueue(self, stage: Stage) -> None:
         self._tell("the Ray head is there, and a dispatcher")

@@ -1,4 +1,4 @@
-"""What demonstrations on rented machines share: bursts of tasks, and our side of the bill."""
+"""What demonstrations on rented machines share: their configuration, bursts of tasks, and our side of the bill."""
 
 import socket
 from collections.abc import Collection
@@ -28,6 +28,10 @@ def burst(count: int, stuck: Collection[int] = ()) -> list[NewTask]:
         )
         for number in range(count)
     ]
+
+
+def shown(toml: str) -> str:
+    return "the configuration:\n\n" + "".join(f"         {line}\n" for line in toml.splitlines())
 
 
 async def our_costs(stage: Stage) -> dict[str, int]:

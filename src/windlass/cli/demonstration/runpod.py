@@ -7,32 +7,29 @@ the second choice, since the first is sold out by then. Meanwhile the volume tha
 empty they are let go, and every second that was paid is in our ledger.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import asyncssh
 
-from windlass.cli.demonstration.rented import WORK_S, burst, free_port, our_costs
+from windlass.cli.demonstration.rented import WORK_S, burst, free_port, our_costs, shown
 from windlass.cli.demonstration.runpod_report import NO_GPU, NOT_CLAIMING, STUCK, PodLine, RunpodReport
 from windlass.cli.demonstration.stage import (
-    FLEET,
-    HANDLER,
-    LOOK_INTERVAL_S,
     QUERIES,
-    QUEUE,
     Lost,
     Place,
+    Scene,
     Stage,
     Storyteller,
     Tell,
     guarded_place,
-    staged,
+    played,
 )
 from windlass.emulate.exchange import Emulator
 from windlass.emulate.runpod import RunpodEmulator, Settings
@@ -177,64 +174,56 @@ class RunpodDemonstration:
         """The report and where it is, when all is done and everything still runs. Afterwards it is gone."""
         async with guarded_place() as place:
             with emulated(place.folder / "machines", self._front) as self.cloud:
-                toml = self._toml(place, self.cloud)
                 self._tell(f"Runpod, emulated, at {self.cloud.address}/v2: pods with GPUs that only seem to be there")
-                self._tell("the configuration:\n\n" + "".join(f"         {line}\n" for line in toml.splitlines()))
-                what = f"up to {self._max_workers} pods, hired when there is work"
-                async with staged(place, toml, what, self._tell, {"RUNPOD_API_KEY": "any"}) as stage:
-                    limit_s = RUN_TIMEOUT_S + 2 * self._task_count * max(WORK_S) / self._max_workers
-                    with suppress(TimeoutError):  # then the report says what is missing
-                        async with asyncio.timeout(limit_s):
-                            await self._watch(stage, self.cloud)
+                scene = self._scene(place, self.cloud)
+                self._tell(shown(scene.toml))
+                async with played(place, scene, self._teller, partial(self._go_on, self.cloud)) as stage:
                     yield await self._report(stage, self.cloud), place
 
-    def _toml(self, place: Place, cloud: Cloud) -> str:
+    def _scene(self, place: Place, cloud: Cloud) -> Scene:
         key_file = place.folder / "id_ed25519"
         asyncssh.generate_private_key("ssh-ed25519").write_private_key(key_file)
-        return TOML.format(
+        toml = place.filled_in(
+            TOML,
             endpoint=f"{cloud.address}/v2",
             key_file=key_file,
-            data_dir=place.data_dir,
             port=free_port(),
-            fleet=FLEET,
-            queue=QUEUE,
-            handler=HANDLER,
             max_workers=self._max_workers,
             first=GPUS[0],
             second=GPUS[1],
             place=PLACE,
             volume=cloud.volume_id,
         )
+        what = f"up to {self._max_workers} pods, hired when there is work"
+        limit_s = RUN_TIMEOUT_S + 2 * self._task_count * max(WORK_S) / self._max_workers
+        return Scene(toml, what, limit_s, {"RUNPOD_API_KEY": "any"})
 
-    async def _watch(self, stage: Stage, cloud: Cloud) -> None:
-        """Until the queue is empty and every pod is gone."""
-        while True:
-            standing = await stage.standing()
-            await self._teller.tell_news(stage, standing)
-            done = standing["complete"] / self._task_count
-            cloud.emulator.settle()
-            if not standing["enqueued"]:
-                if standing["cycles"]:
-                    await stage.enqueue(burst(self._task_count, stuck={STUCK_NUMBER}))
-                    self._tell(f"a burst of {self._task_count} tasks arrives; one of them gets stuck when first tried")
-            elif not self._is_sold_out and len(cloud.emulator.account.pods) >= self._max_workers:
-                self._is_sold_out = True
-                # The catalog does not know yet.
-                cloud.emulator.faults.no_capacity(GPUS[0], is_announced=False)
-                self._tell(f"from now on there is no {GPUS[0]} to be had")
-            elif not standing["unfinished"] and not await self._is_shown(stage):
-                more = MORE_TASKS_PER_WORKER * self._max_workers
-                await stage.enqueue(burst(more))
-                self._teller.expect(more)
-                self._tell(f"they were quick, and there is more to see: {more} more tasks arrive")
-            elif self._gpu_lost_by is None and done >= LOSE_AT:
-                await self._take_gpu(stage, cloud)
-            elif self._gpu_lost_by is not None and self._drained is None and done >= DRAIN_AT:
-                await self._ask_one_to_end(stage)
-            elif not standing["unfinished"] and not standing["workers"] and not cloud.emulator.account.pods:
-                self._tell("the queue is empty and every pod is gone")
-                return
-            await asyncio.sleep(LOOK_INTERVAL_S)
+    async def _go_on(self, cloud: Cloud, stage: Stage, standing: Any) -> bool:
+        """It is over when the queue is empty and every pod is gone."""
+        done = standing["complete"] / self._task_count
+        cloud.emulator.settle()
+        if not standing["enqueued"]:
+            if standing["cycles"]:
+                await stage.enqueue(burst(self._task_count, stuck={STUCK_NUMBER}))
+                self._tell(f"a burst of {self._task_count} tasks arrives; one of them gets stuck when first tried")
+        elif not self._is_sold_out and len(cloud.emulator.account.pods) >= self._max_workers:
+            self._is_sold_out = True
+            # The catalog does not know yet.
+            cloud.emulator.faults.no_capacity(GPUS[0], is_announced=False)
+            self._tell(f"from now on there is no {GPUS[0]} to be had")
+        elif not standing["unfinished"] and not await self._is_shown(stage):
+            more = MORE_TASKS_PER_WORKER * self._max_workers
+            await stage.enqueue(burst(more))
+            self._teller.expect(more)
+            self._tell(f"they were quick, and there is more to see: {more} more tasks arrive")
+        elif self._gpu_lost_by is None and done >= LOSE_AT:
+            await self._take_gpu(stage, cloud)
+        elif self._gpu_lost_by is not None and self._drained is None and done >= DRAIN_AT:
+            await self._ask_one_to_end(stage)
+        elif not standing["unfinished"] and not standing["workers"] and not cloud.emulator.account.pods:
+            self._tell("the queue is empty and every pod is gone")
+            return True
+        return False
 
     async def _is_shown(self, stage: Stage) -> bool:
         broken = await stage.database.fetchval(QUERIES["broken"])

@@ -12,9 +12,9 @@ import secrets
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,20 @@ class Place:
     def toml(self) -> Path:
         return self.folder / "windlass.toml"
 
+    def filled_in(self, toml: str, **words: object) -> str:
+        """A configuration of the demo's fleet, in this folder."""
+        return toml.format(data_dir=self.data_dir, fleet=FLEET, queue=QUEUE, handler=HANDLER, **words)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What `windlass up` is given, what that is in words, and how long the arc may take."""
+
+    toml: str
+    what: str
+    limit_s: float
+    secrets: Mapping[str, str] = field(default_factory=dict)
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -103,7 +117,7 @@ class Storyteller:
     rest of the story is in the decisions."""
 
     def __init__(self, tell: Tell, told: Mapping[str, str], task_count: int) -> None:
-        self._tell = tell
+        self.tell = tell
         self._told = {"DECISION": "decided: {reason}", **told}
         self._task_count = task_count
         self._quarters = 0
@@ -122,11 +136,11 @@ class Storyteller:
             kind = row["reason"].partition(":")[0]
             if row["code"] in self._told and (row["source"] == "event" or self._is_news(kind, row["reason"])):
                 words = {"reason": row["reason"], "worker": row["worker_id"], "task": row["task_id"]}
-                self._tell(self._told[row["code"]].format(**words, attempt=kind))
+                self.tell(self._told[row["code"]].format(**words, attempt=kind))
         quarters = 4 * standing["complete"] // self._task_count
         if quarters > self._quarters:
             self._quarters = quarters
-            self._tell(f"{standing['complete']} of {self._task_count} tasks are complete")
+            self.tell(f"{standing['complete']} of {self._task_count} tasks are complete")
 
     def _is_news(self, kind: str, decision: str) -> bool:
         """That nothing changes is news once; and once more when somebody is kept for what is paid."""
@@ -160,16 +174,37 @@ async def guarded_place() -> AsyncIterator[Place]:
 
 
 @asynccontextmanager
-async def staged(place: Place, toml: str, what: str, tell: Tell, secrets: Mapping[str, str]) -> AsyncIterator[Stage]:
+async def played(
+    place: Place, scene: Scene, teller: Storyteller, go_on: Callable[[Stage, Any], Awaitable[bool]]
+) -> AsyncIterator[Stage]:
+    """The stage, when the arc is over; or when its time is, and then the report says what is missing.
+
+    Whatever is new is told. `go_on` is given how far everything is, takes the arc's next step if it is time for that,
+    and answers whether there is none any more.
+    """
+    async with _staged(place, scene, teller.tell) as stage:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(scene.limit_s):
+                while True:
+                    standing = await stage.standing()
+                    await teller.tell_news(stage, standing)
+                    if await go_on(stage, standing):
+                        break
+                    await asyncio.sleep(LOOK_INTERVAL_S)
+        yield stage
+
+
+@asynccontextmanager
+async def _staged(place: Place, scene: Scene, tell: Tell) -> AsyncIterator[Stage]:
     """A database, and `windlass up` with this configuration, until the end; then it lets its workers go and leaves. If
     something fails, or somebody has had enough, the guard ends it all."""
     config = Config(data_dir=place.data_dir)
     tell(f"starting PostgreSQL in {config.data_dir}")
     async with stores.database(config) as dsn, _connection(dsn) as database:
         await database.execute(QUERIES["install"])
-        tell(f"starting `windlass up`: {what}")
-        place.toml.write_text(toml, encoding="utf-8")
-        up = await _start_up(place, secrets)
+        tell(f"starting `windlass up`: {scene.what}")
+        place.toml.write_text(scene.toml, encoding="utf-8")
+        up = await _start_up(place, scene.secrets)
         tell(f"watch it in a browser: {await _link(place, up)}")
         yield Stage(place, config, database, up)
         tell("the end: `windlass up` lets its workers go and leaves")

@@ -6,8 +6,6 @@ kept without any of Windlass's own arithmetic. State lives in memory and ends wi
 """
 
 import json
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
@@ -23,15 +21,14 @@ from windlass.emulate.hetzner.routes import route
 from windlass.emulate.hetzner.settings import Settings
 from windlass.emulate.machines import MachineHost, VirtualHost
 from windlass.emulate.throttle import Bucket
+from windlass.emulate.vendor import VendorEmulator
 
 HOUR_S = 3600.0
 # What a body may have at most: user_data with room to spare.
 MAX_BODY_BYTES = 1024 * 1024
-# Remembered: more than a day's, at the rate that is allowed.
-MAX_REQUESTS = 100_000
 
 
-class HetznerEmulator:
+class HetznerEmulator(VendorEmulator[Project, Faults]):
     def __init__(
         self,
         clock: Callable[[], datetime],
@@ -39,39 +36,16 @@ class HetznerEmulator:
         host: MachineHost | None = None,
         catalog: Catalog = DEFAULT_CATALOG,
     ) -> None:
-        self._clock = clock
-        self._lock = threading.RLock()
         self.settings = settings or Settings()
         self.host: MachineHost = host or VirtualHost()
-        self._faults = Faults(clock())
-        self.project = Project(self.settings, self.host, self._faults, clock(), catalog)
-        # The latest requests, as (when, method, path): what a client's thrift is judged by.
-        self.requests: deque[tuple[datetime, str, str]] = deque(maxlen=MAX_REQUESTS)
+        faults = Faults(clock())
+        self.project = Project(self.settings, self.host, faults, clock(), catalog)
+        super().__init__(clock, self.project, faults)
         self._bucket = Bucket(self.settings.requests_per_hour, HOUR_S)
-
-    @property
-    def faults(self) -> Faults:
-        """Trouble from now on. What was due before it has happened without it."""
-        self.settle()
-        return self._faults
 
     @property
     def ledger(self) -> Ledger:
         return self.project.ledger
-
-    def settle(self) -> None:
-        with self._lock:
-            self.project.advance(self._clock())
-
-    def next_due(self) -> datetime | None:
-        with self._lock:
-            return self.project.next_due()
-
-    def bill(self) -> Json:
-        """What the project owes, by now."""
-        with self._lock:
-            self.settle()
-            return self.ledger.to_json(self.project.now)
 
     def crash(self, server_id: int) -> None:
         """What runs inside it is gone at once; the API goes on calling it `running`, and billing it."""

@@ -6,8 +6,6 @@ any of Windlass's own arithmetic. State lives in memory and ends with the emulat
 """
 
 import json
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import format_datetime
@@ -24,14 +22,13 @@ from windlass.emulate.runpod.ledger import Ledger
 from windlass.emulate.runpod.routes import route
 from windlass.emulate.runpod.settings import Settings
 from windlass.emulate.throttle import Window
+from windlass.emulate.vendor import VendorEmulator
 
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
 MAX_BODY_BYTES = 1024 * 1024
-# Remembered: two days' of them, at the rate that is allowed.
-MAX_REQUESTS = 100_000
 
 
-class RunpodEmulator:
+class RunpodEmulator(VendorEmulator[Account, Faults]):
     def __init__(
         self,
         clock: Callable[[], datetime],
@@ -39,14 +36,11 @@ class RunpodEmulator:
         host: PodHost | None = None,
         catalog: Catalog = DEFAULT_CATALOG,
     ) -> None:
-        self._clock = clock
-        self._lock = threading.RLock()
         self.settings = settings or Settings()
         self.host: PodHost = host or VirtualPodHost()
-        self._faults = Faults(clock())
-        self.account = Account(self.settings, self.host, self._faults, clock(), catalog)
-        # The latest requests, as (when, method, path): what a client's thrift is judged by.
-        self.requests: deque[tuple[datetime, str, str]] = deque(maxlen=MAX_REQUESTS)
+        faults = Faults(clock())
+        self.account = Account(self.settings, self.host, faults, clock(), catalog)
+        super().__init__(clock, self.account, faults)
         self._windows = [
             Window("minute", self.settings.requests_per_minute, MINUTE_S),
             Window("hour", self.settings.requests_per_hour, HOUR_S),
@@ -54,28 +48,8 @@ class RunpodEmulator:
         ]
 
     @property
-    def faults(self) -> Faults:
-        """Trouble from now on. What was due before it has happened without it."""
-        self.settle()
-        return self._faults
-
-    @property
     def ledger(self) -> Ledger:
         return self.account.ledger
-
-    def settle(self) -> None:
-        with self._lock:
-            self.account.advance(self._clock())
-
-    def next_due(self) -> datetime | None:
-        with self._lock:
-            return self.account.next_due()
-
-    def bill(self) -> Json:
-        """What the account owes, by now."""
-        with self._lock:
-            self.settle()
-            return self.ledger.to_json(self.account.now)
 
     def crash(self, pod_id: str) -> None:
         """What runs inside it is gone at once; the API goes on calling it `RUNNING`, and billing it."""

@@ -1,0 +1,61 @@
+"""What the tables' constraints refuse: BadInput, in a sentence, before anything is changed."""
+
+import json
+import struct
+
+from windlass.model.errors import BadInput
+from windlass.model.task import MAX_UNIQUE_KEY_LENGTH, NewTask, check_queue_name
+from windlass.model.worker import Registration
+
+# PostgreSQL's integer.
+MAX_INTEGER = 2**31 - 1
+
+
+def check_new(doing: str, task: NewTask) -> None:
+    check_queue_name(task.queue)
+    if not -MAX_INTEGER - 1 <= task.priority <= MAX_INTEGER:
+        raise BadInput(f"{doing}: priority {task.priority} is out of range.")
+    if not 1 <= task.max_attempts <= MAX_INTEGER:
+        raise BadInput(f"{doing}: max_attempts is {task.max_attempts}, but a task needs at least 1 attempt.")
+    if task.timeout_s is not None and not task.timeout_s > 0:
+        raise BadInput(f"{doing}: timeout_s is {task.timeout_s}, but a time limit must be above 0.")
+    if task.unique_key is not None and not 1 <= len(task.unique_key) <= MAX_UNIQUE_KEY_LENGTH:
+        raise BadInput(f"{doing}: the unique key is empty or has more than {MAX_UNIQUE_KEY_LENGTH} characters.")
+    check_json(doing, task.payload)
+
+
+def check_json(doing: str, text: str | None) -> None:
+    if text is None:
+        return
+    try:
+        json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise BadInput(f"{doing}: {text[:80]!r} is not JSON ({error}).") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def check_registration(registration: Registration) -> None:
+    check_queue_name(registration.fleet)
+    if registration.concurrency < 1:
+        raise BadInput(f"registering the worker: concurrency is {registration.concurrency}, at least 1 is needed.")
+    if not registration.lease_s > 0:
+        raise BadInput(f"registering the worker: lease_s is {registration.lease_s} and must be above 0.")
+
+
+def check_limit(doing: str, limit: int) -> None:
+    if limit < 0:
+        raise BadInput(f"{doing}: the limit is {limit} and must not be below 0.")
+
+
+def real(progress: float | None) -> float | None:
+    """As PostgreSQL's `real` keeps it."""
+    if progress is None:
+        return None
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", progress))[0]
+    except (OverflowError, struct.error):
+        raise BadInput(f"sending a heartbeat: {progress} cannot be a task's progress.") from None
+    return rounded

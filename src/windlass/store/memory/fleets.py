@@ -1,0 +1,99 @@
+"""Fleets, their slots, and the leases of those who lead them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from windlass.model.record import Fleet
+from windlass.model.snapshot import Memory
+from windlass.ports.control import Candidate, LeaseLost, Standby
+from windlass.store.memory.interval import interval
+
+MAX_RESTARTS_KEPT = 100
+
+
+@dataclass(slots=True)
+class SlotRow:
+    is_failed: bool = False
+    restarts: list[datetime] = field(default_factory=list)
+
+    def note_restart(self, now: datetime) -> None:
+        self.restarts = [*self.restarts, now][-MAX_RESTARTS_KEPT:]
+
+
+@dataclass(slots=True)
+class FleetRow:
+    name: str
+    created_at: datetime
+    provider: str = "local"
+    queues: tuple[str, ...] = ()
+    min_workers: int = 0
+    max_workers: int = 10
+    is_paused: bool = False
+    requested_workers: int = 0
+    reset_at: datetime | None = None
+    memory: Memory = field(default_factory=Memory)
+    slots: dict[int, SlotRow] = field(default_factory=dict)
+
+    def as_fleet(self, *, is_led: bool) -> Fleet:
+        return Fleet(
+            name=self.name,
+            provider=self.provider,
+            queues=self.queues,
+            min_workers=self.min_workers,
+            max_workers=self.max_workers,
+            is_paused=self.is_paused,
+            requested_workers=self.requested_workers,
+            hold=self.memory.hold,
+            failed_slots=tuple(number for number, slot in sorted(self.slots.items()) if slot.is_failed),
+            created_at=self.created_at,
+            planned_at=self.memory.planned_at,
+            next_plan_in_s=self.memory.next_plan_in_s,
+            is_led=is_led,
+        )
+
+
+@dataclass(slots=True)
+class LeaseRow:
+    holder: str
+    term: int
+    expires_at: datetime
+
+
+class Leases:
+    def __init__(self, clock: Callable[[], datetime]) -> None:
+        self._clock = clock
+        self.rows: dict[str, LeaseRow] = {}
+
+    def lead(self, candidate: Candidate) -> int | Standby:
+        now = self._clock()
+        lease = self.rows.get(candidate.lease)
+        if lease is None:
+            lease = self.rows[candidate.lease] = LeaseRow(candidate.holder, 1, now)
+        elif lease.holder != candidate.holder:
+            if lease.expires_at > now:
+                return Standby((lease.expires_at - now).total_seconds())
+            lease.holder = candidate.holder
+            lease.term += 1
+        lease.expires_at = now + interval(candidate.ttl_s)
+        return lease.term
+
+    def resign(self, candidate: Candidate) -> None:
+        lease = self.rows.get(candidate.lease)
+        if lease is not None and lease.holder == candidate.holder:
+            lease.expires_at = self._clock()
+
+    def require(self, candidate: Candidate, term: int) -> None:
+        lease = self.rows.get(candidate.lease)
+        is_held = lease is not None and (lease.holder, lease.term) == (candidate.holder, term)
+        if lease is None or not is_held or lease.expires_at <= self._clock():
+            raise LeaseLost(f"the lease {candidate.lease} of term {term} is no longer held by {candidate.holder}")
+
+    def is_held(self, name: str) -> bool:
+        lease = self.rows.get(name)
+        return lease is not None and lease.expires_at > self._clock()
+
+    def leaderless_s(self) -> float:
+        """For how long nobody has led, below 0 while somebody does. Dispatchers have leases too, but judge nobody."""
+        expiries = [lease.expires_at for name, lease in self.rows.items() if not name.startswith("ray:")]
+        return (self._clock() - max(expiries)).total_seconds() if expiries else float("inf")

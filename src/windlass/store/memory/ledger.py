@@ -1,0 +1,190 @@
+"""What workers cost: the bill of each, what it did meanwhile, and the charges that came of both.
+
+Bills and spans stand in the worker's own row, and functions here write them; the Ledger holds what is settled.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from windlass.model.cost import (
+    Account,
+    Bill,
+    Charge,
+    ChargeKind,
+    Cost,
+    Settlement,
+    Span,
+    Spending,
+    Tariff,
+    day_of,
+    hour_of,
+    month_of,
+)
+from windlass.model.machine import Machine
+from windlass.model.worker import WorkerStatus
+from windlass.store.memory.tasks import TaskRow
+from windlass.store.memory.workers import WorkerRow
+
+MAX_SPANS = 20_000
+FIRST_SETTLED_AFTER = timedelta(hours=1, minutes=1)
+SETTLED_AFTER_END = timedelta(minutes=1)
+
+# A fleet, an hour of the clock, a currency, and a queue or none.
+_Hour = tuple[str, datetime, str, str]
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.charges: list[Charge] = []
+        # What each fleet spent in each hour of the clock, for each queue and for none.
+        self._spending: dict[_Hour, Cost] = {}
+
+    def settle(self, worker: WorkerRow | None, settlement: Settlement) -> bool:
+        """False if its account has changed since it was read."""
+        hired = worker.hired if worker is not None else None
+        if hired is None or hired.bill is None or hired.settle_at is None or hired.bill != settlement.account.bill:
+            return False
+        hired.bill = replace(hired.bill, settled_until=settlement.settled_until)
+        hired.settle_at = settlement.settle_at
+        self.charges += settlement.charges
+        for charge in settlement.charges:
+            hour = charge.fleet, hour_of(charge.from_at), charge.currency, charge.queue or ""
+            self._spending[hour] = _with(self._spending.get(hour, Cost(None, charge.currency)), charge)
+        hired.spans = {
+            key: span
+            for key, span in hired.spans.items()
+            if hired.settle_at is not None and span.until_at is not None and span.until_at > settlement.settled_until
+        }
+        return True
+
+    def spent_by(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
+        """In this hour, day and month, in each currency."""
+        own = [(h, c, cost) for (f, h, c, _), cost in self._spending.items() if f == fleet and h >= month_of(now)]
+
+        def since(begins: datetime, currency: str) -> int:
+            return sum(cost.total_micros for hour, c, cost in own if c == currency and hour >= begins)
+
+        return tuple(
+            Spending(
+                currency, since(hour_of(now), currency), since(day_of(now), currency), since(month_of(now), currency)
+            )
+            for currency in sorted({currency for _, currency, _ in own})
+        )
+
+    def costs(self, by: str, since: datetime, fleet: str | None, limit: int) -> list[Cost]:
+        if by in ("day", "fleet", "queue"):
+            found: list[tuple[str | None, Cost]] = [
+                ({"day": f"{hour:%Y-%m-%d}", "queue": queue or None}.get(by, name), cost)
+                for (name, hour, _, queue), cost in self._spending.items()
+                if hour >= since and fleet in (None, name)
+            ]
+        else:
+            found = [
+                (_cost_key(charge, by), _with(Cost(None, charge.currency), charge))
+                for charge in self.charges
+                if charge.from_at >= since and fleet in (None, charge.fleet)
+            ]
+        sums: dict[tuple[str | None, str], Cost] = {}
+        for key, cost in found:
+            before = sums.get((key, cost.currency), Cost(key, cost.currency))
+            sums[key, cost.currency] = _sum(before, cost)
+        ordered = sorted(sums.values(), key=lambda cost: (cost.key is None, cost.key or "", cost.currency))
+        ordered.sort(key=lambda cost: -cost.total_micros)
+        if by == "day":
+            ordered.sort(key=lambda cost: cost.key or "", reverse=True)
+        return ordered[:limit]
+
+    def forget(self, before: datetime, limit: int) -> int:
+        """Charges, and as many of their sums."""
+        old = sorted((c for c in self.charges if c.from_at < before), key=lambda c: c.from_at)[:limit]
+        gone = set(map(id, old))
+        self.charges = [charge for charge in self.charges if id(charge) not in gone]
+        hours = sorted((hour for hour in self._spending if hour[1] < before), key=lambda hour: hour[1])[:limit]
+        for hour in hours:
+            del self._spending[hour]
+        return len(old) + len(hours)
+
+
+def open_bill(worker: WorkerRow | None, machine: Machine, unit_s: int, now: datetime) -> None:
+    if worker is None or worker.status is WorkerStatus.TERMINATED:
+        return
+    hired = worker.hired
+    if machine.price_micros_per_hour is not None and hired.bill is None:
+        tariff = Tariff(machine.price_micros_per_hour, machine.currency or "XXX", unit_s, machine.price_parts)
+        hired.bill = Bill(tariff, machine.created_at or now)
+        hired.settle_at = hired.bill.since + FIRST_SETTLED_AFTER
+
+
+def close_bill(worker: WorkerRow, ended_at: datetime, now: datetime) -> None:
+    hired = worker.hired
+    if hired.bill is not None:
+        hired.bill = replace(hired.bill, until=max(ended_at, hired.bill.since))
+        hired.settle_at = now + SETTLED_AFTER_END
+
+
+def note_span(worker: WorkerRow | None, row: TaskRow, now: datetime) -> None:
+    """An attempt has ended. Only workers that have a price, or may yet get one, are to account for their time."""
+    if worker is None or row.started_at is None or row.started_at >= now:
+        return
+    hired = worker.hired
+    if hired.bill is not None or (worker.slot is not None and hired.machine_id is None):
+        hired.spans.setdefault((row.started_at, row.id), Span(row.id, row.queue, row.started_at, now))
+
+
+def forget_spans(workers: Iterable[WorkerRow], before: datetime, limit: int) -> int:
+    """Those that nobody will settle."""
+    found = [
+        (span.until_at, key, worker.hired.spans)
+        for worker in workers
+        for key, span in worker.hired.spans.items()
+        if worker.hired.settle_at is None and span.until_at is not None and span.until_at < before
+    ]
+    old = sorted(found, key=lambda each: each[0])[:limit]
+    for _, key, spans in old:
+        del spans[key]
+    return len(old)
+
+
+def to_settle(workers: Iterable[WorkerRow], fleet: str, now: datetime) -> list[WorkerRow]:
+    """Longest due first."""
+    due = [
+        (worker.hired.settle_at, worker.id, worker)
+        for worker in workers
+        if worker.hired.settle_at is not None and worker.hired.settle_at <= now and worker.fleet == fleet
+    ]
+    return [worker for _, _, worker in sorted(due, key=lambda each: each[:2])]
+
+
+def account(worker: WorkerRow, running: Sequence[TaskRow]) -> Account:
+    bill = worker.hired.bill
+    assert bill is not None  # noqa: S101
+    ended = sorted(worker.hired.spans.values(), key=_length, reverse=True)[:MAX_SPANS]
+    going_on = [Span(row.id, row.queue, row.started_at, None) for row in running if row.started_at]
+    ready = [moment for moment in (worker.activated_at, worker.first_claimed_at) if moment is not None]
+    return Account(
+        worker.id,
+        worker.fleet,
+        bill,
+        min(ready, default=None),
+        tuple(sorted([*ended, *going_on], key=lambda span: (span.from_at, span.task_id))),
+    )
+
+
+def _length(span: Span) -> timedelta:
+    return (span.until_at or span.from_at) - span.from_at
+
+
+def _with(cost: Cost, charge: Charge) -> Cost:
+    name = f"{charge.kind}_micros"
+    return replace(cost, **{name: getattr(cost, name) + charge.amount_micros})
+
+
+def _sum(one: Cost, other: Cost) -> Cost:
+    names = (f"{kind}_micros" for kind in ChargeKind)
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})
+
+
+def _cost_key(charge: Charge, by: str) -> str | None:
+    keys: dict[str, object] = {"queue": charge.queue, "worker": charge.worker_id, "task": charge.task_id}
+    return None if keys[by] is None else str(keys[by])

@@ -1,0 +1,281 @@
+"""What the control loop sees of a fleet: a snapshot, as a function of rows. Nothing here changes any."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from itertools import islice
+
+from windlass.model.cost import Bill
+from windlass.model.event import Event
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import (
+    Failure,
+    Hiring,
+    QueueView,
+    Refusal,
+    RunningView,
+    SlotView,
+    Snapshot,
+    StorageUse,
+    Suspect,
+    WorkerView,
+)
+from windlass.model.task import TaskStatus
+from windlass.model.worker import LIVE, WorkerKind, WorkerStatus
+from windlass.store.memory.fleets import FleetRow
+from windlass.store.memory.interval import interval
+from windlass.store.memory.journal import Journal
+from windlass.store.memory.ledger import to_settle
+from windlass.store.memory.tables import Tables
+from windlass.store.memory.tasks import TaskRow, TaskTable
+from windlass.store.memory.workers import WorkerRow, WorkerTable
+
+# The bounds of windlass.observe.
+MAX_HIRINGS = 1000
+MAX_BOOTS = 50
+MAX_DURATIONS = 500
+MAX_ANSWERS = 50
+MAX_SUSPECTS = 50
+MAX_TASKS_WEIGHED = 500
+MAX_EVENTS_WEIGHED = 1000
+MAX_LOOKED_AT = 20_000
+MAX_ENDED_BILLS = 1000
+# Refusals that are not about one machine.
+FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
+FAILURES = ("TASK_ERROR", "TASK_FAILED")
+
+
+def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
+    now, tasks = tables.now(), tables.tasks
+    everybody = tables.workers.rows.values()
+    workers = sorted((worker for worker in everybody if worker.fleet == fleet.name), key=lambda row: row.age_order)
+    hired = [worker for worker in workers if worker.slot is not None]
+    return Snapshot(
+        now=now,
+        fleet=fleet.name,
+        queue=_queues(tasks, tables.workers, config.queues, now),
+        workers=tuple(_view(w, tasks.run_by(w.id)) for w in workers if w.status is not WorkerStatus.TERMINATED),
+        slots=_slots(fleet, now - interval(config.restart_window_s)),
+        hirings=_hirings(hired, now - interval(config.failure_window_s)),
+        refusal=_last_refusal(hired[-MAX_ANSWERS:]),
+        last_failure=_last_failure(hired),
+        storage=_storage(workers),
+        suspects=_suspects(tasks, tables.journal, workers, config),
+        orphaned=_orphaned(tasks, tables.workers, fleet.name, config.queues),
+        is_paused=fleet.is_paused,
+        boot_p50_s=_median(
+            (w.activated_at - w.created_at).total_seconds() for w in hired[-MAX_BOOTS:] if w.activated_at
+        ),
+        requested=fleet.requested_workers,
+        reset_at=fleet.reset_at,
+        spending=tables.ledger.spent_by(fleet.name, now),
+        ended_bills=tuple(islice(_ended_bills(workers), MAX_ENDED_BILLS)),
+        is_settlement_due=bool(to_settle(workers, fleet.name, now)),
+        memory=fleet.memory,
+    )
+
+
+def _queues(tasks: TaskTable, workers: WorkerTable, names: Sequence[str], now: datetime) -> QueueView:
+    queues = [tasks.queues[name] for name in dict.fromkeys(names)]
+    rows = [row for queue in queues for row in queue.unfinished.values()]
+    running = [row for row in rows if row.status is TaskStatus.RUNNING]
+    # Claimed by a dispatcher whose engine has no place for them yet: they wait still.
+    held = [row for row in running if _is_dispatcher(workers.get(row.worker_id))]
+    heads = [head.created_at for queue in queues if (head := queue.head()) is not None]
+    heads += [row.created_at for row in held]
+    recent = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_DURATIONS)
+    return QueueView(
+        queued=len(held) + sum(row.is_ready() or (row.run_after is not None and row.run_after <= now) for row in rows),
+        running=len(running) - len(held),
+        oldest_queued_age_s=(now - min(heads)).total_seconds() if heads else None,
+        duration_p50_s=_median(
+            (row.finished_at - row.started_at).total_seconds()
+            for row in recent
+            if row.queue in names and row.finished_at and row.started_at
+        ),
+    )
+
+
+def _is_dispatcher(worker: WorkerRow | None) -> bool:
+    return worker is not None and worker.kind is WorkerKind.DISPATCHER
+
+
+def _view(worker: WorkerRow, running: Sequence[TaskRow]) -> WorkerView:
+    hired = worker.hired
+    idle_s = worker.metadata.get("idle_s")
+    return WorkerView(
+        id=worker.id,
+        slot=worker.slot,
+        status=worker.status,
+        is_paused=worker.is_paused,
+        concurrency=worker.concurrency,
+        created_at=worker.created_at,
+        activated_at=worker.activated_at,
+        last_heartbeat=worker.last_heartbeat,
+        first_claimed_at=worker.first_claimed_at,
+        terminating_at=hired.terminating_at,
+        idle_s=float(idle_s) if idle_s is not None else None,
+        machine_id=hired.machine_id,
+        machine_at=hired.machine_at,
+        creation=hired.creation,
+        prepared_at=hired.prepared_at,
+        vram_total_mb=worker.vram_total_mb,
+        vram_used_mb=worker.vram_used_mb,
+        vram_at=hired.vram_at,
+        running=tuple(
+            RunningView(row.id, row.started_at, row.timeout_s) for row in running if row.started_at is not None
+        ),
+        code=worker.code,
+        reason=worker.reason,
+        lease_s=worker.lease_s,
+        bill=hired.bill,
+        preparing_at=hired.preparing_at,
+        prepare_code=hired.prepare_code,
+        prepare_reason=hired.prepare_reason,
+        host_key=hired.host_key,
+        node=worker.node,
+        failing_since=worker.failing_since,
+        provider=hired.provider,
+    )
+
+
+def _slots(fleet: FleetRow, since: datetime) -> tuple[SlotView, ...]:
+    views = (
+        SlotView(number, slot.is_failed, tuple(at for at in slot.restarts if at > since))
+        for number, slot in sorted(fleet.slots.items())
+    )
+    return tuple(view for view in views if view.is_failed or view.restarts)
+
+
+def _hirings(hired: Sequence[WorkerRow], since: datetime) -> tuple[Hiring, ...]:
+    recent = [
+        Hiring(worker.created_at, worker.hired.failed_at is not None)
+        for worker in hired
+        if worker.created_at > since or (worker.hired.failed_at is not None and worker.hired.failed_at > since)
+    ]
+    return tuple(recent[-MAX_HIRINGS:])
+
+
+def _last_refusal(hired: Sequence[WorkerRow]) -> Refusal | None:
+    """Unless a machine was had since."""
+    had_at = [worker.hired.machine_at for worker in hired if worker.hired.machine_at is not None]
+    # The newest first: of those refused at the same moment, the one hired last.
+    refusals = [
+        Refusal(worker.code, worker.reason or "", worker.terminated_at)
+        for worker in reversed(hired)
+        if worker.hired.creation == "refused" and worker.code in FLEET_REFUSALS and worker.terminated_at
+    ]
+    last = max(refusals, key=lambda refusal: refusal.at, default=None)
+    return last if last is not None and not any(at > last.at for at in had_at) else None
+
+
+def _last_failure(hired: Sequence[WorkerRow]) -> Failure | None:
+    broken = [(at, worker) for worker in hired if (at := worker.hired.failed_at) is not None]
+    at, worker = max(broken, key=lambda pair: (pair[0], pair[1].id), default=(None, None))
+    if at is None or worker is None:
+        return None
+    return Failure(worker.id, worker.code or "", worker.reason or "", at)
+
+
+def _storage(workers: Sequence[WorkerRow]) -> StorageUse | None:
+    """What the worker that was heard last tells of it."""
+    told = [
+        (worker.last_heartbeat, worker.id, worker.metadata.get("storage_used_bytes"))
+        for worker in workers
+        if worker.status in LIVE and worker.last_heartbeat is not None
+    ]
+    known = [(at, id_, used) for at, id_, used in told if isinstance(used, int) and not isinstance(used, bool)]
+    newest = max(known, key=lambda each: each[:2], default=None)
+    return None if newest is None else StorageUse(newest[1], newest[2], newest[0])
+
+
+def _ended_bills(workers: Sequence[WorkerRow]) -> Iterator[Bill]:
+    for worker in workers:
+        hired = worker.hired
+        if worker.status is WorkerStatus.TERMINATED and hired.settle_at is not None and hired.bill is not None:
+            yield hired.bill
+
+
+def _orphaned(tasks: TaskTable, workers: WorkerTable, fleet: str, queues: Sequence[str]) -> tuple[str, ...]:
+    """Who still has tasks of ours, though it has ended or was never known."""
+    orphaned = []
+    for worker_id, held in tasks.running.items():
+        worker = workers.get(worker_id)
+        if not held or (worker is not None and (worker.fleet != fleet or worker.status in LIVE)):
+            continue
+        if worker is not None or any(row.queue in queues for row in held.values()):
+            orphaned.append(worker_id)
+    return tuple(sorted(orphaned))
+
+
+def _suspects(
+    tasks: TaskTable, journal: Journal, workers: Sequence[WorkerRow], config: FleetConfig
+) -> tuple[Suspect, ...]:
+    failing = [
+        (worker.failing_since, worker.id, worker)
+        for worker in workers
+        if worker.failing_since is not None
+        and worker.is_staying
+        and len(worker.failed_tasks) >= config.quarantine_min_failures
+    ]
+    if not failing:
+        return ()
+    completed = _completed_lately(tasks, config.queues, min(since for since, _, _ in failing))
+    doers = {row.worker_id for row in completed}
+    events = islice(reversed(journal.events), MAX_LOOKED_AT)
+    failed = [event for event in events if event.code in FAILURES and event.worker_id in doers]
+    longest = sorted(failing, key=lambda each: each[:2])[:MAX_SUSPECTS]
+    return tuple(
+        _suspect(tasks, journal, worker, since, completed, failed[:MAX_EVENTS_WEIGHED]) for since, _, worker in longest
+    )
+
+
+def _completed_lately(tasks: TaskTable, queues: Sequence[str], since: datetime) -> list[TaskRow]:
+    """Newest first."""
+    finished = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
+    recent = (row for row in finished if row.finished_at is not None and row.finished_at >= since)
+    return list(islice((row for row in recent if row.queue in queues), MAX_TASKS_WEIGHED))
+
+
+def _suspect(
+    tasks: TaskTable,
+    journal: Journal,
+    worker: WorkerRow,
+    since: datetime,
+    lately: Sequence[TaskRow],
+    failed: Sequence[Event],
+) -> Suspect:
+    completed = [
+        row.worker_id
+        for row in lately
+        if row.finished_at is not None and row.finished_at >= since and row.worker_id != worker.id
+    ]
+    others = set(completed)
+    own = sorted(worker.failed_tasks)
+    rows = [row for id_ in own if (row := tasks.rows.get(id_)) is not None]
+    return Suspect(
+        worker_id=worker.id,
+        since=since,
+        failed=tuple(worker.failed_tasks),
+        completed_by={
+            row.id: row.worker_id
+            for row in rows
+            if row.status is TaskStatus.COMPLETE and row.worker_id is not None and row.worker_id != worker.id
+        },
+        failed_elsewhere=tuple(
+            id_
+            for id_ in own
+            if any(event.code in FAILURES and event.worker_id in others for event in journal.of_task(id_))
+        ),
+        others=len(others),
+        others_completed=len(completed),
+        others_failed=sum(event.at >= since and event.worker_id in others for event in failed),
+    )
+
+
+def _median(values: Iterable[float]) -> float | None:
+    """As percentile_cont(0.5): between two neighbours, the middle."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return low + 0.5 * (high - low)

@@ -1,0 +1,54 @@
+"""What is forgotten, and when: as windlass.sweep, a bounded number of each kind at a time."""
+
+from itertools import islice, takewhile
+
+from windlass.model.config import Retention
+from windlass.model.task import TaskStatus
+from windlass.store.memory.interval import interval
+from windlass.store.memory.ledger import forget_spans
+from windlass.store.memory.tables import Tables
+from windlass.store.memory.workers import WorkerRow
+
+MAX_SWEPT_PER_KIND = 1000
+
+
+def sweep(tables: Tables, kept: Retention) -> int:
+    """How many rows were deleted."""
+    deleted = _sweep_ledger(tables, kept)
+    while (count := _sweep_once(tables, kept)) >= MAX_SWEPT_PER_KIND:
+        deleted += count
+    cycles = tables.cycles.forget(tables.now() - interval(kept.cycles_s), MAX_SWEPT_PER_KIND)
+    return deleted + count + cycles
+
+
+def _sweep_ledger(tables: Tables, kept: Retention) -> int:
+    now = tables.now()
+    settled = tables.ledger.forget(now - interval(kept.charges_s), MAX_SWEPT_PER_KIND)
+    spans_before = now - interval(max(kept.complete_s, kept.failed_s))
+    return settled + forget_spans(tables.workers.rows.values(), spans_before, MAX_SWEPT_PER_KIND)
+
+
+def _sweep_once(tables: Tables, kept: Retention) -> int:
+    now, tasks = tables.now(), tables.tasks
+    complete = tasks.ended_before(TaskStatus.COMPLETE, now - interval(kept.complete_s))
+    failed = tasks.ended_before(TaskStatus.FAILED, now - interval(kept.failed_s))
+    old = [row for rows in (complete, failed) for row in islice(rows, MAX_SWEPT_PER_KIND)]
+    for row in old:
+        tasks.delete(row)
+    events = tables.journal.forget(now - interval(kept.events_s), MAX_SWEPT_PER_KIND)
+    return len(old) + events + _forget_workers(tables, kept)
+
+
+def _forget_workers(tables: Tables, kept: Retention) -> int:
+    before = tables.now() - interval(max(kept.complete_s, kept.failed_s, kept.events_s))
+
+    def is_old(worker: WorkerRow) -> bool:
+        return worker.terminated_at is not None and worker.terminated_at < before
+
+    ended = takewhile(is_old, tables.workers.terminated.values())
+    # One whose bill is not closed is remembered until it is.
+    old = list(islice((worker for worker in ended if worker.hired.settle_at is None), MAX_SWEPT_PER_KIND))
+    for worker in old:
+        tables.workers.forget(worker)
+        tables.tasks.running.pop(worker.id, None)
+    return len(old)

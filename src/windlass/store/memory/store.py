@@ -1,0 +1,438 @@
+"""What producers, workers and people who look need of the store: the contract of PostgresStore."""
+
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from itertools import islice
+from random import Random
+from typing import TYPE_CHECKING, Any, Self
+from uuid import UUID
+
+from windlass.model.config import Retention
+from windlass.model.errors import BadInput, UnknownWorker
+from windlass.model.event import Event, QueueDepth
+from windlass.model.task import (
+    MAX_ERROR_CHARACTERS,
+    MAX_NOTE_CHARACTERS,
+    Claim,
+    Finished,
+    NewTask,
+    Task,
+    TaskStatus,
+    TaskSummary,
+    Turn,
+    storable,
+)
+from windlass.model.worker import LIVE, HeldClaim, Pulse, Recovery, Registration, Worker, WorkerKind, WorkerStatus
+from windlass.policy.backoff import retry_delay_s
+from windlass.store.memory.checks import check_json, check_limit, check_new, check_registration, real
+from windlass.store.memory.fleets import SlotRow
+from windlass.store.memory.interval import interval, whole_seconds
+from windlass.store.memory.retention import sweep
+from windlass.store.memory.tables import Tables
+from windlass.store.memory.workers import WorkerRow, lost
+
+if TYPE_CHECKING:
+    from windlass.ports.store import Store
+
+# The bound of the SQL function of the same name: one call never does more than this.
+MAX_RECOVERED_PER_CALL = 100
+
+
+class MemoryStore:
+    def __init__(
+        self, clock: Callable[[], datetime], retention: Retention | None = None, chance: Random | None = None
+    ) -> None:
+        """`clock` gives aware datetimes and never runs backwards; `chance` makes claim tokens and jitter."""
+        self._clock = clock
+        self._retention = retention or Retention()
+        self._chance = chance or Random()  # noqa: S311 - in one process nobody guesses tokens
+        self._tables = Tables(clock)
+        self._tasks, self._workers = self._tables.tasks, self._tables.workers
+        self._note = self._tables.journal.note
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    # ---------------------------------------------------------------------------------------------- producers
+
+    async def enqueue(self, task: NewTask) -> int:
+        check_new("enqueueing a task", task)
+        known = self._tasks.known(task)
+        return known if known is not None else self._add(task)
+
+    async def enqueue_or_find(self, task: NewTask) -> tuple[int, bool]:
+        newest = self._tasks.last_id
+        task_id = await self.enqueue(task)
+        return task_id, task_id > newest
+
+    async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
+        checked = [task async for task in tasks] if isinstance(tasks, AsyncIterable) else list(tasks)
+        for task in checked:
+            check_new("enqueueing tasks", task)
+        count = 0
+        for task in checked:
+            if self._tasks.known(task) is None:
+                self._add(task)
+                count += 1
+        return count
+
+    def _add(self, task: NewTask) -> int:
+        task_id = self._tasks.add(task, self._clock())
+        self._tables.bell.ring(task.queue)
+        return task_id
+
+    async def retry_task(self, task_id: int) -> bool:
+        row = self._tasks.rows.get(task_id)
+        if row is None or row.status not in (TaskStatus.ERROR, TaskStatus.FAILED):
+            return False
+        row.attempts, row.progress, row.progress_note = 0, None, None
+        self._tasks.reopen(row)
+        self._note("TASK_RETRIED", "put back into the queue by hand", task_id=task_id)
+        self._tables.bell.ring(row.queue)
+        return True
+
+    async def retry_failed(
+        self, queue: str, failed_before: datetime, limit: int = 1000, *, include_cancelled: bool = False
+    ) -> list[int]:
+        check_limit("retrying tasks", limit)
+        failed = self._tasks.ended_before(TaskStatus.FAILED, failed_before + timedelta.resolution)
+        own = (row for row in failed if row.queue == queue and (include_cancelled or row.error_code != "CANCELLED"))
+        ids = sorted(row.id for row in islice(own, limit))
+        for task_id in ids:
+            await self.retry_task(task_id)
+        return ids
+
+    async def cancel_task(self, task_id: int, reason: str) -> bool:
+        row = self._tasks.rows.get(task_id)
+        if row is None or row.status in (TaskStatus.COMPLETE, TaskStatus.FAILED):
+            return False
+        self._tables.end(row, TaskStatus.FAILED, code="CANCELLED", error=reason)
+        row.token = None
+        self._note("TASK_CANCELLED", reason, worker_id=row.worker_id, task_id=task_id)
+        return True
+
+    # ------------------------------------------------------------------------------------------------ workers
+
+    async def register(self, registration: Registration) -> WorkerStatus:
+        check_registration(registration)
+        row = self._workers.get(registration.worker_id)
+        if row is None:
+            now, fleet = self._clock(), self._tables.fleet(registration.fleet)
+            row = WorkerRow(
+                registration.worker_id, fleet.name, None, WorkerStatus.ACTIVE, created_at=now, activated_at=now,
+                is_paused=fleet.is_paused,
+            )  # fmt: skip
+            self._workers.add(row)
+        elif row.status not in LIVE:
+            return row.status
+        row.introduce(registration)
+        where = row.host if row.host is not None else "an unknown host"
+        reason = f"registered on {where}, serving {', '.join(row.queues)}"
+        self._note("WORKER_REGISTERED", reason, fleet=row.fleet, worker_id=row.id)
+        return row.status
+
+    def hire(self, worker_id: str, fleet: str, slot: int) -> None:
+        """The row of an intent, as an orchestrator writes it before it asks a provider for a machine."""
+        if worker_id in self._workers.rows or any(w.slot == slot for w in self._workers.hired_in(fleet)):
+            raise BadInput(f"hiring {worker_id}: the id or slot {slot} of fleet {fleet} is taken.")
+        self._workers.add(WorkerRow(worker_id, fleet, slot, WorkerStatus.SPAWNING, created_at=self._clock()))
+        self._tables.fleet(fleet).slots.setdefault(slot, SlotRow())
+
+    async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
+        return self._claim(self._living_worker(worker_id), queues, limit)
+
+    def _known_worker(self, worker_id: str) -> WorkerRow:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            raise UnknownWorker(f"claiming tasks: worker {worker_id} is not registered: register it first.")
+        return worker
+
+    def _living_worker(self, worker_id: str) -> WorkerRow:
+        worker = self._known_worker(worker_id)
+        if worker.status not in LIVE:
+            raise UnknownWorker(f"claiming tasks: worker {worker_id} has ended ({worker.status}): register a new one.")
+        return worker
+
+    def _claim(self, worker: WorkerRow, queues: Sequence[str], limit: int) -> list[Claim]:
+        check_limit("claiming tasks", limit)
+        if worker.is_paused or not worker.is_staying:
+            return []
+        now = self._clock()
+        self._tables.bell.answer(queues)
+        taken = self._tasks.take(queues, limit, now)
+        for row in taken:
+            self._tasks.start(row, worker.id, self._chance, now)
+        if taken and worker.first_claimed_at is None:
+            worker.first_claimed_at = now
+        # Queues are emptied one after the other, but whoever claims begins with the best of what it got.
+        taken.sort(key=lambda row: (-row.priority, row.id))
+        return [row.as_claim() for row in taken]
+
+    async def finish_and_claim(
+        self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
+    ) -> Turn:
+        worker = None
+        if limit > 0:
+            worker = self._known_worker(worker_id) if finished else self._living_worker(worker_id)
+        for done in finished:
+            check_json("finishing tasks", done.result)
+        accepted = {done.token for done in finished if self._complete(done)}
+        for done in finished:
+            doer = self._workers.get(self._tasks.rows[done.task_id].worker_id) if done.token in accepted else None
+            if doer is not None:
+                doer.forget_failures()
+        late = [
+            done.token
+            for done in finished
+            if done.token not in accepted
+            and not self._is_repeat(worker_id, done.task_id, done.token, (TaskStatus.COMPLETE,))
+        ]
+        return Turn(claims=self._claim(worker, queues, limit) if worker is not None else [], lost=late)
+
+    def _complete(self, done: Finished) -> bool:
+        row = self._tasks.held(done.task_id, done.token)
+        if row is None:
+            return False
+        self._tables.end(row, TaskStatus.COMPLETE, code=None, error=None)
+        row.result = done.result
+        return True
+
+    async def fail(
+        self,
+        worker_id: str,
+        task_id: int,
+        token: UUID,
+        error: str,
+        *,
+        code: str = "HANDLER_ERROR",
+        retry: bool = True,
+        jitter: float | None = None,
+    ) -> TaskStatus | None:
+        row = self._tasks.rows.get(task_id)
+        if row is None or not row.is_held_by(token):
+            is_repeat = self._is_repeat(worker_id, task_id, token, (TaskStatus.ERROR, TaskStatus.FAILED))
+            return row.status if row is not None and is_repeat else None
+        error = storable(error)[-MAX_ERROR_CHARACTERS:]
+        jitter = self._chance.random() if jitter is None else jitter
+        if retry and row.attempts < row.max_attempts:
+            self._tables.let_wait(row, retry_delay_s(row.attempts, jitter), code=code, error=error)
+        else:
+            self._tables.end(row, TaskStatus.FAILED, code=code, error=error)
+        doer = self._workers.get(row.worker_id)
+        if doer is not None:
+            doer.note_failure(task_id, self._clock())
+        event = "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED"
+        self._tables.note_attempt(event, row, row.worker_id, code, error)
+        return row.status
+
+    def _is_repeat(self, worker_id: str, task_id: int, token: UUID, statuses: tuple[TaskStatus, ...]) -> bool:
+        """Whether this only repeats what was accepted before; otherwise it is counted as a late result."""
+        row = self._tasks.rows.get(task_id)
+        if row is not None and row.token == token and row.status in statuses:
+            return True
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.late_results += 1
+        self._note(
+            "LATE_RESULT",
+            "a result came after its claim was lost; it changed nothing",
+            fleet=worker.fleet if worker is not None else None,
+            worker_id=worker_id,
+            task_id=task_id,
+        )
+        return False
+
+    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
+        row = self._tasks.held(task_id, token)
+        if row is None:
+            return False
+        self._tables.release(row, worker_id, reason, delay_s)
+        return True
+
+    async def heartbeat(
+        self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
+    ) -> Pulse:
+        worker = self._workers.get(worker_id)
+        named = {claim.token for claim in claims}
+        if worker is None or worker.status not in LIVE:
+            return Pulse(status=worker.status if worker else None, is_paused=False, lost=frozenset(named))
+        reported = [(claim, real(claim.progress)) for claim in claims]
+        now = self._clock()
+        worker.take_vitals(dict(vitals or {}), now)
+        worker.beat(now)
+        lost_claims = set()
+        for claim, progress in reported:
+            row = self._tasks.held(claim.task_id, claim.token)
+            if row is None:
+                lost_claims.add(claim.token)
+            elif progress is not None:
+                row.progress = progress
+                row.progress_note = storable(claim.note)[:MAX_NOTE_CHARACTERS] if claim.note is not None else None
+        # What runs on a node is known to its dispatcher, who beats for it.
+        own = self._tasks.run_by(worker_id) if worker.kind is not WorkerKind.NODE else []
+        for row in own:
+            if row.token not in named and row.started_at is not None and row.started_at < now - worker.lease:
+                self._tables.release(row, worker_id, "claimed by a worker that never received it")
+        return Pulse(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost_claims))
+
+    async def leave(self, worker_id: str, reason: str) -> None:
+        worker = self._workers.among(LIVE, worker_id)
+        if worker is None:
+            return
+        worker.explain_end("LEFT", reason)
+        if worker.slot is None:
+            self._tables.terminate(worker)
+        else:
+            # It still has a machine, which is the control loop's to end.
+            if worker.status is not WorkerStatus.TERMINATING:
+                worker.move(WorkerStatus.TERMINATING)
+            worker.hired.terminating_at = worker.hired.terminating_at or self._clock()
+        self._note("WORKER_LEFT", reason, fleet=worker.fleet, worker_id=worker_id)
+        self._tables.release_all_of(worker_id, "its worker left")
+
+    async def upkeep(self, worker_id: str) -> list[Recovery]:
+        recovered = await self.recover_lost_workers(worker_id)
+        await self.sweep()
+        return recovered
+
+    async def recover_lost_workers(self, judge_id: str) -> list[Recovery]:
+        judge, now = self._workers.get(judge_id), self._clock()
+        silent = (
+            lost(judge, self._workers.not_terminated.values(), self._tables.leases.leaderless_s(), now)
+            if judge is not None
+            else []
+        )
+        recovered = [self._recover(worker, judge_id) for worker in silent[:MAX_RECOVERED_PER_CALL]]
+        # Those that somebody ended without taking what they held.
+        ended = sorted(id_ for id_, tasks in self._tasks.running.items() if tasks and not self._lives(id_))
+        return recovered + [
+            self._tables.take_back_all(worker_id, "WORKER_LOST", f"worker {worker_id} has ended")
+            for worker_id in ended[:MAX_RECOVERED_PER_CALL]
+        ]
+
+    def _lives(self, worker_id: str) -> bool:
+        return self._workers.among(LIVE, worker_id) is not None
+
+    def _recover(self, worker: WorkerRow, judge_id: str) -> Recovery:
+        reason = f"no heartbeat for {whole_seconds(self._clock() - worker.heard_at())} s"
+        self._note("WORKER_LOST", reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
+        nodes = self._tables.lost_with(worker)
+        recovery = self._tables.take_back_all(worker.id, "WORKER_LOST", f"worker {worker.id} was lost", nodes)
+        if worker.slot is None:
+            worker.code, worker.reason = "STALE_HEARTBEAT", reason
+            self._tables.terminate(worker)
+        else:
+            self._tables.fail_worker(worker.id, "STALE_HEARTBEAT", reason, counts=True)
+        return recovery
+
+    async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
+        waiting = (self._tasks.queues[name].next_waiting() for name in queues)
+        return min((row.run_after for row in waiting if row is not None and row.run_after is not None), default=None)
+
+    async def wait_for_work(self, queues: Sequence[str], timeout_s: float) -> None:
+        await self._tables.bell.wait(queues, timeout_s)
+
+    # ------------------------------------------------------------------------------------------------ looking
+
+    async def task(self, task_id: int) -> Task | None:
+        row = self._tasks.rows.get(task_id)
+        return row.as_task() if row is not None else None
+
+    async def tasks(
+        self,
+        *,
+        queue: str | None = None,
+        status: TaskStatus | None = None,
+        limit: int = 50,
+        before_id: int | None = None,
+    ) -> list[Task]:
+        check_limit("listing tasks", limit)
+        rows = self._tasks.newest_first(before_id)
+        matching = (row.as_task() for row in rows if queue in (None, row.queue) and status in (None, row.status))
+        return list(islice(matching, limit))
+
+    async def task_summaries(
+        self,
+        *,
+        queue: str | None = None,
+        status: TaskStatus | None = None,
+        limit: int = 50,
+        before_id: int | None = None,
+        is_scheduled: bool = False,
+    ) -> list[TaskSummary]:
+        looked_at = self._tasks.last_id if is_scheduled else limit
+        tasks = await self.tasks(queue=queue, status=status, limit=looked_at, before_id=before_id)
+        now = await self.now()
+        found = [task for task in tasks if not is_scheduled or (task.run_after is not None and task.run_after > now)]
+        return [self._tasks.rows[task.id].as_summary() for task in found[:limit]]
+
+    async def known_queues(self) -> list[str]:
+        held = {row.queue for row in self._tasks.rows.values()}
+        served = {queue for worker in self._workers.not_terminated.values() for queue in worker.queues}
+        return sorted(held | served)
+
+    async def worker(self, worker_id: str) -> Worker | None:
+        row = self._workers.get(worker_id)
+        return row.as_worker() if row is not None else None
+
+    async def workers(self, *, include_terminated: bool = False) -> list[Worker]:
+        rows = self._workers.rows if include_terminated else self._workers.not_terminated
+        return [row.as_worker() for row in sorted(rows.values(), key=lambda row: row.age_order)]
+
+    async def set_paused(self, worker_ids: Sequence[str], is_paused: bool) -> int:
+        named = self._workers.named(worker_ids)
+        rows = [row for row in named if row.status in LIVE and row.is_paused is not is_paused]
+        for row in rows:
+            row.is_paused = is_paused
+            code = "WORKER_PAUSED" if is_paused else "WORKER_RESUMED"
+            self._note(code, "by hand", fleet=row.fleet, worker_id=row.id)
+        return len(rows)
+
+    async def set_terminating(self, worker_ids: Sequence[str], reason: str) -> int:
+        rows = [row for row in self._workers.named(worker_ids) if row.is_staying]
+        for row in rows:
+            row.move(WorkerStatus.TERMINATING)
+            row.code, row.reason = "MANUAL", reason
+            row.hired.terminating_at = self._clock()
+            self._note("WORKER_TERMINATING", reason, fleet=row.fleet, worker_id=row.id)
+        return len(rows)
+
+    async def queue_depths(self) -> list[QueueDepth]:
+        now = self._clock()
+        return [queue.depth(name, now) for name, queue in sorted(self._tasks.queues.items()) if queue.unfinished]
+
+    async def finished_since(self, since_s: float) -> dict[TaskStatus, int]:
+        after = self._clock() - interval(since_s)
+        return {status: self._tasks.count_ended_after(status, after) for status in self._tasks.finished}
+
+    async def events(
+        self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200
+    ) -> list[Event]:
+        check_limit("reading events", limit)
+        return self._tables.journal.latest(task_id, worker_id, limit)
+
+    async def now(self) -> datetime:
+        return self._clock()
+
+    # ----------------------------------------------------------------------------------------------- tidying up
+
+    async def purge(self, queue: str | None, statuses: Sequence[TaskStatus], older_than_s: float) -> int:
+        # The end of what is old enough is the first that is newer; what is exactly as old is old enough.
+        before = self._clock() - interval(older_than_s) + timedelta.resolution
+        finished = [status for status in self._tasks.finished if status in statuses]
+        ended = [row for status in finished for row in self._tasks.ended_before(status, before)]
+        old = [row for row in ended if queue in (None, row.queue)]
+        for row in old:
+            self._tasks.delete(row)
+        return len(old)
+
+    async def sweep(self) -> int:
+        return sweep(self._tables, self._retention)
+
+
+if TYPE_CHECKING:
+    # mypy compares every signature with the contract's.
+    _: type[Store] = MemoryStore

@@ -1,0 +1,232 @@
+"""All tables, and the steps that tasks and workers take through several of them: the SQL functions that others call.
+
+Whoever takes a step leaves every table right and the journal told.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from itertools import islice, takewhile
+from uuid import uuid4
+
+from pydantic import TypeAdapter
+
+from windlass.model.access import ApiToken, Session
+from windlass.model.action import Acquittal
+from windlass.model.errors import BadInput
+from windlass.model.node import dispatcher_lease
+from windlass.model.snapshot import Suspect
+from windlass.model.task import TaskStatus
+from windlass.model.worker import LIVE, Recovery, WorkerKind, WorkerStatus
+from windlass.ports.control import Intent
+from windlass.store.memory.bell import Bell
+from windlass.store.memory.cycles import Cycles
+from windlass.store.memory.fleets import FleetRow, Leases, SlotRow
+from windlass.store.memory.interval import interval
+from windlass.store.memory.journal import Journal, failed_on, failed_on_in_words, shortened
+from windlass.store.memory.ledger import Ledger, note_span
+from windlass.store.memory.tasks import TaskRow, TaskTable
+from windlass.store.memory.workers import Credentials, WorkerRow, WorkerTable
+
+MAX_ACQUITTED = 10_000
+
+_SUSPECT = TypeAdapter(Suspect)
+
+
+class Tables:
+    def __init__(self, clock: Callable[[], datetime]) -> None:
+        self.now = clock
+        self.instance_id = str(uuid4())
+        self.tasks = TaskTable()
+        self.workers = WorkerTable()
+        self.fleets: dict[str, FleetRow] = {}
+        self.leases = Leases(clock)
+        self.journal = Journal(clock)
+        self.bell = Bell()
+        self.ledger = Ledger()
+        self.cycles = Cycles()
+        self.api_tokens: dict[bytes, ApiToken] = {}
+        # By hash; links too.
+        self.sessions: dict[bytes, Session] = {}
+
+    # -------------------------------------------------------------------------------------------------- a task
+
+    def stop(self, row: TaskRow) -> None:
+        """It no longer runs; what becomes of it is the caller's to say."""
+        if self.tasks.stop(row):
+            note_span(self.workers.get(row.worker_id), row, self.now())
+
+    def end(self, row: TaskRow, status: TaskStatus, *, code: str | None, error: str | None) -> None:
+        self.stop(row)
+        self.tasks.end(row, status, self.now())
+        row.error_code, row.error = code, error
+
+    def let_wait(self, row: TaskRow, delay_s: float, *, code: str, error: str) -> None:
+        self.stop(row)
+        now = self.now()
+        self.tasks.let_wait(row, now + interval(delay_s), now)
+        row.error_code, row.error = code, error
+
+    def release(self, row: TaskRow, worker_id: str, reason: str, delay_s: float = 0.0) -> None:
+        """Back into its queue, as if it had not been claimed."""
+        self.stop(row)
+        row.attempts -= 1
+        row.token = row.worker_id = row.started_at = row.progress = row.progress_note = None
+        self.tasks.make_ready(row, self.now() + interval(delay_s) if delay_s > 0 else None)
+        self.journal.note("TASK_RELEASED", reason, worker_id=worker_id, task_id=row.id)
+        self.bell.ring(row.queue)
+
+    def release_all_of(self, worker_id: str, reason: str) -> int:
+        held = self.tasks.run_by(worker_id)
+        for row in held:
+            self.release(row, worker_id, reason)
+        return len(held)
+
+    def take_back(self, row: TaskRow, code: str, reason: str) -> None:
+        """From a worker that will not finish it: the attempt counts."""
+        worker_id = row.worker_id
+        if row.attempts < row.max_attempts:
+            self.stop(row)
+            row.worker_id = row.finished_at = None
+            row.error_code, row.error = code, reason
+            self.tasks.make_ready(row)
+            self.bell.ring(row.queue)
+        else:
+            self.end(row, TaskStatus.FAILED, code=code, error=reason)
+        row.token = None
+        event = "TASK_FAILED" if row.status is TaskStatus.FAILED else "TASK_REQUEUED"
+        self.note_attempt(event, row, worker_id, code, reason)
+
+    def take_back_all(self, worker_id: str, code: str, reason: str, node_ids: Sequence[str] = ()) -> Recovery:
+        """What a worker holds, and what was placed on nodes that go with it."""
+        tasks = [row for id_ in (worker_id, *node_ids) for row in self.tasks.run_by(id_)]
+        for row in tasks:
+            self.take_back(row, code, reason)
+        failed = sum(row.status is TaskStatus.FAILED for row in tasks)
+        return Recovery(worker_id, tasks_requeued=len(tasks) - failed, tasks_failed=failed)
+
+    def note_attempt(self, event: str, row: TaskRow, worker_id: str | None, code: str, error: str) -> None:
+        detail: dict[str, object] = {"attempt": row.attempts, "error_code": code, "error": error}
+        reason = f"attempt {row.attempts} of {row.max_attempts}: {shortened(error)}"
+        if event == "TASK_FAILED":
+            last = {"attempt": row.attempts, "worker_id": worker_id, "error_code": code}
+            attempts = failed_on(self.journal, self.workers, row, last)
+            detail["failed_on"] = attempts
+            reason += failed_on_in_words(attempts)
+        self.journal.note(event, reason, worker_id=worker_id, task_id=row.id, detail=detail)
+
+    # ------------------------------------------------------------------------------------------------ a worker
+
+    def terminate(self, worker: WorkerRow) -> None:
+        self.workers.terminate(worker, self.now())
+
+    def fail_worker(
+        self,
+        worker_id: str,
+        code: str,
+        reason: str,
+        *,
+        counts: bool,
+        evidence: Suspect | None = None,
+        acquittal: Acquittal | None = None,
+    ) -> int:
+        """It is broken, and its tasks go to others: how many. One that counts is held against its slot."""
+        worker, now = self.workers.among(LIVE, worker_id), self.now()
+        if worker is None:
+            return 0
+        worker.move(WorkerStatus.ERROR)
+        worker.code, worker.reason = code, reason
+        worker.hired.failed_at = now if counts else None
+        told = {} if evidence is None else {"evidence": _SUSPECT.dump_python(evidence, mode="json")}
+        self.journal.note(
+            "WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code, **told}
+        )
+        if counts and worker.slot is not None:
+            self.fleets[worker.fleet].slots[worker.slot].note_restart(now)
+        if acquittal is not None:
+            self._acquit_tasks(worker_id, acquittal)
+            return self.release_all_of(worker_id, "its worker is to blame for failures")
+        return self.requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
+
+    def requeue_tasks_of(self, worker_id: str, code: str, reason: str) -> int:
+        recovery = self.take_back_all(worker_id, code, reason)
+        return recovery.tasks_requeued + recovery.tasks_failed
+
+    def _acquit_tasks(self, worker_id: str, acquittal: Acquittal) -> None:
+        events = (e for e in reversed(self.journal.of_worker(worker_id)) if e.code in ("TASK_ERROR", "TASK_FAILED"))
+        blamed = islice(takewhile(lambda event: event.at >= acquittal.since, events), MAX_ACQUITTED)
+        counts = Counter(event.task_id for event in blamed if event.task_id is not None)
+        for task_id, count in sorted(counts.items()):
+            row = self.tasks.rows.get(task_id)
+            if row is None or row.status is TaskStatus.COMPLETE or row.error_code == "CANCELLED":
+                continue
+            if acquittal.is_trial and self._was_acquitted(task_id):
+                continue
+            row.attempts = max(row.attempts - count, 1 if row.status is TaskStatus.RUNNING else 0)
+            has_left = row.status is TaskStatus.FAILED and row.attempts < row.max_attempts
+            if has_left or (row.status is TaskStatus.ERROR and row.worker_id == worker_id):
+                self.tasks.reopen(row)
+                self.bell.ring(row.queue)
+            reason = f"{count} failed attempts on worker {worker_id} do not count: it is to blame"
+            self.journal.note("TASK_ACQUITTED", reason, worker_id=worker_id, task_id=task_id)
+
+    def _was_acquitted(self, task_id: int) -> bool:
+        """Since it was enqueued, or a person retried it."""
+        return any(event.code == "TASK_ACQUITTED" for event in self.journal.since_retried(task_id))
+
+    def lost_with(self, worker: WorkerRow) -> list[str]:
+        """The nodes whose tasks are lost with this dispatcher, unless another has taken its place."""
+        if worker.kind is not WorkerKind.DISPATCHER or self.leases.is_held(dispatcher_lease(worker.fleet)):
+            return []
+        return [node.id for node in self.workers.nodes_of(worker.fleet)]
+
+    # ------------------------------------------------------------------------------------------------- a fleet
+
+    def fleet(self, name: str) -> FleetRow:
+        """It is there from the first time that it is named."""
+        if name not in self.fleets:
+            self.fleets[name] = FleetRow(name, self.now())
+        return self.fleets[name]
+
+    def known_fleet(self, doing: str, name: str) -> FleetRow:
+        try:
+            return self.fleets[name]
+        except KeyError:
+            raise BadInput(f"{doing}: there is no fleet {name}") from None
+
+    def room_for_requests(self, fleet: FleetRow) -> int:
+        """In how many slots a worker that is asked for could be hired."""
+        taken = {worker.slot for worker in self.workers.hired_in(fleet.name) if worker.is_staying}
+        taken |= {number for number, slot in fleet.slots.items() if slot.is_failed and number < fleet.max_workers}
+        return fleet.max_workers - len(taken)
+
+    def intend(self, fleet: FleetRow, intents: Sequence[Intent]) -> frozenset[str]:
+        """Hire for each intent whose slot is free, as long as there is room. The workers that were hired."""
+        own = self.workers.hired_in(fleet.name)
+        taken = {worker.slot for worker in own}
+        room = fleet.max_workers - len(own)
+        for intent in intents:
+            fleet.slots.setdefault(intent.slot, SlotRow())
+        granted = []
+        for intent in intents:
+            is_free = intent.slot not in taken and not fleet.slots[intent.slot].is_failed
+            if room > 0 and is_free and intent.slot < fleet.max_workers and intent.worker_id not in self.workers.rows:
+                room -= 1
+                taken.add(intent.slot)
+                self._hire(fleet, intent)
+                granted.append(intent.worker_id)
+        fulfilled = sum(intent.is_requested and intent.worker_id in granted for intent in intents)
+        fleet.requested_workers = max(0, min(fleet.requested_workers - fulfilled, self.room_for_requests(fleet)))
+        return frozenset(granted)
+
+    def _hire(self, fleet: FleetRow, intent: Intent) -> None:
+        row = WorkerRow(
+            intent.worker_id, fleet.name, intent.slot, WorkerStatus.SPAWNING, created_at=self.now(),
+            queues=fleet.queues, lease_s=intent.lease_s, is_paused=fleet.is_paused,
+        )  # fmt: skip
+        row.hired.provider = fleet.provider
+        if intent.join_token_hash is not None and intent.join_ttl_s is not None:
+            row.credentials = Credentials(intent.join_token_hash, self.now() + interval(intent.join_ttl_s))
+        self.workers.add(row)
+        detail = {"slot": intent.slot}
+        self.journal.note("WORKER_HIRED", intent.reason, fleet=fleet.name, worker_id=row.id, detail=detail)

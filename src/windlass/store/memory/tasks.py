@@ -1,0 +1,277 @@
+"""The tasks: their rows, and where to find them by queue, by who runs them and by when they ended.
+
+The table keeps its indexes right and knows nothing of workers, events or money: tables.py does.
+"""
+
+import heapq
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from itertools import islice
+from random import Random
+from uuid import UUID
+
+from windlass.model.event import QueueDepth
+from windlass.model.task import Claim, NewTask, Task, TaskStatus, TaskSummary
+
+# The bound of windlass.claim_task: one call never readies more than this.
+MAX_DUE_PER_CLAIM = 1000
+
+
+@dataclass(slots=True)
+class TaskRow:
+    id: int
+    queue: str
+    payload: str
+    priority: int
+    run_after: datetime | None
+    max_attempts: int
+    timeout_s: float | None
+    unique_key: str | None
+    created_at: datetime
+    status: TaskStatus = TaskStatus.QUEUED
+    attempts: int = 0
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    token: UUID | None = None
+    worker_id: str | None = None
+    progress: float | None = None
+    progress_note: str | None = None
+    error_code: str | None = None
+    error: str | None = None
+    result: str | None = None
+
+    def is_held_by(self, token: UUID) -> bool:
+        return self.status is TaskStatus.RUNNING and self.token == token
+
+    def is_ready(self) -> bool:
+        return self.status is TaskStatus.QUEUED and self.run_after is None
+
+    def as_summary(self) -> TaskSummary:
+        return TaskSummary(**{f.name: getattr(self, f.name) for f in fields(TaskSummary)})
+
+    def as_task(self) -> Task:
+        return Task(
+            id=self.id,
+            queue=self.queue,
+            status=self.status,
+            priority=self.priority,
+            attempts=self.attempts,
+            max_attempts=self.max_attempts,
+            timeout_s=self.timeout_s,
+            run_after=self.run_after,
+            created_at=self.created_at,
+            started_at=self.started_at,
+            finished_at=self.finished_at,
+            worker_id=self.worker_id,
+            unique_key=self.unique_key,
+            progress=self.progress,
+            progress_note=self.progress_note,
+            error_code=self.error_code,
+            error=self.error,
+            payload=self.payload,
+            result=self.result,
+        )
+
+    def as_claim(self) -> Claim:
+        assert self.token is not None  # noqa: S101
+        return Claim(
+            task_id=self.id,
+            token=self.token,
+            queue=self.queue,
+            payload=self.payload,
+            attempt=self.attempts,
+            max_attempts=self.max_attempts,
+            timeout_s=self.timeout_s,
+            priority=self.priority,
+            created_at=self.created_at,
+        )
+
+
+@dataclass(slots=True)
+class Queue:
+    """What is not finished in one queue. Heap entries may be out of date; the row they name decides."""
+
+    unfinished: dict[int, TaskRow] = field(default_factory=dict)
+    ready: list[tuple[int, int]] = field(default_factory=list)  # (-priority, id)
+    waiting: list[tuple[datetime, int]] = field(default_factory=list)  # (run_after, id)
+
+    def place(self, row: TaskRow) -> None:
+        """To where claims look for it: among the ready, or those that wait for their time."""
+        self.unfinished[row.id] = row
+        if row.run_after is None:
+            heapq.heappush(self.ready, (-row.priority, row.id))
+        else:
+            heapq.heappush(self.waiting, (row.run_after, row.id))
+
+    def head(self) -> TaskRow | None:
+        """The next task to claim."""
+        while self.ready:
+            row = self.unfinished.get(self.ready[0][1])
+            if row is not None and row.is_ready():
+                return row
+            heapq.heappop(self.ready)
+        return None
+
+    def next_waiting(self) -> TaskRow | None:
+        """The task that is due first, be it past or future."""
+        while self.waiting:
+            run_after, task_id = self.waiting[0]
+            row = self.unfinished.get(task_id)
+            if row is not None and row.run_after == run_after:
+                return row
+            heapq.heappop(self.waiting)
+        return None
+
+    def depth(self, name: str, now: datetime) -> QueueDepth:
+        rows = self.unfinished.values()
+        queued = [row for row in rows if row.status is TaskStatus.QUEUED]
+        due = [row for row in queued if row.run_after is None or row.run_after <= now]
+        oldest = min((row.created_at for row in due), default=None)
+        return QueueDepth(
+            queue=name,
+            queued=len(due),
+            scheduled=len(queued) - len(due),
+            waiting_for_retry=sum(row.status is TaskStatus.ERROR for row in rows),
+            running=sum(row.status is TaskStatus.RUNNING for row in rows),
+            oldest_queued_age_s=(now - oldest).total_seconds() if oldest is not None else None,
+        )
+
+
+class TaskTable:
+    def __init__(self) -> None:
+        self.last_id = 0
+        self.rows: dict[int, TaskRow] = {}
+        self.queues: defaultdict[str, Queue] = defaultdict(Queue)
+        # By the worker that runs them.
+        self.running: defaultdict[str, dict[int, TaskRow]] = defaultdict(dict)
+        # In the order they finished, so oldest first: retention and statistics look at one end only.
+        self.finished: dict[TaskStatus, OrderedDict[int, TaskRow]] = {
+            TaskStatus.COMPLETE: OrderedDict(),
+            TaskStatus.FAILED: OrderedDict(),
+        }
+        self._unique: dict[tuple[str, str], int] = {}
+
+    def known(self, task: NewTask) -> int | None:
+        """The task that has its unique key already."""
+        return self._unique.get((task.queue, task.unique_key)) if task.unique_key is not None else None
+
+    def add(self, task: NewTask, now: datetime) -> int:
+        self.last_id += 1
+        row = TaskRow(
+            id=self.last_id,
+            queue=task.queue,
+            payload=task.payload,
+            priority=task.priority,
+            run_after=task.run_after,
+            max_attempts=task.max_attempts,
+            timeout_s=task.timeout_s,
+            unique_key=task.unique_key,
+            created_at=now,
+        )
+        self.rows[row.id] = row
+        if task.unique_key is not None:
+            self._unique[task.queue, task.unique_key] = row.id
+        self.queues[row.queue].place(row)
+        return row.id
+
+    def take(self, queues: Sequence[str], limit: int, now: datetime) -> list[TaskRow]:
+        """The best that are ready, or have become due by now. They are running from here on; `start` says where."""
+        for row in islice(self._due(queues, now), MAX_DUE_PER_CLAIM):
+            self.make_ready(row)
+        heads = [(head, name) for name in dict.fromkeys(queues) if (head := self.queues[name].head()) is not None]
+        heads.sort(key=lambda pair: (-pair[0].priority, pair[0].id))
+        return list(islice(self._take_in_turn(name for _, name in heads), limit))
+
+    def _due(self, queues: Sequence[str], now: datetime) -> Iterator[TaskRow]:
+        """Each is to be taken away before the next is asked for."""
+        for name in queues:
+            queue = self.queues[name]
+            while (row := queue.next_waiting()) is not None and row.run_after is not None and row.run_after <= now:
+                yield row
+
+    def _take_in_turn(self, names: Iterable[str]) -> Iterator[TaskRow]:
+        for name in names:
+            queue = self.queues[name]
+            while (row := queue.head()) is not None:
+                # Running from here on, so that a second entry in the heap is not taken for a second task.
+                row.status = TaskStatus.RUNNING
+                yield row
+
+    def start(self, row: TaskRow, worker_id: str, chance: Random, now: datetime) -> None:
+        row.worker_id = worker_id
+        row.token = UUID(int=chance.getrandbits(128), version=4)
+        row.attempts += 1
+        row.started_at = now
+        row.finished_at = row.progress = row.progress_note = None
+        self.running[worker_id][row.id] = row
+
+    def hand_over(self, row: TaskRow, worker_id: str, now: datetime) -> None:
+        """To the worker on which it begins anew, of the one that had claimed it."""
+        del self.running[row.worker_id or ""][row.id]
+        self.running[worker_id][row.id] = row
+        row.worker_id, row.started_at = worker_id, now
+
+    def stop(self, row: TaskRow) -> bool:
+        """It no longer runs; what becomes of it is the caller's to say. False if it did not run."""
+        return row.worker_id is not None and self.running[row.worker_id].pop(row.id, None) is not None
+
+    def make_ready(self, row: TaskRow, run_after: datetime | None = None) -> None:
+        row.status, row.run_after = TaskStatus.QUEUED, run_after
+        self.queues[row.queue].place(row)
+
+    def let_wait(self, row: TaskRow, run_after: datetime, now: datetime) -> None:
+        """For its next attempt."""
+        row.status, row.run_after, row.finished_at = TaskStatus.ERROR, run_after, now
+        self.queues[row.queue].place(row)
+
+    def end(self, row: TaskRow, status: TaskStatus, now: datetime) -> None:
+        row.status, row.run_after, row.finished_at = status, None, now
+        del self.queues[row.queue].unfinished[row.id]
+        self.finished[status][row.id] = row
+
+    def reopen(self, row: TaskRow) -> None:
+        """One that waited for its next attempt, or had none left."""
+        self.finished[TaskStatus.FAILED].pop(row.id, None)
+        row.token = row.worker_id = row.started_at = row.finished_at = None
+        self.make_ready(row)
+
+    def delete(self, row: TaskRow) -> None:
+        del self.rows[row.id], self.finished[row.status][row.id]
+        if row.unique_key is not None:
+            del self._unique[row.queue, row.unique_key]
+
+    def held(self, task_id: int, token: UUID) -> TaskRow | None:
+        """The task, if this claim of it is still good."""
+        row = self.rows.get(task_id)
+        return row if row is not None and row.is_held_by(token) else None
+
+    def run_by(self, worker_id: str) -> list[TaskRow]:
+        """By id."""
+        return sorted(self.running[worker_id].values(), key=lambda row: row.id)
+
+    def newest_first(self, before_id: int | None) -> Iterator[TaskRow]:
+        newest_id = self.last_id if before_id is None else min(self.last_id, before_id - 1)
+        rows = (self.rows.get(task_id) for task_id in range(newest_id, 0, -1))
+        return (row for row in rows if row is not None)
+
+    def ended_before(self, status: TaskStatus, before: datetime) -> Iterator[TaskRow]:
+        """Oldest first."""
+        for row in self.finished[status].values():
+            if _finish_time(row) >= before:
+                return
+            yield row
+
+    def count_ended_after(self, status: TaskStatus, after: datetime) -> int:
+        count = 0
+        for row in reversed(self.finished[status].values()):
+            if _finish_time(row) <= after:
+                break
+            count += 1
+        return count
+
+
+def _finish_time(row: TaskRow) -> datetime:
+    assert row.finished_at is not None  # noqa: S101
+    return row.finished_at

@@ -1,0 +1,248 @@
+"""The workers: their rows, where a life may go, and who is lost."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from windlass.model.cost import Bill, Span
+from windlass.model.errors import BadInput
+from windlass.model.node import NodeView
+from windlass.model.worker import Registration, Worker, WorkerKind, WorkerStatus
+from windlass.store.memory.interval import interval
+
+MAX_FAILED_TASKS = 100
+# As windlass.unnoticed_gap_s: of a lease, the longest silence that says nothing.
+UNNOTICED_GAP = 0.4
+# Hired workers are judged by others once nobody has led for this many of their leases.
+LEADERLESS_LEASES = 2
+
+LEGAL_MOVES = {
+    WorkerStatus.SPAWNING: frozenset(WorkerStatus) - {WorkerStatus.SPAWNING},
+    WorkerStatus.ACTIVE: frozenset({WorkerStatus.TERMINATING, WorkerStatus.ERROR, WorkerStatus.TERMINATED}),
+    WorkerStatus.TERMINATING: frozenset({WorkerStatus.ERROR, WorkerStatus.TERMINATED}),
+    WorkerStatus.ERROR: frozenset({WorkerStatus.TERMINATED}),
+    WorkerStatus.TERMINATED: frozenset(),
+}
+
+_NUMBERED_VITALS = ("pid", "vram_total_mb", "vram_used_mb")
+
+
+@dataclass(slots=True)
+class Hired:
+    """The columns of a worker that only the control loop reads."""
+
+    terminating_at: datetime | None = None
+    provider: str | None = None
+    machine_id: str | None = None
+    machine_at: datetime | None = None
+    creation: str | None = None
+    preparing_at: datetime | None = None
+    prepared_at: datetime | None = None
+    prepare_code: str | None = None
+    prepare_reason: str | None = None
+    host_key: str | None = None
+    failed_at: datetime | None = None
+    vram_at: datetime | None = None
+    bill: Bill | None = None
+    settle_at: datetime | None = None
+    spans: dict[tuple[datetime, int], Span] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Credentials:
+    # None of one that enlisted.
+    join_token_hash: bytes | None = None
+    join_expires_at: datetime = datetime.min
+    token_hash: bytes | None = None
+    # Who let it in that enlisted.
+    api_token_hash: bytes | None = None
+
+
+@dataclass(slots=True)
+class WorkerRow:
+    id: str
+    fleet: str
+    slot: int | None
+    status: WorkerStatus
+    created_at: datetime
+    queues: tuple[str, ...] = ()
+    concurrency: int = 1
+    lease_s: float = 30.0
+    is_paused: bool = False
+    activated_at: datetime | None = None
+    last_heartbeat: datetime | None = None
+    heartbeat_gapless_since: datetime | None = None
+    first_claimed_at: datetime | None = None
+    terminated_at: datetime | None = None
+    code: str | None = None
+    reason: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    version: str | None = None
+    vram_total_mb: int | None = None
+    vram_used_mb: int | None = None
+    late_results: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+    failed_tasks: list[int] = field(default_factory=list)
+    failing_since: datetime | None = None
+    kind: WorkerKind = WorkerKind.WORKER
+    node: NodeView | None = None
+    hired: Hired = field(default_factory=Hired)
+    credentials: Credentials | None = None
+
+    @property
+    def lease(self) -> timedelta:
+        return interval(self.lease_s)
+
+    @property
+    def unnoticed_gap(self) -> timedelta:
+        return interval(UNNOTICED_GAP * self.lease_s)
+
+    @property
+    def age_order(self) -> tuple[datetime, str]:
+        return self.created_at, self.id
+
+    @property
+    def is_up(self) -> bool:
+        return self.status in (WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
+
+    @property
+    def is_staying(self) -> bool:
+        return self.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
+
+    def heard_at(self) -> datetime:
+        return self.last_heartbeat or self.created_at
+
+    def move(self, status: WorkerStatus) -> None:
+        if status not in LEGAL_MOVES[self.status]:
+            raise BadInput(f"worker {self.id} cannot go from {self.status} to {status}")
+        self.status = status
+
+    def explain_end(self, code: str, reason: str) -> None:
+        """Why it ends, unless somebody has said so before."""
+        self.code = self.code if self.code is not None else code
+        self.reason = self.reason if self.reason is not None else reason
+
+    def introduce(self, registration: Registration) -> None:
+        self.queues, self.concurrency = registration.queues, registration.concurrency
+        self.lease_s, self.kind = registration.lease_s, registration.kind
+        self.host, self.pid, self.version = registration.host, registration.pid, registration.version
+
+    def beat(self, now: datetime) -> None:
+        if self.last_heartbeat is None or now - self.last_heartbeat > self.unnoticed_gap:
+            self.heartbeat_gapless_since = now
+        self.last_heartbeat = now
+
+    def take_vitals(self, vitals: dict[str, Any], now: datetime) -> None:
+        tells_vram = "vram_total_mb" in vitals
+        try:
+            # Through JSON and back: nothing is shared with the caller, and nothing is kept that JSON cannot hold.
+            vitals = json.loads(json.dumps(vitals, allow_nan=False))
+            numbers = {
+                name: int(str(value)) for name in _NUMBERED_VITALS if (value := vitals.pop(name, None)) is not None
+            }
+        except ValueError as error:
+            raise BadInput(f"sending a heartbeat: the vitals cannot be stored ({error}).") from None
+        for name, value in numbers.items():
+            setattr(self, name, value)
+        self.metadata.update(vitals)
+        if tells_vram:
+            self.hired.vram_at = now
+
+    def note_failure(self, task_id: int, now: datetime) -> None:
+        new = [] if task_id in self.failed_tasks else [task_id]
+        self.failed_tasks = [*self.failed_tasks, *new][-MAX_FAILED_TASKS:]
+        self.failing_since = self.failing_since or now
+
+    def forget_failures(self) -> None:
+        self.failed_tasks, self.failing_since = [], None
+
+    def as_worker(self) -> Worker:
+        return Worker(
+            id=self.id,
+            fleet=self.fleet,
+            slot=self.slot,
+            status=self.status,
+            is_paused=self.is_paused,
+            queues=self.queues,
+            concurrency=self.concurrency,
+            lease_s=self.lease_s,
+            created_at=self.created_at,
+            activated_at=self.activated_at,
+            last_heartbeat=self.last_heartbeat,
+            first_claimed_at=self.first_claimed_at,
+            terminated_at=self.terminated_at,
+            code=self.code,
+            reason=self.reason,
+            host=self.host,
+            pid=self.pid,
+            version=self.version,
+            vram_total_mb=self.vram_total_mb,
+            vram_used_mb=self.vram_used_mb,
+            late_results=self.late_results,
+            metadata=dict(self.metadata),
+            kind=self.kind,
+            node=self.node,
+        )
+
+
+class WorkerTable:
+    def __init__(self) -> None:
+        self.rows: dict[str, WorkerRow] = {}
+        self.not_terminated: dict[str, WorkerRow] = {}
+        # In the order they ended.
+        self.terminated: OrderedDict[str, WorkerRow] = OrderedDict()
+
+    def add(self, row: WorkerRow) -> None:
+        self.rows[row.id] = self.not_terminated[row.id] = row
+
+    def terminate(self, row: WorkerRow, now: datetime) -> None:
+        row.move(WorkerStatus.TERMINATED)
+        row.terminated_at = now
+        del self.not_terminated[row.id]
+        self.terminated[row.id] = row
+
+    def forget(self, row: WorkerRow) -> None:
+        """One that has ended."""
+        del self.terminated[row.id], self.rows[row.id]
+
+    def get(self, worker_id: str | None) -> WorkerRow | None:
+        return self.rows.get(worker_id) if worker_id is not None else None
+
+    def among(self, statuses: Iterable[WorkerStatus], worker_id: str) -> WorkerRow | None:
+        """The worker, if it has one of these statuses."""
+        row = self.rows.get(worker_id)
+        return row if row is not None and row.status in statuses else None
+
+    def named(self, worker_ids: Sequence[str]) -> list[WorkerRow]:
+        """Those of them that there are, each once."""
+        return [self.rows[worker_id] for worker_id in dict.fromkeys(worker_ids) if worker_id in self.rows]
+
+    def hired_in(self, fleet: str) -> list[WorkerRow]:
+        return [row for row in self.not_terminated.values() if row.fleet == fleet and row.slot is not None]
+
+    def nodes_of(self, fleet: str) -> list[WorkerRow]:
+        return [row for row in self.not_terminated.values() if (row.fleet, row.kind) == (fleet, WorkerKind.NODE)]
+
+
+def lost(judge: WorkerRow, workers: Iterable[WorkerRow], leaderless_s: float, now: datetime) -> list[WorkerRow]:
+    """Whom this judge may call lost: it has itself been heard all the time in which they were silent."""
+    if not judge.is_up or judge.last_heartbeat is None or judge.heartbeat_gapless_since is None:
+        return []
+    if judge.last_heartbeat < now - judge.unnoticed_gap:
+        return []
+    gapless_s = (now - judge.heartbeat_gapless_since).total_seconds()
+
+    def is_lost(worker: WorkerRow) -> bool:
+        allowed_s = worker.lease_s + UNNOTICED_GAP * max(judge.lease_s - worker.lease_s, 0.0)
+        return (
+            (worker.is_up or (worker.status is WorkerStatus.SPAWNING and worker.last_heartbeat is not None))
+            and (worker.slot is None or leaderless_s > LEADERLESS_LEASES * worker.lease_s)
+            and allowed_s <= gapless_s
+            and worker.heard_at() < now - interval(allowed_s)
+        )
+
+    return sorted(filter(is_lost, workers), key=lambda worker: worker.id)
