@@ -161,7 +161,7 @@ class Guard:
 class Refusal:
     """The last answer to a creation, where it was a no that concerns the whole fleet."""
 
-    # The name of the error: LimitReached, Denied, InvalidRequest, NoCapacity.
+    # LIMIT_REACHED, DENIED, INVALID_REQUEST, NO_CAPACITY.
     code: str
     reason: str
     at: datetime

@@ -103,7 +103,7 @@ MAX_DURATIONS = 500
 MAX_CYCLES_SEARCHED = 5
 MAX_ANSWERS = 50
 # Refusals that are not about one machine.
-FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
+FLEET_REFUSALS = frozenset({"LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CAPACITY"})
 MAX_SUSPECTS = 50
 MAX_TASKS_WEIGHED = 500
 MAX_EVENTS_WEIGHED = 1000
@@ -715,7 +715,7 @@ class MemoryControlStore(MemoryStore):
                 worker, hired = self._not_terminated.get(worker_id), self._hired[worker_id]
                 if worker is not None and hired.machine_id is None:
                     worker.code, worker.reason = code, reason
-                    hired.creation, hired.failed_at = "refused", now if code == "Refused" else None
+                    hired.creation, hired.failed_at = "refused", now if code == "REFUSED" else None
                     self._terminate(worker)
                     self._note("MACHINE_REFUSED", reason, fleet=fleet, worker_id=worker_id, detail={"code": code})
             case Deleted(worker_id, machine_id, code, reason, ended_at):
