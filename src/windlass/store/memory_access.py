@@ -10,9 +10,11 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from windlass.model.access import (
+    FACE_TTL_S,
     Activation,
     ApiToken,
     Caller,
+    FaceAddress,
     JoinCaller,
     Role,
     Session,
@@ -54,6 +56,7 @@ class MemoryAccessStore(MemoryControlStore):
         self._api_tokens: dict[bytes, ApiToken] = {}
         # By hash; links too.
         self._sessions: dict[bytes, Session] = {}
+        self._faces: dict[FaceAddress, datetime] = {}
 
     async def caller(self, token_hash: bytes) -> Caller | None:
         for worker_id, credentials in self._credentials.items():
@@ -174,6 +177,17 @@ class MemoryAccessStore(MemoryControlStore):
         for hash_ in found:
             del self._sessions[hash_]
         return bool(found)
+
+    async def note_face(self, face: FaceAddress) -> None:
+        self._faces.pop(face, None)  # the newest stands last
+        self._faces[face] = self._clock()
+
+    async def faces(self) -> list[FaceAddress]:
+        since = self._clock() - _interval(FACE_TTL_S)
+        return [face for face, seen_at in reversed(self._faces.items()) if seen_at > since]
+
+    async def forget_face(self, face: FaceAddress) -> None:
+        self._faces.pop(face, None)
 
     async def sweep(self) -> int:
         deleted = await super().sweep()
