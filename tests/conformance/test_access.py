@@ -15,10 +15,12 @@ from windlass.api.app import make_app
 from windlass.api.doorbell import Doorbell
 from windlass.model.access import (
     API_PREFIX,
+    FACE_TTL_S,
     JOIN_PREFIX,
     SESSION_ROLES,
     WORKER_PREFIX,
     Activation,
+    FaceAddress,
     JoinCaller,
     Role,
     Session,
@@ -352,6 +354,23 @@ async def test_sessions_and_unused_links_are_listed_and_revoked_by_their_id(stor
     assert not await store.revoke_session(link.id)
     assert await store.session_role(SESSION) is None
     assert not await store.open_session(OTHER_JOIN, OTHER_SESSION, 60)
+
+
+async def test_where_people_are_served_is_known_while_it_is_said_again(store: Stores, clock: Any) -> None:
+    here, there = FaceAddress("http://127.0.0.1:8080", "here"), FaceAddress("http://127.0.0.1:8080", "there")
+    assert await store.faces() == []
+    await store.note_face(here)
+    clock.advance(FACE_TTL_S / 2)
+    await store.note_face(there)
+    assert await store.faces() == [there, here]
+    clock.advance(FACE_TTL_S / 4)
+    await store.note_face(here)
+    assert await store.faces() == [here, there]
+    clock.advance(FACE_TTL_S * 3 / 4)
+    assert await store.faces() == [here]
+    await store.forget_face(here)
+    await store.forget_face(here)
+    assert await store.faces() == []
 
 
 async def test_whether_any_token_is_in_use(store: Stores) -> None:

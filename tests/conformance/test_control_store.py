@@ -714,7 +714,7 @@ async def test_an_unclear_creation_keeps_its_slot(store: ControlStores, ann: Lea
     assert "MACHINE_AMBIGUOUS" in await events(store, "w0")
 
 
-@pytest.mark.parametrize(("code", "is_failure"), [("Refused", True), ("NoCapacity", False), ("LEASE_LOST", False)])
+@pytest.mark.parametrize(("code", "is_failure"), [("REFUSED", True), ("NO_CAPACITY", False), ("LEASE_LOST", False)])
 async def test_a_refused_creation_is_over_and_only_a_plain_no_is_a_failure(
     store: ControlStores, ann: Leader, code: str, is_failure: bool
 ) -> None:
@@ -734,11 +734,11 @@ async def test_a_refusal_ends_a_worker_that_was_given_up_meanwhile(
 ) -> None:
     await ann.hire(0)
     await ann.commit(meanwhile)
-    await ann.report(CreationRefused("w0", "NoCapacity", "said no"))
+    await ann.report(CreationRefused("w0", "NO_CAPACITY", "said no"))
     assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
 
 
-@pytest.mark.parametrize("code", ["LimitReached", "Denied", "InvalidRequest", "NoCapacity"])
+@pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CAPACITY"])
 async def test_a_refusal_of_the_whole_fleet_is_seen_until_a_machine_was_had_after_it(
     clock: VirtualClock, ann: Leader, code: str
 ) -> None:
@@ -749,7 +749,7 @@ async def test_a_refusal_of_the_whole_fleet_is_seen_until_a_machine_was_had_afte
     await ann.report(CreationRefused("w0", code, "said no"))
     await ann.report(Created("w1", machine(1, "w1")))  # at the same moment, so it may have come first
     clock.advance(5)
-    await ann.report(CreationRefused("w2", "Refused", "a plain no is about one machine"))
+    await ann.report(CreationRefused("w2", "REFUSED", "a plain no is about one machine"))
     assert (await ann.observe()).refusal == Refusal(code, "said no", refused_at)
     await ann.report(Created("w3", machine(3, "w3")))
     assert (await ann.observe()).refusal is None
@@ -757,7 +757,7 @@ async def test_a_refusal_of_the_whole_fleet_is_seen_until_a_machine_was_had_afte
 
 async def test_of_refusals_at_the_same_moment_the_one_hired_last_is_seen(ann: Leader) -> None:
     await ann.hire(0, 1)
-    await ann.report(CreationRefused("w0", "Denied", "zero"), CreationRefused("w1", "Denied", "one"))
+    await ann.report(CreationRefused("w0", "DENIED", "zero"), CreationRefused("w1", "DENIED", "one"))
     refusal = (await ann.observe()).refusal
     assert refusal is not None
     assert refusal.reason == "one"
@@ -766,7 +766,7 @@ async def test_of_refusals_at_the_same_moment_the_one_hired_last_is_seen(ann: Le
 async def test_a_machine_that_was_found_outweighs_a_refusal(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.commit(Adopt("w0", "m1", "found"))
-    await ann.report(CreationRefused("w0", "Refused", "said no"))
+    await ann.report(CreationRefused("w0", "REFUSED", "said no"))
     (view,) = (await ann.observe()).workers
     assert (view.status, view.machine_id) == ("spawning", "m1")
 
@@ -1341,8 +1341,8 @@ async def test_the_last_one_that_broke_is_seen_with_its_reason(
     assert (await ann.observe()).last_failure == Failure("w1", "MACHINE_GONE", "exit code 2", clock())
     clock.advance(5)
     await ann.hire(3)
-    await ann.report(CreationRefused("w3", "Refused", "there is no folder /x"))
-    assert (await ann.observe()).last_failure == Failure("w3", "Refused", "there is no folder /x", clock())
+    await ann.report(CreationRefused("w3", "REFUSED", "there is no folder /x"))
+    assert (await ann.observe()).last_failure == Failure("w3", "REFUSED", "there is no folder /x", clock())
 
 
 async def test_a_fleet_says_when_its_last_cycle_was_and_whether_somebody_leads(
@@ -1879,7 +1879,7 @@ async def live(twins: Twins, rng: Random) -> None:
                 twins.clock() - timedelta(seconds=rng.randrange(100)),
             ),
             lambda: CreationUnclear(name(), "unclear"),
-            lambda: CreationRefused(name(), rng.choice(["Refused", "NoCapacity", "LimitReached"]), "no"),
+            lambda: CreationRefused(name(), rng.choice(["REFUSED", "NO_CAPACITY", "LIMIT_REACHED"]), "no"),
             lambda: Deleted(name(), rng.choice([None, *machines]), "D", "deleted"),
             lambda: NotDeleted(name(), "denied"),
             lambda: StrayDeleted(Machine(rng.choice(machines), name(), MachineState.RUNNING), "stray"),

@@ -1,5 +1,6 @@
 """`enqueue`, `tasks` and `status`: what people do with a queue."""
 
+import asyncio
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 from command_line import CommandLine
 
 UNSERVED = "windlass: nobody serves queue q yet: start `windlass worker --queue q`, or add it to a fleet's queues."
+
+# Two commands take a few seconds; a question to the database is given up after 30.
+IN_SPITE_OF_A_LOCK_S = 25.0
 
 
 @pytest.fixture
@@ -95,6 +99,21 @@ async def test_whoever_enqueues_hears_that_nobody_serves_the_queue(windlass: Com
     await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
     assert windlass("enqueue", "q", "1").err == ""
     assert "nobody serves it" not in windlass("status").out
+
+
+async def test_a_program_that_enqueues_does_not_wait_for_what_only_people_are_told(
+    windlass: CommandLine, dsn: str
+) -> None:
+    connection = await asyncpg.connect(dsn)
+    try:
+        async with connection.transaction(), asyncio.timeout(IN_SPITE_OF_A_LOCK_S):
+            # Whoever asks who serves a queue now waits for its answer, and in vain.
+            await connection.execute("lock windlass.fleets, windlass.workers in access exclusive mode")
+            one = await asyncio.to_thread(windlass, "enqueue", "q", "1", "--json")
+            many = await asyncio.to_thread(windlass, "enqueue", "q", "-", "--json", stdin="2\n3\n")
+    finally:
+        connection.terminate()
+    assert (one.json["id"], many.json["enqueued"]) == (1, 2)
 
 
 def test_a_span_counts_from_the_databases_time(windlass: CommandLine) -> None:

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from crew import until
 from windlass.api.gate import session_cookie
 from windlass.api.server import listen
+from windlass.model.access import FaceAddress
 from windlass.model.task import new_task
 from windlass.store.reading import PostgresReadingStore
 
@@ -99,6 +100,7 @@ async def test_up_shows_itself_to_whoever_watches(tmp_path: Path, dsn: str) -> N
         process = windlass.start("up", "--port", "0", stdout=out, stderr=subprocess.STDOUT)
         try:
             await _watch(outside, store, (tmp_path / "out").read_text)
+            await _let_another_in(windlass)
         finally:
             process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(process.wait, 60)
@@ -106,6 +108,7 @@ async def test_up_shows_itself_to_whoever_watches(tmp_path: Path, dsn: str) -> N
         assert process.returncode == 0, (tmp_path / "out").read_text()
         names = {span.name for span in outside.spans}
         assert names == {"cycle", "task"}, names
+        await _ask_in_vain(windlass, store)
 
 
 async def _watch(outside: Outside, store: PostgresReadingStore, log: Callable[[], str]) -> None:
@@ -148,3 +151,27 @@ async def _watch(outside: Outside, store: PostgresReadingStore, log: Callable[[]
         await until(logged, "the log is in the database")
     key = link.partition("key=")[2]
     assert key not in log().replace(f"dashboard: {link}", "")
+
+
+async def _let_another_in(windlass: CommandLine) -> None:
+    """The port was free by chance, and only `windlass up` knows it."""
+    made = await asyncio.to_thread(windlass, "tokens", "link", "--role", "viewer", "--json")
+    async with httpx.AsyncClient(timeout=30) as browser:
+        assert (await browser.get(made.json["link"])).status_code == 200
+
+
+async def _ask_in_vain(windlass: CommandLine, store: PostgresReadingStore) -> None:
+    refused = await asyncio.to_thread(windlass, "tokens", "link")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err == (
+        "windlass: no `windlass up --port` is running that would say where the dashboard is: start one, or give --url "
+        "http://127.0.0.1:8080, or set api.port or api.url.\n"
+    )
+    await store.note_face(FaceAddress("http://127.0.0.1:8080", "elsewhere"))
+    refused = await asyncio.to_thread(windlass, "tokens", "link")
+    assert (refused.code, refused.out) == (2, "")
+    assert "the dashboard is at http://127.0.0.1:8080 of elsewhere: make the link there, or give --url" in refused.err
+    given = await asyncio.to_thread(windlass, "tokens", "link", "--url", "http://127.0.0.1:1")
+    assert given.out.startswith("http://127.0.0.1:1/login?key=wll_")
+    await store.note_face(FaceAddress("http://10.0.0.2:8080", "elsewhere"))
+    assert (await asyncio.to_thread(windlass, "tokens", "link")).out.startswith("http://10.0.0.2:8080/login?key=wll_")

@@ -8,6 +8,7 @@ import asyncpg
 import pytest
 
 from windlass.cost.meter import read_meter
+from windlass.model.access import FaceAddress
 from windlass.model.errors import BadInput
 from windlass.model.task import Finished, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
@@ -189,9 +190,12 @@ async def test_retention_of_what_only_faces_need(store: Store, sql: Any, clock: 
     await sql.execute(
         "insert into windlass.sessions values ('\\x01', false, 'viewer', windlass.now(), windlass.now() + '1 hour')"
     )
+    await store.note_face(FaceAddress("http://127.0.0.1:8080", "gone"))
     clock.advance(7200)
+    await store.note_face(FaceAddress("http://127.0.0.1:8080", "here"))
     await sql.execute("select set_config('windlass.now', $1, false)", clock().isoformat())
-    assert await sql.fetchval("select windlass.sweep_faces(3600, 3600)") == 3
+    assert await sql.fetchval("select windlass.sweep_faces(3600, 3600)") == 4
+    assert await sql.fetchval("select host from windlass.faces") == "here"
 
 
 # ---------------------------------------------------------------------------------------------------------------- lists

@@ -157,7 +157,9 @@ async def test_a_head_that_dies_comes_back_and_no_task_is_lost(tmp_path: Path, d
     assert not [p for p in psutil.process_iter() if p.name() == "raylet" and _is_of(p, tmp_path)]
 
 
-async def test_a_reload_gives_a_new_fleet_its_dispatcher_and_a_second_head_is_refused(tmp_path: Path, dsn: str) -> None:
+async def test_a_reload_gives_a_new_fleet_its_dispatcher_and_whoever_has_another_head_is_refused(
+    tmp_path: Path, dsn: str
+) -> None:
     (tmp_path / "second").mkdir()
     toml = LOCAL + COMMON.format(chdir=HANDLERS)
     more = toml.replace("fleets.many", "fleets.more").replace('"q"', '"r"')
@@ -168,14 +170,20 @@ async def test_a_reload_gives_a_new_fleet_its_dispatcher_and_a_second_head_is_re
 
         await until(is_there, "the first dispatcher", RUN_TIMEOUT_S)
         (tmp_path / "second" / "windlass.toml").write_text(toml)
-        second = subprocess.Popen(  # noqa: ASYNC220 - as above
-            [sys.executable, "-m", "windlass", "up"],
-            cwd=tmp_path / "second",
-            env={**os.environ, "DATABASE_URL": dsn},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        # One would keep a head of its own; one was given a head, and as there is no other here, that very one.
+        given = {k: v for k, v in _dispatcher(process.pid).environ().items() if k.startswith("RAY_")}
+        others = [
+            subprocess.Popen(  # noqa: ASYNC220 - as above
+                [sys.executable, "-m", "windlass", "up"],
+                cwd=tmp_path / "second",
+                env={**os.environ, **environment, "DATABASE_URL": dsn},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            for environment in ({}, given)
+        ]
+        second, third = others
         try:
             (tmp_path / "windlass.toml").write_text(toml + more)
             process.send_signal(signal.SIGHUP)
@@ -185,12 +193,21 @@ async def test_a_reload_gives_a_new_fleet_its_dispatcher_and_a_second_head_is_re
             assert task.worker_id.startswith("more-")
             _, said = await asyncio.to_thread(second.communicate, None, 60)
             assert second.returncode == 2
-            assert b"another `windlass up` keeps a Ray head of its own for this database" in said
+            assert b"another `windlass up` of this database has a Ray head, its own or by RAY_ADDRESS, and" in said
+            _, said = await asyncio.to_thread(third.communicate, None, 60)
+            assert third.returncode == 2
+            assert b"another `windlass up` of this database keeps a Ray head of its own, and two heads" in said
         finally:
-            if second.poll() is None:
-                second.kill()
-                second.wait()
+            for other in others:
+                if other.poll() is None:
+                    other.kill()
+                    other.wait()
         assert (tmp_path / "up.log").read_text().count('"dispatching"') == 2  # the first went on undisturbed
+
+
+def _dispatcher(pid: int) -> psutil.Process:
+    (found,) = [child for child in psutil.Process(pid).children() if "dispatch" in child.cmdline()]
+    return found
 
 
 def _is_of(process: psutil.Process, folder: Path) -> bool:

@@ -8,7 +8,15 @@ import pytest
 
 from windlass.control.act import CALL_TIMEOUT_S
 from windlass.control.cycle import LIST_SHARE
-from windlass.model.errors import NoCapacity, Refused, Throttled, Unavailable
+from windlass.model.errors import (
+    Denied,
+    InvalidRequest,
+    LimitReached,
+    NoCapacity,
+    Refused,
+    Throttled,
+    Unavailable,
+)
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.sim.cloud import Cloud, Entry
 from windlass.sim.orchestrators import SimOrchestrator
@@ -116,6 +124,27 @@ def test_a_refused_creation_is_tried_again_in_the_next_cycle(problem: Exception)
     world.run()
     (entry,) = red(world).books.values()
     assert entry.began_at < 15.0
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        (Refused("no"), "REFUSED"),
+        (LimitReached("no more"), "LIMIT_REACHED"),
+        (InvalidRequest("not so"), "INVALID_REQUEST"),
+        (Denied("who are you"), "DENIED"),
+        (NoCapacity("none left"), "NO_CAPACITY"),
+        (Throttled("too many requests", retry_after_s=5.0), "THROTTLED"),
+    ],
+    ids=str,
+)
+def test_a_refusal_has_a_code_like_those_of_events(problem: Exception, code: str) -> None:
+    world = quiet_world(max_workers=1, lasts_s=900.0)
+    script(world, (0, lambda: red(world).next_create(raises=problem)))
+    world.run()
+    refusals = [event.detail for event in world.store._events if event.code == "MACHINE_REFUSED"]
+    assert {"code": code} in refusals
+    assert {detail["code"] for detail in refusals if detail} <= {code, "LEASE_LOST"}
 
 
 def test_a_provider_that_asks_for_a_pause_is_left_alone() -> None:

@@ -247,7 +247,7 @@ def memories(draw: st.DrawFn, everybody: list[Character]) -> Memory:
         unclaimed_since=of_all("unclaimed_since"),
         unlisted_since=draw(maybe_moments),
         guard=draw(st.sampled_from(GUARDS)),
-        refused=draw(st.sampled_from((None, None, Pause("NoCapacity", 1, ago(90.5)), Pause("Denied", 2, ago(-20.5))))),
+        refused=draw(st.sampled_from((None, None, Pause("NO_CAPACITY", 1, ago(90.5)), Pause("DENIED", 2, ago(-20.5))))),
     )
 
 
@@ -255,9 +255,9 @@ REFUSALS = (
     None,
     None,
     None,
-    Refusal("NoCapacity", "none left", ago(20.5)),
-    Refusal("LimitReached", "no more than ten", ago(90.5)),
-    Refusal("Denied", "who are you", ago(400.5)),
+    Refusal("NO_CAPACITY", "none left", ago(20.5)),
+    Refusal("LIMIT_REACHED", "no more than ten", ago(90.5)),
+    Refusal("DENIED", "who are you", ago(400.5)),
 )
 # The third is paid in units of which a machine that is 400.5 s old has 40.5 s left: in the middle of the time to leave.
 TRAITS = (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from windlass.control.explain import explain_fleet, explain_task, explain_worker
-from windlass.model.action import Delete, Drain, Fail, Spawn
+from windlass.model.action import Delete, Drain, Fail, Promote, Spawn
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
@@ -290,7 +290,18 @@ def test_a_fleet_is_explained_by_its_last_decision_and_all_that_holds_it_back() 
     ]
     assert [text for _, text in story.history] == [
         "cycle 11: hiring 1: 1 waiting [hired 1]",
-        "cycle 12: steady: 3 waiting, 2 of 2 workers busy: 2 needed, and 3 more times",
+        "cycle 12: steady: 3 waiting, 2 of 2 workers busy: 2 needed; unchanged until 11:59:59",
     ]
-    once_more = explain_fleet(held, [replace(CYCLE, repeats=1, repeated_at=ago(1))], now=NOW)
-    assert once_more.history[0][1].endswith(": 2 needed, and 1 more time")
+    overnight = replace(CYCLE, started_at=ago(50_000), repeats=1, repeated_at=ago(40_000))
+    assert explain_fleet(held, [overnight], now=NOW).history[0][1].endswith("; unchanged until 2030-01-01 00:53:20")
+
+
+def test_cycles_that_decided_the_same_differ_by_what_they_did() -> None:
+    ending = (Promote("a", "x"), Fail("b", "X", "x"), Drain("c", "X", "x"), Delete("d", None, "X", "x"))
+    cycles = [CYCLE, replace(CYCLE, id=11, actions=ending), replace(CYCLE, id=10, actions=(Spawn(0, "x"),) * 2)]
+    story = explain_fleet(FLEET, cycles, now=NOW)
+    assert sorted(text.partition(" needed")[2] for _, text in story.history) == [
+        "",
+        " [1 ready, 1 failed, let 1 go, ended 1]",
+        " [hired 2]",
+    ]

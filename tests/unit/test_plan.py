@@ -745,3 +745,24 @@ def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account(
     # So it is while lists may be old.
     memory = {"missing_since": {"a": ago(59), "b": ago(59)}}
     assert plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU).hold is None
+
+
+def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() -> None:
+    cloud = ProviderTraits(absence_grace_s=60, is_remote=True, key_hash="new")
+    booting = worker("a", 0, "spawning", created=5, heartbeat=None)
+    memory = {"key_hash": "old"}
+    seen = snapshot(booting, machines=(), traits=cloud, queued=9, memory=memory)
+    planned = plan(seen, fleet(max_workers=9))
+    assert planned.hold is not None
+    assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
+    assert "has changed, and none of its 1 machines is listed with the new one" in only(planned, Alert).reason
+    assert (kinds(planned), planned.memory.key_hash) == (["Alert"], "old")
+    # Without a list nobody knows; there is nothing to tell yet.
+    unlisted = plan(replace(seen, machines=None), fleet(max_workers=9))
+    assert unlisted.hold is not None
+    assert (unlisted.hold.code, kinds(unlisted)) == ("OTHER_ACCOUNT", [])
+    # One that is listed, or nobody to lose, and it is ours.
+    for known in (replace(seen, machines=machines_of((booting,))), replace(seen, workers=())):
+        taken_over = plan(known, fleet(max_workers=9))
+        assert (taken_over.hold, taken_over.memory.key_hash) == (None, "new")
+        assert of_kind(taken_over.actions, Spawn)

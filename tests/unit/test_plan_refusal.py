@@ -14,27 +14,23 @@ from windlass.policy.plan import plan
 LIMIT = "creating server red-0-aa: server limit exceeded (resource_limit_exceeded): ask Hetzner for more"
 
 
-def refusal(code: str = "LimitReached", age: float = 1) -> Refusal:
+def refusal(code: str = "LIMIT_REACHED", age: float = 1) -> Refusal:
     return Refusal(code, LIMIT, ago(age))
 
 
-@pytest.mark.parametrize(
-    ("code", "hold"),
-    [("LimitReached", "LIMIT_REACHED"), ("Denied", "DENIED"), ("InvalidRequest", "INVALID_REQUEST")],
-    ids=lambda word: str(word),
-)
-def test_a_refusal_of_the_whole_fleet_is_a_hold_and_an_alert_in_the_vendors_words(code: str, hold: str) -> None:
+@pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST"])
+def test_a_refusal_of_the_whole_fleet_is_a_hold_and_an_alert_in_the_vendors_words(code: str) -> None:
     planned = plan(snapshot(queued=9, refusal=refusal(code)), LOCAL)
     assert kinds(planned) == ["Alert"]
-    assert of_kind(planned.actions, Alert)[0] == Alert(hold, LIMIT)
+    assert of_kind(planned.actions, Alert)[0] == Alert(code, LIMIT)
     assert planned.hold is not None
-    assert (planned.hold.code, planned.hold.is_total) == (hold, False)
+    assert (planned.hold.code, planned.hold.is_total) == (code, False)
     assert planned.hold.reason == f"{LIMIT}; nobody is hired until 12:04:59 UTC"
     assert planned.decision.startswith("holding (")
 
 
 def test_after_the_pause_one_worker_is_tried() -> None:
-    known = Pause("LimitReached", 1, ago(1))
+    known = Pause("LIMIT_REACHED", 1, ago(1))
     planned = plan(snapshot(queued=9, refusal=refusal(age=301), memory={"refused": known}), fleet(max_workers=9))
     assert kinds(planned) == ["Spawn"]
     assert "one probe at a time" in planned.decision
@@ -42,7 +38,7 @@ def test_after_the_pause_one_worker_is_tried() -> None:
 
 
 def test_while_one_is_tried_nobody_else_is_hired() -> None:
-    known = Pause("LimitReached", 1, ago(1))
+    known = Pause("LIMIT_REACHED", 1, ago(1))
     tried = worker("w0", status="spawning", machine_id=None, heartbeat=None, created=1)
     planned = plan(snapshot(tried, queued=9, refusal=refusal(age=301), memory={"refused": known}), LOCAL)
     assert of_kind(planned.actions, Spawn) == []
@@ -51,7 +47,7 @@ def test_while_one_is_tried_nobody_else_is_hired() -> None:
 def test_each_refused_try_doubles_the_pause_up_to_an_hour() -> None:
     memory, at, pauses = Memory(), NOW, []
     for _ in range(6):
-        seen = snapshot(queued=1, refusal=Refusal("LimitReached", LIMIT, at), memory={"refused": memory.refused})
+        seen = snapshot(queued=1, refusal=Refusal("LIMIT_REACHED", LIMIT, at), memory={"refused": memory.refused})
         memory = plan(seen, LOCAL).memory
         assert memory.refused is not None
         pauses.append((memory.refused.until - at).total_seconds())
@@ -66,26 +62,26 @@ def test_those_asked_for_together_are_refused_once() -> None:
 
 
 def test_a_machine_that_was_had_ends_it() -> None:
-    known = Pause("LimitReached", 3, ago(-900))
+    known = Pause("LIMIT_REACHED", 3, ago(-900))
     planned = plan(snapshot(queued=9, memory={"refused": known}), fleet(max_workers=3))
     assert kinds(planned) == ["Spawn"] * 3
     assert planned.memory.refused is None
 
 
 def test_no_capacity_is_asked_for_again_at_once_and_only_then_waited_for() -> None:
-    first = plan(snapshot(queued=9, refusal=refusal("NoCapacity", age=5)), LOCAL)
+    first = plan(snapshot(queued=9, refusal=refusal("NO_CAPACITY", age=5)), LOCAL)
     assert kinds(first) == ["Spawn"]
-    again = plan(snapshot(queued=9, refusal=refusal("NoCapacity"), memory={"refused": first.memory.refused}), LOCAL)
+    again = plan(snapshot(queued=9, refusal=refusal("NO_CAPACITY"), memory={"refused": first.memory.refused}), LOCAL)
     assert kinds(again) == ["Alert"]
     assert again.hold is not None
     assert again.hold.code == "NO_CAPACITY"
-    assert again.memory.refused == Pause("NoCapacity", 2, ago(1) + timedelta(seconds=30))
+    assert again.memory.refused == Pause("NO_CAPACITY", 2, ago(1) + timedelta(seconds=30))
 
 
 def test_another_kind_of_refusal_begins_anew() -> None:
-    known = Pause("NoCapacity", 7, ago(-200))
-    planned = plan(snapshot(queued=9, refusal=refusal("Denied"), memory={"refused": known}), LOCAL)
-    assert planned.memory.refused == Pause("Denied", 1, ago(1) + timedelta(seconds=300))
+    known = Pause("NO_CAPACITY", 7, ago(-200))
+    planned = plan(snapshot(queued=9, refusal=refusal("DENIED"), memory={"refused": known}), LOCAL)
+    assert planned.memory.refused == Pause("DENIED", 1, ago(1) + timedelta(seconds=300))
 
 
 def test_a_person_may_try_what_the_hold_would_not() -> None:
@@ -102,7 +98,7 @@ def test_a_hold_hires_nobody_and_still_lets_idle_workers_go() -> None:
 @pytest.mark.parametrize("at", [ago(1), ago(0)])
 def test_the_failure_guard_speaks_first(at: datetime) -> None:
     guard = Guard(trips=1, until=ago(-100), judged_until=ago(10))
-    planned = plan(snapshot(queued=1, refusal=Refusal("Denied", LIMIT, at), memory={"guard": guard}), LOCAL)
+    planned = plan(snapshot(queued=1, refusal=Refusal("DENIED", LIMIT, at), memory={"guard": guard}), LOCAL)
     assert planned.hold is not None
     assert planned.hold.code == "FAILURE_RATE"
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from windlass.engine.sole import sole_head
+from windlass.engine.sole import given_head, sole_head
 from windlass.model.config import Retention
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.model.node import HEAD_LEASE
@@ -23,11 +23,24 @@ def store() -> MemoryEngineStore:
 
 async def test_a_second_one_is_refused_for_as_long_as_the_first_goes_on(store: MemoryEngineStore) -> None:
     async with sole_head(store, LEASE_S):
-        with pytest.raises(ConfigError, match="another `windlass up` keeps a Ray head .* set RAY_ADDRESS to one head"):
+        with pytest.raises(ConfigError, match="another `windlass up` .* has a Ray head.* set RAY_ADDRESS to one head"):
             async with sole_head(store, LEASE_S):
                 pytest.fail("two heads")
     async with asyncio.timeout(LEASE_S / 2), sole_head(store, LEASE_S):
         pass  # whoever ends in good order leaves nothing to wait for
+
+
+async def test_a_head_that_was_given_is_shared_and_excludes_one_of_our_own(store: MemoryEngineStore) -> None:
+    async with given_head(store, LEASE_S):
+        async with given_head(store, LEASE_S):
+            pass
+        with pytest.raises(ConfigError, match="has a Ray head, its own or by RAY_ADDRESS, and two heads"):
+            async with sole_head(store, LEASE_S):
+                pytest.fail("two heads")
+    async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
+        with pytest.raises(ConfigError, match="another `windlass up` .* keeps a Ray head of its own, and"):
+            async with given_head(store, LEASE_S):
+                pytest.fail("two heads")
 
 
 async def test_one_that_was_killed_is_waited_for_no_longer_than_its_lease(store: MemoryEngineStore) -> None:
@@ -37,7 +50,7 @@ async def test_one_that_was_killed_is_waited_for_no_longer_than_its_lease(store:
 
 
 async def test_who_loses_the_right_stops(store: MemoryEngineStore) -> None:
-    with pytest.raises(WindlassError, match="another `windlass up` keeps a Ray head of its own since"):
+    with pytest.raises(WindlassError, match="another `windlass up` has a Ray head of its own, or .* since"):
         async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
             store._tables.leases.rows[HEAD_LEASE].holder = "another"
             store._tables.leases.rows[HEAD_LEASE].term += 1

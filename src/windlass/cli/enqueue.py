@@ -74,7 +74,7 @@ async def enqueue(
     )
     if source is None:
         task = template._replace(payload=_checked(payload or "", "the payload", max_bytes))
-        task_id, is_new, is_served = await _add_one(loaded.config, task, when)
+        task_id, is_new, is_unserved = await _add_one(loaded.config, task, when, is_told=not as_json)
         if as_json:
             print_json({"id": task_id, "queue": queue, "is_new": is_new})
             return
@@ -82,18 +82,18 @@ async def enqueue(
         if not is_new:
             # Beside the id, which programs read.
             print(f"windlass: already there as {task_id}; nothing was added.", file=sys.stderr)
-        elif not is_served:
+        elif is_unserved:
             _tell_that_nobody_serves(queue)
         return
     if unique_key is not None:
         raise BadInput("--unique-key names one task: it does not go with many lines.")
     with _checked_lines(source, max_bytes) as lines:
-        count, is_served = await _add_many(loaded.config, template, lines, when)
+        count, is_unserved = await _add_many(loaded.config, template, lines, when, is_told=not as_json)
     if as_json:
         print_json({"enqueued": count, "queue": queue})
         return
     print(f"enqueued {counted(count, 'task')} in {queue}")
-    if not is_served:
+    if is_unserved:
         _tell_that_nobody_serves(queue)
 
 
@@ -212,8 +212,10 @@ def _checked(text: str, what: str, max_payload_bytes: int) -> str:
 # ----------------------------------------------------------------------------------------------------------- adding
 
 
-async def _add_one(config: Any, task: "NewTask", when: datetime | timedelta | None) -> tuple[int, bool, bool]:
-    """Its id, whether it is new, and whether anybody serves its queue."""
+async def _add_one(
+    config: Any, task: "NewTask", when: datetime | timedelta | None, *, is_told: bool
+) -> tuple[int, bool, bool]:
+    """Its id, whether it is new, and whether to tell that nobody serves its queue."""
     from windlass.wire import stores
 
     async with stores.store(config) as store:
@@ -222,13 +224,13 @@ async def _add_one(config: Any, task: "NewTask", when: datetime | timedelta | No
             task_id, is_new = await store.enqueue(scheduled), True
         else:
             task_id, is_new = await store.enqueue_or_find(scheduled)
-        return task_id, is_new, await _is_served(store, task.queue)
+        return task_id, is_new, is_told and is_new and await _is_unserved(store, task.queue)
 
 
 async def _add_many(
-    config: Any, template: "NewTask", lines: Lines, when: datetime | timedelta | None
+    config: Any, template: "NewTask", lines: Lines, when: datetime | timedelta | None, *, is_told: bool
 ) -> tuple[int, bool]:
-    """How many, and whether anybody serves their queue."""
+    """How many, and whether to tell that nobody serves their queue."""
     from windlass.wire import stores
 
     async with stores.store(config) as store:
@@ -241,15 +243,15 @@ async def _add_many(
                     advance(1)
 
             count = await store.enqueue_many(stream())
-        return count, await _is_served(store, template.queue)
+        return count, is_told and await _is_unserved(store, template.queue)
 
 
-async def _is_served(store: "PostgresStore", queue: str) -> bool:
-    """Taken for granted where we may not look, as producers may not, or cannot: the tasks are there."""
+async def _is_unserved(store: "PostgresStore", queue: str) -> bool:
+    """False where we may not look, as producers may not, or cannot: the tasks are there."""
     try:
-        return await store.is_queue_served(queue)
+        return not await store.is_queue_served(queue)
     except WindlassError:
-        return True
+        return False
 
 
 async def _scheduled(task: "NewTask", when: datetime | timedelta | None, store: "PostgresStore") -> "NewTask":

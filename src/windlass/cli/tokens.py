@@ -77,7 +77,10 @@ async def link(
     ] = "operator",
     url: Annotated[
         str | None,
-        typer.Option(help="Where the dashboard is, if the configuration does not say so.", metavar="http://HOST:PORT"),
+        typer.Option(
+            help="Where the dashboard is, if not where `windlass up` has written that it is.",
+            metavar="http://HOST:PORT",
+        ),
     ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,

@@ -216,7 +216,7 @@ class Actor:
             self._hires_from = max(self._hires_from, _next_call(error))
             # Whoever writes the summary down says it aloud.
             log.info("machine refused", worker_id=worker_id, error=str(error))
-            return CreationRefused(worker_id, type(error).__name__, str(error))
+            return CreationRefused(worker_id, error.code, str(error))
         except Exception as error:
             problem = self._describe(error)
             log.warning("creation unclear", worker_id=worker_id, error=problem)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Protocol
 
-from windlass.model.action import Drain, Fail, Spawn
+from windlass.model.action import Delete, Drain, Fail, Promote, Spawn
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.record import Cycle, CycleInFull, Fleet, Story
@@ -21,6 +21,14 @@ from windlass.ports.control import MAX_AHEAD, Operations
 from windlass.ports.store import Store
 
 CYCLES_TOLD = 10
+# What a cycle did, in the order of a worker's life: two that decided the same and have a line each differ by this.
+_DEEDS: tuple[tuple[type, str], ...] = (
+    (Spawn, "hired {}"),
+    (Promote, "{} ready"),
+    (Fail, "{} failed"),
+    (Drain, "let {} go"),
+    (Delete, "ended {}"),
+)
 
 
 class Sources(Store, Operations, Protocol):
@@ -262,11 +270,17 @@ def nobody_runs(fleet: Fleet, unattended_s: float) -> str:
 
 
 def _cycle_line(cycle: Cycle) -> str:
-    hired = sum(isinstance(action, Spawn) for action in cycle.actions)
-    let_go = sum(isinstance(action, Drain) for action in cycle.actions)
-    did = ", ".join(part for count, part in ((hired, f"hired {hired}"), (let_go, f"let {let_go} go")) if count)
-    again = f", and {_times(cycle.repeats, 'more time')}" if cycle.repeats else ""
-    return f"cycle {cycle.id}: {cycle.decision}{f' [{did}]' if did else ''}{again}"
+    counts = [(sum(isinstance(action, kind) for action in cycle.actions), words) for kind, words in _DEEDS]
+    did = ", ".join(words.format(count) for count, words in counts if count)
+    return f"cycle {cycle.id}: {cycle.decision}{f' [{did}]' if did else ''}{_unchanged(cycle)}"
+
+
+def _unchanged(cycle: Cycle) -> str:
+    """Until when cycles that have no number, and so no line, decided the same."""
+    if cycle.repeated_at is None:
+        return ""
+    is_same_day = cycle.repeated_at.date() == cycle.started_at.date()
+    return f"; unchanged until {cycle.repeated_at:{'%H:%M:%S' if is_same_day else '%Y-%m-%d %H:%M:%S'}}"
 
 
 def _event_line(event: Event) -> str:

@@ -1,7 +1,9 @@
-"""The right to keep a Ray head of one's own: one orchestrator of a database has it at a time, by a lease.
+"""One Ray cluster for all orchestrators of a database, by a lease: a head that one of them keeps, or one that is given.
 
 Two heads are two clusters: whom one orchestrator hires into its own, the dispatcher of the other never sees. Several
-orchestrators share a head that is none of theirs; without one, the next keeps a head when the one before it is gone.
+orchestrators share a head that is none of theirs (RAY_ADDRESS), and hold the lease in one name. That they were given
+the same one is not checked: a head may have several addresses. Without one, the next keeps a head when the one before
+it is gone.
 """
 
 import asyncio
@@ -21,6 +23,8 @@ LEASE_S = 10.0
 RENEWALS_PER_LEASE = 4
 # One that was killed leaves its lease behind, and whoever takes its place waits until that is over, and a little.
 PATIENCE_LEASES = 1.5
+# All who use a head that was given hold the lease in this name.
+_GIVEN = "RAY_ADDRESS"
 _FIX = "set RAY_ADDRESS to one head for all of them, or run one"
 log = structlog.get_logger(__name__)
 
@@ -33,12 +37,26 @@ class Leases(Protocol):
 
 @asynccontextmanager
 async def sole_head(leases: Leases, lease_s: float = LEASE_S) -> AsyncIterator[None]:
-    """For as long as this is open, nobody else has the right. Raises ConfigError if another has it and goes on.
+    """For as long as this is open, nobody else may keep a head, or use one that was given. Raises ConfigError if
+    another does so and goes on.
 
-    When it is lost all the same (we were cut off from the database for longer than the lease, and another was not),
-    what goes on in here is cancelled, and WindlassError raised.
+    When the right is lost all the same (we were cut off from the database for longer than the lease, and another was
+    not), what goes on in here is cancelled, and WindlassError raised.
     """
-    ourselves = Candidate(holder_of_this_process(), lease_s, HEAD_LEASE)
+    async with _held(leases, Candidate(holder_of_this_process(), lease_s, HEAD_LEASE)):
+        yield
+
+
+@asynccontextmanager
+async def given_head(leases: Leases, lease_s: float = LEASE_S) -> AsyncIterator[None]:
+    """For as long as this is open, nobody may keep a head of its own; others may use one that was given, as we do.
+    Raises as sole_head does. Afterwards it is over with the lease, which others may hold too."""
+    async with _held(leases, Candidate(_GIVEN, lease_s, HEAD_LEASE)):
+        yield
+
+
+@asynccontextmanager
+async def _held(leases: Leases, ourselves: Candidate) -> AsyncIterator[None]:
     term = await _wait_for(leases, ourselves)
     owner, keeper = asyncio.current_task(), asyncio.create_task(_keep(leases, ourselves, term))
     if owner is None:
@@ -59,13 +77,15 @@ async def sole_head(leases: Leases, lease_s: float = LEASE_S) -> AsyncIterator[N
             raise
         owner.uncancel()
         raise WindlassError(
-            f"another `windlass up` keeps a Ray head of its own since the database was away from here: {_FIX}."
+            "another `windlass up` has a Ray head of its own, or by RAY_ADDRESS, since the database was away from "
+            f"here: {_FIX}."
         ) from None
     finally:
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
-        with contextlib.suppress(DatabaseUnavailable):
-            await leases.resign(ourselves)
+        if ourselves.holder != _GIVEN:
+            with contextlib.suppress(DatabaseUnavailable):
+                await leases.resign(ourselves)
 
 
 async def _wait_for(leases: Leases, ourselves: Candidate) -> int:
@@ -74,12 +94,17 @@ async def _wait_for(leases: Leases, ourselves: Candidate) -> int:
     while isinstance(led := await leases.lead(ourselves), Standby):
         if loop.time() >= give_up_at:
             raise ConfigError(
-                "another `windlass up` keeps a Ray head of its own for this database, and two heads would be two "
-                f"clusters: {_FIX}."
+                f"another `windlass up` of this database {_whom(ourselves)}, and two heads would be two clusters: "
+                f"{_FIX}."
             )
-        log.info("another `windlass up` keeps a Ray head; waiting for its end", lease_s=round(led.expires_in_s, 1))
+        log.info("another `windlass up` has a Ray head; waiting for its end", lease_s=round(led.expires_in_s, 1))
         await asyncio.sleep(min(max(led.expires_in_s, 0.05), max(0.05, give_up_at - loop.time())))
     return led
+
+
+def _whom(ourselves: Candidate) -> str:
+    """Who is in the way: of a head that was given, only one that somebody keeps."""
+    return "keeps a Ray head of its own" if ourselves.holder == _GIVEN else "has a Ray head, its own or by RAY_ADDRESS"
 
 
 async def _keep(leases: Leases, ourselves: Candidate, term: int) -> None:

@@ -85,6 +85,18 @@ def session_id(session_hash: bytes) -> str:
     return session_hash.hex()[:12]
 
 
+# A running orchestrator says where it is again and again. One that has not for so long is not there any more.
+FACE_TTL_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class FaceAddress:
+    """Where a running orchestrator serves people. `host`: on which host it runs, whose loopback a URL may name."""
+
+    url: str
+    host: str
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerCaller:
     """A worker, by its own token. It acts in its own name and serves the queues it was hired or enlisted for."""

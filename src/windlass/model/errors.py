@@ -71,21 +71,32 @@ class Ambiguous(ProviderError):
 class Refused(ProviderError):
     """The provider said no, and asking again will not help: a limit, a bad request, a missing right."""
 
+    # As what a creation that was refused is written down: with the worker, in its event, in the log.
+    code = "REFUSED"
+
 
 class LimitReached(Refused):
     """The account may have no more of something. Asking again will not help until a person has had the limit raised."""
+
+    code = "LIMIT_REACHED"
 
 
 class InvalidRequest(Refused):
     """What is asked for breaks the provider's rules. It would be refused in every way it can be asked for."""
 
+    code = "INVALID_REQUEST"
+
 
 class Denied(Refused):
     """The provider does not let us: a wrong token, a missing right. Only a person can change that."""
 
+    code = "DENIED"
+
 
 class NoCapacity(ProviderError):
     """There is no machine of this type in this place now."""
+
+    code = "NO_CAPACITY"
 
 
 class NotPrepared(ProviderError):
@@ -100,6 +111,8 @@ class NotPrepared(ProviderError):
 
 class Throttled(ProviderError):
     """Too many requests. Nothing was done; ask again after `retry_after_s`."""
+
+    code = "THROTTLED"
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)

@@ -78,3 +78,5 @@ class ProviderTraits:
     has_prepare_step: bool = False
     # Its machines are those of one host, and their ids begin with its name: from here, no others can be seen or missed.
     host: str | None = None
+    # A hash of the key that machines are rented with, and of where: with another, others may be listed. None: no key.
+    key_hash: str | None = None

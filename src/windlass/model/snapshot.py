@@ -161,7 +161,7 @@ class Guard:
 class Refusal:
     """The last answer to a creation, where it was a no that concerns the whole fleet."""
 
-    # The name of the error: LimitReached, Denied, InvalidRequest, NoCapacity.
+    # LIMIT_REACHED, DENIED, INVALID_REQUEST, NO_CAPACITY.
     code: str
     reason: str
     at: datetime
@@ -222,6 +222,8 @@ class Memory:
     ending_since: dict[str, datetime] = field(default_factory=dict)
     # When a worker on which all tasks fail was last replaced to see how they fare on another.
     tried_at: datetime | None = None
+    # The key that its machines were last listed with (ProviderTraits.key_hash).
+    key_hash: str | None = None
     # Since when no list of machines could be had.
     unlisted_since: datetime | None = None
     guard: Guard = Guard()

@@ -16,7 +16,7 @@ The contract:
 
 from typing import Protocol
 
-from windlass.model.access import Activation, ApiToken, Caller, Role, Session
+from windlass.model.access import Activation, ApiToken, Caller, FaceAddress, Role, Session
 from windlass.model.worker import Registration, WorkerStatus
 
 
@@ -63,3 +63,11 @@ class Access(Protocol):
 
     async def revoke_session(self, session_id: str) -> bool:
         """End a session, or a link, by its id. False if there is none."""
+
+    async def note_face(self, face: FaceAddress) -> None:
+        """People are served there, now."""
+
+    async def faces(self) -> list[FaceAddress]:
+        """Those that were noted within FACE_TTL_S, newest first."""
+
+    async def forget_face(self, face: FaceAddress) -> None: ...

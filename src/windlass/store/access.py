@@ -6,7 +6,18 @@ store/memory/access.py keeps the same contract; tests/conformance/test_access.py
 
 from typing import TYPE_CHECKING, Any
 
-from windlass.model.access import Activation, ApiToken, Caller, JoinCaller, Role, Session, TokenCaller, WorkerCaller
+from windlass.model.access import (
+    FACE_TTL_S,
+    Activation,
+    ApiToken,
+    Caller,
+    FaceAddress,
+    JoinCaller,
+    Role,
+    Session,
+    TokenCaller,
+    WorkerCaller,
+)
 from windlass.model.errors import BadInput
 from windlass.model.task import storable
 from windlass.model.worker import Registration, WorkerStatus
@@ -107,6 +118,19 @@ class PostgresAccessStore(PostgresControlStore):
     async def revoke_session(self, session_id: str) -> bool:
         async with self._connection("revoking a session") as connection:
             return bool(await connection.fetchval(QUERIES["revoke_session"], session_id))
+
+    async def note_face(self, face: FaceAddress) -> None:
+        async with self._connection("saying where the dashboard is") as connection:
+            await connection.execute(QUERIES["note_face"], face.url, face.host)
+
+    async def faces(self) -> list[FaceAddress]:
+        async with self._connection("looking where the dashboard is") as connection:
+            rows = await connection.fetch(QUERIES["faces"], FACE_TTL_S)
+        return [FaceAddress(**row) for row in rows]
+
+    async def forget_face(self, face: FaceAddress) -> None:
+        async with self._connection("saying that the dashboard is gone") as connection:
+            await connection.execute(QUERIES["forget_face"], face.url, face.host)
 
 
 def _token(row: Any) -> ApiToken:

@@ -149,6 +149,26 @@ where left(encode(hash, 'hex'), 12) = $1
   and expires_at > windlass.now()
 returning true;
 
+-- name: note_face
+-- A running `windlass up --port`, every few seconds; primary key.
+insert into windlass.faces as f (url, host)
+values ($1, $2)
+on conflict (url, host) do update
+  set seen_at = excluded.seen_at;
+
+-- name: faces
+-- `windlass tokens link`; a handful of rows.
+select url, host
+from windlass.faces
+where seen_at > windlass.now() - make_interval(secs => $1::double precision)
+order by seen_at desc, url, host;
+
+-- name: forget_face
+-- A `windlass up --port` that ends; primary key.
+delete from windlass.faces
+where url = $1
+  and host = $2;
+
 -- name: costs_of_hours
 -- `windlass cost --by day|fleet|queue`, the cost page; spending_hour. What was for no queue comes without a key.
 select

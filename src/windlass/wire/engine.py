@@ -168,15 +168,15 @@ class RayBeside:
 @asynccontextmanager
 async def ray_beside(loaded: "Loaded", dsn: str) -> AsyncIterator[RayBeside]:
     """For as long as this is open. Raises ConfigError if the cluster is not one we can work with, or if another
-    orchestrator keeps a head of its own."""
+    orchestrator has one of its own."""
     from windlass.engine.supervise import Programs
 
     config = loaded.config
     await check_ray(config)
     async with contextlib.AsyncExitStack() as stack:
         address = config.ray_address
-        if address is None and placed_by_ray(config):
-            address = await stack.enter_async_context(_own_head(config, dsn))
+        if placed_by_ray(config):
+            address = await stack.enter_async_context(_one_head(config, dsn))
         programs = Programs()
         stack.push_async_callback(programs.close)
         beside = RayBeside(programs, address)
@@ -185,17 +185,19 @@ async def ray_beside(loaded: "Loaded", dsn: str) -> AsyncIterator[RayBeside]:
 
 
 @asynccontextmanager
-async def _own_head(config: Config, dsn: str) -> AsyncIterator[str]:
+async def _one_head(config: Config, dsn: str) -> AsyncIterator[str]:
+    """The address of the one that was given, or of our own."""
     from windlass.engine.head import kept_head
-    from windlass.engine.sole import sole_head
+    from windlass.engine.sole import given_head, sole_head
     from windlass.store.control import PostgresControlStore
 
-    async with (
-        PostgresControlStore(dsn, retention=config.retention, max_connections=1) as store,
-        sole_head(store),
-        kept_head(config.control_plane_ip) as head,
-    ):
-        yield head.address
+    async with PostgresControlStore(dsn, retention=config.retention, max_connections=1) as store:
+        if config.ray_address is not None:
+            async with given_head(store):
+                yield config.ray_address
+        else:
+            async with sole_head(store), kept_head(config.control_plane_ip) as head:
+                yield head.address
 
 
 def dispatchers(loaded: "Loaded", address: str) -> "dict[str, Program]":

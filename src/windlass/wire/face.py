@@ -1,6 +1,7 @@
 """The HTTP face of a running orchestrator."""
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import socket
@@ -8,10 +9,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from windlass.model.access import FACE_TTL_S, FaceAddress
 from windlass.model.address import LOOPBACK
 from windlass.model.config import ApiConfig, Config, Retention
-from windlass.model.errors import BadInput, WindlassError
+from windlass.model.errors import BadInput, DatabaseUnavailable, WindlassError
 from windlass.wire.providers import worker_log
 from windlass.wire.stores import access_store
 
@@ -40,6 +43,8 @@ MISSED_CYCLES = 3
 MIN_MISSED_S = 60.0
 # Retention of what only faces need is applied with every so many samples: once in five minutes.
 SAMPLES_PER_SWEEP = 60
+# One that is late, and one that is lost, leave a running orchestrator where it is.
+FACE_NOTES_PER_TTL = 4
 
 
 def open_listener(config: Config) -> "socket.socket | None":
@@ -134,8 +139,9 @@ async def http_face(
         )
         sampling = asyncio.create_task(take_samples(people, shown.live))
         try:
-            async with serving(make_app(face), listener):
-                on_link(await new_link(people, _browser_url(config, listener.getsockname()[1])))
+            url = _browser_url(config, listener.getsockname()[1])
+            async with serving(make_app(face), listener), _told_where(people, url):
+                on_link(await new_link(people, url))
                 try:
                     yield Counts(metrics.note_message, metrics.note_dropped_lines)
                 finally:
@@ -194,17 +200,58 @@ def is_reading_open(api: ApiConfig) -> bool:
 
 
 async def dashboard_link(config: Config, role: "Role", url: str | None) -> str:
-    """The address that lets one more browser in. `url`: where the dashboard is, if the configuration does not say."""
+    """The address that lets one more browser in. `url`: where the dashboard is, if nobody else is to be asked."""
     from windlass.api.session import new_link
 
-    if url is None and config.api.url is None and not config.api.port:
-        raise BadInput(
-            "the configuration does not say where the dashboard is: give --url http://127.0.0.1:8080 with the port of "
-            "`windlass up --port`, or set api.port or api.url."
-        )
-    base_url = url if url is not None else _browser_url(config, config.api.port or 0)
-    async with access_store(config) as store:
+    async with access_store(config, may_create=False) as store:
+        base_url = url or config.api.url or await _running_at(store) or _configured_at(config)
         return await new_link(store, base_url.rstrip("/"), role)
+
+
+async def _running_at(store: "PostgresAccessStore") -> str | None:
+    """Where a running `windlass up` serves people who are here; None if none does. BadInput if only others reach it."""
+    faces = await store.faces()
+    for face in faces:
+        if face.host == socket.gethostname() or urlsplit(face.url).hostname not in LOOPBACK:
+            return face.url
+    if faces:
+        raise BadInput(
+            f"the dashboard is at {faces[0].url} of {faces[0].host}: make the link there, or give --url with an "
+            "address that leads there."
+        )
+    return None
+
+
+def _configured_at(config: Config) -> str:
+    if not config.api.port:
+        raise BadInput(
+            "no `windlass up --port` is running that would say where the dashboard is: start one, or give --url "
+            "http://127.0.0.1:8080, or set api.port or api.url."
+        )
+    return _browser_url(config, config.api.port)
+
+
+@asynccontextmanager
+async def _told_where(store: "PostgresAccessStore", url: str) -> AsyncIterator[None]:
+    """For as long as this is open, whoever has the database learns from it where people are served."""
+    face = FaceAddress(url, socket.gethostname())
+    await store.note_face(face)
+    noting = asyncio.create_task(_note_again(store, face))
+    try:
+        yield
+    finally:
+        noting.cancel()
+        await asyncio.gather(noting, return_exceptions=True)
+        with contextlib.suppress(DatabaseUnavailable):
+            await store.forget_face(face)
+
+
+async def _note_again(store: "PostgresAccessStore", face: FaceAddress) -> None:
+    while True:
+        await asyncio.sleep(FACE_TTL_S / FACE_NOTES_PER_TTL)
+        # A database that is away is told of elsewhere, and everywhere.
+        with contextlib.suppress(DatabaseUnavailable):
+            await store.note_face(face)
 
 
 def _browser_url(config: Config, port: int) -> str:

@@ -41,6 +41,36 @@ def keep_provider(draft: Draft) -> list[Action]:
 
 
 def _keep_account(draft: Draft) -> list[Action]:
+    """A key that has changed is taken over once a machine of the fleet is listed with it, or nobody can be left who was
+    rented with the former one. Until then nothing is touched: machines would be made in another account, and those of
+    the former one, which it does not find, be taken for gone."""
+    key, known = draft.snapshot.traits.key_hash, draft.memory.key_hash
+    if key == known:
+        return _heed_voices(draft)
+    rented = [s for s in draft.states.values() if s.is_hired and s.worker.machine_id is not None]
+    if known is None or draft.own or not rented or _is_nobody_left(draft, rented):
+        draft.remember(key_hash=key)
+        return _heed_voices(draft)
+    what = f"its key for {draft.fleet.provider} has changed, and none of its {len(rented)} machines"
+    if draft.snapshot.machines is None:
+        draft.hold(OTHER_ACCOUNT, f"{what} could be listed with the new one yet", is_total=True)
+        draft.keep_alerts(OTHER_ACCOUNT)
+        return []
+    draft.hold(OTHER_ACCOUNT, f"{what} is listed with the new one", is_total=True)
+    return draft.alert(OTHER_ACCOUNT, f"{what} is listed with the new one: is it another account's? Nothing is touched")
+
+
+def _is_nobody_left(draft: Draft, rented: list[WorkerState]) -> bool:
+    """Whether none of them was heard in all the time that one who lives needs: to boot, and to be missed."""
+    before = draft.snapshot.memory.hold
+    is_doubted = before is not None and before.code == OTHER_ACCOUNT
+    silent_s, boot_s = draft.fleet.heartbeat_timeout_s, draft.fleet.spawn_timeout_s
+    if before is None or not is_doubted or draft.age_s(before.since) < max(silent_s, boot_s):
+        return False
+    return all(s.heartbeat_age_s is None or s.heartbeat_age_s > silent_s for s in rented)
+
+
+def _heed_voices(draft: Draft) -> list[Action]:
     """Whoever speaks has a machine. A provider that lists none of a fleet's machines, asked to end one, says that it is
     gone: with the key of another account, that would be how each of them is forgotten."""
     grace_s, missing = draft.snapshot.traits.absence_grace_s, draft.memory.missing_since

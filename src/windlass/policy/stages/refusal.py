@@ -11,34 +11,33 @@ from windlass.model.action import Action
 from windlass.model.snapshot import Pause, Refusal
 from windlass.policy.draft import Draft
 
-# Error, hold, first and longest pause. A person takes minutes to raise a limit and learns of it by the alert; machines
-# come free at any time, and asking for them costs one request.
+# First and longest pause, by the code of the refusal, which is the hold's too. A person takes minutes to raise a limit
+# and learns of it by the alert; machines come free at any time, and asking for them costs one request.
 _HELD = {
-    "LimitReached": ("LIMIT_REACHED", 300.0, 3600.0),
-    "Denied": ("DENIED", 300.0, 3600.0),
-    "InvalidRequest": ("INVALID_REQUEST", 300.0, 3600.0),
-    "NoCapacity": ("NO_CAPACITY", 30.0, 300.0),
+    "LIMIT_REACHED": (300.0, 3600.0),
+    "DENIED": (300.0, 3600.0),
+    "INVALID_REQUEST": (300.0, 3600.0),
+    "NO_CAPACITY": (30.0, 300.0),
 }
 # Refusals that pass unheeded before they make us wait.
-_LET_PASS = {"NoCapacity": 1}
+_LET_PASS = {"NO_CAPACITY": 1}
 # Every pause doubled this often is beyond the longest.
 _MAX_DOUBLINGS = 30
-CODES = frozenset(code for code, _, _ in _HELD.values())
+CODES = frozenset(_HELD)
 
 
 def heed_refusal(draft: Draft) -> list[Action]:
     """Hold while the last refusal is fresh."""
     refusal = draft.snapshot.refusal
-    if refusal is None or refusal.code not in _HELD:
+    if refusal is None or refusal.code not in CODES:
         draft.remember(refused=None)
         return []
     pause = _pause(draft.memory.refused, refusal)
     draft.remember(refused=pause)
     if draft.is_stopped or draft.now >= pause.until:
         return []
-    code = _HELD[refusal.code][0]
-    draft.hold(code, f"{refusal.reason.rstrip('.')}; nobody is hired until {pause.until:%H:%M:%S} UTC")
-    return draft.alert(code, refusal.reason)
+    draft.hold(refusal.code, f"{refusal.reason.rstrip('.')}; nobody is hired until {pause.until:%H:%M:%S} UTC")
+    return draft.alert(refusal.code, refusal.reason)
 
 
 def is_tried(draft: Draft) -> bool:
@@ -51,7 +50,7 @@ def _pause(known: Pause | None, refusal: Refusal) -> Pause:
     if known is not None and known.code == refusal.code and refusal.at <= known.until:
         return known
     times = known.times + 1 if known is not None and known.code == refusal.code else 1
-    _, first_s, longest_s = _HELD[refusal.code]
+    first_s, longest_s = _HELD[refusal.code]
     doublings = min(times - 1 - _LET_PASS.get(refusal.code, 0), _MAX_DOUBLINGS)
     pause_s = min(first_s * 2.0**doublings, longest_s) if doublings >= 0 else 0.0
     return Pause(refusal.code, times, refusal.at + timedelta(seconds=pause_s))

@@ -20,6 +20,7 @@ from requests.adapters import BaseAdapter, HTTPAdapter
 
 from windlass.model.errors import Throttled
 from windlass.model.hetzner import HETZNER_ENDPOINT, Choice
+from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner.catalog import PriceList, read_prices
 from windlass.providers.hetzner.limiter import Limiter
 from windlass.providers.hetzner.problems import Kind, Trouble, problem_of
@@ -89,6 +90,7 @@ class Account:
         self._rng = rng or random.Random()  # noqa: S311
         self.limiter = limiter or Limiter()
         self.timeout_s = timeout_s
+        self.key_hash = fingerprint(endpoint, token)
         self._ear = _Ear(adapter or HTTPAdapter(pool_maxsize=MAX_THREADS))
         self.api = _connect(token, endpoint, timeout_s, self._ear)
         self._pool: ThreadPoolExecutor | None = None

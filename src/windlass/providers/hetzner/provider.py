@@ -150,6 +150,7 @@ class HetznerProvider:
             billing_unit_s=self._settings.billing_hour_s,
             deletions_per_s=_deletions_per_s(self._account.limiter.fleets),
             is_remote=True,
+            key_hash=self._account.key_hash,
         )
 
     async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002

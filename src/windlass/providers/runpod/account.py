@@ -18,6 +18,7 @@ import structlog
 
 from windlass.model.errors import Throttled
 from windlass.model.runpod import RUNPOD_ENDPOINT
+from windlass.providers.fingerprint import fingerprint
 from windlass.providers.runpod.catalog import Offer, Want, read_offers
 from windlass.providers.runpod.limiter import Limiter
 from windlass.providers.runpod.problems import Kind, Problem, Trouble, problem_of_answer, problem_of_error
@@ -62,6 +63,7 @@ class Account:
         rng: random.Random | None = None,
     ) -> None:
         self._key = key
+        self.key_hash = fingerprint(endpoint, key)
         self._endpoint = endpoint
         self._transport = transport
         self._rng = rng or random.Random()  # noqa: S311

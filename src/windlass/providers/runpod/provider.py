@@ -120,6 +120,7 @@ class RunpodProvider:
             stray_grace_s=_STRAY_GRACE_S,
             billing_unit_s=1,
             is_remote=True,
+            key_hash=self._account.key_hash,
             has_prepare_step=self._preparer is not None,
         )
 

@@ -8,9 +8,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from windlass.model.access import (
+    FACE_TTL_S,
     Activation,
     ApiToken,
     Caller,
+    FaceAddress,
     JoinCaller,
     Role,
     Session,
@@ -150,6 +152,17 @@ class MemoryAccessStore(MemoryControlStore):
         for hash_ in found:
             del self._tables.sessions[hash_]
         return bool(found)
+
+    async def note_face(self, face: FaceAddress) -> None:
+        self._tables.faces.pop(face, None)
+        self._tables.faces[face] = self._clock()
+
+    async def faces(self) -> list[FaceAddress]:
+        since = self._clock() - interval(FACE_TTL_S)
+        return [face for face, seen_at in reversed(self._tables.faces.items()) if seen_at > since]
+
+    async def forget_face(self, face: FaceAddress) -> None:
+        self._tables.faces.pop(face, None)
 
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ MAX_EVENTS_WEIGHED = 1000
 MAX_LOOKED_AT = 20_000
 MAX_ENDED_BILLS = 1000
 # Refusals that are not about one machine.
-FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
+FLEET_REFUSALS = frozenset({"LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CAPACITY"})
 FAILURES = ("TASK_ERROR", "TASK_FAILED")
 
 

@@ -67,7 +67,7 @@ def _refused(tables: Tables, fleet: str, outcome: CreationRefused) -> None:
     worker, code = tables.workers.not_terminated.get(outcome.worker_id), outcome.code
     if worker is not None and worker.hired.machine_id is None:
         worker.code, worker.reason = code, outcome.reason
-        worker.hired.creation, worker.hired.failed_at = "refused", tables.now() if code == "Refused" else None
+        worker.hired.creation, worker.hired.failed_at = "refused", tables.now() if code == "REFUSED" else None
         tables.terminate(worker)
         tables.journal.note("MACHINE_REFUSED", outcome.reason, fleet=fleet, worker_id=worker.id, detail={"code": code})
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter
 
-from windlass.model.access import ApiToken, Session
+from windlass.model.access import ApiToken, FaceAddress, Session
 from windlass.model.action import Acquittal
 from windlass.model.errors import BadInput
 from windlass.model.node import dispatcher_lease
@@ -48,6 +48,8 @@ class Tables:
         self.api_tokens: dict[bytes, ApiToken] = {}
         # By hash; links too.
         self.sessions: dict[bytes, Session] = {}
+        # And when each was last heard of; the newest stands last.
+        self.faces: dict[FaceAddress, datetime] = {}
 
     # -------------------------------------------------------------------------------------------------- a task
 

@@ -435,7 +435,7 @@ as $$
   select json_build_object('code', r.code, 'reason', r.reason, 'at', r.terminated_at)
   from recent r
   where r.creation = 'refused'
-    and r.code in ('LimitReached', 'Denied', 'InvalidRequest', 'NoCapacity')
+    and r.code in ('LIMIT_REACHED', 'DENIED', 'INVALID_REQUEST', 'NO_CAPACITY')
     and not exists (select from recent n where n.machine_at > r.terminated_at)
   order by r.terminated_at desc, r.created_at desc, r.id collate "C" desc
   limit 1
@@ -811,7 +811,7 @@ begin
         update windlass.workers
         set status = 'terminated', terminated_at = v_now, creation = 'refused',
             -- No capacity, or a lost lead, is nobody's fault; only a plain no counts against the fleet.
-            failed_at = case when v_outcome ->> 'code' = 'Refused' then v_now end,
+            failed_at = case when v_outcome ->> 'code' = 'REFUSED' then v_now end,
             code = v_outcome ->> 'code', reason = v_outcome ->> 'reason'
         where id = v_outcome ->> 'worker_id' and status <> 'terminated' and machine_id is null;
         if found then

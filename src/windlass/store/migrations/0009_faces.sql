@@ -168,6 +168,15 @@ create table windlass.sessions (
   expires_at timestamptz not null
 );
 
+-- Where running orchestrators serve people: each says so every few seconds, and takes it back when it ends.
+create table windlass.faces (
+  url text not null,
+  -- On which it runs: an address of its loopback is of no use on another.
+  host text not null,
+  seen_at timestamptz not null default windlass.now(),
+  primary key (url, host)
+);
+
 -- In what words a cause was told: looked for every few seconds among all that happened for hours.
 create index events_alert on windlass.events (at) where code = 'ALERT';
 
@@ -219,6 +228,11 @@ begin
   v_deleted := v_deleted + v_count;
 
   delete from windlass.sessions where expires_at <= v_now;
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  -- Of those that could not take it back.
+  delete from windlass.faces where seen_at < v_now - interval '1 hour';
   get diagnostics v_count = row_count;
   return v_deleted + v_count;
 end

@@ -1,0 +1,154 @@
+"""A key that becomes another account's: no machine is made there, and none of the former account's is forgotten."""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+import hetzner_bed
+import runpod_bed
+from windlass.control.cycle import FleetCycle
+from windlass.model.fleet import FleetConfig
+from windlass.model.task import new_task
+from windlass.model.worker import WorkerStatus
+from windlass.ports.control import Candidate
+from windlass.sim.loop import run, virtual_now
+from windlass.store.memory.access import MemoryAccessStore
+
+CYCLE_S = 5.0
+SILENCE_S = 120.0
+VENDORS = {"hetzner": hetzner_bed.Bed, "runpod": runpod_bed.Bed}
+
+
+class Shop:
+    """One fleet and whoever works in it, and two accounts of its vendor."""
+
+    def __init__(self, vendor: str) -> None:
+        self.store = MemoryAccessStore(virtual_now)
+        self.former, self.other = VENDORS[vendor](), VENDORS[vendor]()
+        self.fleet = FleetConfig(
+            provider=vendor,
+            queues=("red",),
+            handler="app:work",
+            min_workers=0,
+            max_workers=3,
+            poll_interval_s=CYCLE_S,
+            heartbeat_interval_s=5,
+            heartbeat_timeout_s=SILENCE_S,
+            spawn_timeout_s=SILENCE_S,
+            idle_timeout_s=20,
+            has_gpu=False,
+            auto_start_worker=False,
+            runpod={"image": "any", "choices": [runpod_bed.GPU]} if vendor == "runpod" else {},
+        )
+        self.is_heard, self.idle_s = True, 0.0
+        self.rent(self.former, "the first key")
+
+    def rent(self, account: Any, key: str) -> None:
+        """As an orchestrator that is started anew with this key."""
+        # Of a paid hour nobody here would see the end.
+        settings = {"billing_hour_s": 60} if self.fleet.provider == "hetzner" else {}
+        provider = account.provider(account=account.account(key), **settings)
+        self.cycle = FleetCycle("red", self.fleet, self.store, provider, Candidate("ann", 60.0), Random(1))  # noqa: S311
+
+    async def live(self, seconds: float) -> None:
+        for _ in range(int(seconds / CYCLE_S)):
+            for worker in await self.store.workers():
+                if self.is_heard and worker.status is not WorkerStatus.ERROR:
+                    await self.store.heartbeat(worker.id, (), {"idle_s": self.idle_s})
+            await self.cycle.run(CYCLE_S)
+            await asyncio.sleep(CYCLE_S)
+
+    async def hire(self) -> None:
+        for _ in range(3):
+            await self.store.enqueue(new_task("red", {}))
+        await self.live(20)
+
+    async def finish(self) -> None:
+        for task in await self.store.tasks(limit=100):
+            await self.store.cancel_task(task.id, "enough")
+        self.idle_s = 60.0
+
+    async def hold(self) -> str | None:
+        (fleet,) = await self.store.fleets()
+        return fleet.hold.code if fleet.hold is not None else None
+
+    async def hired(self) -> int:
+        return len(await self.store.workers())
+
+
+def machines(account: Any) -> int:
+    return len(account.servers if isinstance(account, hetzner_bed.Bed) else account.pods)
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+@pytest.mark.parametrize("lived_s", [0, 300], ids=["while they boot", "while they work"])
+def test_nothing_is_made_in_another_account_nor_forgotten_in_the_former(vendor: str, lived_s: float) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        shop.is_heard = lived_s > 0
+        await shop.hire()
+        before = machines(shop.former)
+        assert 0 < before == await shop.hired()
+        await shop.live(lived_s)
+        shop.rent(shop.other, "another key")
+        shop.is_heard = True
+        for _ in range(9):
+            await shop.store.enqueue(new_task("red", {}))
+        await shop.live(60)  # there is more to do, and nobody is hired for it
+        await shop.finish()
+        await shop.live(600)  # there is nothing to do, and nobody is let go
+        assert (machines(shop.former), machines(shop.other), await shop.hired()) == (before, 0, before)
+        assert await shop.hold() == "OTHER_ACCOUNT"
+        # The former key is back: they are let go where they are.
+        shop.rent(shop.former, "the first key")
+        await shop.live(120)
+        assert await shop.hold() is None
+        assert (machines(shop.former), await shop.hired()) == (0, 0)
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_new_key_of_the_same_account_changes_nothing(vendor: str) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.hire()
+        await shop.live(120)
+        before = machines(shop.former)
+        shop.rent(shop.former, "a new key")
+        await shop.live(CYCLE_S)
+        assert await shop.hold() is None
+        await shop.finish()
+        await shop.live(120)
+        assert before > 0
+        assert (machines(shop.former), await shop.hired()) == (0, 0)
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_once_nobody_of_the_former_account_is_heard_any_more_the_fleet_goes_on_in_the_other(vendor: str) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.hire()
+        await shop.live(120)
+        shop.is_heard = False
+        shop.rent(shop.other, "another key")
+        await shop.live(SILENCE_S - CYCLE_S)
+        assert await shop.hold() == "OTHER_ACCOUNT"
+        assert machines(shop.other) == 0
+        await until(lambda: machines(shop.other) > 0, shop)
+        assert await shop.hold() is None
+
+    run(story())
+
+
+async def until(is_so: Callable[[], bool], shop: Shop) -> None:
+    for _ in range(200):
+        if is_so():
+            return
+        await shop.live(CYCLE_S)
+    raise AssertionError(f"after {200 * CYCLE_S:g} s it is not so")
