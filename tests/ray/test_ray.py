@@ -103,6 +103,24 @@ async def _has_begun(bed: Bed, task_id: int) -> bool:
     return task is not None and task.worker_id in ("n1", "n2")
 
 
+async def test_small_tasks_share_a_seat_and_a_process_that_dies_costs_the_one_that_ran(bed: Bed) -> None:
+    """Many in one of Ray's tasks, one that kills the process in the middle, and results longer than a line."""
+    await bed.hire("n1", cpus=1)
+    ids = await bed.enqueue(20, do="seat")
+    deadly = await bed.add(new_task("q", {"do": "die"}, max_attempts=1))
+    ids += await bed.enqueue(20, do="seat")
+    large = await bed.add(new_task("q", {"do": "large", "size": 500_000}))
+    bed.dispatch()
+    tasks = await bed.finished([*ids, deadly, large])
+    assert {(task.status, task.attempts) for task in tasks if task.id != deadly} == {(TaskStatus.COMPLETE, 1)}
+    (dead,) = [task for task in tasks if task.id == deadly]
+    assert (dead.status, dead.error_code, dead.worker_id) == (TaskStatus.FAILED, "CHILD_DIED", "n1")
+    assert json.loads(tasks[-1].result) == "x" * 500_000
+    seats = Counter(json.loads(task.result) for task in tasks if task.id in ids)
+    # One for those before it and one for those after it, or some more where the machine is slow.
+    assert 2 <= len(seats) <= len(ids) / 2
+
+
 async def test_never_more_is_claimed_than_ray_can_hold_and_the_margin(bed: Bed) -> None:
     bed.settings["ray.margin"] = 1
     await bed.hire("n1", "n2", cpus=2)
