@@ -87,7 +87,7 @@ class Driver:
             return Failure("CHILD_DIED", f"its process, or its node, died ({_first_line(error)})")
         except exceptions.RayTaskError as error:
             return Failure("WORKER_ERROR", str(error)[-4000:])
-        except exceptions.RayError as error:
+        except Exception as error:
             return Failure("ENGINE_ERROR", f"{type(error).__name__}: {_first_line(error)}")
         if isinstance(parting, tuple):
             node_id, why = parting

@@ -34,8 +34,8 @@ class RayExecutor:
         over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         limit = asyncio.timeout(None)
         attempt = Attempt(claim, needs, report, over, limit)
-        self._seats.admit(attempt)
         try:
+            self._seats.admit(attempt)
             async with limit:
                 return await over
         except TimeoutError:

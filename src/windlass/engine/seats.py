@@ -94,7 +94,7 @@ class Attempt:
     needs: Needs
     report: ReportProgress
     over: "asyncio.Future[Outcome]"
-    # Of its time, from its beginning. It is over for another reason too, which then is `failure`.
+    # Of its time, from its beginning. It can end for another reason, which then is `failure`.
     limit: asyncio.Timeout
     failure: Failure | None = None
     seat: "_Seat | None" = None
@@ -187,7 +187,8 @@ class Seats:
             await self._hands.end(attempt.seat.reference)
 
     def dismiss(self, attempt: Attempt) -> None:
-        """It is over."""
+        """It is over, whatever came of it."""
+        attempt.over.cancel()
         self._uncount(attempt.kind)
 
     def _may_wait(self, attempt: Attempt) -> bool:
