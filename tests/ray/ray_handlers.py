@@ -46,6 +46,17 @@ def _die(_task: Any) -> None:
     os._exit(7)
 
 
+def _seat(_task: Any) -> str:
+    """Which of Ray's tasks it runs in."""
+    import ray
+
+    return str(ray.get_runtime_context().get_task_id())
+
+
+def _large(task: Any) -> str:
+    return "x" * int(task.payload["size"])
+
+
 async def _awaited() -> str:
     await asyncio.sleep(0)
     return "awaited"

@@ -2,19 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import pytest
 
-from windlass.engine.attempt import Answer, NoHandler, NotStarted
 from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, ClusterNode, label_value
-from windlass.engine.executor import MISFIT_DELAY_S, Flights, RayExecutor
-from windlass.engine.nodes import REFUSAL_S, Nodes, Outlook
+from windlass.engine.executor import RayExecutor
+from windlass.engine.nodes import AVOIDANCE_S, REFUSAL_S, Nodes, Outlook
 from windlass.engine.room import NodeRoom
+from windlass.engine.seat import NoHandler, Parting
+from windlass.engine.seats import MISFIT_DELAY_S, Seats
 from windlass.model.errors import HandlerNotFound
 from windlass.model.fleet import FleetConfig
 from windlass.model.node import Placement, Resources, Verdict
@@ -57,7 +58,6 @@ def test_what_a_task_may_expect_of_hired_nodes() -> None:
     assert nodes.outlook(frozen({"disk": 1.0})) is Outlook.NEVER
     # Nobody said how much memory a node has: a larger one may come.
     assert nodes.outlook(frozen({"CPU": 1.0, "memory": 2.0**40})) is Outlook.LATER
-    assert nodes.outlook(ONE_CPU, {"id-n1"}) is Outlook.LATER
     nodes.bar(["n1"])
     assert nodes.outlook(ONE_CPU) is Outlook.LATER
 
@@ -81,6 +81,19 @@ def test_a_node_that_cannot_run_our_tasks_is_passed_over_for_a_while_and_all_tog
     nodes.refuse("id-n2", "nor there")
     assert nodes.outlook(ONE_CPU) is Outlook.REFUSED
     clock[0] = REFUSAL_S + 1
+    nodes.see(nodes.alive.values(), {})
+    assert nodes.outlook(ONE_CPU) is Outlook.FITS
+
+
+def test_a_node_that_the_database_bars_is_avoided_until_we_know_better() -> None:
+    clock = [0.0]
+    nodes = hired("n1", "n2", clock=clock)
+    nodes.avoid("id-n1")
+    assert (nodes.closed, nodes.rooms().keys()) == ({"id-n1"}, {"id-n2"})
+    assert [nodes.worker_of(node_id) for node_id in ("id-n1", "id-n2", "id-unseen")] == [None, "n2", None]
+    nodes.avoid("id-n2")
+    assert nodes.outlook(ONE_CPU) is Outlook.LATER
+    clock[0] = AVOIDANCE_S + 1
     nodes.see(nodes.alive.values(), {})
     assert nodes.outlook(ONE_CPU) is Outlook.FITS
 
@@ -138,172 +151,348 @@ def test_fleets_that_share_a_cluster_have_each_their_own_rows_of_its_nodes() -> 
     assert all(label_value(name) == name for names in seen.values() for name, _ in names)
 
 
-# ---------------------------------------------------------------------------------------------------- the flights
+# ------------------------------------------------------------------------------------------------------ the seats
 
 
 @dataclass
 class Ray:
-    """Answers as told, and otherwise not at all; ending an attempt takes until it is let go."""
+    """Starts nothing by itself; ending a seat takes until that is allowed."""
 
-    answers: list[Answer | Callable[[UUID], Awaitable[Answer]]] = field(default_factory=list)
-    closed: list[set[str]] = field(default_factory=list)
-    submitted: asyncio.Event = field(default_factory=asyncio.Event)
-    is_ending: asyncio.Event = field(default_factory=asyncio.Event)
+    # By seat id.
+    closed: dict[str, set[str]] = field(default_factory=dict)
+    partings: dict[str, "asyncio.Future[Parting | Failure]"] = field(default_factory=dict)
+    called_back: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def submit(self, claim: Claim, _needs: Resources, closed: Collection[str]) -> Any:
-        self.closed.append(set(closed))
-        self.submitted.set()
-        return claim.token
+    def submit(self, seat_id: str, _needs: Resources, closed: Collection[str]) -> Any:
+        self.closed[seat_id] = set(closed)
+        self.partings[seat_id] = asyncio.get_running_loop().create_future()
+        return seat_id
 
-    async def answer(self, reference: Any) -> Answer:
-        if not self.answers:
-            await asyncio.Event().wait()
-        answer = self.answers.pop(0)
-        return await answer(reference) if callable(answer) else answer
+    async def parting(self, reference: Any) -> Parting | Failure:
+        return await self.partings[reference]
 
-    async def end(self, _reference: Any) -> None:
-        self.is_ending.set()
+    async def end(self, reference: Any) -> None:
+        self.ended.append(reference)
         await self.may_end.wait()
+        self.part(reference, Failure("ENGINE_ERROR", "cancelled"))
+
+    async def call_back(self, references: Collection[Any]) -> None:
+        self.called_back += references
+        for reference in references:
+            self.part(reference, Failure("ENGINE_ERROR", "cancelled"))
+
+    def part(self, seat_id: str, parting: Parting | Failure = None) -> None:
+        if not self.partings[seat_id].done():
+            self.partings[seat_id].set_result(parting)
+
+    @property
+    def seats(self) -> list[str]:
+        return list(self.closed)
 
 
-def claim(payload: object = None) -> Claim:
-    return Claim(1, uuid4(), "q", json.dumps(payload), 1, 3, None, 0, NOW)
+class Bench:
+    """Seats over nodes and a database that answers as told."""
+
+    def __init__(self, nodes: Nodes, verdict: Verdict = Verdict.PLACED) -> None:
+        self.ray, self.nodes, self.verdict = Ray(), nodes, verdict
+        self.placed: list[Placement] = []
+        # None: it answers at once.
+        self.database: asyncio.Event | None = None
+        self.seats = Seats(self.ray, nodes, nodes.settings, self._place)
+        self.executor = RayExecutor(self.seats, nodes.settings)
+        self.ray.may_end.set()
+
+    def _place(self, placement: Placement) -> "asyncio.Future[Verdict]":
+        self.placed.append(placement)
+        return asyncio.ensure_future(self._verdict())
+
+    async def _verdict(self) -> Verdict:
+        verdict = self.verdict
+        if self.database is not None:
+            await self.database.wait()
+        return verdict
+
+    async def begin(self, payload: object = None, timeout_s: float | None = None) -> "asyncio.Task[Outcome]":
+        claim = Claim(1, uuid4(), "q", json.dumps(payload), 1, 3, timeout_s, 0, NOW)
+        running = asyncio.create_task(self.executor.run(claim, lambda _fraction, _note: None))
+        await turns()
+        return running
 
 
-def flights_of(nodes: Nodes, verdict: Verdict = Verdict.PLACED) -> Flights:
-    def place(_placement: Placement) -> "asyncio.Future[Verdict]":
-        answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        answer.set_result(verdict)
-        return answer
-
-    return Flights(nodes, place)
+async def turns() -> None:
+    """As many as anything takes that waits for nobody."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
-async def run(nodes: Nodes, ray: Ray, payload: object = None, flights: Flights | None = None) -> Outcome:
-    executor = RayExecutor(ray, flights_of(nodes) if flights is None else flights, nodes.settings)
-    return await asyncio.wait_for(executor.run(claim(payload), lambda _fraction, _note: None), LIMIT_S)
+async def is_over(running: "asyncio.Task[Outcome]") -> Outcome:
+    return await asyncio.wait_for(running, LIMIT_S)
 
 
 async def test_a_task_that_no_node_of_the_fleet_could_ever_hold_fails_at_once() -> None:
-    ray = Ray()
-    outcome = await run(hired("n1"), ray, {"ray_resources": {"num_cpus": 8}})
+    bench = Bench(hired("n1"))
+    outcome = await is_over(await bench.begin({"ray_resources": {"num_cpus": 8}}))
     assert isinstance(outcome, Failure)
     assert (outcome.code, outcome.retry) == ("BAD_RESOURCES", False)
     assert "CPU 8" in outcome.error
-    assert not ray.closed
+    assert not bench.ray.seats
 
 
 async def test_a_task_that_a_larger_node_might_hold_is_given_back_for_a_while() -> None:
     with pytest.raises(NotBegun, match="memory") as given_back:
-        await run(hired("n1"), Ray(), {"ray_resources": {"memory_mb": 1 << 20}})
+        await is_over(await Bench(hired("n1")).begin({"ray_resources": {"memory_mb": 1 << 20}}))
     assert MISFIT_DELAY_S <= given_back.value.delay_s <= 1.5 * MISFIT_DELAY_S
 
 
 async def test_of_tasks_that_wait_for_a_cluster_to_grow_only_the_margin_does() -> None:
-    nodes, ray = foreign(node("id-1")), Ray()
-    flights = flights_of(nodes)
+    bench = Bench(foreign(node("id-1")))
     large = {"ray_resources": {"num_cpus": 8}}
-    executor = RayExecutor(ray, flights, nodes.settings)
-    async with asyncio.timeout(LIMIT_S):
-        waiting = [asyncio.create_task(executor.run(claim(large), lambda _f, _n: None)) for _ in range(2)]
-        while len(ray.closed) < 2:
-            ray.submitted.clear()
-            await ray.submitted.wait()
-        flights.ground()
-        with pytest.raises(NotBegun):
-            await executor.run(claim(large), lambda _f, _n: None)
-        ray.may_end.set()
-        for task in waiting:
-            assert not task.done()
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+    waiting = [await bench.begin(large) for _ in range(2)]
+    bench.seats.look()
+    with pytest.raises(NotBegun):
+        await is_over(await bench.begin(large))
+    assert not any(running.done() for running in waiting)
+    assert (len(bench.ray.seats), bench.ray.called_back) == (2, [])
+    for running in waiting:
+        running.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    # Nobody waits, so nothing is wanted of Ray.
+    bench.seats.look()
+    await turns()
+    assert set(bench.ray.called_back) == set(bench.ray.seats)
+    assert not bench.seats.counts
 
 
-async def test_an_attempt_that_a_node_cannot_run_goes_to_another() -> None:
-    ray = Ray([NoHandler("no handler there", "id-n1"), Success("1")])
-    nodes = hired("n1", "n2")
-    assert await run(nodes, ray) == Success("1")
-    assert ray.closed == [set(), {"id-n1"}]
-    # Nobody else is sent there either.
-    ray.answers.append(Success("2"))
-    assert await run(nodes, ray) == Success("2")
-    assert ray.closed[2] == {"id-n1"}
+async def test_a_seat_runs_one_attempt_after_another_each_placed_before_it_begins() -> None:
+    bench = Bench(hired("n1"))
+    running = [await bench.begin() for _ in range(3)]
+    first, second, _third = bench.ray.seats
+    claim = await bench.seats.arrive(first, "id-n1")
+    tokens = []
+    while claim is not None:
+        assert bench.placed[-1] == Placement(1, claim.token, "n1")
+        assert sum(count for kind, count in bench.seats.counts.items() if kind.node_id == "id-n1") == 1
+        tokens.append(claim.token)
+        claim = await bench.seats.finish(first, claim.token, Success(str(len(tokens))))
+    assert [await is_over(each) for each in running] == [Success("1"), Success("2"), Success("3")]
+    assert len(set(tokens)) == 3
+    # One that starts too late has nothing to do, and the rest are called back.
+    assert await bench.seats.arrive(second, "id-n1") is None
+    bench.seats.look()
+    await turns()
+    assert bench.ray.called_back == [bench.ray.seats[2]]
+    assert not bench.seats.counts
+
+
+async def test_after_its_time_a_seat_gets_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.engine.seats.SEAT_S", 0.0)
+    bench = Bench(hired("n1"))
+    running = [await bench.begin() for _ in range(2)]
+    claim = await bench.seats.arrive(bench.ray.seats[0], "id-n1")
+    assert claim is not None
+    assert await bench.seats.finish(bench.ray.seats[0], claim.token, Success("1")) is None
+    assert (await is_over(running[0]), running[1].done()) == (Success("1"), False)
+    # Ray has one for it.
+    assert await bench.seats.arrive(bench.ray.seats[1], "id-n1") is not None
+
+
+async def test_who_names_no_seat_of_ours_or_no_attempt_of_its_own_gets_and_changes_nothing() -> None:
+    bench = Bench(hired("n1"))
+    running = [await bench.begin() for _ in range(2)]
+    first, second = bench.ray.seats
+    claim = await bench.seats.arrive(first, "id-n1")
+    assert claim is not None
+    assert await bench.seats.arrive("made up", "id-n1") is None
+    assert await bench.seats.arrive(first, "id-n1") is None
+    for seat_id, token in (("made up", claim.token), (second, claim.token), (first, uuid4())):
+        assert await bench.seats.finish(seat_id, token, Success("forged")) is None
+    assert not any(each.done() for each in running)
+    assert len(bench.placed) == 1
+
+
+async def test_a_seat_that_dies_costs_the_attempt_that_ran_and_no_other() -> None:
+    bench = Bench(hired("n1"))
+    ran, waits = await bench.begin(), await bench.begin()
+    first, second = bench.ray.seats
+    assert await bench.seats.arrive(first, "id-n1") is not None
+    bench.ray.part(first, Failure("CHILD_DIED", "killed"))
+    assert await is_over(ran) == Failure("CHILD_DIED", "killed")
+    assert not waits.done()
+    # Also one that dies before it starts anything: another takes its place.
+    bench.ray.part(second, Failure("NODE_LOST", "gone"))
+    await turns()
+    claim = await bench.seats.arrive(bench.ray.seats[2], "id-n1")
+    assert claim is not None
+    await bench.seats.finish(bench.ray.seats[2], claim.token, Success("1"))
+    assert await is_over(waits) == Success("1")
+
+
+async def test_an_attempt_whose_seat_dies_while_the_database_is_asked_has_not_begun() -> None:
+    bench = Bench(hired("n1"))
+    running, bench.database = await bench.begin(), asyncio.Event()
+    first = bench.ray.seats[0]
+    arriving = asyncio.create_task(bench.seats.arrive(first, "id-n1"))
+    await turns()
+    bench.ray.part(first, Failure("CHILD_DIED", "killed"))
+    await turns()
+    assert not running.done()
+    bench.database.set()
+    assert await arriving is None
+    # It waits again, and Ray has a seat for it.
+    assert await bench.seats.arrive(bench.ray.seats[1], "id-n1") is not None
+    assert [placement.token for placement in bench.placed] == 2 * [bench.placed[0].token]
+    assert not running.done()
+
+
+@pytest.mark.parametrize("is_told_to_run", [False, True], ids=["before", "after it was told what to run"])
+async def test_an_attempt_that_a_node_cannot_run_goes_to_another(is_told_to_run: bool) -> None:
+    bench = Bench(hired("n1", "n2"))
+    running = await bench.begin()
+    if is_told_to_run:
+        assert await bench.seats.arrive(bench.ray.seats[0], "id-n1") is not None
+    bench.ray.part(bench.ray.seats[0], NoHandler("no handler there", "id-n1"))
+    await turns()
+    # Nobody is sent there, and who comes from there gets nothing.
+    assert bench.ray.closed[bench.ray.seats[1]] == {"id-n1"}
+    assert await bench.seats.arrive(bench.ray.seats[1], "id-n1") is None
+    bench.ray.part(bench.ray.seats[1])
+    await turns()
+    assert await bench.seats.arrive(bench.ray.seats[2], "id-n2") is not None
+    assert not running.done()
 
 
 async def test_a_handler_that_no_node_has_is_the_end() -> None:
-    ray = Ray([NoHandler("no handler there", "id-n1"), NoHandler("nor there", "id-n2")])
+    bench = Bench(hired("n1", "n2"))
+    running = await bench.begin()
+    for number, name in enumerate(("n1", "n2")):
+        bench.ray.part(bench.ray.seats[number], NoHandler(f"no handler on {name}", f"id-{name}"))
+        await turns()
+    bench.seats.look()
     with pytest.raises(HandlerNotFound, match="handler"):
-        await run(hired("n1", "n2"), ray)
+        await is_over(running)
 
 
-@pytest.mark.parametrize(
-    ("place", "verdict"), [("id-n1", Verdict.BARRED), ("id-unseen", Verdict.PLACED)], ids=["barred", "not yet seen"]
-)
-async def test_an_attempt_that_a_node_sends_away_does_not_come_there_again(place: str, verdict: Verdict) -> None:
-    nodes = hired("n1", "n2")
-    flights = flights_of(nodes, verdict)
-
-    async def ask(token: UUID) -> Answer:
-        return Success("begun") if await flights.may_start(token, place) else NotStarted("sent away")
-
-    ray = Ray([ask, Success("elsewhere")])
-    assert await run(nodes, ray, flights=flights) == Success("elsewhere")
-    assert ray.closed == [set(), {place}]
+async def test_a_node_that_the_database_bars_gets_no_attempt_and_no_further_seat() -> None:
+    bench = Bench(hired("n1", "n2"), Verdict.BARRED)
+    running = await bench.begin()
+    assert await bench.seats.arrive(bench.ray.seats[0], "id-n1") is None
+    assert bench.ray.closed[bench.ray.seats[1]] == {"id-n1"}
+    bench.verdict = Verdict.PLACED
+    assert await bench.seats.arrive(bench.ray.seats[1], "id-n2") is not None
+    assert not running.done()
 
 
-async def test_one_that_is_being_called_back_can_be_called_again() -> None:
-    """Ray takes its time to end an attempt, and nodes are looked at more often than that."""
-    nodes, ray = hired("n1"), Ray()
-    flights = flights_of(nodes)
-    executor = RayExecutor(ray, flights, nodes.settings)
-    attempt = asyncio.create_task(executor.run(claim(), lambda _f, _n: None))
-    async with asyncio.timeout(LIMIT_S):
-        await ray.submitted.wait()
-        nodes.see([], {})
-        flights.ground()
-        await ray.is_ending.wait()
-        flights.ground()
-        ray.may_end.set()
-        with pytest.raises(NotBegun) as given_back:
-            await attempt
-    # Its queue is seen by whoever hires, at once.
+async def test_an_attempt_whose_claim_is_gone_is_given_back() -> None:
+    bench = Bench(hired("n1"), Verdict.LOST)
+    running = await bench.begin()
+    assert await bench.seats.arrive(bench.ray.seats[0], "id-n1") is None
+    with pytest.raises(NotBegun):
+        await is_over(running)
+    assert not bench.seats.counts
+
+
+async def test_a_seat_on_a_node_that_was_not_seen_yet_waits_for_the_next_look() -> None:
+    bench = Bench(hired("n1"))
+    await bench.begin()
+    arriving = asyncio.create_task(bench.seats.arrive(bench.ray.seats[0], "id-n2"))
+    await turns()
+    assert not arriving.done()
+    bench.nodes.see([*bench.nodes.alive.values(), node("id-n2", worker_id="n2")], {})
+    bench.seats.look()
+    assert await asyncio.wait_for(arriving, LIMIT_S) is not None
+    assert bench.placed[0].worker_id == "n2"
+
+
+async def test_when_nodes_are_gone_who_waits_is_given_back_at_once() -> None:
+    """Its queue is then seen by whoever hires."""
+    bench = Bench(hired("n1"))
+    running = await bench.begin()
+    bench.nodes.see([], {})
+    bench.seats.look()
+    with pytest.raises(NotBegun) as given_back:
+        await is_over(running)
+    await turns()
     assert given_back.value.delay_s == 0.0
-    assert not flights.counts
+    assert bench.ray.called_back == bench.ray.seats
+    assert not bench.seats.counts
 
 
 async def test_an_attempt_on_a_node_that_ray_has_given_up_is_over() -> None:
-    """Also where Ray hears nothing of its end, because the node was only cut off."""
-    nodes, ray, one = hired("n1"), Ray(), claim()
-    flights = flights_of(nodes)
-    attempt = asyncio.create_task(RayExecutor(ray, flights, nodes.settings).run(one, lambda _f, _n: None))
-    async with asyncio.timeout(LIMIT_S):
-        await ray.submitted.wait()
-        assert await flights.may_start(one.token, "id-n1")
-        flights.ground()
-        nodes.see([], {})
-        flights.ground()
-        await ray.is_ending.wait()
-        flights.ground()
-        ray.may_end.set()
-        outcome = await attempt
+    """Also where Ray hears nothing of its end, because the node was only cut off; and nodes are looked at meanwhile."""
+    bench = Bench(hired("n1"))
+    bench.ray.may_end.clear()
+    running = await bench.begin()
+    assert await bench.seats.arrive(bench.ray.seats[0], "id-n1") is not None
+    bench.seats.look()
+    bench.nodes.see([], {})
+    for _ in range(3):
+        bench.seats.look()
+        await turns()
+    assert bench.ray.ended == bench.ray.seats
+    bench.ray.may_end.set()
+    outcome = await is_over(running)
     assert isinstance(outcome, Failure) and (outcome.code, outcome.retry) == ("NODE_LOST", True)
 
 
-async def test_what_waits_when_a_node_is_lost_is_given_back_and_comes_again() -> None:
-    """Ray may be about to place it there, and would wait for that node."""
-    nodes, ray = hired("n1", "n2"), Ray()
-    flights = flights_of(nodes)
-    attempt = asyncio.create_task(RayExecutor(ray, flights, nodes.settings).run(claim(), lambda _f, _n: None))
+async def test_seats_that_wait_when_a_node_is_lost_are_replaced_and_who_waits_goes_on_waiting() -> None:
+    """Ray may be about to place them there, and would wait for that node."""
+    bench = Bench(hired("n1", "n2"))
+    running, now = await bench.begin(), asyncio.get_running_loop().time()
+    bench.seats.look(stuck_since=now - 60)
+    assert len(bench.ray.seats) == 1
+    bench.seats.look(stuck_since=now + 60)
+    await turns()
+    first, second = bench.ray.seats
+    assert bench.ray.called_back == [first]
+    # What was called back is not let in any more.
+    assert await bench.seats.arrive(first, "id-n1") is None
+    assert await bench.seats.arrive(second, "id-n2") is not None
+    assert not running.done()
+
+
+async def test_the_time_limit_counts_from_the_beginning_and_ends_the_seat() -> None:
+    bench = Bench(hired("n1"))
+    running, innocent = await bench.begin(timeout_s=0.05), await bench.begin()
+    first = bench.ray.seats[0]
+    bench.ray.may_end.clear()
+    claim = await bench.seats.arrive(first, "id-n1")
+    assert claim is not None
     async with asyncio.timeout(LIMIT_S):
-        await ray.submitted.wait()
-        flights.ground(waiting_since=asyncio.get_running_loop().time() - 60)
-        for _ in range(5):  # as many turns as it would take
-            await asyncio.sleep(0)
-        assert not ray.is_ending.is_set()
-        flights.ground(waiting_since=asyncio.get_running_loop().time() + 60)
-        ray.may_end.set()
-        with pytest.raises(NotBegun) as given_back:
-            await attempt
-    assert given_back.value.delay_s == 0.0
-    assert len(ray.closed) == 1
+        while not bench.ray.ended:
+            await asyncio.sleep(0.01)
+    # It is too late to finish, and what is about to be ended gets nothing more.
+    assert await bench.seats.finish(first, claim.token, Success("late")) is None
+    bench.ray.may_end.set()
+    outcome = await is_over(running)
+    assert isinstance(outcome, Failure) and outcome.code == "TIMEOUT"
+    assert (bench.ray.ended, innocent.done()) == ([first], False)
+
+
+async def test_an_attempt_that_is_not_wanted_any_more_is_ended_with_its_seat_and_one_that_waits_without() -> None:
+    bench = Bench(hired("n1"))
+    sits, waits = await bench.begin(), await bench.begin()
+    first, second = bench.ray.seats
+    assert await bench.seats.arrive(first, "id-n1") is not None
+    for running in (waits, sits):
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await is_over(running)
+    assert bench.ray.ended == [first]
+    assert await bench.seats.arrive(second, "id-n1") is None
+    assert not bench.seats.counts
+
+
+async def test_when_ray_starts_nothing_at_all_who_waits_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.engine.seats.MAX_SEATS_IN_VAIN", 3)
+    bench = Bench(hired("n1"))
+    running = await bench.begin()
+    for number in range(3):
+        assert not running.done()
+        bench.ray.part(bench.ray.seats[number], Failure("ENGINE_ERROR", "no process can be started"))
+        await turns()
+    with pytest.raises(NotBegun, match="no process can be started") as given_back:
+        await is_over(running)
+    assert given_back.value.delay_s > 0
+    assert len(bench.ray.seats) == 3

@@ -1,23 +1,28 @@
 """The pure parts of the engine: what tasks need, how many may be claimed, which versions work together."""
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from datetime import UTC, datetime
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.engine import line
 from windlass.engine.cluster import label_value
 from windlass.engine.gate import Gate
 from windlass.engine.needs import needs_of
-from windlass.engine.room import Flight, NodeRoom, capacity, free_places, places
+from windlass.engine.room import Flight, Needs, NodeRoom, capacity, free_places, places
+from windlass.engine.roster import Roster
 from windlass.engine.versions import Versions, check_node_image, check_versions
 from windlass.model.errors import BadInput, ConfigError
 from windlass.model.ray import RaySettings, TaskNeeds, frozen
 from windlass.model.task import Claim
+from windlass.worker.executor import Failure, Outcome, Success
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -208,31 +213,175 @@ def test_names_of_fleets_become_labels_that_ray_accepts_and_that_differ() -> Non
     assert all(":" not in label and len(label) <= 63 for label in labels)
 
 
-# -------------------------------------------------------------------------------------------------------- gate
+# ------------------------------------------------------------------------------------------- who waits, which seats
+
+ONE, TWO = frozen(CPU), frozen({"CPU": 2.0})
 
 
-async def test_the_gate_asks_for_each_start_and_passes_progress_on() -> None:
-    known, told = uuid4(), []
+def test_the_oldest_of_a_kind_is_next_and_one_that_comes_back_is_before_it() -> None:
+    roster: Roster[str, int] = Roster()
+    for attempt in ("a", "b", "c", "d"):
+        roster.wait(ONE, attempt)
+    roster.wait(TWO, "large")
+    assert roster.take(ONE) == "a"
+    roster.leave(ONE, "c")
+    roster.leave(ONE, "nobody")
+    roster.wait_again(ONE, "a")
+    assert [roster.take(ONE) for _ in range(4)] == ["a", "b", "d", None]
+    assert roster.kinds() == [TWO]
+    assert (roster.take_all(TWO), roster.take_all(TWO), roster.kinds()) == (["large"], [], [])
 
-    async def may_start(token: UUID, node_id: str) -> bool:
-        return token == known and node_id == "n"
 
-    gate = Gate(may_start, lambda *progress: told.append(progress))
+@pytest.mark.parametrize(
+    ("waiting", "seats", "missing", "surplus"),
+    [
+        (0, [], 0, []),
+        (3, [], 3, []),
+        (3, [1, 2], 1, []),
+        (2, [1, 2], 0, []),
+        (1, [1, 2, 3], 0, [2, 3]),
+        (0, [1, 2], 0, [1, 2]),
+    ],
+    ids=[
+        "nobody, nothing",
+        "a seat for each",
+        "one more",
+        "as many as wait",
+        "the youngest are too many",
+        "all are too many",
+    ],
+)
+def test_ray_has_a_seat_for_each_that_waits(waiting: int, seats: list[int], missing: int, surplus: list[int]) -> None:
+    roster: Roster[int, int] = Roster()
+    for attempt in range(waiting):
+        roster.wait(ONE, attempt)
+    for seat in seats:
+        roster.submitted(ONE, seat)
+    # Those of another kind are another matter.
+    roster.wait(TWO, 100)
+    roster.submitted(TWO, 100)
+    assert (roster.missing(ONE), roster.surplus()) == (missing, surplus)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["wait", "start", "serve", "again", "leave", "look"]), st.booleans())))
+def test_whatever_happens_seats_are_not_too_few_and_after_a_look_not_too_many(steps: list[tuple[str, bool]]) -> None:
+    roster: Roster[int, int] = Roster()
+    waiting: dict[Needs, list[int]] = {ONE: [], TWO: []}
+    for number, (step, is_large) in enumerate(steps):
+        kind = TWO if is_large else ONE
+        unstarted = list(roster.unstarted())
+        if step == "wait":
+            roster.wait(kind, number)
+            waiting[kind].append(number)
+        elif step == "again":
+            roster.wait_again(kind, number)
+            waiting[kind].insert(0, number)
+        elif step == "leave" and waiting[kind]:
+            roster.leave(kind, waiting[kind].pop())
+        elif step == "start" and unstarted:
+            roster.started(kind, unstarted[0])
+        elif step == "serve":
+            assert roster.take(kind) == (waiting[kind].pop(0) if waiting[kind] else None)
+        for each in waiting:
+            for count in range(roster.missing(each)):
+                roster.submitted(each, 1000 * (number + 1) + 100 * is_large + count)
+            assert not roster.missing(each)
+        if step == "look":
+            for seat in roster.surplus():
+                for each in waiting:
+                    roster.started(each, seat)
+            assert len(list(roster.unstarted())) == sum(map(len, waiting.values()))
+    assert set(roster.kinds()) == {kind for kind, queue in waiting.items() if queue}
+
+
+# ------------------------------------------------------------------------------------------------ line and gate
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Success(None),
+        Success("null"),
+        Success('{"say": "Gr\u00fc\u00dfe"}'),
+        Failure("TIMEOUT", "too\nlate"),
+        Failure("X", "", retry=False),
+    ],
+)
+def test_an_outcome_is_read_as_it_was_said(outcome: Outcome) -> None:
+    said, _, body = line.done("s", uuid4(), outcome).partition(b"\n")
+    header = json.loads(said)
+    size = line.size_of(header, 100)
+    assert size == (None if outcome == Success(None) else len(body))
+    assert line.read_outcome(header, None if size is None else body) == outcome
+
+
+def test_orders_are_read_as_they_were_given_and_words_of_errors_have_an_end() -> None:
+    one = claim({"text": "\n" * 10})
+    said, _, body = line.orders(one).partition(b"\n")
+    assert line.read_orders(json.loads(said), body) == one
+    assert line.read_orders(json.loads(line.orders(None)), None) is None
+    said, _, body = line.done("s", uuid4(), Failure("X", "\u00e9" * line.MAX_WORDS_BYTES)).partition(b"\n")
+    assert len(body) == line.MAX_WORDS_BYTES
+    assert line.read_outcome(json.loads(said), body).error.startswith("\u00e9")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("size", [11, -1, "10", 1.5])
+def test_nobody_announces_more_than_the_limit(size: object) -> None:
+    with pytest.raises(ValueError, match="10 are the limit"):
+        line.size_of({"size": size}, 10)
+
+
+class Desk:
+    """Has some claims for the seat `s`."""
+
+    def __init__(self, *claims: Claim) -> None:
+        self.claims = list(claims)
+        self.told: list[Any] = []
+
+    async def arrive(self, seat_id: str, node_id: str) -> Claim | None:
+        return self.claims.pop(0) if (seat_id, node_id) == ("s", "n") else None
+
+    async def finish(self, seat_id: str, token: UUID, outcome: Outcome) -> Claim | None:
+        self.told.append((seat_id, token, outcome))
+        return self.claims.pop(0) if self.claims else None
+
+    def progress(self, *progress: Any) -> None:
+        self.told.append(progress)
+
+
+async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> None:
+    first, second = claim({}), claim("x" * line.MAX_LINE_BYTES)
+    result = json.dumps("y" * 10 * line.MAX_LINE_BYTES)
+    desk = Desk(first, second)
+    gate = Gate(desk, len(result))
     host, port = await gate.open("127.0.0.1")
     try:
         reader, writer = await asyncio.open_connection(host, port)
-        lines = [{"start": str(known), "node": "n"}, {"start": str(uuid4()), "node": "n"}]
-        lines += [{"progress": str(known), "fraction": 0.5, "note": "half"}, {"start": str(known), "node": "other"}]
-        writer.writelines(json.dumps(line).encode() + b"\n" for line in lines)
-        answers = [json.loads(await reader.readline()) for _ in range(3)]
-        assert answers == [{"go": True}, {"go": False}, {"go": False}]
-        assert told == [(known, 0.5, "half")]
-        # Whoever talks nonsense is hung up on, and nobody else notices.
-        _, stranger = await asyncio.open_connection(host, port)
-        stranger.write(b"GET / HTTP/1.1\r\n\r\n")
-        writer.write(json.dumps(lines[0]).encode() + b"\n")
-        assert json.loads(await reader.readline()) == {"go": True}
-        stranger.close()
+
+        async def orders() -> Claim | None:
+            said = json.loads(await reader.readline())
+            return line.read_orders(said, await reader.readexactly(said["size"]) if "size" in said else None)
+
+        writer.write(line.arrival("stranger", "n"))
+        assert await orders() is None
+        writer.write(line.arrival("s", "n"))
+        assert await orders() == first
+        writer.write(line.progress("s", first.token, 0.5, "half") + line.done("s", first.token, Success(result)))
+        assert await orders() == second
+        # Whoever talks nonsense, or too much, is hung up on, and nobody else notices.
+        for nonsense in (b"GET / HTTP/1.1\r\n\r\n", line.done("s", first.token, Success("9" * (1 << 20)))):
+            ear, stranger = await asyncio.open_connection(host, port)
+            stranger.write(nonsense)
+            with contextlib.suppress(ConnectionResetError):
+                assert await ear.read() == b""
+            stranger.close()
+        writer.write(line.done("s", second.token, Failure("X", "why")))
+        assert await orders() is None
+        assert desk.told == [
+            ("s", first.token, 0.5, "half"),
+            ("s", first.token, Success(result)),
+            ("s", second.token, Failure("X", "why")),
+        ]
         writer.close()
     finally:
         await gate.close()

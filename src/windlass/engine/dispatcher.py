@@ -20,14 +20,15 @@ from uuid import uuid4
 import structlog
 
 from windlass.control.leader import Trust, holder_of_this_process
-from windlass.engine.attempt import Job
 from windlass.engine.cluster import WORKER_LABEL, Cluster, ClusterReplaced, ClusterUnavailable
 from windlass.engine.driver import Driver
-from windlass.engine.executor import Flights, RayExecutor
+from windlass.engine.executor import RayExecutor
 from windlass.engine.gate import Gate
 from windlass.engine.nodes import Nodes, Outlook
 from windlass.engine.placing import Placer
 from windlass.engine.room import Flight, Needs, free_places
+from windlass.engine.seat import Job
+from windlass.engine.seats import Seats
 from windlass.engine.versions import check_versions, our_versions
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
@@ -47,7 +48,7 @@ LEASE_S = 10.0
 RENEWALS_PER_LEASE = 4
 # From one look at Ray's nodes to the next.
 LOOK_INTERVAL_S = 0.5
-# What waits since before a node was lost, and for so long after, waits perhaps for that node.
+# A seat that waits since before a node was lost, and for so long after, waits perhaps for that node.
 STUCK_S = 10.0
 # From the first question that the head did not answer.
 HEAD_TIMEOUT_S = 10.0
@@ -90,7 +91,7 @@ class Dispatcher:
         self._places: list[_Places] = []
         self._drained: set[str] = set()
         self._head_silent_since: float | None = None
-        # When a node was last lost, until what waits since then has been called back.
+        # When a node was last lost, until the seats that wait since then have been replaced.
         self._lost_at: float | None = None
 
     def stop(self) -> None:
@@ -150,9 +151,9 @@ class Dispatcher:
     async def _act(self, term: int) -> None:
         """One term: until stopped, or until something ends it, which is raised."""
         placer = Placer(self._store)
-        flights = Flights(self._nodes, placer.place)
-        gate = Gate(flights.may_start, flights.on_progress)
         driver = self._driver
+        seats = Seats(driver, self._nodes, self._settings, placer.place)
+        gate = Gate(seats, self._dispatch.max_result_bytes)
         driver.use(
             Job(
                 await gate.open(driver.host),
@@ -162,13 +163,14 @@ class Dispatcher:
             )
         )
         try:
-            await self._look(flights, term)
-            self._make_runtimes(RayExecutor(driver, flights, self._settings), flights)
+            await self._look(seats, term)
+            self._make_runtimes(RayExecutor(seats, self._settings), seats)
             if self._stop.is_set():
                 self.stop()
-            await self._run_beside(self._renew(term), self._watch(flights, term))
+            await self._run_beside(self._renew(term), self._watch(seats, term))
         finally:
             await gate.close()
+            await seats.close()
             await placer.close()
 
     async def _run_beside(self, *watches: Coroutine[Any, Any, None]) -> None:
@@ -189,12 +191,12 @@ class Dispatcher:
                 runtime.drain("the term is over", 0.0)
             await asyncio.gather(*watching, *working, return_exceptions=True)
 
-    def _make_runtimes(self, executor: RayExecutor, flights: Flights) -> None:
+    def _make_runtimes(self, executor: RayExecutor, seats: Seats) -> None:
         config = self._dispatch.config
         classes = self._settings.classes(config.queues)
 
         def count_free(needs: Needs) -> int:
-            return self._count_free(needs, flights)
+            return self._count_free(needs, seats)
 
         self._places = [_Places(needs, executor, count_free, self._look_again) for needs in classes]
         self._runtimes.clear()
@@ -214,18 +216,18 @@ class Dispatcher:
             )
             self._runtimes.append(WorkerRuntime(settings, self._open_transport, places, places))
 
-    def _count_free(self, needs: Needs, flights: Flights) -> int:
+    def _count_free(self, needs: Needs, seats: Seats) -> int:
         if not self._trust.is_valid or self._head_silent_since is not None:
             return 0
         reserved = Counter({Flight(places.needs): places.reserved for places in self._places})
         free = free_places(
             self._nodes.rooms(),
-            flights.counts + reserved,
+            seats.counts + reserved,
             dict(needs),
             self._settings.margin,
             is_awaited=self._nodes.outlook(needs) is Outlook.AWAITED,
         )
-        return max(0, min(free, MAX_IN_FLIGHT - len(flights) - reserved.total()))
+        return max(0, min(free, MAX_IN_FLIGHT - len(seats) - reserved.total()))
 
     # ---------------------------------------------------------------------------------------------- what is watched
 
@@ -243,12 +245,12 @@ class Dispatcher:
                 raise LeaseLost(f"another dispatcher acts for fleet {self._dispatch.fleet}")
             self._look_again()
 
-    async def _watch(self, flights: Flights, term: int) -> None:
+    async def _watch(self, seats: Seats, term: int) -> None:
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
-            await self._look(flights, term)
+            await self._look(seats, term)
 
-    async def _look(self, flights: Flights, term: int) -> None:
+    async def _look(self, seats: Seats, term: int) -> None:
         """At Ray's nodes: remember, tell the store, drain. Raises HeadLost, LeaseLost."""
         now = asyncio.get_running_loop().time()
         try:
@@ -263,13 +265,13 @@ class Dispatcher:
             return
         self._head_silent_since = None
         before = set(self._nodes.alive)
-        if self._nodes.see(nodes, _used_by(flights.counts)):
+        if self._nodes.see(nodes, _used_by(seats.counts)):
             self._lost_at = now
         if self._lost_at is not None and now >= self._lost_at + STUCK_S:
-            flights.ground(waiting_since=self._lost_at)
+            seats.look(stuck_since=self._lost_at)
             self._lost_at = None
         else:
-            flights.ground()
+            seats.look()
         config = self._dispatch.config
         try:
             barred = await self._store.report_nodes(

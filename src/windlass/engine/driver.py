@@ -1,4 +1,4 @@
-"""The dispatcher as Ray's driver: hands attempts over, waits for them, ends them.
+"""The dispatcher as Ray's driver: hands seats over, waits for them, ends them.
 
 A driver needs a Ray node on its own host: an embedded head is one; for a head elsewhere, `ray start --address=...
 --num-cpus=0` makes one. What a driver submitted ends with it. A driver that has lost its head for long is ended by Ray,
@@ -11,16 +11,15 @@ import pickle
 from collections.abc import Collection
 from typing import Any
 
-from windlass.engine.attempt import Answer, Job, NoHandler, portable
 from windlass.engine.cluster import FLEET_LABEL, label_value
+from windlass.engine.seat import Job, NoHandler, Parting, portable
 from windlass.model.errors import WindlassError
 from windlass.model.node import Resources
 from windlass.model.ray import frozen
-from windlass.model.task import Claim
 from windlass.worker.executor import Failure
 
 CONNECT_TIMEOUT_S = 30.0
-# From the order to end an attempt to the end of its process. It then is not there, or out of our reach with its node.
+# From the order to end a seat to the end of its process. It then is not there, or out of our reach with its node.
 END_TIMEOUT_S = 5.0
 MAX_HANDLES = 1_000
 # Ray gives it to every node; our own labels only those have that we hired.
@@ -28,7 +27,7 @@ NODE_LABEL = "ray.io/node-id"
 
 
 class Driver:
-    """`fleet`: attempts run on nodes that carry its label. None: on any node of the cluster."""
+    """`fleet`: seats are on nodes that carry its label. None: on any node of the cluster."""
 
     def __init__(self, address: str, fleet: str | None, name: str) -> None:
         self._address = address
@@ -67,19 +66,19 @@ class Driver:
         self.dashboard_url = f"http://{context.dashboard_url}" if context.dashboard_url else ""
 
     def use(self, job: Job) -> None:
-        """For all attempts from here on."""
+        """For all seats from here on."""
         self._job = job
 
-    def submit(self, claim: Claim, needs: Resources, closed: Collection[str]) -> Any:
+    def submit(self, seat_id: str, needs: Resources, closed: Collection[str]) -> Any:
         # Bytes are what Ray handles fastest: objects of ours it would take apart with cloudpickle, each by itself.
-        return self._handle(needs, closed).remote(pickle.dumps((claim, self._job)))
+        return self._handle(needs, closed).remote(pickle.dumps((seat_id, self._job)))
 
-    async def answer(self, reference: Any) -> Answer:
-        """What came of it. Whatever Ray says of an attempt that it could not bring to an end is a failure."""
+    async def parting(self, reference: Any) -> Parting | Failure:
+        """How it ended. Whatever Ray says of one that it could not bring to an end is a failure of what ran there."""
         from ray import exceptions  # noqa: PLC0415
 
         try:
-            answer: Answer | tuple[str, str] = await asyncio.wrap_future(reference.future())
+            parting: Parting | tuple[str, str] = await asyncio.wrap_future(reference.future())
         except exceptions.OutOfMemoryError as error:
             return Failure("OUT_OF_MEMORY", _first_line(error))
         except (exceptions.NodeDiedError, exceptions.ObjectLostError, exceptions.OwnerDiedError) as error:
@@ -88,17 +87,17 @@ class Driver:
             return Failure("CHILD_DIED", f"its process, or its node, died ({_first_line(error)})")
         except exceptions.RayTaskError as error:
             return Failure("WORKER_ERROR", str(error)[-4000:])
-        except exceptions.RayError as error:
+        except Exception as error:
             return Failure("ENGINE_ERROR", f"{type(error).__name__}: {_first_line(error)}")
-        if isinstance(answer, tuple):
-            node_id, why = answer
+        if isinstance(parting, tuple):
+            node_id, why = parting
             return NoHandler(
                 f"windlass cannot be used on node {node_id} ({why}): install the same version there.", node_id
             )
-        return answer
+        return parting
 
     async def end(self, reference: Any) -> None:
-        """End an attempt, waiting or running, and wait until it is gone or out of reach."""
+        """End a seat, waiting or running, and wait until it is gone or out of reach."""
         import ray  # noqa: PLC0415
 
         # Whatever Ray says against it (it has ended, it is nobody's): what counts is that it is over.
@@ -106,6 +105,18 @@ class Driver:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await asyncio.to_thread(ray.cancel, reference, force=True)
                 await asyncio.wrap_future(reference.future())
+
+    async def call_back(self, references: Collection[Any]) -> None:
+        """End seats that nobody needs any more, and do not wait for it."""
+        import ray  # noqa: PLC0415
+
+        def cancel() -> None:
+            for reference in references:
+                # As above: it may be over.
+                with contextlib.suppress(Exception):
+                    ray.cancel(reference, force=True)
+
+        await asyncio.to_thread(cancel)
 
     def _handle(self, needs: Resources, closed: Collection[str]) -> Any:
         key = (frozen(needs), frozenset(closed))

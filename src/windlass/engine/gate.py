@@ -1,37 +1,42 @@
-"""Where an attempt reports, from the node it was placed on: may it begin, and how far has it come.
+"""Where seats report, from the nodes they were placed on: here I am, how far I have come, what came of it.
 
-Lines of JSON over TCP, one connection for each of Ray's processes, kept for all its attempts. A line names the claim
-token, which nobody else can know. Nothing begins without an answer, and nothing goes on without a word every
-PING_INTERVAL_S: a dispatcher that is gone, or cut off, has been replaced, and whatever it had placed must make room.
-
-    -> {"start": token, "node": node id}      <- {"go": true} | {"go": false}
-    -> {"progress": token, "fraction": 0.5, "note": null}
-                                              <- {"ping": true}
+TCP, one connection for each of Ray's processes, kept for all its seats; `line.py` has the words. Nothing begins without
+an answer, and nothing goes on without a word every PING_INTERVAL_S: a dispatcher that is gone, or cut off, has been
+replaced, and whatever it had placed must make room.
 """
 
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from typing import Protocol
 from uuid import UUID
 
 import structlog
 
-PING_INTERVAL_S = 2.5
-# A note has at most 500 characters, each escaped to at most twelve.
-MAX_LINE_BYTES = 1 << 14
+from windlass.engine.line import MAX_LINE_BYTES, MAX_WORDS_BYTES, PING, orders, read_outcome, size_of
+from windlass.model.task import Claim
+from windlass.worker.executor import Outcome
 
-MayStart = Callable[[UUID, str], Awaitable[bool]]
-OnProgress = Callable[[UUID, float, str | None], None]
+PING_INTERVAL_S = 2.5
 log = structlog.get_logger(__name__)
 
 
-class Gate:
-    """`may_start` is asked with the token and the node; `on_progress` is told."""
+class Desk(Protocol):
+    """Who knows the seats: seats.py. Of one it does not know it wants to hear nothing, and has nothing for it."""
 
-    def __init__(self, may_start: MayStart, on_progress: OnProgress) -> None:
-        self._may_start = may_start
-        self._on_progress = on_progress
+    async def arrive(self, seat_id: str, node_id: str) -> Claim | None:
+        """A seat has started. Returns what it is to run; None: nothing."""
+
+    async def finish(self, seat_id: str, token: UUID, outcome: Outcome) -> Claim | None:
+        """A seat has run it. Returns what it is to run next; None: nothing."""
+
+    def progress(self, seat_id: str, token: UUID, fraction: float, note: str | None) -> None: ...
+
+
+class Gate:
+    def __init__(self, desk: Desk, max_result_bytes: int) -> None:
+        self._desk = desk
+        self._max_body_bytes = max(max_result_bytes, MAX_WORDS_BYTES)
         self._server: asyncio.Server | None = None
         self._lines: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -57,7 +62,7 @@ class Gate:
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
             for writer in self._writers:
-                writer.write(b'{"ping":true}\n')
+                writer.write(PING)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = asyncio.current_task()
@@ -77,9 +82,15 @@ class Gate:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while text := await reader.readline():
             said = json.loads(text)
-            if "start" in said:
-                may_go = await self._may_start(UUID(said["start"]), said["node"])
-                writer.write(b'{"go":true}\n' if may_go else b'{"go":false}\n')
-                await writer.drain()
+            size = size_of(said, self._max_body_bytes)
+            body = None if size is None else await reader.readexactly(size)
+            seat_id = said["seat"]
+            if "progress" in said:
+                self._desk.progress(seat_id, UUID(said["progress"]), float(said["fraction"]), said["note"])
+                continue
+            if "done" in said:
+                claim = await self._desk.finish(seat_id, UUID(said["done"]), read_outcome(said, body))
             else:
-                self._on_progress(UUID(said["progress"]), float(said["fraction"]), said["note"])
+                claim = await self._desk.arrive(seat_id, said["node"])
+            writer.write(orders(claim))
+            await writer.drain()

@@ -1,13 +1,13 @@
 """Ray's nodes of a fleet, as last seen: whose worker each is, which get tasks, what a task may expect of them.
 
-A node gets tasks ("open") if it is alive, can hold tasks of the fleet, is not ending or paused, and has not refused one
-lately for want of our program, the handler or the command.
+A node gets tasks ("open") if it is alive, can hold tasks of the fleet, is not ending or paused (also if only the
+database knows so yet), and has not refused one lately for want of our program, the handler or the command.
 """
 
 import enum
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, ClusterNode, label_value
@@ -19,6 +19,8 @@ from windlass.model.ray import RaySettings
 LOOKS_REMEMBERED = 3
 # A node that lacked something is tried again after this: somebody may have installed it.
 REFUSAL_S = 60.0
+# One that the database would not have a task placed on: what we know of the nodes is newer by then.
+AVOIDANCE_S = 1.0
 # Ray may try for about a minute to reach a node that was cut off, also for tasks that could run elsewhere. Those that
 # are submitted with other wishes than before it does not line up behind them.
 LOST_S = 120.0
@@ -54,12 +56,14 @@ class Nodes:
     # Worker ids that get no more tasks.
     _barred: set[str] = field(default_factory=set)
     _refusals: dict[str, _Refusal] = field(default_factory=dict)
+    # Node ids, and until when.
+    _avoided: dict[str, float] = field(default_factory=dict)
     # Until when they are kept in mind.
     _lost: dict[str, float] = field(default_factory=dict)
     _looks: dict[str, deque[Mapping[str, float]]] = field(default_factory=dict)
     # Of what was seen last; thousands of tasks ask the same.
     _rooms: dict[str, NodeRoom] | None = None
-    _outlooks: dict[tuple[Needs, frozenset[str]], Outlook] = field(default_factory=dict)
+    _outlooks: dict[Needs, Outlook] = field(default_factory=dict)
 
     # --------------------------------------------------------------------------------------------- what is learned
 
@@ -83,6 +87,7 @@ class Nodes:
             for node_id, refusal in self._refusals.items()
             if node_id in self.alive and refusal.until > now
         }
+        self._avoided = {node_id: until for node_id, until in self._avoided.items() if until > now}
         self._forget()
         return bool(lost)
 
@@ -98,6 +103,11 @@ class Nodes:
         self._forget()
         return is_news
 
+    def avoid(self, node_id: str) -> None:
+        """The database would not have a task placed there."""
+        self._avoided[node_id] = self.clock() + AVOIDANCE_S
+        self._forget()
+
     def _forget(self) -> None:
         self._rooms = None
         self._outlooks.clear()
@@ -108,9 +118,8 @@ class Nodes:
         return node_id in self.alive
 
     def worker_of(self, node_id: str) -> str | None:
-        """None: it is none of ours, or not yet seen."""
-        node = self.alive.get(node_id)
-        return self._worker_id(node) if node is not None and self._serves(node) else None
+        """None: it gets no tasks."""
+        return self._worker_id(self.alive[node_id]) if node_id in self.rooms() else None
 
     def rooms(self) -> dict[str, NodeRoom]:
         """Of the open ones."""
@@ -118,7 +127,7 @@ class Nodes:
             self._rooms = {
                 node_id: NodeRoom(node.total, _least(self._looks[node_id]))
                 for node_id, node in self.alive.items()
-                if self._is_admitted(node) and node_id not in self._refusals
+                if self._is_admitted(node) and node_id not in self._refusals and node_id not in self._avoided
             }
         return self._rooms
 
@@ -127,16 +136,14 @@ class Nodes:
         """Where Ray could place a task, or try to, that is not to run there."""
         return (self.alive.keys() - self.rooms().keys()) | self._lost.keys()
 
-    def outlook(self, needs: Needs, shunned: Collection[str] = ()) -> Outlook:
-        """`shunned`: nodes that would not have it."""
-        key = needs, frozenset(shunned)
-        if key not in self._outlooks:
-            self._outlooks[key] = self._look_out(dict(needs), key[1])
-        return self._outlooks[key]
+    def outlook(self, needs: Needs) -> Outlook:
+        if needs not in self._outlooks:
+            self._outlooks[needs] = self._look_out(dict(needs))
+        return self._outlooks[needs]
 
-    def _look_out(self, needs: Resources, shunned: frozenset[str]) -> Outlook:
+    def _look_out(self, needs: Resources) -> Outlook:
         fitting = {node_id for node_id, node in self.alive.items() if places(node.total, needs)}
-        left = {node_id for node_id in fitting - shunned if self._is_admitted(self.alive[node_id])}
+        left = {node_id for node_id in fitting - self._avoided.keys() if self._is_admitted(self.alive[node_id])}
         if left - self._refusals.keys():
             return Outlook.FITS
         if left:

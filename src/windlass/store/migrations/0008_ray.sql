@@ -26,6 +26,8 @@ $$;
 create function windlass.place_tasks(p_task_ids bigint[], p_tokens uuid[], p_worker_ids text[])
 returns table (token uuid, verdict text)
 language plpgsql
+-- One task or hundreds, the plan is the same; to make it anew for each call would take longer than to follow it.
+set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_hashjoin = off
 set enable_mergejoin = off
