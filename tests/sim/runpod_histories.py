@@ -254,7 +254,7 @@ class SlowPreparer:
         self._history = history
         self._rng = rng
 
-    async def prepare(self, pod: str, where: Any, host_key: str | None) -> Preparation:
+    async def prepare(self, pod: str, where: Any, host_key: str | None, last_known: Any) -> Preparation:
         await asyncio.sleep(self._rng.choice([0.1, 3.0, 20.0]))
         pod_id = pod.split()[1]
         entry = self._history.pods.entries.get(pod_id)

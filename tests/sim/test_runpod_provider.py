@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, NoReturn
 
 import pytest
@@ -28,6 +30,8 @@ from windlass.providers.runpod.examine import examine
 from windlass.providers.runpod.limiter import Limiter
 from windlass.providers.runpod.naming import installation_of
 from windlass.providers.runpod.preparing import Preparer
+from windlass.providers.runpod.provider import RunpodProvider
+from windlass.providers.runpod.ssh import Endpoint, Said, Unreachable
 from windlass.sim.loop import virtual_now
 
 BOOTED_S = 10.0
@@ -485,6 +489,61 @@ def test_a_pod_that_is_over_is_not_prepared_until_time_runs_out(is_deleted: bool
         assert virtual_now() - began < timedelta(seconds=75)
 
     prepare()
+
+
+class Pod:
+    """A shell on a pod where all is well, once somebody answers there."""
+
+    host_key = "its key"
+
+    def __init__(self, answers_at: datetime) -> None:
+        self.answers_at = answers_at
+        self.endpoints: list[Endpoint] = []
+
+    @asynccontextmanager
+    async def open(self, endpoint: Endpoint, _host_key: str | None) -> AsyncIterator["Pod"]:
+        self.endpoints.append(endpoint)
+        if virtual_now() < self.answers_at:
+            raise Unreachable("nobody answers")
+        yield self
+
+    async def run(self, command: str, _timeout_s: float) -> Said:
+        said = {"nvidia-smi": "L40S, 46068", "df": "disk 99999999 1 99999999 1 /"}
+        return Said(0, said.get(command.split(maxsplit=1)[0], ""))
+
+
+async def pod_in_an_outage(answers_after_s: float, outage_s: float) -> tuple[RunpodProvider, Machine, Pod]:
+    """The API goes away when the pod has just come to run, and comes back later."""
+    bed = Bed()
+    pod = Pod(virtual_now() + timedelta(seconds=answers_after_s))
+    preparer = Preparer(RunpodSettings(image=IMAGE), pod.open, bed.rng)
+    provider = bed.provider(preparer=preparer, public_key="ssh-ed25519 OURS")
+    await provider.create(request_for())
+    await asyncio.sleep(BOOTED_S * 2)
+    (machine,) = await provider.list_machines()
+    assert machine.address is not None
+    bed.faults.next(503, times=10**6)
+    asyncio.get_running_loop().call_later(outage_s, bed.faults.clear)
+    await asyncio.sleep(6)  # a list is given again for so long
+    return provider, machine, pod
+
+
+@virtually
+async def test_while_the_api_is_away_a_pod_is_prepared_where_it_was_last() -> None:
+    provider, machine, pod = await pod_in_an_outage(answers_after_s=60, outage_s=3600)
+    assert (await provider.prepare(machine, None)).host_key == pod.host_key
+    assert {f"{endpoint.host}:{endpoint.port}" for endpoint in pod.endpoints} == {machine.address}
+
+
+@pytest.mark.parametrize("outage_s", [3600, 200], ids=["all the time", "a part of it"])
+def test_an_outage_of_the_api_condemns_no_pod(outage_s: float) -> None:
+    @virtually
+    async def live() -> None:
+        provider, machine, _ = await pod_in_an_outage(answers_after_s=600, outage_s=outage_s)
+        with pytest.raises(Unavailable, match=f"preparing pod {machine.id} of red-0-aa: it was not done within 300 s"):
+            await provider.prepare(machine, None)
+
+    live()
 
 
 @virtually

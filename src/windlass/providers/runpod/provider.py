@@ -404,7 +404,9 @@ class RunpodProvider:
                 raise NotPrepared("MACHINE_GONE", f"preparing {what}: {_EXITED[pod['status']]}", host_key=host_key)
             return self._endpoint(pod) if pod is not None else None
 
-        return await self._preparer.prepare(what, where, host_key)
+        seen = self._account.last_seen(machine.id)
+        last_known = self._endpoint(seen) if seen is not None else None
+        return await self._preparer.prepare(what, where, host_key, last_known)
 
     # ----------------------------------------------------------------------------------------------------- storage
 
