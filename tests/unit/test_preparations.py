@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from windlass.control.cycle import FleetCycle
+from windlass.control.cycle import FleetCycle, run_once
 from windlass.model.errors import NotPrepared
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
@@ -50,8 +50,9 @@ class Slow:
     async def close(self) -> None: ...
 
 
-def cycle_of(store: MemoryControlStore, provider: Slow, holder: str = "ann") -> FleetCycle:
-    return FleetCycle("red", FLEET, store, provider, Candidate(holder, 30.0), Random(1))  # noqa: S311
+def cycle_of(store: MemoryControlStore, provider: Slow, holder: str = "ann", fleet: str = "red") -> FleetCycle:
+    config = FLEET.model_copy(update={"queues": (fleet,)})
+    return FleetCycle(fleet, config, store, provider, Candidate(holder, 30.0), Random(1))  # noqa: S311
 
 
 async def hired(store: MemoryControlStore, provider: Slow) -> FleetCycle:
@@ -135,5 +136,21 @@ def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
         assert len(provider.asked) == 2
         assert virtual_now() - began < timedelta(seconds=130)
         assert told(await store.events(limit=100)) == ["WORKER_HIRED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
+
+    run(live())
+
+
+def test_with_one_cycle_of_each_no_fleet_waits_for_another_to_be_prepared() -> None:
+    async def live() -> None:
+        store, providers = MemoryControlStore(virtual_now), {fleet: Slow() for fleet in ("red", "blue", "green")}
+        for _ in range(2):
+            for fleet in providers:
+                await store.enqueue(NewTask(fleet))
+            began = virtual_now()
+            await run_once([cycle_of(store, provider, fleet=fleet) for fleet, provider in providers.items()])
+        assert [len(provider.asked) for provider in providers.values()] == [1, 1, 1]
+        # Each takes two minutes.
+        assert virtual_now() - began == pytest.approx(timedelta(seconds=120), abs=timedelta(seconds=5))
+        assert told(await store.events(limit=100)).count("MACHINE_PREPARED") == 3
 
     run(live())

@@ -7,7 +7,7 @@ asks the provider nothing. A provider that is slow delays what was asked of it, 
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -345,3 +345,17 @@ class FleetCycle:
             return None
         self._cycles_to_look = self._config.storage_check_interval_cycles
         return volume
+
+
+async def run_once(cycles: Sequence[FleetCycle]) -> list[Summary]:
+    """One cycle of each, and the end of all that they began, for whoever goes away afterwards. Closes them.
+
+    Preparations take minutes, and nobody else is there to hear of their end; but no fleet waits for another's.
+    """
+    try:
+        summaries = [await cycle.run() for cycle in cycles]
+        await asyncio.gather(*(cycle.settle(is_patient_with_all=True) for cycle in cycles))
+    finally:
+        for cycle in cycles:
+            await cycle.close()
+    return summaries
