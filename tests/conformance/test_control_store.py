@@ -737,7 +737,7 @@ async def test_a_refusal_ends_a_worker_that_was_given_up_meanwhile(
     assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
 
 
-@pytest.mark.parametrize("code", ["LimitReached", "Denied", "InvalidRequest", "NoCapacity"])
+@pytest.mark.parametrize("code", ["LimitReached", "Denied", "InvalidRequest", "NoCapacity", "LongPause"])
 async def test_a_refusal_of_the_whole_fleet_is_seen_until_a_machine_was_had_after_it(
     clock: VirtualClock, ann: Leader, code: str
 ) -> None:

@@ -20,7 +20,12 @@ def refusal(code: str = "LimitReached", age: float = 1) -> Refusal:
 
 @pytest.mark.parametrize(
     ("code", "hold"),
-    [("LimitReached", "LIMIT_REACHED"), ("Denied", "DENIED"), ("InvalidRequest", "INVALID_REQUEST")],
+    [
+        ("LimitReached", "LIMIT_REACHED"),
+        ("Denied", "DENIED"),
+        ("InvalidRequest", "INVALID_REQUEST"),
+        ("LongPause", "PROVIDER_PAUSE"),
+    ],
     ids=lambda word: str(word),
 )
 def test_a_refusal_of_the_whole_fleet_is_a_hold_and_an_alert_in_the_vendors_words(code: str, hold: str) -> None:

@@ -161,7 +161,7 @@ class Guard:
 class Refusal:
     """The last answer to a creation, where it was a no that concerns the whole fleet."""
 
-    # The name of the error: LimitReached, Denied, InvalidRequest, NoCapacity.
+    # The name of the error: LimitReached, Denied, InvalidRequest, NoCapacity; LongPause: a Throttled for many minutes.
     code: str
     reason: str
     at: datetime

@@ -56,6 +56,7 @@ ADVICE = {
     "OTHER_ACCOUNT": "put the key of the account back that rents its machines, until they are gone",
     "OTHER_PROVIDER": "put the fleet's former provider back until they are gone, or give the new one another fleet",
     "PROVIDER_ERRORS": "see the provider's status page, and the log for what it answered",
+    "PROVIDER_PAUSE": "wait until its pause is over; if it comes again, see who else uses the account's key so often",
     "PROVISIONING_TIMEOUT": "see the machine's console or log: it was made and never came to work",
     "SLOT_FAILED": "look at the log of its last worker, mend the cause, then `windlass restart FLEET`",
     "SLOT_RESTARTS": "look at the log of its last worker before its restarts are used up",

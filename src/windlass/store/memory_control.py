@@ -103,7 +103,7 @@ MAX_DURATIONS = 500
 MAX_CYCLES_SEARCHED = 5
 MAX_ANSWERS = 50
 # Refusals that are not about one machine.
-FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity"})
+FLEET_REFUSALS = frozenset({"LimitReached", "Denied", "InvalidRequest", "NoCapacity", "LongPause"})
 MAX_SUSPECTS = 50
 MAX_TASKS_WEIGHED = 500
 MAX_EVENTS_WEIGHED = 1000

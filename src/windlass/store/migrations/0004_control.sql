@@ -435,7 +435,7 @@ as $$
   select json_build_object('code', r.code, 'reason', r.reason, 'at', r.terminated_at)
   from recent r
   where r.creation = 'refused'
-    and r.code in ('LimitReached', 'Denied', 'InvalidRequest', 'NoCapacity')
+    and r.code in ('LimitReached', 'Denied', 'InvalidRequest', 'NoCapacity', 'LongPause')
     and not exists (select from recent n where n.machine_at > r.terminated_at)
   order by r.terminated_at desc, r.created_at desc, r.id collate "C" desc
   limit 1
