@@ -39,6 +39,24 @@ BOOTED_S = 10.0
 # ------------------------------------------------------------------------------------------------------------ create
 
 
+@pytest.mark.parametrize(("status", "detail"), [(403, "not in your plan"), (400, "this type is retired")])
+def test_that_a_choice_is_refused_is_told_although_another_is_had(status: int, detail: str) -> None:
+    @virtually
+    async def live() -> None:
+        bed = Bed()
+        provider = bed.provider(choices=[GPU, OTHER_GPU])
+        assert provider.traits.refused_choices == ()
+        bed.faults.next_create(status, detail=detail)
+        assert (await provider.create(request_for())).instance_type == OTHER_GPU
+        assert provider.traits.refused_choices == ((f"{GPU} in SECURE", f"{detail} ({status})"),)
+        await asyncio.sleep(3500)
+        assert provider.traits.refused_choices
+        await provider.create(request_for(1))
+        assert provider.traits.refused_choices == (), "it was had"
+
+    live()
+
+
 @virtually
 async def test_a_pod_is_what_was_asked_for_and_what_it_costs_is_known() -> None:
     bed = Bed(is_judged=True)

@@ -745,3 +745,13 @@ def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account(
     # So it is while lists may be old.
     memory = {"missing_since": {"a": ago(59), "b": ago(59)}}
     assert plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU).hold is None
+
+
+def test_a_choice_that_the_provider_refuses_is_told_once_an_hour_while_another_is_hired() -> None:
+    traits = ProviderTraits(refused_choices=(("L40S in SECURE", "not in your plan (403)"),))
+    planned = plan(snapshot(traits=traits), GPU)
+    (alert,) = of_kind(planned.actions, Alert)
+    assert (alert.code, alert.about) == ("CHOICE_REFUSED", "L40S in SECURE")
+    assert alert.reason.endswith("are hired instead: not in your plan (403)")
+    again = plan(snapshot(traits=traits, memory={"alerts": {"CHOICE_REFUSED L40S in SECURE": ago(3599)}}), GPU)
+    assert of_kind(again.actions, Alert) == []

@@ -99,8 +99,7 @@ class NotPrepared(ProviderError):
 
 
 # A pause that a provider asks for, and that is longer than this, is a matter for a person; nobody is hired while it
-# lasts. What ends machines, or looks at them, asks again after this time whatever was said: a machine that stays is paid
-# for.
+# lasts. What ends machines, or looks at them, asks again after this time whatever was said: what stays is paid for.
 LONG_PAUSE_S = 300.0
 
 

@@ -78,3 +78,6 @@ class ProviderTraits:
     has_prepare_step: bool = False
     # Its machines are those of one host, and their ids begin with its name: from here, no others can be seen or missed.
     host: str | None = None
+    # Which of a fleet's choices of machine it has refused lately, while another could be had, and in which words:
+    # whoever wrote the list should know that the rest of it is used.
+    refused_choices: tuple[tuple[str, str], ...] = ()

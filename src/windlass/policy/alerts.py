@@ -41,6 +41,7 @@ ADVICE = {
     "ALL_CRASHED": "look at the log of one of them: a bad release, image or host breaks all at once",
     "BUDGET": "raise the budget of the fleet, or wait for the next hour, day or month",
     "BUDGET_NEAR": "see `windlass cost`, and raise the budget in time if the work is worth it",
+    "CHOICE_REFUSED": "see whether the account may have it, or take it off the fleet's list: others may cost more",
     "DEAD_LETTERS": "see `windlass tasks list --status failed`; mend the cause, then `windlass tasks retry`",
     "DENIED": "the provider does not take our token: make a new one with the right to read and write",
     "ENGINE_SILENT": "see whether `windlass up` runs with this fleet, and whether Ray's head answers",

@@ -4,8 +4,9 @@ What it promises:
 - A pod is ours if its environment carries a tag that names our database, our fleet and a worker, and it bears that
   worker's name. Any other is neither listed nor touched.
 - `create` sends one request per choice of GPU, cloud and data centers, and none twice. A choice without capacity moves
-  on to the next and is remembered; so does one that this account may not have. Where any was without capacity, that is
-  the answer: it will pass, whatever is wrong with the others. What was sent and is not a clear no is Ambiguous.
+  on to the next and is remembered; so does one that this account may not have, and a person is told of it. Where any
+  was without capacity, that is the answer: it will pass, whatever is wrong with the others. What was sent and is not a
+  clear no is Ambiguous.
   A pod that is there already under this name is taken over.
 - `list_machines` is whole or raises. Lists that follow each other within seconds are answered from the last one, with
   what we did since.
@@ -55,6 +56,8 @@ DELETE_LOOKS_S = (0.5, 2.0, 4.0, 8.0, 12.0, 12.0)
 LIST_REUSE_S = 5.0
 # Whether a name is in use is asked for once; the list of the cycle that decided it will do.
 NAME_CHECK_S = 30.0
+# A choice that was refused is told of for this long, unless it is had before.
+REFUSED_TOLD_S = 3600.0
 # A new pod may not be found by its id for this long.
 HIDDEN_S = 60.0
 
@@ -109,6 +112,8 @@ class RunpodProvider:
         self._changes: dict[str, tuple[float, Machine | None]] = {}
         # Pod id to when it was first not found, without having been seen to go.
         self._unfound: dict[str, datetime] = {}
+        # What was refused of a choice, and when, while others could be had.
+        self._refused: dict[GpuChoice, tuple[datetime, str]] = {}
         # By worker: one request for a pod at a time.
         self._creating: dict[str, asyncio.Task[Machine]] = {}
 
@@ -121,6 +126,11 @@ class RunpodProvider:
             billing_unit_s=1,
             is_remote=True,
             has_prepare_step=self._preparer is not None,
+            refused_choices=tuple(
+                (str(choice), words)
+                for choice, (at, words) in self._refused.items()
+                if self._now() - at < timedelta(seconds=REFUSED_TOLD_S)
+            ),
         )
 
     async def close(self) -> None:
@@ -199,6 +209,8 @@ class RunpodProvider:
             else:
                 if not pod.get("id"):
                     raise Ambiguous(f"{doing}: an answer without the pod's id")
+                self._refused.pop(choice, None)
+                self._note_refused(refused)
                 return pod
         raise self._no_capacity(doing, exhausted, refused) if exhausted else self._refusal(refused[-1][1], doing)
 
@@ -212,10 +224,14 @@ class RunpodProvider:
         lacking = [choice for choice in self._settings.ordered if choice in exhausted]
         what = f"Runpod has none of {named(lacking)} now (wait, or add to runpod.choices of fleet {self._fleet})"
         # What only a person can mend is no reason to hold the others up, but a person must hear of it.
+        self._note_refused(refused)
         wrong = [f"{choice}: {problem.words}" for choice, problem in refused]
-        if wrong:
-            log.warning("choices refused", fleet=self._fleet, said=wrong)
         return NoCapacity("; ".join([f"{doing}: {what}", *wrong]) + ".")
+
+    def _note_refused(self, refused: Sequence[tuple[GpuChoice, Problem]]) -> None:
+        for choice, problem in refused:
+            log.warning("choice refused", fleet=self._fleet, choice=str(choice), said=problem.words)
+            self._refused[choice] = (self._now(), problem.words)
 
     def _refusal(self, problem: Problem, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
