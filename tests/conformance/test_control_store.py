@@ -50,6 +50,7 @@ from windlass.ports.control import (
     CreationRefused,
     CreationUnclear,
     Deleted,
+    HostKeySeen,
     Intent,
     LeaseLost,
     NotDeleted,
@@ -601,6 +602,20 @@ async def test_a_preparation_is_written_down_before_and_after(
     assert (view.prepared_at, view.prepare_code, view.host_key) == (done_at, None, "ssh-ed25519 AAAA")
     told = ["WORKER_HIRED", "MACHINE_PREPARING", "PREPARATION_UNCLEAR", "MACHINE_PREPARED"]
     assert await events(store, "w0") == told
+
+
+async def test_whoever_answers_first_on_a_machine_is_remembered_before_it_is_prepared(
+    store: ControlStores, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await ann.report(Created("w0", machine(1), is_prepared=False))
+    before = await events(store, "w0")
+    await ann.report(HostKeySeen("w0", "m2", "not its machine"))
+    await ann.report(HostKeySeen("w0", "m1", "ssh-ed25519 AAAA"))
+    await ann.report(HostKeySeen("w0", "m1", "another"), Prepared("w0", "m1", "another"))
+    (view,) = (await ann.observe()).workers
+    assert view.host_key == "ssh-ed25519 AAAA"
+    assert await events(store, "w0") == [*before, "MACHINE_PREPARED"]
 
 
 async def test_a_preparation_that_failed_says_which_check_and_what_was_said(store: ControlStores, ann: Leader) -> None:
@@ -1883,6 +1898,7 @@ async def live(twins: Twins, rng: Random) -> None:
             lambda: NotDeleted(name(), "denied"),
             lambda: StrayDeleted(Machine(rng.choice(machines), name(), MachineState.RUNNING), "stray"),
             lambda: StrayDeleted(replace(priced(), name=name()), "stray", 60, twins.clock()),
+            lambda: HostKeySeen(name(), rng.choice(machines), rng.choice(["key 1", "key 2"])),
             lambda: Prepared(name(), rng.choice(machines), rng.choice([None, "key 1", "key 2"])),
             lambda: PreparationFailed(name(), rng.choice(machines), "DISK_FULL", "full", "df", rng.choice([None, "k"])),
             lambda: PreparationUnclear(name(), "unclear"),

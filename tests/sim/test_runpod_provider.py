@@ -501,12 +501,15 @@ def test_a_pod_that_is_over_is_not_prepared_until_time_runs_out(is_deleted: bool
             bed.emulator.account.stop(bed.pods[machine.id])
         began = virtual_now()
         with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: it") as caught:
-            await provider.prepare(machine, "its key")
+            await provider.prepare(machine, "its key", unheard)
         assert (caught.value.code, caught.value.host_key) == ("MACHINE_GONE", "its key")
         # A new one may hide for a minute.
         assert virtual_now() - began < timedelta(seconds=75)
 
     prepare()
+
+
+async def unheard(_host_key: str) -> None: ...
 
 
 class Pod:
@@ -549,7 +552,7 @@ async def pod_in_an_outage(answers_after_s: float, outage_s: float) -> tuple[Run
 @virtually
 async def test_while_the_api_is_away_a_pod_is_prepared_where_it_was_last() -> None:
     provider, machine, pod = await pod_in_an_outage(answers_after_s=60, outage_s=3600)
-    assert (await provider.prepare(machine, None)).host_key == pod.host_key
+    assert (await provider.prepare(machine, None, unheard)).host_key == pod.host_key
     assert {f"{endpoint.host}:{endpoint.port}" for endpoint in pod.endpoints} == {machine.address}
 
 
@@ -559,7 +562,7 @@ def test_an_outage_of_the_api_condemns_no_pod(outage_s: float) -> None:
     async def live() -> None:
         provider, machine, _ = await pod_in_an_outage(answers_after_s=600, outage_s=outage_s)
         with pytest.raises(Unavailable, match=f"preparing pod {machine.id} of red-0-aa: it was not done within 300 s"):
-            await provider.prepare(machine, None)
+            await provider.prepare(machine, None, unheard)
 
     live()
 

@@ -12,6 +12,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.model.task import NewTask
 from windlass.ports.control import Candidate
+from windlass.ports.provider import OnHostKey
 from windlass.sim.loop import run, virtual_now
 from windlass.store.memory_control import MemoryControlStore
 
@@ -40,8 +41,10 @@ class Slow:
         self.machines.pop(machine.id, None)
         return None
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
         self.asked.append((machine.name, host_key))
+        if host_key is None:
+            await on_host_key("its key")
         await asyncio.sleep(120)
         if self.problem is not None:
             raise self.problem
@@ -135,6 +138,7 @@ def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
         await other.settle(is_patient_with_all=True)
         assert len(provider.asked) == 2
         assert virtual_now() - began < timedelta(seconds=130)
+        assert [host_key for _, host_key in provider.asked] == [None, "its key"], "it believes nobody else"
         assert told(await store.events(limit=100)) == ["WORKER_HIRED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
 
     run(live())

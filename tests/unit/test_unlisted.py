@@ -10,6 +10,7 @@ from windlass.model.errors import Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
 from windlass.ports.control import Candidate
+from windlass.ports.provider import OnHostKey
 from windlass.sim.loop import run, virtual_now
 from windlass.store.memory_control import MemoryControlStore
 
@@ -33,7 +34,7 @@ class Away:
     async def delete(self, machine: Machine) -> None:
         raise AssertionError(f"there is no {machine.name}")
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
         return Preparation()
 
     async def close(self) -> None: ...

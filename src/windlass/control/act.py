@@ -11,7 +11,7 @@ A preparation may take minutes. No cycle waits for it, it takes no place from ot
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -28,6 +28,7 @@ from windlass.ports.control import (
     CreationRefused,
     CreationUnclear,
     Deleted,
+    HostKeySeen,
     Intent,
     NotDeleted,
     Outcome,
@@ -63,8 +64,9 @@ class _Ended:
 
 
 class Actor:
-    """`on_settled` is told when a call ends that no cycle waits for any more. `now` is the database's time, as far as
-    it is known: what is written down later than it happened must not be paid for longer."""
+    """`write_down` keeps at once what must not wait for the end of a call. `on_settled` is told when a call ends that
+    no cycle waits for any more. `now` is the database's time, as far as it is known: what is written down later than it
+    happened must not be paid for longer."""
 
     def __init__(
         self,
@@ -73,8 +75,11 @@ class Actor:
         call_timeout_s: float = CALL_TIMEOUT_S,
         on_settled: Callable[[], None] = lambda: None,
         now: Callable[[], datetime | None] = lambda: None,
+        *,
+        write_down: Callable[[Outcome], Awaitable[None]],
     ) -> None:
         self._now = now
+        self._write_down = write_down
         self._provider = provider
         self._trust = trust
         self._call_timeout_s = call_timeout_s
@@ -265,7 +270,9 @@ class Actor:
     async def _prepare(self, worker_id: str, machine: Machine, host_key: str | None) -> Outcome:
         try:
             async with self._places_to_prepare, asyncio.timeout(PREPARE_TIMEOUT_S):
-                prepared = await self._provider.prepare(machine, host_key)
+                prepared = await self._provider.prepare(
+                    machine, host_key, lambda key: self._write_down(HostKeySeen(worker_id, machine.id, key))
+                )
                 return Prepared(worker_id, machine.id, prepared.host_key)
         except NotPrepared as error:
             log.warning("machine not prepared", worker_id=worker_id, code=error.code, error=str(error))

@@ -76,7 +76,9 @@ class FleetCycle:
         self._trust = Trust(candidate)
         # Told when a call ends that no cycle waits for any more: the next one has something to write down.
         self.on_settled: Callable[[], None] = lambda: None
-        self._actor = Actor(provider, self._trust, call_timeout_s, self._settled, self._now)
+        self._actor = Actor(
+            provider, self._trust, call_timeout_s, self._settled, self._now, write_down=self._write_down
+        )
         # What is taken over when the next cycle begins.
         self._changes: tuple[FleetConfig, Provider] | None = None
         # Providers that were exchanged while calls of theirs were under way.
@@ -234,6 +236,11 @@ class FleetCycle:
             former, self._formerly = self._formerly, []
             await self._close_providers(*former)
         return late
+
+    async def _write_down(self, outcome: Outcome) -> None:
+        """At once: a fact, so we need not lead."""
+        term, cycle_id = self._last
+        await self._store.commit_outcomes(self._candidate, term, self.name, cycle_id, [outcome], [], None)
 
     async def _carry_out(
         self, term: int, snapshot: Snapshot, decided: Plan, patience_s: float | None

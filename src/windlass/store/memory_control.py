@@ -77,6 +77,7 @@ from windlass.ports.control import (
     CreationRefused,
     CreationUnclear,
     Deleted,
+    HostKeySeen,
     Intent,
     LeaseLost,
     NotDeleted,
@@ -731,6 +732,9 @@ class MemoryControlStore(MemoryStore):
                 self._note("MACHINE_NOT_DELETED", reason, fleet=fleet, worker_id=worker_id)
             case StrayDeleted():
                 self._write_down_stray(fleet, outcome)
+            case HostKeySeen(worker_id, machine_id, host_key):
+                if self._hired[worker_id].machine_id == machine_id:
+                    self._hired[worker_id].host_key = self._hired[worker_id].host_key or host_key
             case Prepared() | PreparationFailed() | PreparationUnclear():
                 self._write_down_preparation(fleet, outcome)
             case VolumeGrown(volume_id, size_gb, reason) | VolumeNotGrown(volume_id, size_gb, reason):

@@ -22,6 +22,7 @@ from math import ceil
 from windlass.model.errors import NotPrepared, Throttled, Unavailable
 from windlass.model.machine import Preparation
 from windlass.model.runpod import JOIN_FILE, RunpodSettings
+from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod.problems import Trouble
 from windlass.providers.runpod.ssh import Endpoint, HostKeyChanged, OpenShell, Said, Shell, Unreachable
 
@@ -68,11 +69,11 @@ class Preparer:
         self._retry_s = retry_s
 
     async def prepare(
-        self, pod: str, where: Where, host_key: str | None, last_known: Endpoint | None = None
+        self, pod: str, where: Where, host_key: str | None, on_host_key: OnHostKey, last_known: Endpoint | None = None
     ) -> Preparation:
         """Raises NotPrepared; Unavailable if we could not know enough to say that. `pod`: as it is called in what is
         said about it. `last_known`: where it was reached before."""
-        attempt = _Attempt(pod, host_key, last_known)
+        attempt = _Attempt(pod, host_key, on_host_key, last_known)
         try:
             async with asyncio.timeout(self._settings.ssh.timeout_s):
                 while not await self._is_done(attempt, where):  # noqa: ASYNC110 - it is the pod that is waited for
@@ -98,7 +99,7 @@ class Preparer:
             return False
         try:
             async with self._open_shell(endpoint, attempt.host_key) as shell:
-                attempt.host_key = shell.host_key
+                await attempt.met(shell.host_key)
                 await self._work(attempt, shell)
         except HostKeyChanged as error:
             if is_blind:
@@ -132,11 +133,18 @@ class _Attempt:
 
     pod: str
     host_key: str | None
+    on_host_key: OnHostKey
     last_known: Endpoint | None
     code: str = SSH_UNREACHABLE
     last: str = "nothing was tried"
     # Whether the API once did not say where the pod is.
     was_blind: bool = False
+
+    async def met(self, host_key: str) -> None:
+        """Whoever comes after us, should we die here, must believe nobody else."""
+        if self.host_key is None:
+            await self.on_host_key(host_key)
+            self.host_key = host_key
 
     def failure(self, why: str, output: str = "") -> NotPrepared:
         return NotPrepared(self.code, masked(f"preparing {self.pod}: {why}"), last_lines(output), self.host_key)

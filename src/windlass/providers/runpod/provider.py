@@ -39,6 +39,7 @@ from windlass.model.errors import (
 )
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits, Volume
 from windlass.model.runpod import GpuChoice, RunpodSettings
+from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Account, Json, Listing
 from windlass.providers.runpod.catalog import CURRENCY, Offer, Want, in_order, micros_of, named
@@ -402,7 +403,7 @@ class RunpodProvider:
 
     # ----------------------------------------------------------------------------------------------------- prepare
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
         if self._preparer is None:
             return Preparation()
 
@@ -422,7 +423,7 @@ class RunpodProvider:
 
         seen = self._account.last_seen(machine.id)
         last_known = self._endpoint(seen) if seen is not None else None
-        return await self._preparer.prepare(what, where, host_key, last_known)
+        return await self._preparer.prepare(what, where, host_key, on_host_key, last_known)
 
     # ----------------------------------------------------------------------------------------------------- storage
 
