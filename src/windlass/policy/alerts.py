@@ -64,6 +64,7 @@ ADVICE = {
     "STORAGE_DOUBTED": "see whether volume_path is where the network volume is mounted on that worker's machine",
     "STORAGE_FULL": "delete what is no longer needed from the network volume, or move the fleet to a new one",
     "STORAGE_NOT_GROWN": "see in the provider's console why the network volume does not grow: balance, limit, rights",
+    "STORAGE_UNKNOWN": "see whether the key may read the network volume, and whether workers have it at volume_path",
     "TASKS_FAILING": "look at the errors of its last tasks: is it this worker, the tasks, or the handler everywhere?",
     "TOO_MANY_DEAD": "see whether workers can reach the database: they fell silent together",
     "TOO_MANY_STRAYS": "see whether this is the right database: machines of ours are unknown to it",
