@@ -351,13 +351,19 @@ async def test_without_a_join_token_nothing_is_asked_for() -> None:
 
 
 @virtually
-async def test_a_pod_that_does_not_tell_its_price_has_the_catalogs() -> None:
+async def test_a_pod_that_does_not_tell_its_price_has_the_catalogs_after_a_while() -> None:
     bed = Bed()
     provider = bed.provider(gpu_count=2)
     machine = await provider.create(request_for())
     bed.pods[machine.id].micros_per_hour = 0
     (listed,) = await bed.provider(gpu_count=2).list_machines()
+    assert (listed.price_micros_per_hour, listed.currency) == (None, None), "it may tell it yet"
+    await asyncio.sleep(300)
+    (listed,) = await bed.provider(gpu_count=2).list_machines()
     assert (listed.price_micros_per_hour, listed.currency) == (1_380_000, "USD")
+    bed.pods[machine.id].micros_per_hour = 1_000_000
+    (listed,) = await bed.provider(gpu_count=2).list_machines()
+    assert listed.price_micros_per_hour == 1_000_000
 
 
 # -------------------------------------------------------------------------------------------------------------- list

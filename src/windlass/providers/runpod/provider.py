@@ -57,6 +57,9 @@ DELETE_LOOKS_S = (0.5, 2.0, 4.0, 8.0, 12.0, 12.0)
 LIST_REUSE_S = 5.0
 # Whether a name is in use is asked for once; the list of the cycle that decided it will do.
 NAME_CHECK_S = 30.0
+# A new pod may cost nothing yet. Its bill is opened once, so it waits this long for the pod's own word, which then counts
+# from its creation, before it takes the catalog's.
+COST_TOLD_BY_S = 300.0
 # A choice that was refused is told of for this long, unless it is had before.
 REFUSED_TOLD_S = 3600.0
 # A new pod may not be found by its id for this long.
@@ -297,15 +300,16 @@ class RunpodProvider:
     def _machine(self, pod: Json, offers: Mapping[str, Mapping[str, Offer]]) -> Machine:
         status = str(pod.get("status"))
         gpu, cloud = str((pod.get("gpu") or {}).get("id", "")), str(pod.get("cloud") or "")
-        price = micros_of(pod.get("cost"))
-        if price is None and status not in _EXITED:
+        price, created_at = micros_of(pod.get("cost")), _moment(pod.get("createdAt"))
+        is_new = created_at is not None and self._now() - created_at < timedelta(seconds=COST_TOLD_BY_S)
+        if price is None and status not in _EXITED and not is_new:
             price = self._list_price(offers, gpu, cloud)
         endpoint = self._endpoint(pod)
         return Machine(
             id=str(pod["id"]),
             name=naming.worker_of(pod, self._tag) or str(pod.get("name")),
             state=_state(pod, status),
-            created_at=_moment(pod.get("createdAt")),
+            created_at=created_at,
             address=f"{endpoint.host}:{endpoint.port}" if endpoint is not None else None,
             instance_type=gpu or None,
             place=str(pod.get("dataCenterId") or "") or None,
