@@ -57,7 +57,7 @@ DELETE_LOOKS_S = (0.5, 2.0, 4.0, 8.0, 12.0, 12.0)
 LIST_REUSE_S = 5.0
 # Whether a name is in use is asked for once; the list of the cycle that decided it will do.
 NAME_CHECK_S = 30.0
-# A new pod may cost nothing yet. Its bill is opened once, so it waits this long for the pod's own word, which then counts
+# A new pod may cost nothing yet. Its bill is opened once, so it waits this long for the pod's own word, which counts
 # from its creation, before it takes the catalog's.
 COST_TOLD_BY_S = 300.0
 # A choice that was refused is told of for this long, unless it is had before.
