@@ -720,6 +720,27 @@ async def test_the_doctor_finds_a_volume_that_is_elsewhere_and_pods_nobody_looks
 
 
 @virtually
+async def test_the_doctor_names_pods_of_other_databases_and_touches_none() -> None:
+    bed = Bed()
+    for slot, identity in enumerate(("this", "old", "old", "older")):
+        await bed.provider(identity=identity).create(request_for(slot))
+    bed.client.post("/pods", json={"name": "theirs", "image": IMAGE, "gpu": {"id": GPU}})
+    given = RunpodSettings(image="i", choices=[GPU])
+    remarks = [remark async for remark in examine(bed.account(), "this", {"red": given})]
+    assert remarks[0].what == "the key is good; 1 pods are ours"
+    assert sorted((remark.what, bool(remark.do), remark.is_grave) for remark in remarks[1:3]) == sorted(
+        (
+            f"{count} pods of another windlass database (WINDLASS_POD begins with {installation_of(identity)}/) are in "
+            "this account",
+            True,
+            False,
+        )
+        for identity, count in (("old", 2), ("older", 1))
+    )
+    assert len(bed.pods) == 5
+
+
+@virtually
 async def test_a_limiter_spreads_what_is_left_over_the_time_until_it_is_renewed() -> None:
     limiter = Limiter(rate_per_s=10.0, burst=20)
     loop = asyncio.get_running_loop()
