@@ -143,12 +143,13 @@ def _without_ssh(config: Config) -> tuple[FleetConfig, Config]:
     return configured()[0], config
 
 
-def test_fleets_with_the_same_key_share_one_allowance() -> None:
+def test_fleets_with_the_same_key_share_one_account_and_the_longest_patience() -> None:
     config = Config(runpod_api_key="secret")
     one, other = providers.runpod_account(config, 20), providers.runpod_account(config, 30)
-    assert one is not other
-    assert one.limiter is other.limiter
-    assert providers.runpod_account(Config(runpod_api_key="another"), 20).limiter is not one.limiter
+    assert one is other
+    assert one.timeout_s == 30
+    assert providers.runpod_account(config, 20).timeout_s == 30
+    assert providers.runpod_account(Config(runpod_api_key="another"), 20) is not one
 
 
 def test_names_of_the_vendor_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

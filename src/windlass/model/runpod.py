@@ -126,7 +126,12 @@ class RunpodSettings(BaseModel):
     capacity_memory_s: float = Field(
         default=300.0, ge=0, description="A choice without capacity is not tried again for this long."
     )
-    call_timeout_s: float = Field(default=20.0, gt=0, le=40, description="Longest time for an answer of the API.")
+    call_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        le=40,
+        description="Longest time for an answer of the API; of several fleets with one key, the longest.",
+    )
     ssh: SshSettings = SshSettings()
 
     @property
