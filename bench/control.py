@@ -22,6 +22,7 @@ from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.ports.control import Candidate
+from windlass.ports.provider import OnHostKey
 from windlass.providers.local import LocalProvider
 from windlass.store.control import PostgresControlStore
 from windlass.store.embedded import EmbeddedPostgres
@@ -80,7 +81,7 @@ class Still:
     async def delete(self, machine: Machine) -> None:
         raise AssertionError(f"nobody should be ended, not even {machine.name}")
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:  # noqa: ARG002
         raise AssertionError(f"nobody should be prepared, not even {machine.name}")
 
     async def close(self) -> None: ...

@@ -50,6 +50,7 @@ from windlass.ports.control import (
     CreationRefused,
     CreationUnclear,
     Deleted,
+    HostKeySeen,
     Intent,
     LeaseLost,
     NotDeleted,
@@ -604,6 +605,20 @@ async def test_a_preparation_is_written_down_before_and_after(
     assert await events(store, "w0") == told
 
 
+async def test_whoever_answers_first_on_a_machine_is_remembered_before_it_is_prepared(
+    store: ControlStores, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await ann.report(Created("w0", machine(1), is_prepared=False))
+    before = await events(store, "w0")
+    await ann.report(HostKeySeen("w0", "m2", "not its machine"))
+    await ann.report(HostKeySeen("w0", "m1", "ssh-ed25519 AAAA"))
+    await ann.report(HostKeySeen("w0", "m1", "another"), Prepared("w0", "m1", "another"))
+    (view,) = (await ann.observe()).workers
+    assert view.host_key == "ssh-ed25519 AAAA"
+    assert await events(store, "w0") == [*before, "MACHINE_PREPARED"]
+
+
 async def test_a_preparation_that_failed_says_which_check_and_what_was_said(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.report(Created("w0", machine(1), is_prepared=False))
@@ -738,7 +753,7 @@ async def test_a_refusal_ends_a_worker_that_was_given_up_meanwhile(
     assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
 
 
-@pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CAPACITY"])
+@pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CAPACITY", "PROVIDER_PAUSE"])
 async def test_a_refusal_of_the_whole_fleet_is_seen_until_a_machine_was_had_after_it(
     clock: VirtualClock, ann: Leader, code: str
 ) -> None:
@@ -1884,6 +1899,7 @@ async def live(twins: Twins, rng: Random) -> None:
             lambda: NotDeleted(name(), "denied"),
             lambda: StrayDeleted(Machine(rng.choice(machines), name(), MachineState.RUNNING), "stray"),
             lambda: StrayDeleted(replace(priced(), name=name()), "stray", 60, twins.clock()),
+            lambda: HostKeySeen(name(), rng.choice(machines), rng.choice(["key 1", "key 2"])),
             lambda: Prepared(name(), rng.choice(machines), rng.choice([None, "key 1", "key 2"])),
             lambda: PreparationFailed(name(), rng.choice(machines), "DISK_FULL", "full", "df", rng.choice([None, "k"])),
             lambda: PreparationUnclear(name(), "unclear"),

@@ -348,7 +348,13 @@ async def test_a_machine_that_nobody_marked_is_neither_listed_nor_touched(world:
 async def test_preparing_where_there_is_nothing_to_prepare_changes_nothing(provider: Provider) -> None:
     created = await provider.create(request_for("fleet-0-aa"))
     assert not provider.traits.has_prepare_step
-    await provider.prepare(created, None)
+    met: list[str] = []
+
+    async def meet(host_key: str) -> None:
+        met.append(host_key)
+
+    await provider.prepare(created, None, meet)
+    assert met == []
     assert set(await listed(provider)) == {"fleet-0-aa"}
 
 

@@ -98,6 +98,9 @@ def place(tmp_path: Path, key_file: Path) -> Iterator[Place]:
             yield place
 
 
+async def unheard(_host_key: str) -> None: ...
+
+
 async def hire(provider: RunpodProvider, slot: int = 0) -> Machine:
     await provider.create(MachineRequest(f"red-{slot}-aa", "red", slot, join_token=TOKEN))
     async with asyncio.timeout(TIMEOUT_S):
@@ -111,8 +114,15 @@ async def hire(provider: RunpodProvider, slot: int = 0) -> Machine:
 async def test_a_good_pod_is_looked_over_and_its_worker_started_with_what_it_needs(place: Place) -> None:
     async with place.provider(checks=("python3 -c 'import json'", "command -v windlass")) as provider:
         machine = await hire(provider)
-        prepared = await provider.prepare(machine, None)
+        met: list[str] = []
+
+        async def meet(host_key: str) -> None:
+            assert not (place.volume / "runs").exists()
+            met.append(host_key)
+
+        prepared = await provider.prepare(machine, None, meet)
         assert prepared.host_key is not None
+        assert met == [prepared.host_key]
         assert prepared.host_key.startswith("ssh-ed25519 ")
         wait_until((place.volume / "joined").exists, TIMEOUT_S, "starting")
         assert json.loads((place.volume / "joined").read_text()) == {
@@ -126,13 +136,13 @@ async def test_a_good_pod_is_looked_over_and_its_worker_started_with_what_it_nee
 async def test_it_is_started_once_however_often_and_by_however_many_it_is_asked_for(place: Place) -> None:
     async with place.provider() as provider, place.provider() as other:
         machine = await hire(provider)
-        first = await provider.prepare(machine, None)
+        first = await provider.prepare(machine, None, unheard)
         again = await asyncio.gather(
-            *(each.prepare(machine, key) for each in (provider, other) for key in (None, first.host_key))
+            *(each.prepare(machine, key, unheard) for each in (provider, other) for key in (None, first.host_key))
         )
         assert {prepared.host_key for prepared in again} == {first.host_key}
         machine = await hire(provider, 1)
-        await asyncio.gather(*(each.prepare(machine, None) for each in (provider, other) for _ in range(3)))
+        await asyncio.gather(*(each.prepare(machine, None, unheard) for each in (provider, other) for _ in range(3)))
     wait_until(lambda: (place.volume / "runs").read_text() == "started\n" * 2, TIMEOUT_S, "starting")
 
 
@@ -163,9 +173,9 @@ async def test_an_orchestrator_that_dies_anywhere_leaves_a_pod_that_the_next_one
     async with place.provider(Preparer(place.settings(), open_shell, retry_s=0.1)) as provider:
         machine = await hire(provider)
         with suppress(asyncio.CancelledError):
-            await provider.prepare(machine, None)
+            await provider.prepare(machine, None, unheard)
     async with place.provider() as provider:
-        await provider.prepare(machine, None)
+        await provider.prepare(machine, None, unheard)
     wait_until((place.volume / "joined").exists, TIMEOUT_S, "starting")
     assert (place.volume / "runs").read_text() == "started\n"
 
@@ -200,7 +210,7 @@ async def test_each_failure_has_its_own_code_and_says_what_was_said(
     async with place.provider(**ssh) as provider:
         machine = await hire(provider)
         with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: .*{words}") as caught:
-            await provider.prepare(machine, None)
+            await provider.prepare(machine, None, unheard)
     assert caught.value.code == code
     assert (caught.value.host_key is None) is (code == "SSH_UNREACHABLE")
     assert not (place.volume / "runs").exists()
@@ -211,33 +221,33 @@ async def test_a_script_that_fails_at_once_is_quoted_without_its_secrets(place: 
     async with place.provider() as provider:
         machine = await hire(provider)
         with pytest.raises(NotPrepared) as caught:
-            await provider.prepare(machine, None)
+            await provider.prepare(machine, None, unheard)
         lines = caught.value.output.splitlines()
         assert lines[-2:] == ["have (a token)", "it ended with 3"]
         assert len(lines) == 20
         # Whoever comes later finds the same, and starts nothing.
         with pytest.raises(NotPrepared, match="it ended with 3"):
-            await provider.prepare(machine, caught.value.host_key)
+            await provider.prepare(machine, caught.value.host_key, unheard)
 
 
 async def test_ssh_that_answers_late_is_waited_for(place: Place) -> None:
     place.emulator.faults.next_pod(ssh_after_s=1.5)
     async with place.provider() as provider:
-        await provider.prepare(await hire(provider), None)
+        await provider.prepare(await hire(provider), None, unheard)
     wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
 
 
 async def test_the_same_pod_on_another_port_is_recognised_and_another_host_is_not(place: Place) -> None:
     async with place.provider() as provider:
         machine = await hire(provider)
-        known = await provider.prepare(machine, None)
-        assert (await provider.prepare(machine, known.host_key)).host_key == known.host_key
+        known = await provider.prepare(machine, None, unheard)
+        assert (await provider.prepare(machine, known.host_key, unheard)).host_key == known.host_key
         # Started again, it has another port and another host key: whoever that is, it is not the one we know.
         pod = place.emulator.account.pods[machine.id]
         place.emulator.account.restart(pod)
         place.emulator.settle()
         with pytest.raises(NotPrepared, match="shows another host key than before") as caught:
-            await provider.prepare(machine, known.host_key)
+            await provider.prepare(machine, known.host_key, unheard)
         assert caught.value.code == "SSH_HOST_KEY_CHANGED"
 
 
@@ -261,7 +271,7 @@ async def test_a_connection_that_breaks_is_made_again(place: Place) -> None:
             yield Breaking(shell)
 
     async with place.provider(Preparer(place.settings(), open_shell, retry_s=0.1)) as provider:
-        await provider.prepare(await hire(provider), None)
+        await provider.prepare(await hire(provider), None, unheard)
     wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
 
 
@@ -270,7 +280,7 @@ async def test_a_pod_of_somebody_elses_key_does_not_let_us_in(place: Place, tmp_
     settings = place.settings(timeout_s=1.0)
     async with place.provider(Preparer(settings, other.open_shell, retry_s=0.2), timeout_s=1.0) as provider:
         with pytest.raises(NotPrepared, match="Permission denied") as caught:
-            await provider.prepare(await hire(provider), None)
+            await provider.prepare(await hire(provider), None, unheard)
     assert caught.value.code == "SSH_UNREACHABLE"
 
 

@@ -24,6 +24,7 @@ from windlass.emulate.runpod.faults import Luck
 from windlass.model.errors import NotPrepared
 from windlass.model.machine import MachineRequest, Preparation
 from windlass.model.runpod import RunpodSettings
+from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod.account import Account
 from windlass.providers.runpod.provider import RunpodProvider
 from windlass.sim.cloud import Cloud, Entry
@@ -254,8 +255,12 @@ class SlowPreparer:
         self._history = history
         self._rng = rng
 
-    async def prepare(self, pod: str, where: Any, host_key: str | None) -> Preparation:
+    async def prepare(
+        self, pod: str, where: Any, host_key: str | None, on_host_key: OnHostKey, last_known: Any
+    ) -> Preparation:
         await asyncio.sleep(self._rng.choice([0.1, 3.0, 20.0]))
+        if host_key is None:
+            await on_host_key("its key")
         pod_id = pod.split()[1]
         entry = self._history.pods.entries.get(pod_id)
         worker = self._history.watch.by_machine.get(entry.id) if entry is not None else None

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, NoReturn
 
 import pytest
@@ -28,11 +30,31 @@ from windlass.providers.runpod.examine import examine
 from windlass.providers.runpod.limiter import Limiter
 from windlass.providers.runpod.naming import installation_of
 from windlass.providers.runpod.preparing import Preparer
+from windlass.providers.runpod.provider import RunpodProvider
+from windlass.providers.runpod.ssh import Endpoint, Said, Unreachable
 from windlass.sim.loop import virtual_now
 
 BOOTED_S = 10.0
 
 # ------------------------------------------------------------------------------------------------------------ create
+
+
+@pytest.mark.parametrize(("status", "detail"), [(403, "not in your plan"), (400, "this type is retired")])
+def test_that_a_choice_is_refused_is_told_although_another_is_had(status: int, detail: str) -> None:
+    @virtually
+    async def live() -> None:
+        bed = Bed()
+        provider = bed.provider(choices=[GPU, OTHER_GPU])
+        assert provider.traits.refused_choices == ()
+        bed.faults.next_create(status, detail=detail)
+        assert (await provider.create(request_for())).instance_type == OTHER_GPU
+        assert provider.traits.refused_choices == ((f"{GPU} in SECURE", f"{detail} ({status})"),)
+        await asyncio.sleep(3500)
+        assert provider.traits.refused_choices
+        await provider.create(request_for(1))
+        assert provider.traits.refused_choices == (), "it was had"
+
+    live()
 
 
 @virtually
@@ -329,13 +351,19 @@ async def test_without_a_join_token_nothing_is_asked_for() -> None:
 
 
 @virtually
-async def test_a_pod_that_does_not_tell_its_price_has_the_catalogs() -> None:
+async def test_a_pod_that_does_not_tell_its_price_has_the_catalogs_after_a_while() -> None:
     bed = Bed()
     provider = bed.provider(gpu_count=2)
     machine = await provider.create(request_for())
     bed.pods[machine.id].micros_per_hour = 0
     (listed,) = await bed.provider(gpu_count=2).list_machines()
+    assert (listed.price_micros_per_hour, listed.currency) == (None, None), "it may tell it yet"
+    await asyncio.sleep(300)
+    (listed,) = await bed.provider(gpu_count=2).list_machines()
     assert (listed.price_micros_per_hour, listed.currency) == (1_380_000, "USD")
+    bed.pods[machine.id].micros_per_hour = 1_000_000
+    (listed,) = await bed.provider(gpu_count=2).list_machines()
+    assert listed.price_micros_per_hour == 1_000_000
 
 
 # -------------------------------------------------------------------------------------------------------------- list
@@ -479,12 +507,70 @@ def test_a_pod_that_is_over_is_not_prepared_until_time_runs_out(is_deleted: bool
             bed.emulator.account.stop(bed.pods[machine.id])
         began = virtual_now()
         with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: it") as caught:
-            await provider.prepare(machine, "its key")
+            await provider.prepare(machine, "its key", unheard)
         assert (caught.value.code, caught.value.host_key) == ("MACHINE_GONE", "its key")
         # A new one may hide for a minute.
         assert virtual_now() - began < timedelta(seconds=75)
 
     prepare()
+
+
+async def unheard(_host_key: str) -> None: ...
+
+
+class Pod:
+    """A shell on a pod where all is well, once somebody answers there."""
+
+    host_key = "its key"
+
+    def __init__(self, answers_at: datetime) -> None:
+        self.answers_at = answers_at
+        self.endpoints: list[Endpoint] = []
+
+    @asynccontextmanager
+    async def open(self, endpoint: Endpoint, _host_key: str | None) -> AsyncIterator["Pod"]:
+        self.endpoints.append(endpoint)
+        if virtual_now() < self.answers_at:
+            raise Unreachable("nobody answers")
+        yield self
+
+    async def run(self, command: str, _timeout_s: float) -> Said:
+        said = {"nvidia-smi": "L40S, 46068", "df": "disk 99999999 1 99999999 1 /"}
+        return Said(0, said.get(command.split(maxsplit=1)[0], ""))
+
+
+async def pod_in_an_outage(answers_after_s: float, outage_s: float) -> tuple[RunpodProvider, Machine, Pod]:
+    """The API goes away when the pod has just come to run, and comes back later."""
+    bed = Bed()
+    pod = Pod(virtual_now() + timedelta(seconds=answers_after_s))
+    preparer = Preparer(RunpodSettings(image=IMAGE), pod.open, bed.rng)
+    provider = bed.provider(preparer=preparer, public_key="ssh-ed25519 OURS")
+    await provider.create(request_for())
+    await asyncio.sleep(BOOTED_S * 2)
+    (machine,) = await provider.list_machines()
+    assert machine.address is not None
+    bed.faults.next(503, times=10**6)
+    asyncio.get_running_loop().call_later(outage_s, bed.faults.clear)
+    await asyncio.sleep(6)  # a list is given again for so long
+    return provider, machine, pod
+
+
+@virtually
+async def test_while_the_api_is_away_a_pod_is_prepared_where_it_was_last() -> None:
+    provider, machine, pod = await pod_in_an_outage(answers_after_s=60, outage_s=3600)
+    assert (await provider.prepare(machine, None, unheard)).host_key == pod.host_key
+    assert {f"{endpoint.host}:{endpoint.port}" for endpoint in pod.endpoints} == {machine.address}
+
+
+@pytest.mark.parametrize("outage_s", [3600, 200], ids=["all the time", "a part of it"])
+def test_an_outage_of_the_api_condemns_no_pod(outage_s: float) -> None:
+    @virtually
+    async def live() -> None:
+        provider, machine, _ = await pod_in_an_outage(answers_after_s=600, outage_s=outage_s)
+        with pytest.raises(Unavailable, match=f"preparing pod {machine.id} of red-0-aa: it was not done within 300 s"):
+            await provider.prepare(machine, None, unheard)
+
+    live()
 
 
 @virtually
@@ -631,6 +717,27 @@ async def test_the_doctor_finds_a_volume_that_is_elsewhere_and_pods_nobody_looks
     bed.faults.next_list(401)
     (denied,) = [remark async for remark in examine(bed.account(), None, {"red": given})]
     assert (denied.is_grave, denied.what) == (True, "missing bearer token (401)")
+
+
+@virtually
+async def test_the_doctor_names_pods_of_other_databases_and_touches_none() -> None:
+    bed = Bed()
+    for slot, identity in enumerate(("this", "old", "old", "older")):
+        await bed.provider(identity=identity).create(request_for(slot))
+    bed.client.post("/pods", json={"name": "theirs", "image": IMAGE, "gpu": {"id": GPU}})
+    given = RunpodSettings(image="i", choices=[GPU])
+    remarks = [remark async for remark in examine(bed.account(), "this", {"red": given})]
+    assert remarks[0].what == "the key is good; 1 pods are ours"
+    assert sorted((remark.what, bool(remark.do), remark.is_grave) for remark in remarks[1:3]) == sorted(
+        (
+            f"{count} pods of another windlass database (WINDLASS_POD begins with {installation_of(identity)}/) are in "
+            "this account",
+            True,
+            False,
+        )
+        for identity, count in (("old", 2), ("older", 1))
+    )
+    assert len(bed.pods) == 5
 
 
 @virtually

@@ -170,6 +170,25 @@ def test_a_pause_in_hiring_delays_no_deletion() -> None:
     assert entry.gone_at < 150.0
 
 
+def test_a_long_pause_stops_hiring_for_as_long_as_it_lasts_and_is_said_aloud() -> None:
+    world = quiet_world(max_workers=1, lasts_s=1800.0)
+    script(world, (0, lambda: red(world).next_create(raises=Throttled("too many requests", retry_after_s=1200.0))))
+    world.run()
+    (entry,) = red(world).books.values()
+    assert 1200.0 < entry.began_at < 1520.0
+    assert red(world).created_calls == 2
+    assert "PROVIDER_PAUSE" in {event.detail["code"] for event in world.store._events if event.code == "ALERT"}
+
+
+def test_however_long_a_pause_a_machine_is_asked_to_go_again_after_five_minutes() -> None:
+    world = quiet_world(max_workers=1, lasts_s=900.0)
+    refusal = Throttled("too many requests", retry_after_s=7200.0)
+    script(world, (0, lambda: red(world).next_delete(raises=refusal, takes_effect=False)))
+    world.run()
+    (entry,) = red(world).books.values()
+    assert 300.0 < entry.gone_at < 600.0
+
+
 def test_a_fault_in_the_adapter_is_an_unclear_creation() -> None:
     world = quiet_world(max_workers=2)
     script(world, (0, lambda: red(world).next_create(raises=KeyError("oops"))))

@@ -381,6 +381,18 @@ TERMINATIONS = (
     ),
     Case("003: not ready, but nothing waits for it", worker(created=601), Lifecycle.ACTIVE_INITIALIZING),
     Case(
+        "beyond 003: never a word about its GPU in twice the time, whatever waits: it is paid for",
+        worker(created=1201),
+        Lifecycle.ACTIVE_INITIALIZING,
+        "STARTUP_NEVER_READY",
+        "Never initialized after startup grace period (1201s)",
+    ),
+    Case(
+        "not in twice the time either, but it has worked",
+        worker(created=1201, claimed=900),
+        Lifecycle.ACTIVE_INITIALIZING,
+    ),
+    Case(
         "003: the spawning time-out counts from hiring",
         worker(status="spawning", created=601, heartbeat=None, prepared=10),
         Lifecycle.SPAWNING_SCRIPT_RUNNING,

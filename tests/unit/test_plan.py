@@ -766,3 +766,13 @@ def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() 
         taken_over = plan(known, fleet(max_workers=9))
         assert (taken_over.hold, taken_over.memory.key_hash) == (None, "new")
         assert of_kind(taken_over.actions, Spawn)
+
+
+def test_a_choice_that_the_provider_refuses_is_told_once_an_hour_while_another_is_hired() -> None:
+    traits = ProviderTraits(refused_choices=(("L40S in SECURE", "not in your plan (403)"),))
+    planned = plan(snapshot(traits=traits), GPU)
+    (alert,) = of_kind(planned.actions, Alert)
+    assert (alert.code, alert.about) == ("CHOICE_REFUSED", "L40S in SECURE")
+    assert alert.reason.endswith("are hired instead: not in your plan (403)")
+    again = plan(snapshot(traits=traits, memory={"alerts": {"CHOICE_REFUSED L40S in SECURE": ago(3599)}}), GPU)
+    assert of_kind(again.actions, Alert) == []

@@ -18,7 +18,7 @@ def refusal(code: str = "LIMIT_REACHED", age: float = 1) -> Refusal:
     return Refusal(code, LIMIT, ago(age))
 
 
-@pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST"])
+@pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "PROVIDER_PAUSE"])
 def test_a_refusal_of_the_whole_fleet_is_a_hold_and_an_alert_in_the_vendors_words(code: str) -> None:
     planned = plan(snapshot(queued=9, refusal=refusal(code)), LOCAL)
     assert kinds(planned) == ["Alert"]

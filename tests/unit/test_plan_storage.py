@@ -1,5 +1,6 @@
 """When a network volume grows: the STORAGE_* settings as a table, and what a person is told."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,3 +85,40 @@ def test_a_volume_that_did_not_grow_when_asked_to_is_told_of_and_asked_again() -
     # It grew, and is too small again: nothing is wrong.
     again = plan(seen(150, 140, memory={"growth": Growth("v1", 150, ago(300))}), GPU)
     assert not of_kind(again.actions, Alert)
+
+
+def looks(first: Snapshot, count: int) -> list[list[str]]:
+    """What each look after another tells a person."""
+    told = []
+    for _ in range(count):
+        planned = plan(first, GPU)
+        told.append([alert.code for alert in of_kind(planned.actions, Alert)])
+        first = replace(first, memory=planned.memory)
+    return told
+
+
+def blind(active_s: float | None, **what: Any) -> Snapshot:
+    workers = () if active_s is None else (worker(created=9000, activated=active_s, claimed=5, vram_mb=24_000),)
+    return snapshot(*workers, **what)
+
+
+@pytest.mark.parametrize(
+    ("at", "is_told"),
+    [
+        pytest.param(blind(10, volume_problem="not found (404)"), True, id="it cannot be seen"),
+        pytest.param(blind(None, volume_problem="not found (404)"), False, id="it cannot be seen and nobody uses it"),
+        pytest.param(blind(1800, volume=Volume("v1", 100)), True, id="nobody measures it"),
+        pytest.param(blind(1799, volume=Volume("v1", 100)), False, id="nobody has had the time to measure it"),
+        pytest.param(blind(1800), False, id="it was not looked at"),
+    ],
+)
+def test_how_full_it_is_being_unknown_is_told_after_three_looks(at: Snapshot, is_told: bool) -> None:
+    assert looks(at, 4) == [[], [], ["STORAGE_UNKNOWN"] if is_told else [], []]
+
+
+def test_a_look_that_shows_it_ends_the_blindness_and_those_between_do_not() -> None:
+    at = blind(1800, volume_problem="not found (404)", memory={"blind_looks": 2})
+    assert plan(replace(at, volume_problem=None), GPU).memory.blind_looks == 2
+    use = StorageUse("w0", 10**9, ago(5))
+    known = plan(replace(at, volume_problem=None, volume=Volume("v1", 100), storage=use), GPU).memory
+    assert (known.blind_looks, known.storage_looked_in) == (0, 1)

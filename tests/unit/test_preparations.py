@@ -6,12 +6,13 @@ from random import Random
 
 import pytest
 
-from windlass.control.cycle import FleetCycle
+from windlass.control.cycle import FleetCycle, run_once
 from windlass.model.errors import NotPrepared
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.model.task import NewTask
 from windlass.ports.control import Candidate
+from windlass.ports.provider import OnHostKey
 from windlass.sim.loop import run, virtual_now
 from windlass.store.memory.control import MemoryControlStore
 
@@ -40,8 +41,10 @@ class Slow:
         self.machines.pop(machine.id, None)
         return None
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
         self.asked.append((machine.name, host_key))
+        if host_key is None:
+            await on_host_key("its key")
         await asyncio.sleep(120)
         if self.problem is not None:
             raise self.problem
@@ -50,8 +53,9 @@ class Slow:
     async def close(self) -> None: ...
 
 
-def cycle_of(store: MemoryControlStore, provider: Slow, holder: str = "ann") -> FleetCycle:
-    return FleetCycle("red", FLEET, store, provider, Candidate(holder, 30.0), Random(1))  # noqa: S311
+def cycle_of(store: MemoryControlStore, provider: Slow, holder: str = "ann", fleet: str = "red") -> FleetCycle:
+    config = FLEET.model_copy(update={"queues": (fleet,)})
+    return FleetCycle(fleet, config, store, provider, Candidate(holder, 30.0), Random(1))  # noqa: S311
 
 
 async def hired(store: MemoryControlStore, provider: Slow) -> FleetCycle:
@@ -134,6 +138,23 @@ def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
         await other.settle(is_patient_with_all=True)
         assert len(provider.asked) == 2
         assert virtual_now() - began < timedelta(seconds=130)
+        assert [host_key for _, host_key in provider.asked] == [None, "its key"], "it believes nobody else"
         assert told(await store.events(limit=100)) == ["WORKER_HIRED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
+
+    run(live())
+
+
+def test_with_one_cycle_of_each_no_fleet_waits_for_another_to_be_prepared() -> None:
+    async def live() -> None:
+        store, providers = MemoryControlStore(virtual_now), {fleet: Slow() for fleet in ("red", "blue", "green")}
+        for _ in range(2):
+            for fleet in providers:
+                await store.enqueue(NewTask(fleet))
+            began = virtual_now()
+            await run_once([cycle_of(store, provider, fleet=fleet) for fleet, provider in providers.items()])
+        assert [len(provider.asked) for provider in providers.values()] == [1, 1, 1]
+        # Each takes two minutes.
+        assert virtual_now() - began == pytest.approx(timedelta(seconds=120), abs=timedelta(seconds=5))
+        assert told(await store.events(limit=100)).count("MACHINE_PREPARED") == 3
 
     run(live())

@@ -65,7 +65,19 @@ def test_lists_can_stand_on_one_line() -> None:
         ({"env": {"a-b": "x"}}, "'a-b' cannot be the name of an environment variable"),
         ({"volume_path": "workspace"}, "volume_path"),
         ({"volume_path": "/a b"}, "volume_path"),
-        ({"network_volume_id": "v", "choices": ["X@COMMUNITY"]}, "network volumes are in the secure cloud only"),
+        ({"network_volume_id": "v", "choices": ["NVIDIA X@COMMUNITY"]}, "network volumes are in the secure cloud only"),
+        ({"choices": ["nonsense"]}, "'nonsense' is no GPU of NVIDIA's, and a worker can read no other"),
+        ({"choices": ["AMD Instinct MI300X OAM@SECURE"]}, "is no GPU of NVIDIA's"),
+        ({"image": " "}, "' ' is no image: write it as docker would pull it"),
+        ({"image": "a b"}, "'a b' is no image"),
+        ({"image": "a:1\n"}, "is no image"),
+        ({"volume_path": "/a/../b"}, "'/a/../b' has a step that leads nowhere or back"),
+        ({"ssh": {"storage_path": "/a/.."}}, "has a step that leads nowhere or back"),
+        ({"network_volume_id": "a/b?c"}, "'a/b?c' is no id of Runpod's: copy it from the console"),
+        ({"registry_id": "../pods"}, "'../pods' is no id of Runpod's"),
+        ({"template_id": " "}, "' ' is no id of Runpod's"),
+        ({"gpu_count": 999}, "less than or equal to 32"),
+        ({"disk_gb": 10**9}, "less than or equal to 16384"),
         ({"gpu_count": 0}, "gpu_count"),
         ({"disk_gb": 0}, "disk_gb"),
         ({"ssh": {"checks": [" "]}}, "a command is text, and not empty"),
@@ -131,12 +143,13 @@ def _without_ssh(config: Config) -> tuple[FleetConfig, Config]:
     return configured()[0], config
 
 
-def test_fleets_with_the_same_key_share_one_allowance() -> None:
+def test_fleets_with_the_same_key_share_one_account_and_the_longest_patience() -> None:
     config = Config(runpod_api_key="secret")
     one, other = providers.runpod_account(config, 20), providers.runpod_account(config, 30)
-    assert one is not other
-    assert one.limiter is other.limiter
-    assert providers.runpod_account(Config(runpod_api_key="another"), 20).limiter is not one.limiter
+    assert one is other
+    assert one.timeout_s == 30
+    assert providers.runpod_account(config, 20).timeout_s == 30
+    assert providers.runpod_account(Config(runpod_api_key="another"), 20) is not one
 
 
 def test_names_of_the_vendor_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -133,3 +133,23 @@ def test_a_driver_that_hangs_holds_nobody_up_and_what_it_once_said_is_forgotten(
     finally:
         reader.stop()
         may_go_on.set()
+
+
+@pytest.mark.parametrize(("is_needed", "said"), [(False, {}), (True, {"vram_total_mb": 0, "vram_used_mb": 0})])
+def test_a_driver_that_hangs_at_the_very_first_look_is_no_gpu_where_one_is_needed(
+    monkeypatch: pytest.MonkeyPatch, is_needed: bool, said: dict[str, int]
+) -> None:
+    may_go_on = threading.Event()
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: may_go_on.wait(30))
+    monkeypatch.setattr(gpu, "FIRST_LOOK_S", 0.01)
+    reader = GpuReader(is_needed=is_needed)
+    try:
+        reader.start()
+        # It may be slow: within its time nothing is said.
+        assert reader.vitals() == {}
+        monkeypatch.setattr(gpu, "SAMPLE_VALID_S", 0.0)
+        assert reader.vitals() == said
+        assert not reader.shows_gpu
+    finally:
+        reader.stop()
+        may_go_on.set()

@@ -3,15 +3,15 @@
 A call that takes longer than a cycle's patience goes on beside the next cycles and is not made again meanwhile; what
 became of it is written down by the cycle that comes after it. An answer that did not come is an outcome too: a creation
 becomes unclear and keeps its slot, a deletion is asked for again. So is an error nobody foresaw: an adapter's fault
-must not make us forget what its other calls have done. A provider that asks us to slow down is left alone for as long
-as it said. A creation that had to wait for its turn is not begun any more when the lease under which it was decided
-would be over: whoever leads then may count on it.
+must not make us forget what its other calls have done. A provider that asks us to slow down is asked for no machine for
+as long as it said, and to end none for as long, up to five minutes. A creation that had to wait for its turn is not
+begun any more when the lease under which it was decided would be over: whoever leads then may count on it.
 
 A preparation may take minutes. No cycle waits for it, it takes no place from other calls, and its end starts a cycle.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -20,7 +20,7 @@ import structlog
 
 from windlass.control.leader import Trust
 from windlass.model.action import Delete, DeleteStray, GrowVolume, Plan, Prepare
-from windlass.model.errors import NoCapacity, NotPrepared, ProviderError, Refused, Throttled
+from windlass.model.errors import LONG_PAUSE_S, NoCapacity, NotPrepared, ProviderError, Refused, Throttled
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.snapshot import Snapshot
 from windlass.ports.control import (
@@ -28,6 +28,7 @@ from windlass.ports.control import (
     CreationRefused,
     CreationUnclear,
     Deleted,
+    HostKeySeen,
     Intent,
     NotDeleted,
     Outcome,
@@ -63,8 +64,9 @@ class _Ended:
 
 
 class Actor:
-    """`on_settled` is told when a call ends that no cycle waits for any more. `now` is the database's time, as far as
-    it is known: what is written down later than it happened must not be paid for longer."""
+    """`write_down` keeps at once what must not wait for the end of a call. `on_settled` is told when a call ends that
+    no cycle waits for any more. `now` is the database's time, as far as it is known: what is written down later than it
+    happened must not be paid for longer."""
 
     def __init__(
         self,
@@ -73,8 +75,11 @@ class Actor:
         call_timeout_s: float = CALL_TIMEOUT_S,
         on_settled: Callable[[], None] = lambda: None,
         now: Callable[[], datetime | None] = lambda: None,
+        *,
+        write_down: Callable[[Outcome], Awaitable[None]],
     ) -> None:
         self._now = now
+        self._write_down = write_down
         self._provider = provider
         self._trust = trust
         self._call_timeout_s = call_timeout_s
@@ -216,7 +221,8 @@ class Actor:
             self._hires_from = max(self._hires_from, _next_call(error))
             # Whoever writes the summary down says it aloud.
             log.info("machine refused", worker_id=worker_id, error=str(error))
-            return CreationRefused(worker_id, error.code, str(error))
+            is_long = isinstance(error, Throttled) and error.retry_after_s > LONG_PAUSE_S
+            return CreationRefused(worker_id, "PROVIDER_PAUSE" if is_long else error.code, str(error))
         except Exception as error:
             problem = self._describe(error)
             log.warning("creation unclear", worker_id=worker_id, error=problem)
@@ -253,7 +259,8 @@ class Actor:
                 self._spared.pop(machine.id, None)
                 return _Ended(ended_at)
         except Exception as error:
-            self._ends_from = max(self._ends_from, _next_call(error))
+            self._ends_from = max(self._ends_from, _next_call(error, LONG_PAUSE_S))
+            self._hires_from = max(self._hires_from, _next_call(error))
             if isinstance(error, Refused):
                 self._spare(machine.id)
             problem = self._describe(error)
@@ -263,7 +270,9 @@ class Actor:
     async def _prepare(self, worker_id: str, machine: Machine, host_key: str | None) -> Outcome:
         try:
             async with self._places_to_prepare, asyncio.timeout(PREPARE_TIMEOUT_S):
-                prepared = await self._provider.prepare(machine, host_key)
+                prepared = await self._provider.prepare(
+                    machine, host_key, lambda key: self._write_down(HostKeySeen(worker_id, machine.id, key))
+                )
                 return Prepared(worker_id, machine.id, prepared.host_key)
         except NotPrepared as error:
             log.warning("machine not prepared", worker_id=worker_id, code=error.code, error=str(error))
@@ -304,9 +313,11 @@ class Actor:
         return str(error) if isinstance(error, ProviderError) else f"{type(error).__name__}: {error}"
 
 
-def _next_call(error: Exception) -> float:
+def _next_call(error: Exception, longest_s: float = float("inf")) -> float:
     """From when on the provider may be asked again."""
-    return asyncio.get_running_loop().time() + error.retry_after_s if isinstance(error, Throttled) else float("-inf")
+    if not isinstance(error, Throttled):
+        return float("-inf")
+    return asyncio.get_running_loop().time() + min(error.retry_after_s, longest_s)
 
 
 def _check_throttle(until: float) -> None:

@@ -7,7 +7,7 @@ asks the provider nothing. A provider that is slow delays what was asked of it, 
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -29,7 +29,7 @@ from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits, Volume
-from windlass.model.snapshot import Snapshot
+from windlass.model.snapshot import Memory, Snapshot
 from windlass.policy.plan import plan
 from windlass.ports.control import Candidate, ControlStore, Deleted, Intent, LeaseLost, Outcome, Standby
 from windlass.ports.provider import Provider, SharesVolume
@@ -76,7 +76,9 @@ class FleetCycle:
         self._trust = Trust(candidate)
         # Told when a call ends that no cycle waits for any more: the next one has something to write down.
         self.on_settled: Callable[[], None] = lambda: None
-        self._actor = Actor(provider, self._trust, call_timeout_s, self._settled, self._now)
+        self._actor = Actor(
+            provider, self._trust, call_timeout_s, self._settled, self._now, write_down=self._write_down
+        )
         # What is taken over when the next cycle begins.
         self._changes: tuple[FleetConfig, Provider] | None = None
         # Providers that were exchanged while calls of theirs were under way.
@@ -85,8 +87,6 @@ class FleetCycle:
         self._last = (0, 0)
         # The database's time, and when it was so by the loop's clock.
         self._clock: tuple[datetime, float] | None = None
-        # Until storage that its machines share is looked at again.
-        self._cycles_to_look = 0
         # Why the last list could not be had, and when that was said, by the loop's clock.
         self._unlisted: tuple[str, float] | None = None
         # The fleet is to end: everybody is let go and nobody hired, whatever waits.
@@ -161,7 +161,7 @@ class FleetCycle:
                 return self._stand_by(led)
         # Machines first: what is written down after this list was asked for is judged by a later one.
         listing = loop.time()
-        machines, volume = await asyncio.gather(self._list_machines(), self._look_at_volume())
+        machines = await self._list_machines()
         observing = loop.time()
         observed = await self._store.observe(self._candidate, self.name, self._config)
         if isinstance(observed, Standby):
@@ -169,11 +169,13 @@ class FleetCycle:
         self._trust.renewed(observing)
         term, seen = observed
         self._clock = (seen.now, loop.time())
-        listed_at = seen.now - timedelta(seconds=loop.time() - listing)
+        volume, volume_problem = await self._look_at_volume(seen.memory)
+        listed_at = seen.now - timedelta(seconds=self._clock[1] - listing)
         snapshot = replace(
             seen,
             machines=machines,
             volume=volume,
+            volume_problem=volume_problem,
             listed_at=listed_at,
             traits=self._traits(),
             is_winding_down=self.is_winding_down,
@@ -234,6 +236,11 @@ class FleetCycle:
             former, self._formerly = self._formerly, []
             await self._close_providers(*former)
         return late
+
+    async def _write_down(self, outcome: Outcome) -> None:
+        """At once: a fact, so we need not lead."""
+        term, cycle_id = self._last
+        await self._store.commit_outcomes(self._candidate, term, self.name, cycle_id, [outcome], [], None)
 
     async def _carry_out(
         self, term: int, snapshot: Snapshot, decided: Plan, patience_s: float | None
@@ -330,18 +337,32 @@ class FleetCycle:
             log.warning("machines unknown", fleet=self.name, error=problem)
             self._unlisted = (problem, now)
 
-    async def _look_at_volume(self) -> Volume | None:
-        """In every so many cycles. What cannot be known is looked at again in the next one."""
+    async def _look_at_volume(self, memory: Memory) -> tuple[Volume | None, str | None]:
+        """In every so many cycles, whoever ran the last ones; and why it cannot be known. What cannot is looked at
+        again in the next one."""
         if not isinstance(self._provider, SharesVolume):
-            return None
-        self._cycles_to_look -= 1
-        if self._cycles_to_look > 0:
-            return None
+            return None, None
+        looked_in = memory.storage_looked_in
+        if looked_in is not None and memory.cycle + 1 - looked_in < self._config.storage_check_interval_cycles:
+            return None, None
         try:
             async with asyncio.timeout(self._list_timeout_s):
-                volume = await self._provider.volume()
+                return await self._provider.volume(), None
         except Exception as error:
-            log.warning("volume unknown", fleet=self.name, error=str(error) or type(error).__name__)
-            return None
-        self._cycles_to_look = self._config.storage_check_interval_cycles
-        return volume
+            problem = str(error) or type(error).__name__
+            log.warning("volume unknown", fleet=self.name, error=problem)
+            return None, problem
+
+
+async def run_once(cycles: Sequence[FleetCycle]) -> list[Summary]:
+    """One cycle of each, and the end of all that they began, for whoever goes away afterwards. Closes them.
+
+    Preparations take minutes, and nobody else is there to hear of their end; but no fleet waits for another's.
+    """
+    try:
+        summaries = [await cycle.run() for cycle in cycles]
+        await asyncio.gather(*(cycle.settle(is_patient_with_all=True) for cycle in cycles))
+    finally:
+        for cycle in cycles:
+            await cycle.close()
+    return summaries

@@ -13,6 +13,7 @@ from windlass.ports.control import (
     CreationRefused,
     CreationUnclear,
     Deleted,
+    HostKeySeen,
     NotDeleted,
     Outcome,
     PreparationFailed,
@@ -115,7 +116,7 @@ def call_of(outcome: Outcome) -> tuple[str, str]:
             return "delete", "ok"
         case NotDeleted():
             return "delete", "error"
-        case Prepared():
+        case HostKeySeen() | Prepared():
             return "prepare", "ok"
         case PreparationFailed():
             return "prepare", "refused"

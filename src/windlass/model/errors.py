@@ -109,6 +109,11 @@ class NotPrepared(ProviderError):
         self.host_key = host_key
 
 
+# A pause that a provider asks for, and that is longer than this, is a matter for a person; nobody is hired while it
+# lasts. What ends machines, or looks at them, asks again after this time whatever was said: what stays is paid for.
+LONG_PAUSE_S = 300.0
+
+
 class Throttled(ProviderError):
     """Too many requests. Nothing was done; ask again after `retry_after_s`."""
 

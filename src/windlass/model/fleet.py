@@ -195,7 +195,10 @@ class FleetConfig(BaseModel):
     )
     spawn_timeout_s: float = _setting(600.0, "From hiring to the first heartbeat.", env="SPAWNING_TIMEOUT_SEC", gt=0)
     startup_grace_s: float = _setting(
-        600.0, "From start to the first word about its GPU, while tasks wait.", env="STARTUP_GRACE_PERIOD_SEC", gt=0
+        600.0,
+        "From start to the first word about its GPU, while tasks wait; twice as long while none do.",
+        env="STARTUP_GRACE_PERIOD_SEC",
+        gt=0,
     )
     not_claiming_timeout_s: float = _setting(
         180.0, "Ready, tasks waiting, and never claimed one for this long.", env="READY_NOT_CLAIMING_TIMEOUT_SEC", gt=0

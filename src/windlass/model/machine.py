@@ -80,3 +80,6 @@ class ProviderTraits:
     host: str | None = None
     # A hash of the key that machines are rented with, and of where: with another, others may be listed. None: no key.
     key_hash: str | None = None
+    # Which of a fleet's choices of machine it has refused lately, while another could be had, and in which words:
+    # whoever wrote the list should know that the rest of it is used.
+    refused_choices: tuple[tuple[str, str], ...] = ()

@@ -21,6 +21,14 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A path without anything that a shell, or somebody who reads it, could take for something else.
 _FOLDER = r"^/[A-Za-z0-9._/-]*[A-Za-z0-9._-]$"
 _SSH_PORT = "22/tcp"
+# How the vendor's GPU types of the one maker are called whose GPUs a worker can read.
+_NVIDIA = ("NVIDIA ", "Tesla ")
+# What has an id at Runpod: it becomes part of an address.
+_ID = re.compile(r"[A-Za-z0-9_-]+")
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+# Larger than any machine there is: the catalog says for each type what it has, this finds slips of the keyboard.
+MAX_GPUS = 32
+MAX_DISK_GB = 16_384
 
 
 class GpuChoice(NamedTuple):
@@ -32,6 +40,12 @@ class GpuChoice(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.gpu} in {self.cloud}{''.join(f'/{place}' for place in self.data_centers)}"
+
+
+def _folder(path: str | None) -> str | None:
+    if path is not None and {".", ".."} & set(path.split("/")):
+        raise ValueError(f"{path!r} has a step that leads nowhere or back: write the folder itself")
+    return path
 
 
 class SshSettings(BaseModel):
@@ -65,6 +79,8 @@ class SshSettings(BaseModel):
         default=300.0, gt=0, le=1800, description="From the first look at a running pod to the start of its worker."
     )
 
+    _whole_path = field_validator("storage_path")(_folder)
+
     @field_validator("start_command", "checks")
     @classmethod
     def _commands(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -85,7 +101,7 @@ class RunpodSettings(BaseModel):
         description="GPU type, cloud and data centers (any if none is named), as `NVIDIA L40S@SECURE/EU-RO-1/US-KS-2`, "
         "in the order in which they are tried; no capacity moves on to the next.",
     )
-    gpu_count: int = Field(default=1, ge=1, description="GPUs of a pod.")
+    gpu_count: int = Field(default=1, ge=1, le=MAX_GPUS, description="GPUs of a pod.")
     min_cuda_version: str | None = Field(
         default=None, pattern=r"^\d+\.\d+$", description="The oldest CUDA version a pod's machine may have: 12.4."
     )
@@ -100,14 +116,22 @@ class RunpodSettings(BaseModel):
     env: dict[str, str] = Field(default={}, description="The container's environment. No secrets.")
     ports: tuple[str, ...] = Field(default=(), description="Ports to open, as 8888/http or 22/tcp.")
     disk_gb: int | None = Field(
-        default=None, ge=1, description="The container's disk. Without it: the template's, or Runpod's usual size."
+        default=None,
+        ge=1,
+        le=MAX_DISK_GB,
+        description="The container's disk. Without it: the template's, or Runpod's usual size.",
     )
     network_volume_id: str | None = Field(default=None, min_length=1, description="Storage that its pods share.")
     volume_path: str = Field(default="/workspace", pattern=_FOLDER, description="Where that is mounted.")
     capacity_memory_s: float = Field(
         default=300.0, ge=0, description="A choice without capacity is not tried again for this long."
     )
-    call_timeout_s: float = Field(default=20.0, gt=0, le=40, description="Longest time for an answer of the API.")
+    call_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        le=40,
+        description="Longest time for an answer of the API; of several fleets with one key, the longest.",
+    )
     ssh: SshSettings = SshSettings()
 
     @property
@@ -138,7 +162,28 @@ class RunpodSettings(BaseModel):
                     f"{choice!r} is no GPU type and place: write NVIDIA L40S@SECURE, or NVIDIA L40S@SECURE/EU-RO-1, or "
                     "@COMMUNITY for the other cloud"
                 )
+            if not found[1].strip().startswith(_NVIDIA):
+                raise ValueError(
+                    f"{choice!r} is no GPU of NVIDIA's, and a worker can read no other: write its type as Runpod does, "
+                    "NVIDIA L40S"
+                )
         return tuple(dict.fromkeys(choices))
+
+    _whole_path = field_validator("volume_path")(_folder)
+
+    @field_validator("image")
+    @classmethod
+    def _reference(cls, image: str | None) -> str | None:
+        if image is not None and _IMAGE.fullmatch(image) is None:
+            raise ValueError(f"{image!r} is no image: write it as docker would pull it, ghcr.io/example/worker:1")
+        return image
+
+    @field_validator("network_volume_id", "template_id", "registry_id")
+    @classmethod
+    def _identifier(cls, value: str | None) -> str | None:
+        if value is not None and _ID.fullmatch(value) is None:
+            raise ValueError(f"{value!r} is no id of Runpod's: copy it from the console, as agv6w2qcg7")
+        return value
 
     @field_validator("ports")
     @classmethod

@@ -161,7 +161,7 @@ class Guard:
 class Refusal:
     """The last answer to a creation, where it was a no that concerns the whole fleet."""
 
-    # LIMIT_REACHED, DENIED, INVALID_REQUEST, NO_CAPACITY.
+    # LIMIT_REACHED, DENIED, INVALID_REQUEST, NO_CAPACITY; PROVIDER_PAUSE: we were told to wait for many minutes.
     code: str
     reason: str
     at: datetime
@@ -227,6 +227,9 @@ class Memory:
     # Since when no list of machines could be had.
     unlisted_since: datetime | None = None
     guard: Guard = Guard()
+    # In which cycle its storage was last seen, and how many looks, one after another, did not say how full it is.
+    storage_looked_in: int | None = None
+    blind_looks: int = 0
     # What was asked for when its storage was last looked at.
     growth: Growth | None = None
     refused: Pause | None = None
@@ -255,6 +258,8 @@ class Snapshot:
     last_failure: Failure | None = None
     # Storage that its machines share: None where there is none, or it was not looked at in this cycle.
     volume: Volume | None = None
+    # Why it could not be seen, where it was looked for.
+    volume_problem: str | None = None
     # The newest word about how much of it is used.
     storage: StorageUse | None = None
     # Workers on which tasks fail, one after another.

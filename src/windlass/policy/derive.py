@@ -27,6 +27,9 @@ PROOF_S = 60.0
 LEAST_USE = 0.001
 # Whoever finds nothing to claim works if it has lived for this many times as long as one may go without claiming.
 PROOF_WITHOUT_TASKS = 2
+# Nothing waits for it, and it has not said a word of its GPU for this many times as long as it may take to start: it is
+# paid for, and will be of no use when something does wait.
+GRACES_WITHOUT_TASKS = 2
 
 
 class Lifecycle(StrEnum):
@@ -248,16 +251,22 @@ def _trouble(  # noqa: PLR0912 - one for each way to be broken
     if lifecycle is Lifecycle.ACTIVE_GPU_NOT_DETECTED and age_s > fleet.gpu_not_detected_timeout_s:
         return "GPU_NOT_DETECTED", f"GPU not detected (VRAM=0) after {age_s:.0f}s"
     unclaimed_s = _age_s(unclaimed_since, now)
-    if unclaimed_s is None:
-        return None, None
     if lifecycle is Lifecycle.ACTIVE_INITIALIZING:
-        # The task for which it is too late may have come just now: one more beat to say that it is ready.
-        if age_s > fleet.startup_grace_s and unclaimed_s > fleet.heartbeat_interval_s:
+        if _is_never_ready(worker, fleet, age_s, unclaimed_s):
             return "STARTUP_NEVER_READY", f"Never initialized after startup grace period ({age_s:.0f}s)"
-    elif unclaimed_s > fleet.not_claiming_timeout_s:
+    elif unclaimed_s is not None and unclaimed_s > fleet.not_claiming_timeout_s:
         what = "GPU ready" if fleet.has_gpu else "Ready"
         return "GPU_READY_NOT_CLAIMING", f"{what} but never claimed tasks ({unclaimed_s:.0f}s)"
     return None, None
+
+
+def _is_never_ready(worker: WorkerView, fleet: FleetConfig, age_s: float, unclaimed_s: float | None) -> bool:
+    """Of one without a word about its GPU. Whoever has worked has one."""
+    if unclaimed_s is not None:
+        # The task for which it is too late may have come just now: one more beat to say that it is ready.
+        return age_s > fleet.startup_grace_s and unclaimed_s > fleet.heartbeat_interval_s
+    has_worked = worker.first_claimed_at is not None or bool(worker.running)
+    return not has_worked and age_s > GRACES_WITHOUT_TASKS * fleet.startup_grace_s
 
 
 def _stale(worker: WorkerView, now: datetime, queued: int) -> tuple[str, str]:

@@ -124,6 +124,15 @@ class StrayDeleted:
 
 
 @dataclass(frozen=True, slots=True)
+class HostKeySeen:
+    """Who answers on the worker's machine. Whoever was seen first stays."""
+
+    worker_id: str
+    machine_id: str
+    host_key: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """The worker's program was started on its machine."""
 
@@ -175,6 +184,7 @@ Outcome = (
     | Deleted
     | NotDeleted
     | StrayDeleted
+    | HostKeySeen
     | Prepared
     | PreparationFailed
     | PreparationUnclear

@@ -17,10 +17,14 @@ The contract:
   this provider can have: it may be another's.
 """
 
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Protocol, runtime_checkable
 
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits, Volume
+
+# Told the host key that a machine shows when it is first spoken to.
+OnHostKey = Callable[[str], Awaitable[None]]
 
 
 class Provider(Protocol):
@@ -33,8 +37,9 @@ class Provider(Protocol):
 
     async def delete(self, machine: Machine) -> datetime | None: ...
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:
-        """`host_key`: what an earlier call returned for it, or raised with."""
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
+        """`host_key`: whom an earlier call met there. `on_host_key` is told whom this one met first, before anything is
+        done there; if that fails, so does the call."""
 
     async def close(self) -> None: ...
 

@@ -7,11 +7,11 @@ Among equals, whoever goes goes in the order of asking. A pause stops everybody,
 
 import asyncio
 
-from windlass.model.errors import Throttled
+from windlass.model.errors import LONG_PAUSE_S, Throttled
 
 # A pause when the vendor does not say how long; twice as long each time it was not enough.
 PAUSE_FIRST_S = 10.0
-PAUSE_LONGEST_S = 300.0
+PAUSE_LONGEST_S = LONG_PAUSE_S
 # What is left of a turn by the rounding of fractions.
 _NO_TIME_S = 1e-6
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from windlass.model.cost import PricePart
 from windlass.model.errors import Ambiguous, NoCapacity, ProviderError, Refused, Throttled, Unavailable
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
+from windlass.ports.provider import OnHostKey
 from windlass.sim.loop import moment
 from windlass.sim.processes import start_outside
 from windlass.sim.story import Story
@@ -228,7 +229,7 @@ class Cloud:
             # Of one that was gone before, nobody says since when.
             answer.set_result(moment(entry.gone_at) if entry is not None and is_there else None)
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002 - they start by themselves
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:  # noqa: ARG002
         return Preparation()
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from windlass.control.summary import Summary
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
 from windlass.ports.control import Candidate
-from windlass.ports.provider import Provider
+from windlass.ports.provider import OnHostKey, Provider
 from windlass.sim.processes import Process
 from windlass.sim.story import Story
 
@@ -99,9 +99,9 @@ class GatedProvider:
         await self._process.gate()
         return await self._provider.delete(machine)
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
         await self._process.gate()
-        return await self._provider.prepare(machine, host_key)
+        return await self._provider.prepare(machine, host_key, on_host_key)
 
     async def close(self) -> None:
         await self._provider.close()

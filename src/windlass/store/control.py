@@ -28,6 +28,7 @@ from windlass.ports.control import (
     CreationRefused,
     CreationUnclear,
     Deleted,
+    HostKeySeen,
     Intent,
     LeaseLost,
     NotDeleted,
@@ -385,6 +386,8 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
                 "billing_unit_s": unit_s,
                 "ended_at": ended_at.isoformat() if ended_at is not None else None,
             }
+        case HostKeySeen():
+            kind = "host_key_seen"
         case Prepared():
             kind = "prepared"
         case PreparationFailed():

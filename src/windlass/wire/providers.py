@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from windlass.providers.hetzner.limiter import Limiter
     from windlass.providers.remark import Remark
     from windlass.providers.runpod.account import Account as RunpodAccount
-    from windlass.providers.runpod.limiter import Limiter as RunpodLimiter
     from windlass.providers.runpod.ssh import Identity
 
 # Of each raylet on this host: they are many, and Ray's own choice is a third of the memory.
@@ -246,7 +245,9 @@ def runpod_identity(name: str, fleet: "FleetConfig", config: Config) -> "Identit
 
 def runpod_account(config: Config, timeout_s: float) -> "RunpodAccount":
     """One for all fleets with the same key: they share its allowance of requests, and its list of pods."""
-    return _runpod_account(_runpod_key(config), config.runpod_endpoint, timeout_s)
+    account = _runpod_account(_runpod_key(config), config.runpod_endpoint)
+    account.be_patient(timeout_s)
+    return account
 
 
 def _runpod_key(config: Config) -> str:
@@ -259,17 +260,10 @@ def _runpod_key(config: Config) -> str:
 
 
 @functools.cache
-def _runpod_account(key: str, endpoint: str, timeout_s: float) -> "RunpodAccount":
+def _runpod_account(key: str, endpoint: str) -> "RunpodAccount":
     from windlass.providers.runpod import Account
 
-    return Account(key, endpoint=endpoint, timeout_s=timeout_s, limiter=_runpod_limiter(key, endpoint))
-
-
-@functools.cache
-def _runpod_limiter(key: str, endpoint: str) -> "RunpodLimiter":  # noqa: ARG001 - whose allowance it is
-    from windlass.providers.runpod.limiter import Limiter
-
-    return Limiter()
+    return Account(key, endpoint=endpoint, timeout_s=0.0)
 
 
 async def examine_runpod(config: Config) -> "AsyncGenerator[Remark, None]":

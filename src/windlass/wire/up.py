@@ -37,28 +37,22 @@ Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
 async def run_cycles(config: Config) -> "list[Summary]":
     """One cycle of every fleet, then give the lead up: for cron and the like."""
+    from windlass.control.cycle import run_once
+
     check_machines_can_call(config)
     check_keys(config)
     await check_ray(config)
     async with control_store(config) as store:
         ourselves, instance_id = candidate(config), await store.instance_id()
         try:
-            return [
-                await _run_once(fleet_cycle(name, fleet, config, store, ourselves, instance_id))
-                for name, fleet in hiring_fleets(config).items()
-            ]
+            return await run_once(
+                [
+                    fleet_cycle(name, fleet, config, store, ourselves, instance_id)
+                    for name, fleet in hiring_fleets(config).items()
+                ]
+            )
         finally:
             await store.resign(ourselves)
-
-
-async def _run_once(cycle: "FleetCycle") -> "Summary":
-    try:
-        summary = await cycle.run()
-        # Machines that are being prepared: nobody else is there to hear of it.
-        await cycle.settle(is_patient_with_all=True)
-    finally:
-        await cycle.close()
-    return summary
 
 
 async def run_up(

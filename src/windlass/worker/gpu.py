@@ -1,8 +1,9 @@
 """How much memory the GPUs of this machine have and use, by NVML.
 
 Read on a thread of its own: a broken driver can block the call for ever, and the heartbeat must not wait for it. Zero
-is reported where a GPU is needed and none answers, and where there is an NVIDIA driver and none answers: zero means
-broken. Where there is no driver, and nobody needs one, nothing is reported.
+is reported where a GPU is needed and none answers, be it that the very first look at it never ends, and where there is
+an NVIDIA driver and none answers: zero means broken. Where there is no driver, and nobody needs one, nothing is
+reported.
 """
 
 import threading
@@ -13,6 +14,8 @@ from typing import Any
 import pynvml
 
 SAMPLE_INTERVAL_S = 5.0
+# Short, so that a driver that hangs does not hold up the worker's start.
+FIRST_LOOK_S = 2.0
 # A sample older than this says nothing about now: the reading thread hangs.
 SAMPLE_VALID_S = 60.0
 _MIB = 1024 * 1024
@@ -27,22 +30,26 @@ class GpuReader:
         self._is_needed = is_needed
         self._on_change = on_change
         self._sample: tuple[float, dict[str, int]] | None = None
+        self._started_at = time.monotonic()
         self._stopped = threading.Event()
         self._first_look = threading.Event()
 
     def start(self) -> None:
+        self._started_at = time.monotonic()
         threading.Thread(target=self._read_forever, name="windlass-gpu", daemon=True).start()
-        # Short, so that a driver that hangs does not hold up the worker's start.
-        self._first_look.wait(2.0)
+        self._first_look.wait(FIRST_LOOK_S)
 
     def stop(self) -> None:
         self._stopped.set()
 
     def vitals(self) -> dict[str, int]:
         """`vram_total_mb` and `vram_used_mb` over all GPUs; empty where there is nothing (new) to say."""
-        if self._sample is None or time.monotonic() - self._sample[0] > SAMPLE_VALID_S:
-            return {}
-        return self._sample[1]
+        looked_at = self._started_at if self._sample is None else self._sample[0]
+        is_hanging = time.monotonic() - looked_at > SAMPLE_VALID_S
+        if self._sample is None:
+            # Whoever has never seen a GPU, and needs one, has none: who says nothing is waited for, and paid for.
+            return _NOTHING if self._is_needed and is_hanging else {}
+        return {} if is_hanging else self._sample[1]
 
     @property
     def shows_gpu(self) -> bool:

@@ -60,15 +60,22 @@ class StorageReader:
                 self._sample = (time.monotonic(), {"storage_used_bytes": used, "storage_free_bytes": free})
 
     def _add_up(self, give_up_at: float) -> int | None:
-        """What all files take. None: it took too long. A file with several names counts once for each."""
+        """What all files take, each counted once, however many names it has. None: it took too long."""
         total, folders = 0, [self._path]
+        counted: set[tuple[int, int]] = set()
         while folders:
             if time.monotonic() > give_up_at or self._stopped.is_set():
                 return None
             with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
                 for entry in entries:
                     with contextlib.suppress(OSError):
+                        found = entry.stat(follow_symlinks=False)
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(entry.path)
-                        total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
+                        elif found.st_nlink > 1:
+                            # Only of those with several names it is remembered which they were: most have one.
+                            if (found.st_dev, found.st_ino) in counted:
+                                continue
+                            counted.add((found.st_dev, found.st_ino))
+                        total += found.st_blocks * _BLOCK
         return total

@@ -152,6 +152,9 @@ def warn(draft: Draft) -> list[Action]:
     working = [s for s in draft.states.values() if s.is_hired and (s.lifecycle is Lifecycle.CRASHED or s.is_healthy)]
     if len(working) > 1 and all(s.lifecycle is Lifecycle.CRASHED for s in working):
         actions += draft.alert("ALL_CRASHED", f"all {len(working)} workers crashed at the same time")
+    for choice, words in draft.snapshot.traits.refused_choices:
+        why = f"{choice} is refused, and the fleet's other choices are hired instead: {words}"
+        actions += draft.alert("CHOICE_REFUSED", why, about=choice)
     actions += _warn_of_maximum(draft)
     actions += _warn_of_undeleted(draft)
     actions += _warn_of_engine(draft)

@@ -2,7 +2,8 @@
 
 A limit of the account, a token that is not let in and a request against the rules are for a person to put right:
 nobody is hired for a while, then one worker is tried, then nobody for twice as long. No capacity often passes by
-itself: the first no costs nothing, and only one that comes again makes us wait. One machine that is had ends it all.
+itself: the first no costs nothing, and only one that comes again makes us wait. A pause of many minutes that the
+provider asks for is kept, and told. One machine that is had ends it all.
 """
 
 from datetime import timedelta
@@ -18,6 +19,8 @@ _HELD = {
     "DENIED": (300.0, 3600.0),
     "INVALID_REQUEST": (300.0, 3600.0),
     "NO_CAPACITY": (30.0, 300.0),
+    # Whoever is asked again within the pause need not be asked: the answer is known.
+    "PROVIDER_PAUSE": (300.0, 300.0),
 }
 # Refusals that pass unheeded before they make us wait.
 _LET_PASS = {"NO_CAPACITY": 1}

@@ -1,18 +1,24 @@
 """Storage that a fleet's machines share: it grows before it is full, by one step for each look at it.
 
 How much is used is measured on a worker, how large it is the provider says; what is free is the difference, so that a
-step that was taken shows at once. A volume never shrinks, so a measurement that cannot be true buys none.
+step that was taken shows at once. A volume never shrinks, so a measurement that cannot be true buys none. Where one of
+the two is not known for several looks while workers fill it, a person is told: nobody else would notice.
 """
 
 from windlass.model.action import Action, GrowVolume
 from windlass.model.snapshot import Growth
+from windlass.model.worker import WorkerStatus
 from windlass.policy.draft import Draft
 
 # No volume can be larger.
 MAX_VOLUME_GB = 4096
 # What was measured longer ago than this is not acted upon.
 MEASURED_WITHIN_S = 3600.0
-FULL, NOT_GROWN, DOUBTED = "STORAGE_FULL", "STORAGE_NOT_GROWN", "STORAGE_DOUBTED"
+# Whoever works for this long has measured it: where all files must be added up, that takes ten minutes.
+MEASURED_BY_S = 1800.0
+# Looks that show nothing before a person should know.
+BLIND_TO_TELL = 3
+FULL, NOT_GROWN, DOUBTED, UNKNOWN = "STORAGE_FULL", "STORAGE_NOT_GROWN", "STORAGE_DOUBTED", "STORAGE_UNKNOWN"
 _GB = 10**9
 # Vendors do not say which of the two they mean. What is more than the larger cannot be in it.
 _GIB = 2**30
@@ -23,10 +29,19 @@ def grow_storage(draft: Draft) -> list[Action]:
     volume, measured = draft.snapshot.volume, draft.snapshot.storage
     if volume is None:
         draft.keep_alerts(FULL, NOT_GROWN, DOUBTED)
-        return []
+        problem = draft.snapshot.volume_problem
+        if problem is None:
+            draft.keep_alerts(UNKNOWN)
+            return []
+        return _note_blindness(draft, f"its network volume cannot be seen: {problem}", 0.0)
+    draft.remember(storage_looked_in=draft.memory.cycle)
     asked = draft.memory.growth if draft.memory.growth and draft.memory.growth.volume_id == volume.id else None
     draft.remember(growth=None)
-    if measured is None or draft.age_s(measured.at) > MEASURED_WITHIN_S or draft.is_stopped:
+    if measured is None or draft.age_s(measured.at) > MEASURED_WITHIN_S:
+        why = f"no worker has measured network volume {volume.id} within the last hour: is it mounted at volume_path?"
+        return _note_blindness(draft, why, MEASURED_BY_S)
+    draft.remember(blind_looks=0)
+    if draft.is_stopped:
         return []
     if not 0 <= measured.used_bytes <= volume.size_gb * _GIB:
         said = f"{measured.worker_id} says that {measured.used_bytes / _GB:.0f} GB of it are used"
@@ -46,3 +61,13 @@ def grow_storage(draft: Draft) -> list[Action]:
         since = f"asked for {asked.size_gb} GB at {asked.at:%H:%M:%S} UTC, it has {volume.size_gb}"
         alerts = draft.alert(NOT_GROWN, f"network volume {volume.id} does not grow: {why}; {since}", about=volume.id)
     return [*alerts, GrowVolume(volume.id, size_gb, why)]
+
+
+def _note_blindness(draft: Draft, why: str, working_s: float) -> list[Action]:
+    """How full it is cannot be said, although somebody has worked for so long and may fill it."""
+    workers = (state.worker for state in draft.states.values() if state.is_hired)
+    starts = [worker.activated_at for worker in workers if worker.status is WorkerStatus.ACTIVE and worker.activated_at]
+    is_used = any(draft.age_s(started_at) >= working_s for started_at in starts)
+    looks = draft.memory.blind_looks + 1 if is_used else 0
+    draft.remember(blind_looks=looks)
+    return draft.alert(UNKNOWN, f"{why}; it does not grow until that is known") if looks >= BLIND_TO_TELL else []

@@ -44,6 +44,7 @@ from windlass.model.errors import (
 )
 from windlass.model.hetzner import HOUR_S, Choice, HetznerSettings
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
+from windlass.ports.provider import OnHostKey
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.account import BUSY_PAUSE_S, MAX_PAGES, MAX_WAIT_S, PAGE_SIZE, Account
 from windlass.providers.hetzner.addresses import Addresses
@@ -153,7 +154,7 @@ class HetznerProvider:
             key_hash=self._account.key_hash,
         )
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:  # noqa: ARG002
         """Nothing to do: servers start their workers by themselves."""
         return Preparation()
 

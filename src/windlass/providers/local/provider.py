@@ -38,6 +38,7 @@ from windlass.model.errors import Ambiguous, NoCapacity, Refused, Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.model.secrecy import Mask
+from windlass.ports.provider import OnHostKey
 from windlass.providers.local.logs import log_folder, safe_name
 from windlass.providers.local.processes import HOST, Process, ProcessTable, is_alive, process_table, send_signal
 
@@ -190,7 +191,7 @@ class LocalProvider:
         await self._kill_all(machine, processes, doing)
         await self._look(doing, lambda: self._forget(machine))
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:  # noqa: ARG002
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:  # noqa: ARG002
         """Nothing to do: processes are workers from the first moment."""
         return Preparation()
 

@@ -78,6 +78,10 @@ class Account:
         self._offers: dict[tuple[str, int], Mapping[str, Offer]] = {}
         self._offers_due: dict[tuple[str, int], float] = {}
 
+    def be_patient(self, timeout_s: float) -> None:
+        """Those who share it wait for an answer as long as the most patient of them."""
+        self.timeout_s = max(self.timeout_s, timeout_s)
+
     # -------------------------------------------------------------------------------------------------- requests
 
     async def call(self, method: str, path: str, body: Json | None = None, *, max_wait_s: float = MAX_WAIT_S) -> Json:
@@ -92,7 +96,8 @@ class Account:
         await self.limiter.wait(max_wait_s, is_urgent=method != "POST")
         try:
             async with asyncio.timeout(self.timeout_s + TRICKLE_S):
-                response = await self._http().request(method, path, json=body)
+                timeout = httpx.Timeout(self.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.timeout_s))
+                response = await self._http().request(method, path, json=body, timeout=timeout)
             self.limiter.learn(response.status_code, response.headers)
         except Exception as error:
             raise Trouble(problem_of_error(error)) from error
@@ -116,7 +121,6 @@ class Account:
             self._client = httpx.AsyncClient(
                 base_url=self._endpoint,
                 headers={"Authorization": f"Bearer {self._key}", "User-Agent": "windlass"},
-                timeout=httpx.Timeout(self.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.timeout_s)),
                 limits=httpx.Limits(max_connections=MAX_CONNECTIONS),
                 transport=self._transport,
             )

@@ -7,9 +7,9 @@ from contextlib import aclosing
 from windlass.model.errors import Throttled
 from windlass.model.runpod import GpuChoice, RunpodSettings
 from windlass.providers.remark import Remark
-from windlass.providers.runpod.account import Account
+from windlass.providers.runpod import naming
+from windlass.providers.runpod.account import Account, Json
 from windlass.providers.runpod.catalog import Offer, read_offers
-from windlass.providers.runpod.naming import fleets_of
 from windlass.providers.runpod.problems import HOW_TO_BE_LET_IN, Kind, Trouble
 
 
@@ -18,10 +18,17 @@ async def examine(
 ) -> AsyncGenerator[Remark, None]:
     """The key, then every network volume, registry and GPU type that the fleets name. `identity` None: which database
     is ours is not known."""
-    key = await _key(account, identity, fleets)
-    yield key
-    if key.is_grave:
+    try:
+        pods = (await account.list_pods(asyncio.get_running_loop().time())).pods
+    except (Trouble, Throttled) as trouble:
+        is_denied = isinstance(trouble, Trouble) and trouble.problem.kind in (Kind.DENIED, Kind.FORBIDDEN)
+        yield Remark("runpod", str(trouble), HOW_TO_BE_LET_IN if is_denied else "try again", is_grave=True)
         return
+    yield _key(pods, identity, fleets)
+    if identity is not None:
+        for tag, count in sorted(naming.other_installations(pods, identity).items()):
+            what = f"{count} pods of another windlass database ({naming.TAG} begins with {tag}/) are in this account"
+            yield Remark("runpod", what, "if that database is gone, delete them in Runpod's console: nobody else will")
     for volume_id in sorted({s.network_volume_id for s in fleets.values() if s.network_volume_id is not None}):
         users = [settings for settings in fleets.values() if settings.network_volume_id == volume_id]
         yield await _volume(account, volume_id, users)
@@ -36,15 +43,10 @@ async def examine(
                 yield remark
 
 
-async def _key(account: Account, identity: str | None, fleets: dict[str, RunpodSettings]) -> Remark:
-    try:
-        listing = await account.list_pods(asyncio.get_running_loop().time())
-    except (Trouble, Throttled) as trouble:
-        is_denied = isinstance(trouble, Trouble) and trouble.problem.kind in (Kind.DENIED, Kind.FORBIDDEN)
-        return Remark("runpod", str(trouble), HOW_TO_BE_LET_IN if is_denied else "try again", is_grave=True)
+def _key(pods: list[Json], identity: str | None, fleets: dict[str, RunpodSettings]) -> Remark:
     if identity is None:
-        return Remark("runpod", f"the key is good; there are {len(listing.pods)} pods")
-    ours = fleets_of(listing.pods, identity)
+        return Remark("runpod", f"the key is good; there are {len(pods)} pods")
+    ours = naming.fleets_of(pods, identity)
     others = sorted(set(ours) - set(fleets))
     if others:
         what = f"there are pods of fleets that are not configured: {', '.join(others)}"

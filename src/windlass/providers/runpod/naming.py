@@ -52,6 +52,17 @@ def fleets_of(pods: list[dict[str, Any]], identity: str) -> dict[str, int]:
     return counts
 
 
+def other_installations(pods: list[dict[str, Any]], identity: str) -> dict[str, int]:
+    """How many pods of each other database there are, by what its tags begin with."""
+    counts: dict[str, int] = {}
+    for pod in pods:
+        installation, slash, rest = _tag_of(pod).partition("/")
+        fleet = rest.rpartition("/")[0]
+        if slash and installation != installation_of(identity) and is_listed(pod, f"{installation}/{fleet}/"):
+            counts[installation] = counts.get(installation, 0) + 1
+    return counts
+
+
 def _tag_of(pod: Mapping[str, Any]) -> str:
     env = pod.get("env")
     return str(env.get(TAG) or "") if isinstance(env, Mapping) else ""

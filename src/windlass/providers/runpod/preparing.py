@@ -2,7 +2,8 @@
 
 Each thing that can be wrong with a pod has a code of its own: SSH_UNREACHABLE, SSH_HOST_KEY_CHANGED,
 STORAGE_NOT_MOUNTED, GPU_NOT_DETECTED, DISK_FULL, DEPENDENCY_MISSING, START_SCRIPT_FAILED. One that is gone meanwhile is
-not waited for: MACHINE_GONE.
+not waited for: MACHINE_GONE. While the API does not say where a pod is, it is looked for where it was last; that nobody
+answers there says nothing of the pod, so no time limit condemns it.
 
 Once, whoever asks and however often: a folder on the pod's own disk is the marker. Making it is atomic, and whoever
 makes it starts the program in the same breath, in the pod's own shell: a connection that breaks, or an orchestrator
@@ -18,9 +19,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from windlass.model.errors import NotPrepared, Throttled
+from windlass.model.errors import NotPrepared, Throttled, Unavailable
 from windlass.model.machine import Preparation
 from windlass.model.runpod import JOIN_FILE, RunpodSettings
+from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod.problems import Trouble
 from windlass.providers.runpod.ssh import Endpoint, HostKeyChanged, OpenShell, Said, Shell, Unreachable
 
@@ -36,6 +38,7 @@ LOG = f"{FOLDER}/worker.log"
 # Where Runpod's images put the container's environment, which a login does not have.
 ENVIRONMENT = "/etc/rp_environment"
 WATCH_STEP_S = 0.2
+SSH_UNREACHABLE = "SSH_UNREACHABLE"
 _KB_PER_GB = 1_000_000 / 1.024
 _TOKEN = re.compile(r"wl[jwt]_[0-9a-f]{8,}")
 # Where the pod is reached now; None while it is not. Raises Trouble, Throttled, and NotPrepared if it never will be.
@@ -65,33 +68,47 @@ class Preparer:
         self._rng = rng or random.Random()  # noqa: S311
         self._retry_s = retry_s
 
-    async def prepare(self, pod: str, where: Where, host_key: str | None) -> Preparation:
-        """Raises NotPrepared. `pod`: as it is called in what is said about it."""
-        attempt = _Attempt(pod, host_key)
+    async def prepare(
+        self, pod: str, where: Where, host_key: str | None, on_host_key: OnHostKey, last_known: Endpoint | None = None
+    ) -> Preparation:
+        """Raises NotPrepared; Unavailable if we could not know enough to say that. `pod`: as it is called in what is
+        said about it. `last_known`: where it was reached before."""
+        attempt = _Attempt(pod, host_key, on_host_key, last_known)
         try:
             async with asyncio.timeout(self._settings.ssh.timeout_s):
                 while not await self._is_done(attempt, where):  # noqa: ASYNC110 - it is the pod that is waited for
                     await asyncio.sleep(self._retry_s * (0.5 + self._rng.random()))
         except TimeoutError:
-            limit = f"{self._settings.ssh.timeout_s:g} s"
-            raise attempt.failure(f"it was not done within {limit} ({attempt.last})") from None
+            why = f"it was not done within {self._settings.ssh.timeout_s:g} s ({attempt.last})"
+            if attempt.was_blind and attempt.code == SSH_UNREACHABLE:
+                raise Unavailable(f"preparing {pod}: {why}; where it is could not be asked all the time") from None
+            raise attempt.failure(why) from None
         return Preparation(attempt.host_key)
 
     async def _is_done(self, attempt: "_Attempt", where: Where) -> bool:
-        attempt.code = "SSH_UNREACHABLE"
+        attempt.code = SSH_UNREACHABLE
+        is_blind = False
         try:
             # Anew each time: the port may be another.
-            endpoint = await where()
-            if endpoint is None:
-                attempt.last = "it has no public port for SSH yet"
-                return False
+            endpoint = attempt.last_known = await where()
+            attempt.last = "it has no public port for SSH yet"
+        except (Trouble, Throttled) as error:
+            is_blind = attempt.was_blind = True
+            endpoint, attempt.last = attempt.last_known, str(error)
+        if endpoint is None:
+            return False
+        try:
             async with self._open_shell(endpoint, attempt.host_key) as shell:
-                attempt.host_key = shell.host_key
+                await attempt.met(shell.host_key)
                 await self._work(attempt, shell)
         except HostKeyChanged as error:
+            if is_blind:
+                # Its port may be somebody else's by now.
+                attempt.last = str(error)
+                return False
             attempt.code = "SSH_HOST_KEY_CHANGED"
             raise attempt.failure(str(error)) from error
-        except (Unreachable, Trouble, Throttled) as error:
+        except Unreachable as error:
             attempt.last = str(error)
             return False
         return True
@@ -116,8 +133,18 @@ class _Attempt:
 
     pod: str
     host_key: str | None
-    code: str = "SSH_UNREACHABLE"
+    on_host_key: OnHostKey
+    last_known: Endpoint | None
+    code: str = SSH_UNREACHABLE
     last: str = "nothing was tried"
+    # Whether the API once did not say where the pod is.
+    was_blind: bool = False
+
+    async def met(self, host_key: str) -> None:
+        """Whoever comes after us, should we die here, must believe nobody else."""
+        if self.host_key is None:
+            await self.on_host_key(host_key)
+            self.host_key = host_key
 
     def failure(self, why: str, output: str = "") -> NotPrepared:
         return NotPrepared(self.code, masked(f"preparing {self.pod}: {why}"), last_lines(output), self.host_key)

@@ -4,8 +4,9 @@ What it promises:
 - A pod is ours if its environment carries a tag that names our database, our fleet and a worker, and it bears that
   worker's name. Any other is neither listed nor touched.
 - `create` sends one request per choice of GPU, cloud and data centers, and none twice. A choice without capacity moves
-  on to the next and is remembered; so does one that this account may not have. Where any was without capacity, that is
-  the answer: it will pass, whatever is wrong with the others. What was sent and is not a clear no is Ambiguous.
+  on to the next and is remembered; so does one that this account may not have, and a person is told of it. Where any
+  was without capacity, that is the answer: it will pass, whatever is wrong with the others. What was sent and is not a
+  clear no is Ambiguous.
   A pod that is there already under this name is taken over.
 - `list_machines` is whole or raises. Lists that follow each other within seconds are answered from the last one, with
   what we did since.
@@ -38,6 +39,7 @@ from windlass.model.errors import (
 )
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits, Volume
 from windlass.model.runpod import GpuChoice, RunpodSettings
+from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Account, Json, Listing
 from windlass.providers.runpod.catalog import CURRENCY, Offer, Want, in_order, micros_of, named
@@ -55,6 +57,11 @@ DELETE_LOOKS_S = (0.5, 2.0, 4.0, 8.0, 12.0, 12.0)
 LIST_REUSE_S = 5.0
 # Whether a name is in use is asked for once; the list of the cycle that decided it will do.
 NAME_CHECK_S = 30.0
+# A new pod may cost nothing yet. Its bill is opened once, so it waits this long for the pod's own word, which counts
+# from its creation, before it takes the catalog's.
+COST_TOLD_BY_S = 300.0
+# A choice that was refused is told of for this long, unless it is had before.
+REFUSED_TOLD_S = 3600.0
 # A new pod may not be found by its id for this long.
 HIDDEN_S = 60.0
 
@@ -109,6 +116,8 @@ class RunpodProvider:
         self._changes: dict[str, tuple[float, Machine | None]] = {}
         # Pod id to when it was first not found, without having been seen to go.
         self._unfound: dict[str, datetime] = {}
+        # What was refused of a choice, and when, while others could be had.
+        self._refused: dict[GpuChoice, tuple[datetime, str]] = {}
         # By worker: one request for a pod at a time.
         self._creating: dict[str, asyncio.Task[Machine]] = {}
 
@@ -122,6 +131,11 @@ class RunpodProvider:
             is_remote=True,
             key_hash=self._account.key_hash,
             has_prepare_step=self._preparer is not None,
+            refused_choices=tuple(
+                (str(choice), words)
+                for choice, (at, words) in self._refused.items()
+                if self._now() - at < timedelta(seconds=REFUSED_TOLD_S)
+            ),
         )
 
     async def close(self) -> None:
@@ -200,6 +214,8 @@ class RunpodProvider:
             else:
                 if not pod.get("id"):
                     raise Ambiguous(f"{doing}: an answer without the pod's id")
+                self._refused.pop(choice, None)
+                self._note_refused(refused)
                 return pod
         raise self._no_capacity(doing, exhausted, refused) if exhausted else self._refusal(refused[-1][1], doing)
 
@@ -213,10 +229,14 @@ class RunpodProvider:
         lacking = [choice for choice in self._settings.ordered if choice in exhausted]
         what = f"Runpod has none of {named(lacking)} now (wait, or add to runpod.choices of fleet {self._fleet})"
         # What only a person can mend is no reason to hold the others up, but a person must hear of it.
+        self._note_refused(refused)
         wrong = [f"{choice}: {problem.words}" for choice, problem in refused]
-        if wrong:
-            log.warning("choices refused", fleet=self._fleet, said=wrong)
         return NoCapacity("; ".join([f"{doing}: {what}", *wrong]) + ".")
+
+    def _note_refused(self, refused: Sequence[tuple[GpuChoice, Problem]]) -> None:
+        for choice, problem in refused:
+            log.warning("choice refused", fleet=self._fleet, choice=str(choice), said=problem.words)
+            self._refused[choice] = (self._now(), problem.words)
 
     def _refusal(self, problem: Problem, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
@@ -281,15 +301,16 @@ class RunpodProvider:
     def _machine(self, pod: Json, offers: Mapping[str, Mapping[str, Offer]]) -> Machine:
         status = str(pod.get("status"))
         gpu, cloud = str((pod.get("gpu") or {}).get("id", "")), str(pod.get("cloud") or "")
-        price = micros_of(pod.get("cost"))
-        if price is None and status not in _EXITED:
+        price, created_at = micros_of(pod.get("cost")), _moment(pod.get("createdAt"))
+        is_new = created_at is not None and self._now() - created_at < timedelta(seconds=COST_TOLD_BY_S)
+        if price is None and status not in _EXITED and not is_new:
             price = self._list_price(offers, gpu, cloud)
         endpoint = self._endpoint(pod)
         return Machine(
             id=str(pod["id"]),
             name=naming.worker_of(pod, self._tag) or str(pod.get("name")),
             state=_state(pod, status),
-            created_at=_moment(pod.get("createdAt")),
+            created_at=created_at,
             address=f"{endpoint.host}:{endpoint.port}" if endpoint is not None else None,
             instance_type=gpu or None,
             place=str(pod.get("dataCenterId") or "") or None,
@@ -387,7 +408,7 @@ class RunpodProvider:
 
     # ----------------------------------------------------------------------------------------------------- prepare
 
-    async def prepare(self, machine: Machine, host_key: str | None) -> Preparation:
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
         if self._preparer is None:
             return Preparation()
 
@@ -405,7 +426,9 @@ class RunpodProvider:
                 raise NotPrepared("MACHINE_GONE", f"preparing {what}: {_EXITED[pod['status']]}", host_key=host_key)
             return self._endpoint(pod) if pod is not None else None
 
-        return await self._preparer.prepare(what, where, host_key)
+        seen = self._account.last_seen(machine.id)
+        last_known = self._endpoint(seen) if seen is not None else None
+        return await self._preparer.prepare(what, where, host_key, on_host_key, last_known)
 
     # ----------------------------------------------------------------------------------------------------- storage
 

@@ -8,6 +8,7 @@ from windlass.ports.control import (
     CreationRefused,
     CreationUnclear,
     Deleted,
+    HostKeySeen,
     NotDeleted,
     Outcome,
     PreparationFailed,
@@ -22,7 +23,7 @@ from windlass.store.memory.tables import Tables
 from windlass.store.memory.workers import WorkerRow
 
 
-def write_down(tables: Tables, fleet: str, outcome: Outcome) -> None:
+def write_down(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noqa: PLR0912 - one for each kind
     note = tables.journal.note
     match outcome:
         case Created():
@@ -40,6 +41,10 @@ def write_down(tables: Tables, fleet: str, outcome: Outcome) -> None:
             note("MACHINE_NOT_DELETED", reason, fleet=fleet, worker_id=worker_id)
         case StrayDeleted():
             _stray_deleted(tables, fleet, outcome)
+        case HostKeySeen(worker_id, machine_id, host_key):
+            hired = tables.workers.rows[worker_id].hired
+            if hired.machine_id == machine_id:
+                hired.host_key = hired.host_key or host_key
         case Prepared() | PreparationFailed():
             _prepared_or_not(tables, fleet, outcome)
         case PreparationUnclear(worker_id, reason):

@@ -435,7 +435,7 @@ as $$
   select json_build_object('code', r.code, 'reason', r.reason, 'at', r.terminated_at)
   from recent r
   where r.creation = 'refused'
-    and r.code in ('LIMIT_REACHED', 'DENIED', 'INVALID_REQUEST', 'NO_CAPACITY')
+    and r.code in ('LIMIT_REACHED', 'DENIED', 'INVALID_REQUEST', 'NO_CAPACITY', 'PROVIDER_PAUSE')
     and not exists (select from recent n where n.machine_at > r.terminated_at)
   order by r.terminated_at desc, r.created_at desc, r.id collate "C" desc
   limit 1
@@ -770,6 +770,7 @@ $$;
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
 --   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}    {"kind": "not_deleted", "worker_id", "reason"}
 --   {"kind": "stray_deleted", "machine", "reason", "billing_unit_s", "ended_at"}
+--   {"kind": "host_key_seen", "worker_id", "machine_id", "host_key"}
 --   {"kind": "prepared", "worker_id", "machine_id", "host_key"}
 --   {"kind": "preparation_failed", "worker_id", "machine_id", "code", "reason", "output", "host_key"}
 --   {"kind": "preparation_unclear", "worker_id", "reason"}
@@ -836,6 +837,9 @@ begin
         end if;
       when 'not_deleted' then
         perform windlass.note('MACHINE_NOT_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+      when 'host_key_seen' then
+        update windlass.workers set host_key = v_outcome ->> 'host_key'
+        where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and host_key is null;
       when 'prepared' then
         update windlass.workers
         set prepared_at = v_now, host_key = coalesce(host_key, v_outcome ->> 'host_key')
