@@ -142,7 +142,7 @@ def test_a_refusal_has_a_code_like_those_of_events(problem: Exception, code: str
     world = quiet_world(max_workers=1, lasts_s=900.0)
     script(world, (0, lambda: red(world).next_create(raises=problem)))
     world.run()
-    refusals = [event.detail for event in world.store._events if event.code == "MACHINE_REFUSED"]
+    refusals = [event.detail for event in world.store._tables.journal.events if event.code == "MACHINE_REFUSED"]
     assert {"code": code} in refusals
     assert {detail["code"] for detail in refusals if detail} <= {code, "LEASE_LOST"}
 
@@ -177,7 +177,7 @@ def test_a_long_pause_stops_hiring_for_as_long_as_it_lasts_and_is_said_aloud() -
     (entry,) = red(world).books.values()
     assert 1200.0 < entry.began_at < 1520.0
     assert red(world).created_calls == 2
-    assert "PROVIDER_PAUSE" in {event.detail["code"] for event in world.store._events if event.code == "ALERT"}
+    assert "PROVIDER_PAUSE" in {event.detail["code"] for event in world.store._tables.journal.events if event.code == "ALERT"}
 
 
 def test_however_long_a_pause_a_machine_is_asked_to_go_again_after_five_minutes() -> None:

@@ -42,9 +42,9 @@ def write_down(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noqa: P
         case StrayDeleted():
             _stray_deleted(tables, fleet, outcome)
         case HostKeySeen(worker_id, machine_id, host_key):
-            hired = tables.workers.rows[worker_id].hired
-            if hired.machine_id == machine_id:
-                hired.host_key = hired.host_key or host_key
+            worker = tables.workers.get(worker_id)
+            if worker is not None and worker.hired.machine_id == machine_id:
+                worker.hired.host_key = worker.hired.host_key or host_key
         case Prepared() | PreparationFailed():
             _prepared_or_not(tables, fleet, outcome)
         case PreparationUnclear(worker_id, reason):
