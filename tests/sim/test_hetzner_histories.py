@@ -15,6 +15,7 @@ from hetzner_histories import REFUSALS, HetznerHistory, hetzner_scenario
 
 from windlass.emulate.hetzner.ledger import Ledger
 from windlass.policy import billing
+from windlass.policy.stages import scaling
 from windlass.sim import watch
 from windlass.sim.cloud import Rates
 from windlass.sim.scenario import Scenario, Surroundings, fleet_config
@@ -64,6 +65,21 @@ def test_idle_servers_leave_at_the_end_of_their_hour_and_cost_what_the_vendor_sa
     assert (report.paid, report.guessed) == (2, 0)
     ours = sum(charge.amount_micros for charge in history.store._charges)
     assert ours == history.project.bill()["total_micros"] == 2 * 6_400
+
+
+def test_settings_that_the_vendor_refuses_hold_the_fleet_and_are_called_by_their_name() -> None:
+    history = HetznerHistory(calm())
+    history.on_ready = lambda _: history.project.emulator.faults.next_create("invalid_input", times=9)
+    history.run()
+    codes = {event.code for event in history.store._events}
+    assert "INVALID_REQUEST" in codes
+    assert "FAILURE_RATE" not in codes
+
+
+def test_the_bed_notices_a_spare_server_that_is_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "_may_leave", lambda *_: False)
+    with pytest.raises(Broken, match=r"red-\d-\w+ is spare and is kept though it is about to be paid for again"):
+        HetznerHistory(calm()).run()
 
 
 def test_the_bed_notices_a_server_that_is_deleted_early(monkeypatch: pytest.MonkeyPatch) -> None:

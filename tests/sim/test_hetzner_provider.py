@@ -2,6 +2,7 @@
 
 import asyncio
 from datetime import datetime, timedelta
+from typing import Any
 
 import hcloud
 import pytest
@@ -11,7 +12,16 @@ from hetzner_histories import HetznerHistory
 
 from hetzner_bed import Bed, request_for, virtually
 from windlass.model.cost import PricePart
-from windlass.model.errors import Ambiguous, Denied, LimitReached, NoCapacity, Refused, Throttled, Unavailable
+from windlass.model.errors import (
+    Ambiguous,
+    Denied,
+    InvalidRequest,
+    LimitReached,
+    NoCapacity,
+    Refused,
+    Throttled,
+    Unavailable,
+)
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import Machine, MachineState
@@ -144,7 +154,6 @@ async def test_a_place_that_the_vendor_says_is_out_is_tried_last() -> None:
         ("unauthorized", Denied, "check hetzner_api_token"),
         ("token_readonly", Denied, "it must be the project's and may read and write"),
         ("forbidden", Denied, "check hetzner_api_token"),
-        ("invalid_input", Refused, "check the hetzner settings of fleet red"),
         ("server_error", Ambiguous, "server_error"),
         ("unavailable", Ambiguous, "unavailable"),
         ("timeout", Ambiguous, "timeout"),
@@ -165,6 +174,46 @@ def test_each_refusal_is_what_it_means(code: str, error: type[Exception], words:
         assert len(bed.asked("POST", "/servers")) == 1
 
     refused()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "posts"),
+    [
+        pytest.param({"image": "ubuntu-99"}, "image not found", 1, id="no other choice would do"),
+        pytest.param({"choices": ["cx99@nbg1", "cx98@nbg1"]}, "server type not found", 2, id="no choice exists"),
+        pytest.param({"choices": ["cx23@ash"]}, "unsupported location for server type", 1, id="not in that place"),
+        pytest.param({"ssh_keys": ["me"]}, "not found", 1, id="no such key"),
+    ],
+)
+def test_settings_that_the_vendor_does_not_take_are_an_invalid_request(
+    settings: dict[str, Any], words: str, posts: int
+) -> None:
+    @virtually
+    async def refused() -> None:
+        bed = Bed()
+        provider = bed.provider(**settings)
+        for times in (1, 2):
+            with pytest.raises(InvalidRequest, match=f"{words}.*: check the hetzner settings of fleet red"):
+                await provider.create(request_for())
+            assert len(bed.asked("POST", "/servers")) == posts * times
+
+    refused()
+
+
+@pytest.mark.parametrize("wrong", ["cx99@nbg1", "cx23@ash"])
+def test_a_choice_that_does_not_exist_does_not_keep_the_others_from_being_had(wrong: str) -> None:
+    @virtually
+    async def create() -> None:
+        bed = Bed()
+        provider = bed.provider(choices=[wrong, "cx23@nbg1"])
+        for number in range(2):
+            assert (await provider.create(request_for(number))).place == "nbg1"
+        assert len(bed.asked("POST", "/servers")) == 3, "it is not asked for every time"
+        bed.faults.no_capacity("cx23", "nbg1", is_announced=False)
+        with pytest.raises(NoCapacity):
+            await provider.create(request_for(2))
+
+    create()
 
 
 @virtually
