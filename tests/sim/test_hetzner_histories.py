@@ -71,9 +71,9 @@ def test_settings_that_the_vendor_refuses_hold_the_fleet_and_are_called_by_their
     history = HetznerHistory(calm())
     history.on_ready = lambda _: history.project.emulator.faults.next_create("invalid_input", times=9)
     history.run()
-    codes = {event.code for event in history.store._events}
-    assert "INVALID_REQUEST" in codes
-    assert "FAILURE_RATE" not in codes
+    alerts = {event.detail["code"] for event in history.store._events if event.code == "ALERT"}
+    assert "INVALID_REQUEST" in alerts
+    assert "FAILURE_RATE" not in alerts
 
 
 def test_the_bed_notices_a_spare_server_that_is_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

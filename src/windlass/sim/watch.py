@@ -37,8 +37,8 @@ MOMENT_S = 0.001
 # Nobody is let go for want of work before this share of what is paid is used up, where time is paid in units this long.
 USED_SHARE = 0.8
 LONG_UNIT_S = 30
-# From when to when before the end of paid time somebody spare must be let go, in cycles, on top of what its deletion may
-# take: that much less is too late, and more is too early. A second on both sides is nobody's fault.
+# From when to when before the end of paid time somebody spare must be let go, in cycles, on top of what its deletion
+# may take: less is too late, and more is too early. A second on both sides is nobody's fault.
 LEAVES_CYCLES = (1, 3)
 LEAVES_CALL_S, LEAVES_CALL_SHARE = 30.0, 1 / 20
 # Why a worker is let go that nobody needs; other reasons need not wait.

@@ -3,8 +3,9 @@
 What it promises:
 - A server is ours if its labels name our database, our fleet and a worker. Any other is neither listed nor touched.
 - `create` sends one request per choice of type and place. One that is refused for lack of capacity, or because there is
-  no such choice, moves on to the next, and is remembered; only if all are wrong is the request. A name that is taken is the server of an earlier request whose answer was lost: it is taken
-  over if its labels are ours. Whatever is not a clear no is Ambiguous.
+  no such choice, moves on to the next, and is remembered; where all are wrong, so is the request. A name that is taken
+  is the server of an earlier request whose answer was lost: it is taken over if its labels are ours. Whatever is not a
+  clear no is Ambiguous.
 - `list_machines` is whole or raises. Lists that follow each other within seconds are answered from the last one, with
   what we did since: lists of a moving fleet must not use up the requests that its hirings need.
 - `delete` returns when a server that was asked to go is not found by its id: that a deletion was accepted is not
