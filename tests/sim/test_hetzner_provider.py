@@ -846,6 +846,46 @@ async def test_the_doctor_finds_servers_nobody_looks_after() -> None:
     assert (remark.what, remark.do) == ("the token is good; 3 servers are ours", "")
 
 
+@virtually
+async def test_the_doctor_reads_all_pages_and_finds_addresses_nobody_looks_after() -> None:
+    bed = Bed(server_limit=100)
+    red, blue = bed.provider("red"), bed.provider("blue")
+    for slot in range(51):
+        await red.create(request_for(slot))
+    await blue.create(request_for(fleet="blue"))
+    (server,) = [server for server in bed.servers.values() if server.labels["windlass-fleet"] == "blue"]
+    remarks = [each async for each in examine(bed.account(), "this", {"red": HetznerSettings()}, None)]
+    assert remarks[0].what == "there are servers of fleets that are not configured: blue"
+    assert [each.check for each in remarks] == ["hetzner", "server type", "image"]
+    await blue.list_machines()
+    await asyncio.sleep(60)
+    (address,) = [
+        each for each in bed.emulator.project.primary_ips.values() if each.server_id == server.id and each.labels
+    ]
+    address.is_auto_deleted = False
+    bed.client.servers.delete(hcloud.servers.domain.Server(id=server.id))
+    await asyncio.sleep(60)
+    remarks = [each async for each in examine(bed.account(), "this", {"red": HetznerSettings()}, None)]
+    assert (remarks[1].check, remarks[1].is_grave) == ("addresses", False)
+    assert f"{address.ip} (of fleet blue)" in remarks[1].what
+
+
+@virtually
+async def test_when_the_last_server_of_a_fleet_is_gone_its_addresses_are_looked_for_once_more() -> None:
+    bed = Bed()
+    provider = bed.provider()
+    machine = await provider.create(request_for())
+    await provider.list_machines()
+    await asyncio.sleep(60)
+    for address in bed.emulator.project.primary_ips.values():
+        address.is_auto_deleted = False
+    await provider.list_machines()
+    await provider.delete(machine)
+    assert bed.emulator.project.primary_ips
+    await provider.close()
+    assert not bed.emulator.project.primary_ips
+
+
 # ------------------------------------------------------------------------------------------------------------ thrift
 
 

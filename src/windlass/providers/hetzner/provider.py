@@ -161,7 +161,7 @@ class HetznerProvider:
 
     async def close(self) -> None:
         """Servers go on without us. The account is shared: it ends with the last who uses it."""
-        await self._addresses.close()
+        await self._addresses.close(is_deserted=self._listing is not None and not self._merged(self._listing))
         self._account.leave(self._fleet)
 
     # ------------------------------------------------------------------------------------------------------ create
