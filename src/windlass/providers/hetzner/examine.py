@@ -3,11 +3,15 @@
 from collections.abc import AsyncGenerator
 
 from windlass.model.errors import Throttled
+from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
 from windlass.providers.hetzner.account import PAGE_SIZE, Account
 from windlass.providers.hetzner.naming import FLEET, INSTALLATION, MANAGED_BY, fleet_label, installation_of, selector
 from windlass.providers.hetzner.problems import HOW_TO_BE_LET_IN, Kind, Trouble
 from windlass.providers.remark import Remark
+
+# Installing Docker takes about a minute, and a gigabyte of images another.
+SLOW_BOOT_S = 300.0
 
 
 async def examine(
@@ -28,6 +32,19 @@ async def examine(
         yield await _server_type(account, name, {choice.location for choice in choices if choice.server_type == name})
     for image in sorted({settings.image for settings in fleets.values()}):
         yield await _image(account, image)
+
+
+def boot_time(fleet: str, config: FleetConfig) -> Remark | None:
+    """Whether a server may take longer for its first boot than it is given."""
+    if not config.bootstrap.images or config.spawn_timeout_s >= SLOW_BOOT_S:
+        return None
+    count = len(config.bootstrap.images)
+    return Remark(
+        "boot time",
+        f"a new server of fleet {fleet} has {config.spawn_timeout_s:g} s to install Docker, pull {count} "
+        f"image{'' if count == 1 else 's'} and start its worker; then it is replaced",
+        f"set spawn_timeout_s to {SLOW_BOOT_S:g} or more, or make an image of your own that has them",
+    )
 
 
 async def _token(account: Account, identity: str | None, fleets: dict[str, HetznerSettings]) -> Remark:
