@@ -97,10 +97,13 @@ def test_the_bed_notices_a_vendor_who_asks_for_a_micro_more(monkeypatch: pytest.
 
 
 def rough(seed: int) -> Scenario:
-    """Where every second request fails."""
+    """Where every second request fails, and every third server."""
     scenario = hetzner_scenario(seed)
     rates = Rates(create_unclear=0.3, create_refused=0.5, list_failed=0.3, list_old=0.3, delete_failed=0.7)
-    fleets = {name: replace(around, rates=rates) for name, around in scenario.fleets.items()}
+    fleets = {
+        name: replace(around, rates=rates, lucks=replace(around.lucks, crashes=0.3))
+        for name, around in scenario.fleets.items()
+    }
     return replace(scenario, fleets=fleets)
 
 
