@@ -24,6 +24,12 @@ BASE = "/v1"
 class Contract(vendor_contract.Contract):
     spec = "hetzner-cloud.openapi.json"
     base = served = BASE
+    unpublished = frozenset(
+        {
+            *(("GET", "/v1/actions", name) for name in ("page", "per_page", "sort", "status")),
+            *(("GET", f"/v1/{kind}", "sort") for kind in ("server_types", "locations", "datacenters", "isos")),
+        }
+    )
 
     def as_documented(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Hetzner's own clients name things by number where the document wants a string, and leave out the assignee's

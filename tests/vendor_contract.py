@@ -33,6 +33,8 @@ class Contract:
     base: ClassVar[str] = ""
     served: ClassVar[str]
     _found: ClassVar[dict[str, "Contract"]] = {}
+    # What the vendor's own clients ask for though it is not in the document: (method, path, parameter).
+    unpublished: ClassVar[frozenset[tuple[str, str, str]]] = frozenset()
     validator: ClassVar[type[OAS30Validator] | type[OAS31Validator]] = OAS30Validator
 
     def __init__(self, document: dict[str, Any]) -> None:
@@ -68,12 +70,33 @@ class Contract:
         assert isinstance(found, cls)
         return found
 
-    def check_request(self, method: str, path: str, body: bytes) -> None:
+    def check_request(self, method: str, path: str, query: Sequence[tuple[str, str]], body: bytes) -> None:
         operation = self._operation(method, path)
+        asked = [(name, value) for name, value in query if (method, path, name) not in self.unpublished]
+        self._check_query(operation, asked, f"request {method} {path}")
         content = self._resolved(operation.get("requestBody", {})).get("content", {})
         if "application/json" in content and body:
             document = self.as_documented(method, path, json.loads(body))
             self._check(content["application/json"]["schema"], document, f"request {method} {path}")
+
+    def _check_query(self, operation: dict[str, Any], query: Sequence[tuple[str, str]], what: str) -> None:
+        described = [self._resolved(parameter) for parameter in operation.get("parameters", ())]
+        published = {each["name"]: each for each in described if each["in"] == "query"}
+        for name in dict(query):
+            assert name in published, f"{what} has the parameter {name}, which is not published"
+            schema, values = self._resolved(published[name]["schema"]), [value for key, value in query if key == name]
+            if schema.get("type") != "array":
+                assert len(values) == 1, f"{what} has the parameter {name} {len(values)} times"
+                self._check(schema, _as_typed(schema, values[0]), f"{name} of {what}")
+                continue
+            if published[name].get("explode") is False:
+                values = [part for value in values for part in value.split(",")]
+            items = self._resolved(schema["items"])
+            self._check(schema, [_as_typed(items, value) for value in values], f"{name} of {what}")
+        missing = {each["name"] for each in described if each["in"] == "query" and each.get("required")} - {
+            *dict(query)
+        }
+        assert not missing, f"{what} lacks {sorted(missing)}"
 
     def check_response(self, method: str, path: str, response: Response) -> None:
         responses = self._operation(method, path)["responses"]
@@ -125,6 +148,17 @@ class Contract:
         return node
 
 
+def _as_typed(schema: dict[str, Any], value: str) -> object:
+    """What a text in a query means. One that is not of its type stays a text, and is complained about."""
+    match schema.get("type"):
+        case "integer" if re.fullmatch(r"-?\d+", value):
+            return int(value)
+        case "boolean" if value in ("true", "false"):
+            return value == "true"
+        case _:
+            return value
+
+
 @lru_cache(maxsize=4)
 def _document(spec: str) -> dict[str, Any] | None:
     for folder in _FOLDERS:
@@ -148,7 +182,7 @@ class Judged:
         response = self.emulator.handle(method, path, query, headers, body)
         if path.startswith(self._contract.served):
             if response.status < 400:
-                self._contract.check_request(method, path, body)
+                self._contract.check_request(method, path, query, body)
             self._contract.check_response(method, path, response)
             self.judged += 1
         return response

@@ -248,6 +248,18 @@ def test_one_token_only_where_that_is_wanted() -> None:
     project = ProjectUnderTest(Contract.find_or_none(), Settings(token="right"))
     assert project.ask("GET", "/servers").code == "unauthorized"
     assert project.ask("GET", "/servers", headers={"Authorization": "Bearer right"}).status == 200
+    for token, status in (("right", 200), ("wrong", 401)):
+        headers = {"Authorization": f"Bearer {token}"}
+        assert project.emulator.handle("GET", "/_emulator/ledger", (), headers, b"").status == status
+    assert project.emulator.handle("GET", "/_emulator/ledger", (), {}, b"").status == 401
+
+
+def test_a_parameter_that_is_not_published_is_noticed() -> None:
+    contract = Contract.find()
+    contract.check_request("GET", "/v1/servers", [("label_selector", "a=b"), ("page", "2"), ("sort", "id:asc")], b"")
+    for query in ([("labels", "a=b")], [("page", "two")], [("name", "a"), ("name", "b")], [("sort", "up")]):
+        with pytest.raises(AssertionError, match="request GET /v1/servers"):
+            contract.check_request("GET", "/v1/servers", query, b"")
 
 
 # --------------------------------------------------------------------------------------------------------- lists

@@ -19,7 +19,13 @@ from windlass.store.control import PostgresControlStore
 
 FLEET = FleetConfig(max_workers=4)
 MACHINE = Machine(
-    "m1", "w0", MachineState.RUNNING, instance_type="tiny", price_micros_per_hour=1_500_000, currency="EUR"
+    "m1",
+    "w0",
+    MachineState.RUNNING,
+    instance_type="tiny",
+    place="nbg1",
+    price_micros_per_hour=1_500_000,
+    currency="EUR",
 )
 LOOKS_EVERY_S = 0.01
 
@@ -105,9 +111,9 @@ async def test_what_a_machine_is_and_costs_is_kept(each_dsn: str, connection: An
             found = replace(snapshot, machines=(replace(MACHINE, id="m0", name="other"), MACHINE))
             await store.commit_plan(ann, term, found, Plan((Adopt("w0", "m1", "found"),), Memory(), "x"), [])
     row = await connection.fetchrow(
-        "select machine_id, instance_type, price_micros_per_hour, currency from windlass.workers"
+        "select machine_id, instance_type, place, price_micros_per_hour, currency from windlass.workers"
     )
-    assert tuple(row) == ("m1", "tiny", 1_500_000, "EUR")
+    assert tuple(row) == ("m1", "tiny", "nbg1", 1_500_000, "EUR")
 
 
 async def test_an_unknown_machine_can_be_adopted(each_dsn: str, connection: Any) -> None:

@@ -15,6 +15,7 @@ from hetzner_histories import REFUSALS, HetznerHistory, hetzner_scenario
 
 from windlass.emulate.hetzner.ledger import Ledger
 from windlass.policy import billing
+from windlass.policy.stages import scaling
 from windlass.sim import watch
 from windlass.sim.cloud import Rates
 from windlass.sim.scenario import Scenario, Surroundings, fleet_config
@@ -66,6 +67,21 @@ def test_idle_servers_leave_at_the_end_of_their_hour_and_cost_what_the_vendor_sa
     assert ours == history.project.bill()["total_micros"] == 2 * 6_400
 
 
+def test_settings_that_the_vendor_refuses_hold_the_fleet_and_are_called_by_their_name() -> None:
+    history = HetznerHistory(calm())
+    history.on_ready = lambda _: history.project.emulator.faults.next_create("invalid_input", times=9)
+    history.run()
+    alerts = {event.detail["code"] for event in history.store._events if event.code == "ALERT"}
+    assert "INVALID_REQUEST" in alerts
+    assert "FAILURE_RATE" not in alerts
+
+
+def test_the_bed_notices_a_spare_server_that_is_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "_may_leave", lambda *_: False)
+    with pytest.raises(Broken, match=r"red-\d-\w+ is spare and is kept though it is about to be paid for again"):
+        HetznerHistory(calm()).run()
+
+
 def test_the_bed_notices_a_server_that_is_deleted_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(billing, "is_worth_waiting", lambda *_: False)
     monkeypatch.setattr(watch, "USED_SHARE", 0.0)  # or those who look at decisions would notice before
@@ -81,10 +97,13 @@ def test_the_bed_notices_a_vendor_who_asks_for_a_micro_more(monkeypatch: pytest.
 
 
 def rough(seed: int) -> Scenario:
-    """Where every second request fails."""
+    """Where every second request fails, and every third server."""
     scenario = hetzner_scenario(seed)
-    rates = Rates(create_unclear=0.3, create_refused=0.3, list_failed=0.3, list_old=0.3, delete_failed=0.7)
-    fleets = {name: replace(around, rates=rates) for name, around in scenario.fleets.items()}
+    rates = Rates(create_unclear=0.3, create_refused=0.5, list_failed=0.3, list_old=0.3, delete_failed=0.7)
+    fleets = {
+        name: replace(around, rates=rates, lucks=replace(around.lucks, crashes=0.3))
+        for name, around in scenario.fleets.items()
+    }
     return replace(scenario, fleets=fleets)
 
 

@@ -9,11 +9,13 @@ import requests
 from hcloud import APIException
 
 from windlass.model.errors import Refused, Throttled
+from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice
 from windlass.model.machine import MachineRequest
 from windlass.providers.allowance import PAUSE_FIRST_S, PAUSE_LONGEST_S
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.catalog import in_order, read_prices
+from windlass.providers.hetzner.examine import boot_time
 from windlass.providers.hetzner.limiter import BURST, RATE_PER_S, Limiter
 from windlass.providers.hetzner.problems import Kind, problem_of
 from windlass.providers.runpod.limiter import Limiter as RunpodLimiter
@@ -332,13 +334,28 @@ def test_where_little_is_left_of_the_vendors_allowance_we_take_half() -> None:
     async def waited(headers: dict[str, str]) -> float:
         limiter, loop = Limiter(), asyncio.get_running_loop()
         limiter.learn(200, headers)
-        for _ in range(11):
+        for _ in range(BURST):
             await limiter.wait(600)
         return loop.time()
 
     assert run(waited({"RateLimit-Limit": "3600", "RateLimit-Remaining": "3000"})) == 0
-    assert run(waited({"RateLimit-Limit": "3600", "RateLimit-Remaining": "10"})) == pytest.approx(10 / (RATE_PER_S / 2))
+    halved_s = (BURST - 1) / (RATE_PER_S / 2)
+    assert run(waited({"RateLimit-Limit": "3600", "RateLimit-Remaining": "10"})) == pytest.approx(halved_s)
     assert run(waited({"RateLimit-Limit": "what", "RateLimit-Remaining": "-"})) == 0
+
+
+def test_the_doctor_remarks_on_images_that_take_longer_than_a_server_is_given() -> None:
+    def remark(**settings: Any) -> str | None:
+        config = FleetConfig.model_validate({"provider": "hetzner", **settings})
+        found = boot_time("red", config)
+        return found and found.what
+
+    docker = {"bootstrap": {"has_docker": True, "images": ["postgres:16"]}}
+    assert remark() is None
+    assert remark(**docker, spawn_timeout_s=300) is None
+    assert remark(**docker) == (
+        "a new server of fleet red has 120 s to install Docker, pull 1 image and start its worker; then it is replaced"
+    )
 
 
 def test_spare_requests_leave_half_a_burst_to_whoever_comes_next() -> None:

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from windlass.api.server import listen, serving
 from windlass.model.access import JOIN_PREFIX, WORKER_PREFIX, is_token
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused
 from windlass.worker import join as module
-from windlass.worker.http_transport import HttpTransport
+from windlass.worker.http_transport import ControlPlane, HttpTransport
 from windlass.worker.join import join, read_join_file
 
 JOIN_TOKEN = f"{JOIN_PREFIX}{'1' * 64}"
@@ -93,6 +93,31 @@ async def test_a_control_plane_that_is_away_is_waited_for(plane: Plane, tmp_path
         plane.store.trouble = None
         membership, _, _ = await asyncio.wait_for(joining, 30)
     assert membership.worker_id == "w0"
+
+
+async def test_the_calls_of_a_worker_go_over_one_connection_that_is_kept() -> None:
+    """A handshake for every heartbeat of every worker would be most of what the control plane does."""
+    connections, calls = 0, 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections, calls
+        connections += 1
+        with suppress(asyncio.IncompleteReadError):
+            while calls < 5:
+                await reader.readuntil(b"\r\n\r\n")
+                calls += 1
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    control_plane = ControlPlane(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "any", tls=False)
+    try:
+        for _ in range(5):
+            assert await control_plane.call("asking", "GET", "/") == b"{}"
+    finally:
+        await control_plane.close()
+        server.close()
+    assert (calls, connections) == (5, 1)
 
 
 async def test_it_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,22 @@ def test_the_idle_time_out_does_not_buy_another_hour_but_a_pause_between_tasks_i
     assert let_go(plan(seen(paid("w0", 0, 3545), idle=9), fleet(idle_timeout_s=5))) == ["w0"]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("grace_s", [0, 180])
+def test_somebody_who_starts_does_not_cost_a_spare_worker_another_hour(policy: str, grace_s: float) -> None:
+    """A boot lasts longer than the occasion to leave."""
+    config = fleet(policy=policy, spawn_grace_s=grace_s)
+    starting = worker("w1", 1, "spawning", created=30, heartbeat=None)
+    assert let_go(plan(seen(paid("w0", 0, 3545), starting), config)) == ["w0"]
+    assert let_go(plan(seen(paid("w0", 0, 2000), starting), config)) == []
+    assert let_go(plan(seen(paid("w0", 0, 3545), starting, queued=1), config)) == [], "that one waits for it"
+
+
+def test_the_minimum_is_not_left_to_somebody_who_is_only_starting() -> None:
+    starting = worker("w1", 1, "spawning", created=30, heartbeat=None)
+    assert let_go(plan(seen(paid("w0", 0, 3545), starting), fleet(min_workers=1))) == []
+
+
 def test_the_minimum_stays_hour_after_hour() -> None:
     assert plan(seen(paid("w0", 0, 3545)), fleet(min_workers=1)).actions == ()
 

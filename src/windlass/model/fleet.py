@@ -171,7 +171,8 @@ class FleetConfig(BaseModel):
     )
     spawn_grace_s: float = _setting(
         180.0,
-        "Nobody is let go while a worker is starting, nor for this long after one was hired.",
+        "Nobody is let go while a worker is starting, nor for this long after one was hired; "
+        "but at the end of a paid hour, whoever is spare.",
         env="SPAWNING_GRACE_PERIOD_SEC",
         ge=0,
     )

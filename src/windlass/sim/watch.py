@@ -10,6 +10,7 @@ The store's opinion is never asked whether something is right: it is what is bei
     no plan hires, lets go, or clears up more than it may      on every plan written down
     no cycle fails in a way nobody foresaw                     on every line logged
     nobody is let go in the first 80 % of paid time            on every plan written down
+    nobody is paid for again though spare                      on every plan written down
     our ledger is the clouds' ledger, to the micro             when everything is at rest
 """
 
@@ -20,10 +21,10 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from windlass.model.action import Adopt, DeleteStray, Drain, Fail, Plan, Spawn
+from windlass.model.action import Adopt, Delete, DeleteStray, Drain, Fail, Plan, Requeue, Spawn
 from windlass.model.cost import Bill
 from windlass.model.fleet import FleetConfig
-from windlass.model.snapshot import Snapshot
+from windlass.model.snapshot import Snapshot, WorkerView
 from windlass.model.task import Claim, Finished, Turn
 from windlass.model.worker import LIVE, Pulse, WorkerStatus
 from windlass.ports.control import Committed, Created, Deleted, Intent, Outcome, StrayDeleted
@@ -36,6 +37,10 @@ MOMENT_S = 0.001
 # Nobody is let go for want of work before this share of what is paid is used up, where time is paid in units this long.
 USED_SHARE = 0.8
 LONG_UNIT_S = 30
+# From when to when before the end of paid time somebody spare must be let go, in cycles, on top of what its deletion
+# may take: less is too late, and more is too early. A second on both sides is nobody's fault.
+LEAVES_CYCLES = (1, 3)
+LEAVES_CALL_S, LEAVES_CALL_SHARE = 30.0, 1 / 20
 # Why a worker is let go that nobody needs; other reasons need not wait.
 SPARE = ("IDLE", "BILLING_HOUR_END")
 
@@ -229,6 +234,7 @@ class Watch:
                 self._led(arguments[0].holder, arguments[0].ttl_s)
             case "commit_plan":
                 self._spared(arguments[2].fleet, arguments[3], arguments[2].now)
+                self._kept(arguments[2], arguments[3])
                 self._planned(arguments[1], arguments[2], arguments[3], arguments[4], result)
             case "commit_outcomes":
                 self._hired(arguments[5], result)
@@ -285,6 +291,47 @@ class Watch:
                     f"{action.worker_id} is let go ({action.code}) {used_s:.0f} s into {cloud.billing_unit_s} s that "
                     "are paid"
                 )
+
+    def _kept(self, seen: Snapshot, plan: Plan) -> None:
+        """Where nothing waits, whoever has nothing to do and could go at the end of its paid time does."""
+        cloud, fleet = self.clouds[seen.fleet], self.fleets[seen.fleet]
+        is_told = seen.is_paused or seen.is_winding_down or seen.requested > 0
+        is_changing = plan.hold is not None or plan.is_cut_short or any(isinstance(a, Spawn) for a in plan.actions)
+        is_needed = seen.queue.queued > 0 or is_told or is_changing
+        if cloud.billing_unit_s < LONG_UNIT_S or seen.machines is None or is_needed:
+            return
+        ended = {action.worker_id for action in plan.actions if isinstance(action, Fail | Delete | Requeue)}
+        there = [
+            view
+            for view in seen.workers
+            if view.slot is not None
+            and view.status is WorkerStatus.ACTIVE
+            and not view.is_paused
+            and view.id not in ended
+        ]
+        ready = sum(bool(view.running) for view in there) + fleet.idle_buffer if fleet.policy == "buffered" else 0
+        needed = max(fleet.min_workers, ready)
+        if needed > len(there) * fleet.scale_down_multiplier:
+            return
+        going = {action.worker_id for action in plan.actions if isinstance(action, Drain)}
+        due = [view.id for view in there if self._must_leave(seen, view, cloud, fleet)]
+        kept = [worker_id for worker_id in due if worker_id not in going]
+        may_go = min(len(due), len(there) - needed, fleet.max_changes_per_cycle)
+        if len(due) - len(kept) < may_go and going <= set(due):
+            self._break(f"{kept[0]} is spare and is kept though it is about to be paid for again: {plan.decision}")
+
+    def _must_leave(self, seen: Snapshot, view: WorkerView, cloud: Cloud, fleet: FleetConfig) -> bool:
+        """Idle for long enough, and at the end of its paid time by the cloud's book."""
+        entry, idle_since = cloud.books.get(self.machine_of.get(view.id, "")), seen.memory.idle_since.get(view.id)
+        if entry is None or idle_since is None or view.bill is None or view.running:
+            return False
+        idle_s = (seen.now - idle_since).total_seconds()
+        if idle_s < max(fleet.idle_timeout_s, fleet.poll_interval_s, fleet.scale_down_grace_s):
+            return False
+        unit_s, call_s = cloud.billing_unit_s, min(LEAVES_CALL_S, LEAVES_CALL_SHARE * cloud.billing_unit_s)
+        left_s = unit_s - ((seen.now - EPOCH).total_seconds() - entry.began_at) % unit_s - call_s
+        last, first = (cycles * fleet.poll_interval_s for cycles in LEAVES_CYCLES)
+        return last + 1.0 < left_s < first - 1.0
 
     def _became(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:

@@ -271,7 +271,7 @@ limit $4;
 select
   w.id, w.fleet, w.slot, w.status, w.paused, w.queues, w.concurrency, w.lease_s, w.created_at, w.activated_at,
   w.last_heartbeat, w.first_claimed_at, w.terminated_at, w.code, w.reason, w.host, w.pid, w.version, w.vram_total_mb,
-  w.vram_used_mb, w.late_results, w.metadata, w.instance_type, w.machine_id, w.terminating_at,
+  w.vram_used_mb, w.late_results, w.metadata, w.instance_type, w.place, w.machine_id, w.terminating_at,
   extract(epoch from windlass.now() - w.last_heartbeat)::double precision as heartbeat_age_s,
   coalesce(
     w.status in ('active', 'terminating') and w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s), false

@@ -196,11 +196,13 @@ def _hetzner_limiter(token: str, endpoint: str) -> "Limiter":  # noqa: ARG001 - 
 
 async def examine_hetzner(config: Config) -> "AsyncGenerator[Remark, None]":
     """What stands in the way of the Hetzner fleets. Reads only. Raises ConfigError."""
-    from windlass.providers.hetzner.examine import examine
+    from windlass.providers.hetzner.examine import boot_time, examine
 
     fleets = {name: fleet.hetzner for name, fleet in config.fleets.items() if fleet.provider == "hetzner"}
     if not fleets:
         return
+    for slow in filter(None, (boot_time(name, config.fleets[name]) for name in fleets)):
+        yield slow
     timeout_s = min(settings.call_timeout_s for settings in fleets.values())
     account = hetzner_account(config, timeout_s)
     instance_id = await _known_instance_id(config)

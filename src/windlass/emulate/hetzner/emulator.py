@@ -59,13 +59,22 @@ class HetznerEmulator(VendorEmulator[Project, Faults]):
         with self._lock:
             self.settle()
             if path.startswith(CONTROL):
-                return control(self, method, path, body)
+                return self._control(method, path, headers, body)
             self.requests.append((self.project.now, method, path))
             try:
                 answer = self._answer(method, path, query, _lower(headers), body)
             except ApiError as error:
                 answer = Answer(error.status, error.to_json())
             return json_response(answer.status, answer.body, {**answer.headers, **self._rate_limit()})
+
+    def _control(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Response:
+        """Open to everybody who may ask, unless the emulator is kept for whoever has its token."""
+        try:
+            if self.settings.token is not None:
+                self._authorize(_lower(headers))
+        except ApiError as error:
+            return json_response(error.status, error.to_json())
+        return control(self, method, path, body)
 
     def _answer(
         self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes

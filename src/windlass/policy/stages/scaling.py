@@ -309,18 +309,23 @@ def _over_max(draft: Draft, demand: Demand, staying: list[WorkerState]) -> list[
 def _rested(
     draft: Draft, staying: list[WorkerState], wish: Wish, departures: dict[str, Departure]
 ) -> list[WorkerState]:
-    """Spare workers that may go: long enough too many, nobody just starting, each idle for long enough."""
+    """Spare workers that may go: long enough too many, nobody just starting, each idle for long enough.
+
+    Where paid time ends there is one occasion, a few cycles long, and a boot lasts longer: whoever is spare then goes
+    though others are starting, as long as the minimum is there without those."""
     fleet, since = draft.fleet, draft.memory.over_capacity_since
     # A person wants more than the policy does: whoever went for having nothing to do would be hired again at once.
     if draft.snapshot.requested > 0 and _room_for_requests(draft, staying) > 0:
         return []
     if since is None or draft.age_s(since) < fleet.scale_down_grace_s or draft.snapshot.is_paused:
         return []
+    there = [state for state in staying if not state.is_booting]
+    is_anybody_new = any(draft.age_s(state.worker.created_at) < fleet.spawn_grace_s for state in staying)
     # Whoever is starting was needed a moment ago. What has changed since may change back before it is there.
-    if any(state.is_booting or draft.age_s(state.worker.created_at) < fleet.spawn_grace_s for state in staying):
+    if not departures and (len(there) < len(staying) or is_anybody_new):
         return []
     rested = [state for state in wish.spare if _may_leave(draft, state, departures.get(state.worker.id))]
-    return rested[: max(0, len(staying) - fleet.min_workers)]
+    return rested[: max(0, len(there) - fleet.min_workers)]
 
 
 def _may_leave(draft: Draft, state: WorkerState, departure: Departure | None) -> bool:

@@ -11,11 +11,13 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import hcloud
 import requests
 import structlog
+from hcloud.core import Meta
 from requests.adapters import BaseAdapter, HTTPAdapter
 
 from windlass.model.errors import Throttled
@@ -53,6 +55,16 @@ class Run(Protocol):
     """Carries out a blocking call without blocking. Raises TimeoutError this long after the call has begun."""
 
     def __call__(self, call: Callable[[], T], timeout_s: float) -> Awaitable[T]: ...
+
+
+class Page(Protocol):
+    """Of a list, as the SDK gives it."""
+
+    @property
+    def meta(self) -> Meta: ...
+
+
+P = TypeVar("P", bound=Page)
 
 
 class _Ear(BaseAdapter):
@@ -127,6 +139,16 @@ class Account:
                     raise Trouble(problem) from error
             await asyncio.sleep(BUSY_PAUSE_S * attempt * (0.5 + self._rng.random()))
         raise AssertionError("the last try returns or raises")
+
+    async def ask_for_all(self, ask_page: Callable[[int], P]) -> list[P]:
+        """Every page of a list that may change meanwhile. Raises Trouble, or Throttled."""
+        pages: list[P] = []
+        number: int | None = 1
+        while number is not None and number <= MAX_PAGES:
+            page = await self.ask(partial(ask_page, number))
+            pages.append(page)
+            number = page.meta.pagination.next_page if page.meta and page.meta.pagination else None
+        return pages
 
     async def _run_in_thread(self, call: Callable[[], T], timeout_s: float) -> T:
         """Also raises Throttled, where all threads were taken: nothing was sent then."""

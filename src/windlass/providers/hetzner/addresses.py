@@ -23,13 +23,16 @@ from hcloud.servers.client import BoundServer
 
 from windlass.model.errors import Throttled
 from windlass.providers.hetzner import naming
-from windlass.providers.hetzner.account import MAX_PAGES, PAGE_SIZE, Account
+from windlass.providers.hetzner.account import PAGE_SIZE, Account
+from windlass.providers.hetzner.limiter import RATE_PER_S
 from windlass.providers.hetzner.problems import Kind, Trouble
 
 # From one look for those left behind to the next. An address costs a tenth of a cent an hour.
 SWEEP_INTERVAL_S = 300.0
 TEND_TIMEOUT_S = 15.0
 CLOSE_PATIENCE_S = 2.0
+# For a request that nobody else needs, as long as that many take to come back.
+TURN_LOOKS = 3
 # Between an address and the server that it was made with. For another one to be put in its place, a server must be off.
 MADE_TOGETHER = timedelta(seconds=30)
 # Before an address that cannot be labelled is left alone until the next sweep.
@@ -55,39 +58,58 @@ class Addresses:
         self._settled: set[int] = set()
         self._sweep_due = float("-inf")
         self._tending: asyncio.Task[None] | None = None
+        # Whether there may be addresses of ours at all.
+        self._has_seen_servers = False
 
     def made_with(self, server: BoundServer) -> None:
         """A server that we just had made has these; they will be labelled."""
+        self._has_seen_servers = True
         for address_id in _addresses_of(server):
             self._unlabelled[address_id] = self._wanted(server, is_ours=True)
 
     def tend(self, servers: Sequence[BoundServer]) -> None:
         """Begin to delete those left behind, now and then, and to label those of these servers of ours that are not.
         Nobody waits for it: however slow the vendor is with addresses, whoever lists has a list."""
+        self._has_seen_servers = self._has_seen_servers or bool(servers)
         if self._tending is None or self._tending.done():
             self._tending = asyncio.create_task(self._tend(servers))
 
-    async def close(self) -> None:
-        """Where a process lives for one cycle only, this is all the time there is."""
+    async def close(self, *, is_deserted: bool) -> None:
+        """Where a process lives for one cycle only, this is all the time there is. `is_deserted`: there is no server of
+        the fleet, which may be over. Then nobody looks later, so those left behind are looked for now."""
         if self._tending is not None:
             await asyncio.wait([self._tending], timeout=CLOSE_PATIENCE_S)
             self._tending.cancel()
             await asyncio.wait([self._tending])
+        if is_deserted and self._has_seen_servers:
+            try:
+                async with asyncio.timeout(TEND_TIMEOUT_S):
+                    await self._sweep()
+            except (Trouble, Throttled, TimeoutError) as error:
+                log.warning("Primary IPs left behind not looked for", error=str(error) or "no answer in time")
 
     async def _tend(self, servers: Sequence[BoundServer]) -> None:
         """Never for long, and never a reason to fail."""
-        loop, limiter = asyncio.get_running_loop(), self._account.limiter
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(TEND_TIMEOUT_S):
-                if loop.time() >= self._sweep_due and limiter.spare() > 0:
+                if loop.time() >= self._sweep_due and await self._has_turn():
                     self._sweep_due = loop.time() + SWEEP_INTERVAL_S
                     await self._sweep()
                 self._notice(servers)
                 for address_id in list(self._unlabelled):
-                    if limiter.spare() > 0:
+                    if await self._has_turn():
                         await self._label(address_id)
         except (Trouble, Throttled, TimeoutError) as error:
             log.info("addresses not tended", error=str(error) or "no answer in time")
+
+    async def _has_turn(self) -> bool:
+        """Wait for a request that nobody else needs, but not for long: the next list begins again."""
+        for _ in range(TURN_LOOKS):
+            if self._account.limiter.spare() > 0:
+                return True
+            await asyncio.sleep(1 / RATE_PER_S)
+        return False
 
     def _notice(self, servers: Sequence[BoundServer]) -> None:
         for server in servers:
@@ -127,12 +149,8 @@ class Addresses:
         return None if is_persons or labels == found.labels else labels
 
     async def _sweep(self) -> None:
-        page: int | None = 1
-        labelled: list[BoundPrimaryIP] = []
-        while page is not None and page <= MAX_PAGES:
-            found = await self._account.ask(partial(self._list_page, page))
-            labelled += found.primary_ips
-            page = found.meta.pagination.next_page if found.meta and found.meta.pagination else None
+        pages = await self._account.ask_for_all(self._list_page)
+        labelled = [address for page in pages for address in page.primary_ips]
         self._settled = {ip.id for ip in labelled if ip.id is not None}
         for address_id in [ip.id for ip in labelled if ip.id is not None and ip.assignee_id is None]:
             log.warning("deleting a Primary IP that was left behind", primary_ip=address_id)

@@ -3,22 +3,28 @@
 from collections.abc import AsyncGenerator
 
 from windlass.model.errors import Throttled
+from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
 from windlass.providers.hetzner.account import PAGE_SIZE, Account
 from windlass.providers.hetzner.naming import FLEET, INSTALLATION, MANAGED_BY, fleet_label, installation_of, selector
 from windlass.providers.hetzner.problems import HOW_TO_BE_LET_IN, Kind, Trouble
 from windlass.providers.remark import Remark
 
+# Installing Docker takes about a minute, and a gigabyte of images another.
+SLOW_BOOT_S = 300.0
+
 
 async def examine(
     account: Account, identity: str | None, fleets: dict[str, HetznerSettings], network_id: int | None
 ) -> AsyncGenerator[Remark, None]:
-    """The token, then every network, server type and image that the fleets name. `identity` None: which database is
-    ours is not known."""
+    """The token, addresses left behind, then every network, server type and image that the fleets name. `identity`
+    None: which database is ours is not known."""
     token = await _token(account, identity, fleets)
     yield token
     if token.is_grave:
         return
+    if identity is not None and (left := await _addresses_left(account, identity)) is not None:
+        yield left
     for network in sorted({n for s in fleets.values() if (n := s.network_id or network_id) is not None}):
         yield await _network(account, network)
     choices = {choice for settings in fleets.values() for choice in settings.ordered}
@@ -28,22 +34,56 @@ async def examine(
         yield await _image(account, image)
 
 
+def boot_time(fleet: str, config: FleetConfig) -> Remark | None:
+    """Whether a server may take longer for its first boot than it is given."""
+    if not config.bootstrap.images or config.spawn_timeout_s >= SLOW_BOOT_S:
+        return None
+    count = len(config.bootstrap.images)
+    return Remark(
+        "boot time",
+        f"a new server of fleet {fleet} has {config.spawn_timeout_s:g} s to install Docker, pull {count} "
+        f"image{'' if count == 1 else 's'} and start its worker; then it is replaced",
+        f"set spawn_timeout_s to {SLOW_BOOT_S:g} or more, or make an image of your own that has them",
+    )
+
+
 async def _token(account: Account, identity: str | None, fleets: dict[str, HetznerSettings]) -> Remark:
     installation = {} if identity is None else {INSTALLATION: installation_of(identity)}
     ours = selector({MANAGED_BY: "windlass", **installation})
     try:
-        page = await account.ask(lambda: account.api.servers.get_list(label_selector=ours, per_page=PAGE_SIZE))
+        pages = await account.ask_for_all(
+            lambda page: account.api.servers.get_list(label_selector=ours, page=page, per_page=PAGE_SIZE)
+        )
     except (Trouble, Throttled) as trouble:
         is_denied = isinstance(trouble, Trouble) and trouble.problem.kind is Kind.DENIED
         return Remark("hetzner", str(trouble), HOW_TO_BE_LET_IN if is_denied else "try again", is_grave=True)
+    servers = [server for page in pages for server in page.servers]
     known = {fleet_label(name) for name in fleets}
-    others = sorted({(server.labels or {}).get(FLEET, "?") for server in page.servers} - known)
+    others = sorted({(server.labels or {}).get(FLEET, "?") for server in servers} - known)
     if others and identity is not None:
         what = f"there are servers of fleets that are not configured: {', '.join(others)}"
         return Remark("hetzner", what, "nobody looks after them: delete them, or configure the fleets again")
-    pagination = page.meta.pagination if page.meta is not None else None
-    count = pagination.total_entries if pagination is not None else len(page.servers)
-    return Remark("hetzner", f"the token is good; {count} servers are ours")
+    return Remark("hetzner", f"the token is good; {len(servers)} servers are ours")
+
+
+async def _addresses_left(account: Account, identity: str) -> Remark | None:
+    """Of fleets that are not configured any more, too: nobody else looks for those."""
+    ours = selector({MANAGED_BY: "windlass", INSTALLATION: installation_of(identity)})
+    try:
+        pages = await account.ask_for_all(
+            lambda page: account.api.primary_ips.get_list(label_selector=ours, page=page, per_page=PAGE_SIZE)
+        )
+    except (Trouble, Throttled) as trouble:
+        return Remark("addresses", str(trouble), "try again")
+    left = [address for page in pages for address in page.primary_ips if address.assignee_id is None]
+    if not left:
+        return None
+    names = ", ".join(f"{address.ip} (of fleet {(address.labels or {}).get(FLEET, '?')})" for address in left)
+    return Remark(
+        "addresses",
+        f"Primary IPs of ours that no server has are paid for: {names}",
+        "windlass up deletes those of its fleets within minutes; delete the others in Hetzner's console",
+    )
 
 
 async def _network(account: Account, network_id: int) -> Remark:

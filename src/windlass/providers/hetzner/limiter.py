@@ -10,8 +10,9 @@ from windlass.providers.allowance import Allowance
 
 # The vendor gives 3,600 requests an hour, one back every second. A tenth is left to people and other programs.
 RATE_PER_S = 0.9
-# What may go at once after a rest: a cycle's list and its ten hirings. The vendor allows bursts of thousands.
-BURST = 20
+# What may go at once after a rest: a list, prices, and the first hirings, so that a small fleet does not wait. Few, so
+# that no minute has more than sixty. (The vendor allows bursts of thousands.)
+BURST = 5
 # Below this much left of the vendor's allowance, we take half of what comes back.
 LOW_REMAINING = 300
 _HOUR_S = 3600.0

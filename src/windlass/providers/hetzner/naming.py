@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from windlass.model.bootstrap import MAX_USER_DATA_BYTES
-from windlass.model.errors import Refused
+from windlass.model.errors import InvalidRequest
 from windlass.model.hetzner import problem_of_label
 from windlass.model.machine import MachineRequest
 
@@ -48,20 +48,20 @@ def selector(labels: Mapping[str, str]) -> str:
 
 
 def labels_of(fleet_wide: Mapping[str, str], request: MachineRequest, extra: Mapping[str, str]) -> dict[str, str]:
-    """All labels of one server. Raises Refused if the vendor would not accept them."""
+    """All labels of one server. Raises InvalidRequest if the vendor would not accept them."""
     labels = {**extra, **fleet_wide, WORKER: request.name, SLOT: str(request.slot)}
     for key, value in labels.items():
         problem = problem_of_label(key, value)
         if problem is not None:
-            raise Refused(f"creating server {request.name}: {problem}.")
+            raise InvalidRequest(f"creating server {request.name}: {problem}.")
     return labels
 
 
 def server_name(worker_id: str, installation: str) -> str:
-    """Raises Refused if it cannot be a host's name."""
+    """Raises InvalidRequest if it cannot be a host's name."""
     name = f"{worker_id}-{installation[:_MARK_LENGTH]}"
     if len(name) > MAX_NAME or _HOST.fullmatch(name) is None:
-        raise Refused(
+        raise InvalidRequest(
             f"creating server {worker_id}: {name!r} cannot be a server's name: lower case letters, digits and dashes "
             f"between, at most {MAX_NAME}: give the fleet such a name, and a shorter one."
         )
@@ -69,10 +69,10 @@ def server_name(worker_id: str, installation: str) -> str:
 
 
 def check_user_data(worker_id: str, user_data: str) -> str:
-    """Whoever rendered it: a request that the vendor would not take is not sent. Raises Refused."""
+    """Whoever rendered it: a request that the vendor would not take is not sent. Raises InvalidRequest."""
     size = len(user_data.encode())
     if size > MAX_USER_DATA_BYTES:
-        raise Refused(
+        raise InvalidRequest(
             f"creating server {worker_id}: its user_data has {size:,} bytes and may have {MAX_USER_DATA_BYTES:,}: "
             "shorten what the fleet's bootstrap settings put into it."
         )

@@ -7,6 +7,7 @@ was no connection at all: that is UNSENT.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import requests
 from hcloud import APIException
@@ -32,6 +33,8 @@ class Problem:
     kind: Kind
     # In the vendor's words where there are any.
     words: str
+    # Of a request that is wrong: the fields that are, as far as the vendor names any.
+    fields: frozenset[str] = frozenset()
 
 
 class Trouble(Exception):
@@ -86,7 +89,7 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, APIException):
         words = f"{' '.join(str(error.message).split())[:MAX_WORDS]} ({error.code})"
         if isinstance(error.code, str):
-            return Problem(_BY_CODE.get(error.code, Kind.LOST), words)
+            return Problem(_BY_CODE.get(error.code, Kind.LOST), words, _fields(error.details))
         is_wrong = 400 <= error.code < 500 and error.code != 408
         return Problem(_BY_STATUS.get(error.code, Kind.REFUSED if is_wrong else Kind.LOST), words)
     if isinstance(error, TimeoutError | requests.exceptions.Timeout):
@@ -95,6 +98,12 @@ def problem_of(error: Exception) -> Problem:
         kind = Kind.UNSENT if _is_unsent(error) else Kind.LOST
         return Problem(kind, f"the API cannot be reached ({_innermost(error)})")
     return Problem(Kind.LOST, f"an answer that cannot be read ({type(error).__name__}: {str(error)[:MAX_WORDS]})")
+
+
+def _fields(details: Any) -> frozenset[str]:
+    fields = details.get("fields") if isinstance(details, dict) else None
+    named = fields if isinstance(fields, list) else []
+    return frozenset(str(field["name"]) for field in named if isinstance(field, dict) and "name" in field)
 
 
 def _is_unsent(error: requests.exceptions.RequestException) -> bool:

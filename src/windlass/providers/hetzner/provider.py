@@ -2,9 +2,10 @@
 
 What it promises:
 - A server is ours if its labels name our database, our fleet and a worker. Any other is neither listed nor touched.
-- `create` sends one request per choice of type and place. One that is refused for lack of capacity moves on to the
-  next, and is remembered. A name that is taken is the server of an earlier request whose answer was lost: it is taken
-  over if its labels are ours. Whatever is not a clear no is Ambiguous.
+- `create` sends one request per choice of type and place. One that is refused for lack of capacity, or because there is
+  no such choice, moves on to the next, and is remembered; where all are wrong, so is the request. A name that is taken
+  is the server of an earlier request whose answer was lost: it is taken over if its labels are ours. Whatever is not a
+  clear no is Ambiguous.
 - `list_machines` is whole or raises. Lists that follow each other within seconds are answered from the last one, with
   what we did since: lists of a moving fleet must not use up the requests that its hirings need.
 - `delete` returns when a server that was asked to go is not found by its id: that a deletion was accepted is not
@@ -35,6 +36,7 @@ from windlass.model.cost import PricePart
 from windlass.model.errors import (
     Ambiguous,
     Denied,
+    InvalidRequest,
     LimitReached,
     NoCapacity,
     ProviderError,
@@ -83,6 +85,7 @@ _STRAY_GRACE_S = _ABSENCE_GRACE_S
 _LEAST_FOR_DELETIONS_PER_S = RATE_PER_S / 4
 # A deletion, and a look whether it is gone.
 _REQUESTS_TO_DELETE = 2
+_FIELDS_OF_A_CHOICE = frozenset({"server_type", "location"})
 
 _STATES = {
     "initializing": MachineState.BOOTING,
@@ -160,7 +163,7 @@ class HetznerProvider:
 
     async def close(self) -> None:
         """Servers go on without us. The account is shared: it ends with the last who uses it."""
-        await self._addresses.close()
+        await self._addresses.close(is_deserted=self._listing is not None and not self._merged(self._listing))
         self._account.leave(self._fleet)
 
     # ------------------------------------------------------------------------------------------------------ create
@@ -187,25 +190,39 @@ class HetznerProvider:
             raise
         except Exception as error:
             # A template is the user's own; whatever is wrong with it, no server was asked for.
-            raise Refused(
+            raise InvalidRequest(
                 f"{doing}: its user_data cannot be rendered ({error}): check the fleet's bootstrap."
             ) from error
 
     async def _create(self, name: str, labels: dict[str, str], user_data: str, doing: str) -> BoundServer:
+        wrong: list[tuple[Choice, Problem]] = []
         for choice in await self._choices(doing):
             try:
                 made = await self._account.ask(partial(self._post, name, labels, user_data, choice), tries=BUSY_TRIES)
             except Trouble as trouble:
                 if trouble.problem.kind is Kind.TAKEN:
                     return await self._take_over(name, labels, trouble.problem, doing)
+                if _is_about_choice(trouble.problem):
+                    wrong.append((choice, trouble.problem))
+                    continue
                 if trouble.problem.kind is not Kind.NO_CAPACITY:
                     raise self._refusal(trouble.problem, doing) from trouble
                 log.info("no capacity", fleet=self._fleet, choice=str(choice), said=trouble.problem.words)
                 self._account.note_no_capacity(choice, self._settings.capacity_memory_s)
             else:
+                self._set_aside(wrong)
                 self._addresses.made_with(made.server)
                 return made.server
+        if len(wrong) == len(self._settings.ordered):
+            raise self._refusal(wrong[0][1], doing)
+        self._set_aside(wrong)
         raise self._no_capacity(doing)
+
+    def _set_aside(self, wrong: Sequence[tuple[Choice, Problem]]) -> None:
+        """Where others do, those that cannot be had are not asked for every time."""
+        for choice, problem in wrong:
+            log.warning("choice refused", fleet=self._fleet, choice=str(choice), said=problem.words)
+            self._account.note_no_capacity(choice, self._settings.capacity_memory_s)
 
     async def _choices(self, doing: str) -> list[Choice]:
         choices = self._settings.ordered
@@ -266,6 +283,8 @@ class HetznerProvider:
                 return Throttled(said, retry_after_s=UNREACHABLE_PAUSE_S)
             case Kind.LOST:
                 return Ambiguous(said)
+            case Kind.REFUSED | Kind.NOT_FOUND:
+                return InvalidRequest(f"{said}: check the hetzner settings of fleet {self._fleet}.")
             case _:
                 return Refused(f"{said}: check the hetzner settings of fleet {self._fleet}.")
 
@@ -469,6 +488,12 @@ class HetznerProvider:
                 return Throttled(said, retry_after_s=max(self._account.limiter.pause_s, 2 * BUSY_PAUSE_S))
             case _:
                 return Unavailable(said)
+
+
+def _is_about_choice(problem: Problem) -> bool:
+    """Another type or place may do. The vendor does not always say which field it means; then it may be this."""
+    is_wrong = problem.kind in (Kind.REFUSED, Kind.NOT_FOUND)
+    return is_wrong and (not problem.fields or bool(problem.fields & _FIELDS_OF_A_CHOICE))
 
 
 def _deletes(action: BoundAction, server_id: int) -> bool:

@@ -101,6 +101,8 @@ create table windlass.workers (
   pid integer,
   version text,
   instance_type text,
+  -- Where its machine is, in the provider's words: nbg1.
+  place text,
   machine_id text,
   vram_total_mb integer,
   vram_used_mb integer,

@@ -686,7 +686,7 @@ begin
         update windlass.workers
         set machine_id = v_action ->> 'machine_id', machine_at = v_now, creation = 'created',
             prepared_at = case when (v_action ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now) else prepared_at end,
-            instance_type = v_machine ->> 'instance_type'
+            instance_type = v_machine ->> 'instance_type', place = v_machine ->> 'place'
         where id = v_action ->> 'worker_id' and machine_id is null;
         if found then
           perform windlass.open_bill(
@@ -797,7 +797,7 @@ begin
         update windlass.workers
         set machine_id = v_outcome -> 'machine' ->> 'id', machine_at = coalesce(machine_at, v_now), creation = 'created',
             prepared_at = case when (v_outcome ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now) else prepared_at end,
-            instance_type = v_outcome -> 'machine' ->> 'instance_type'
+            instance_type = v_outcome -> 'machine' ->> 'instance_type', place = v_outcome -> 'machine' ->> 'place'
         where id = v_outcome ->> 'worker_id'
           and (machine_id is null or machine_id = v_outcome -> 'machine' ->> 'id');
         if found then
