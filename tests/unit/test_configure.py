@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import windlass
 from windlass.configure import ENVIRONMENT_ALIASES, load_config
 from windlass.model.address import masked, problem_of_database_url
 from windlass.model.config import ApiConfig, Config
@@ -316,6 +317,21 @@ def test_a_fleet_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WINDLASS_FLEETS__RENDERS__MAX_WORKER", "7")
     with pytest.raises(ConfigError, match="WINDLASS_FLEETS__RENDERS__MAX_WORKER in the environment is not a setting"):
         load_config()
+
+
+def test_whoever_runs_no_fleet_is_not_refused_for_what_the_environment_says_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest of it may stand in a file that is not read here."""
+    monkeypatch.setenv("MIN_ACTIVE_GPUS", "5")
+    monkeypatch.setenv("WINDLASS_FLEETS__GPUS__PROVIDER", "runpod")
+    with pytest.raises(ConfigError, match="min_workers is 5 and max_workers is 4"):
+        load_config()
+    assert load_config(has_fleets=False).config.fleets == {}
+    assert windlass.Client("postgresql://nobody@127.0.0.1:1/nothing") is not None
+    monkeypatch.setenv("WINDLASS_FLEETS__GPUS__PROVIDED", "runpod")
+    with pytest.raises(ConfigError, match="WINDLASS_FLEETS__GPUS__PROVIDED in the environment is not a setting"):
+        load_config(has_fleets=False)
 
 
 def test_the_environment_of_a_fleets_workers_is_shown_without_its_values(tmp_path: Path) -> None:
