@@ -417,6 +417,21 @@ async def test_the_median_duration_lies_between_neighbours(
     assert (await ann.observe()).queue.duration_p50_s == 3.25
 
 
+async def test_a_busy_queue_does_not_hide_how_long_the_tasks_of_another_take(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await store.register(Registration("hand", ("a", "elsewhere"), fleet="g", concurrency=1000))
+    await store.enqueue(NewTask("a"))
+    (claim,) = await store.claim("hand", ("a",), 1)
+    clock.advance(7)
+    await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None)], (), 0)
+    await store.enqueue_many([NewTask("elsewhere")] * 600)
+    busy = await store.claim("hand", ("elsewhere",), 600)
+    clock.advance(1)
+    await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None) for claim in busy], (), 0)
+    assert (len(busy), (await ann.observe()).queue.duration_p50_s) == (600, 7.0)
+
+
 async def test_hirings_of_the_window_are_seen_and_those_that_broke_in_it(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:

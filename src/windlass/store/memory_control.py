@@ -100,6 +100,7 @@ MAX_HIRINGS = 1000
 MAX_RESTARTS_KEPT = 100
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
+MAX_LOOKED_AT = 20_000
 MAX_CYCLES_SEARCHED = 5
 MAX_ANSWERS = 50
 # Refusals that are not about one machine.
@@ -278,7 +279,8 @@ class MemoryControlStore(MemoryStore):
         held = [row for row in running if self._is_dispatcher(row.worker_id)]
         heads = [head.created_at for queue in queues if (head := queue.head()) is not None]
         heads += [row.created_at for row in held]
-        recent = islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_DURATIONS)
+        newest = islice(reversed(self._finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
+        recent = islice((row for row in newest if row.queue in names), MAX_DURATIONS)
         return QueueView(
             queued=len(held)
             + sum(row.is_ready() or (row.run_after is not None and row.run_after <= now) for row in rows),
@@ -287,7 +289,7 @@ class MemoryControlStore(MemoryStore):
             duration_p50_s=_median(
                 (row.finished_at - row.started_at).total_seconds()
                 for row in recent
-                if row.queue in names and row.finished_at and row.started_at
+                if row.finished_at and row.started_at
             ),
         )
 

@@ -380,13 +380,20 @@ as $$
     'duration_p50_s', (
       select percentile_cont(0.5) within group (order by extract(epoch from d.finished_at - d.started_at))
       from (
-        select t.queue, t.started_at, t.finished_at
-        from windlass.tasks t
-        where t.status = 'complete'
-        order by t.finished_at desc
+        -- Of the newest of all queues, as far as we have to look for so many of ours: index tasks_complete. The inner
+        -- limit is what a rarely used queue beside a busy one costs.
+        select n.started_at, n.finished_at
+        from (
+          select t.queue, t.started_at, t.finished_at
+          from windlass.tasks t
+          where t.status = 'complete'
+          order by t.finished_at desc
+          limit 20000
+        ) as n
+        where n.queue = any (p_queues)
+        order by n.finished_at desc
         limit 500
       ) as d
-      where d.queue = any (p_queues)
     )
   )
   from (
