@@ -42,7 +42,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
 from windlass.model.snapshot import Failure, Hold, Memory, Refusal, Snapshot, StorageUse, Suspect
 from windlass.model.task import Finished, NewTask, TaskStatus
-from windlass.model.worker import HeldClaim, Recovery, Registration, WorkerStatus
+from windlass.model.worker import HeldClaim, Recovery, Registration, WorkerKind, WorkerStatus
 from windlass.ports.control import (
     Candidate,
     Committed,
@@ -1439,6 +1439,23 @@ async def test_how_many_come_before_a_task(
     assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 1, 0]
 
 
+async def test_queues_in_which_a_task_waits_are_told_from_those_in_which_none_does(
+    store: ControlStores, clock: VirtualClock
+) -> None:
+    queues = ("ready", "later", "busy", "held", "empty")
+    await store.register(Registration("hand", ("busy",), fleet="f"))
+    await store.register(Registration("d", ("held",), fleet="f", kind=WorkerKind.DISPATCHER))
+    for queue in ("ready", "busy", "held"):
+        await store.enqueue(NewTask(queue))
+    await store.enqueue(NewTask("later", run_after=clock() + timedelta(seconds=9)))
+    await store.claim("hand", ("busy",), 1)
+    await store.claim("d", ("held",), 1)
+    assert await store.waiting_queues(queues) == {"ready", "held"}
+    clock.advance(10)
+    assert await store.waiting_queues(queues) == {"ready", "held", "later"}
+    assert await store.waiting_queues(()) == set()
+
+
 async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0, 1)
     await store.set_paused(["w1"], True)
@@ -1834,6 +1851,7 @@ class Twins:
             await self.both("last_cycle_with", fleet, "w0")
         await self.both("tasks_at_hand")
         await self.both("ready_before", 5)
+        await self.both("waiting_queues", ("a", "b", "nowhere"))
         await self.both("fleets")
         await self.both("open_accounts")
         for by in ("day", "fleet", "queue", "worker", "task"):

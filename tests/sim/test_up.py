@@ -1,7 +1,8 @@
 """A host from start to good night, in virtual time: what stops, what stays, and what a signal means when."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -348,6 +349,65 @@ def test_a_worker_that_a_person_started_does_not_hide_that_nobody_was_hired() ->
         await bed.store.enqueue(NewTask("red"))
         await asyncio.sleep(3.0)
         assert len(await bed.workers("red")) == 2
+
+    in_a_bed(live)
+
+
+def count_cycles(bed: Bed) -> Counter[str]:
+    """Of each fleet, from now on."""
+    counts: Counter[str] = Counter()
+    for name, cloud in bed.clouds.items():
+        original = cloud.list_machines
+
+        async def listed(name: str = name, original: Any = original) -> Any:
+            counts[name] += 1
+            return await original()
+
+        cloud.list_machines = listed  # type: ignore[method-assign]
+    return counts
+
+
+def test_tasks_of_one_fleet_wake_no_other_and_an_empty_fleet_only_when_one_waits() -> None:
+    """Neither where the store tells of each arrival, nor where all it can do is to wait a second."""
+
+    async def live(bed: Bed) -> None:
+        bed.fleets["red"] = config("red", poll_interval_s=600.0)
+        bed.fleets["blue"] = config("blue", min_workers=0, poll_interval_s=600.0)
+        wait = bed.store.wait_for_work
+        bed.start()
+        await asyncio.sleep(SOON_S)
+        counts = count_cycles(bed)
+        for _ in range(40):
+            await bed.store.enqueue(NewTask("red"))
+            await asyncio.sleep(0.5)
+        assert counts == {}
+
+        async def wait_like_a_pooler(_queues: Sequence[str], timeout_s: float) -> None:
+            await asyncio.sleep(min(1.0, timeout_s))
+
+        bed.store.wait_for_work = wait_like_a_pooler  # type: ignore[method-assign]
+        await wait(("red", "blue"), 60.0)  # until the one under way has ended
+        await asyncio.sleep(60.0)
+        assert counts == {}
+        await bed.store.enqueue(NewTask("blue"))
+        await asyncio.sleep(5.0)
+        assert len(await bed.workers("blue")) == 1
+        assert set(counts) == {"blue"}
+
+    in_a_bed(live)
+
+
+def test_a_fleet_that_may_not_hire_is_not_woken_by_every_task() -> None:
+    async def live(bed: Bed) -> None:
+        bed.fleets = {"red": config("red", min_workers=0, poll_interval_s=600.0)}
+        bed.start()
+        await asyncio.sleep(SOON_S)
+        await bed.store.pause_fleet("red", True)
+        counts = count_cycles(bed)
+        for _ in range(40):
+            await bed.store.enqueue(NewTask("red"))
+            await asyncio.sleep(0.5)
+        assert counts == {"red": 1}
 
     in_a_bed(live)
 

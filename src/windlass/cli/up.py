@@ -78,8 +78,9 @@ async def up(
             "min_workers": min_,
             "max_workers": max_,
         }
-        of_fleet = {f"fleets.default.{name}": value for name, value in given.items()}
-        loaded = load(config, data_dir, **of_fleet, **{"api.host": host, "api.port": port})
+        chosen: dict[str, Any] = {f"fleets.default.{name}": value for name, value in given.items()}
+        chosen |= {"api.host": host, "api.port": port}
+        loaded = load(config, data_dir, **chosen)
         check_fleets(loaded, f"{NO_FLEET}, or give --queue and --handler.")
         hide(secrets_of(loaded.config))
         return loaded

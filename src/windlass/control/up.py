@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -79,8 +79,11 @@ class Up:
         self._make_provider = make_provider
         self._on_summary = on_summary
         self._daemon = Daemon((), self._note)
-        # Fleets whose last cycle saw nobody hired: only they are worth waking for a task.
-        self._empty: set[str] = set()
+        # Fleets whose last cycle saw nobody hired and nothing to do, and their queues: only they are worth waking for a
+        # task. Whoever saw one and hired nobody, because of a hold or a limit, would decide the same again.
+        self._resting: dict[str, tuple[str, ...]] = {}
+        # Set when there is one more of them, or its queues are others.
+        self._is_one_resting = asyncio.Event()
         # Fleets whose last cycle found that another orchestrator leads.
         self._standing_by: set[str] = set()
         # When each fleet is given up, once we are about to end.
@@ -203,24 +206,55 @@ class Up:
         task.add_done_callback(self._beside.discard)
 
     def _note(self, summary: Summary) -> None:
-        (self._empty.add if summary.hired == 0 else self._empty.discard)(summary.fleet)
+        self._note_rest(summary)
         (self._standing_by.discard if summary.is_leader else self._standing_by.add)(summary.fleet)
         self._heard[summary.fleet] = Heard(summary, asyncio.get_running_loop().time())
         news, self._news = self._news, asyncio.Event()
         news.set()
         self._on_summary(summary)
 
+    def _note_rest(self, summary: Summary) -> None:
+        name, before = summary.fleet, self._resting.pop(summary.fleet, None)
+        fleet = self._daemon.fleets.get(name)
+        has_nothing_to_do = summary.hired == 0 and not (summary.status or {}).get("queued_tasks")
+        if fleet is not None and has_nothing_to_do and not fleet.is_winding_down:
+            self._resting[name] = fleet.config.queues
+            if self._resting[name] != before:
+                self._is_one_resting.set()
+
     async def _wake_for_tasks(self) -> None:
         """A task that finds nobody should not wait for the next cycle."""
         while True:
-            queues = [queue for fleet in self._daemon.fleets.values() for queue in fleet.config.queues]
             try:
-                await self._store.wait_for_work(queues, LOOK_OUT_S)
+                await self._until_a_task_may_wait()
+                await self._wake_the_resting()
             except WindlassError:
                 await asyncio.sleep(LOOK_OUT_S)
-            if self._empty:
-                self._daemon.wake()
             await asyncio.sleep(WAKE_INTERVAL_S)
+
+    async def _until_a_task_may_wait(self) -> None:
+        """In a queue of a fleet that rests, these or those that come to rest meanwhile. A hint: look before waking."""
+        queues = sorted({queue for queues in self._resting.values() for queue in queues})
+        hints: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._is_one_resting.wait())]
+        if queues:
+            hints.append(asyncio.ensure_future(self._store.wait_for_work(queues, LOOK_OUT_S)))
+        try:
+            done, _ = await asyncio.wait(hints, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for hint in hints:
+                hint.cancel()
+        self._is_one_resting.clear()
+        for hint in done:
+            hint.result()
+
+    async def _wake_the_resting(self) -> None:
+        resting = {name: queues for name, queues in self._resting.items() if name in self._daemon.fleets}
+        waiting = await self._store.waiting_queues(sorted({queue for queues in resting.values() for queue in queues}))
+        for name, queues in resting.items():
+            if not waiting.isdisjoint(queues):
+                # Until its next cycle says whether it still does.
+                self._resting.pop(name, None)
+                self._daemon.wake_fleet(name)
 
     async def _look_for_the_forgotten(self) -> None:
         """Workers of fleets that no configuration here has would be nobody's to let go, and may be paid for."""

@@ -262,5 +262,8 @@ class Operations(Protocol):
     async def tasks_at_hand(self) -> dict[str, list[int]]:
         """Worker id to the tasks it is running."""
 
+    async def waiting_queues(self, queues: Sequence[str]) -> set[str]:
+        """Those of these in which a task waits, as an observation would count it. One cheap look."""
+
     async def ready_before(self, task_id: int) -> int:
         """How many ready tasks of its queue come before this one; MAX_AHEAD + 1 if there are more than that."""

@@ -253,6 +253,11 @@ class PostgresControlStore(PostgresStore):
             rows = await connection.fetch(QUERIES["tasks_at_hand"])
         return {row["worker_id"]: row["task_ids"] for row in rows}
 
+    async def waiting_queues(self, queues: Sequence[str]) -> set[str]:
+        async with self._connection("looking for tasks that wait") as connection:
+            rows = await connection.fetch(QUERIES["waiting_queues"], list(queues))
+        return {row["name"] for row in rows}
+
     async def ready_before(self, task_id: int) -> int:
         async with self._connection("counting tasks") as connection:
             count: int = await connection.fetchval(QUERIES["ready_before"], task_id, MAX_AHEAD + 1)

@@ -955,6 +955,10 @@ class MemoryControlStore(MemoryStore):
     async def tasks_at_hand(self) -> dict[str, list[int]]:
         return {worker_id: sorted(tasks) for worker_id, tasks in self._running.items() if tasks}
 
+    async def waiting_queues(self, queues: Sequence[str]) -> set[str]:
+        now = self._clock()
+        return {name for name in queues if self._observe_queues([name], now).queued}
+
     async def ready_before(self, task_id: int) -> int:
         mine = self._tasks.get(task_id)
         if mine is None:
