@@ -361,6 +361,35 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
     await host.end(up)
 
 
+async def test_a_reload_rents_with_the_keys_of_the_new_file_and_one_in_vain_changes_nothing(host: Host) -> None:
+    settings = (host.folder / "windlass.toml").read_text()
+    far = '[fleets.far]\nprovider = "hetzner"\nhandler = "app:work"\nqueues = ["far"]\n'
+    host.windlass = host.windlass.with_env(WINDLASS_API__URL="http://127.0.0.1:9")
+    up = host.up()
+    # From its first moment on a wish to reload is none to end.
+    await until(lambda: _handles_sighup(up.pid), "it heeds the signal")
+    up.send_signal(signal.SIGHUP)
+    await until(lambda: "no fleet has changed" in host.log(), f"a first reload\n{host.log()}")
+    changed = settings.replace("max_workers = 3", "max_workers = 2")
+    # Each of its checks is passed; what is missing is noticed when its provider is made.
+    stranded = f"{far}[fleets.far.hetzner]\nis_ipv4_on = false\nis_ipv6_on = false\n"
+    account = 'hetzner_api_token = "of-the-new-file"\nhetzner_endpoint = "http://127.0.0.1:9/v1"\n'
+    (host.folder / "windlass.toml").write_text(f"{account}{changed}\n{stranded}")
+    up.send_signal(signal.SIGHUP)
+    await until(lambda: "nothing changed" in host.log(), f"it says so\n{host.log()}")
+    assert "the servers of fleet far would have no network" in host.log()
+    (host.folder / "windlass.toml").write_text(f"{account}{settings}\n{far}")
+    up.send_signal(signal.SIGHUP)
+    await until(lambda: '"new": ["far"]' in host.log(), f"a fleet more\n{host.log()}")
+    assert '"changed"' not in host.log()
+    await until(lambda: "machines unknown" in host.log(), f"it calls\n{host.log()}")
+
+
+def _handles_sighup(pid: int) -> bool:
+    caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) & 1 << (signal.SIGHUP - 1))
+
+
 async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mended(host: Host) -> None:
     host.configure(max_workers=1, max_restarts=1, handler="missing:work")
     up = await host.up_and_lose_its_handler()

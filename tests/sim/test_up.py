@@ -456,6 +456,20 @@ def test_a_cycle_ends_with_the_provider_it_began_with() -> None:
     in_a_bed(live)
 
 
+def test_a_configuration_of_which_one_provider_cannot_be_made_changes_nothing() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        changed = {"red": config("red", max_workers=1), "green": config("green")}
+        with pytest.raises(KeyError, match="green"):
+            up.up.reconfigure(changed)
+        assert {name: up.up.fleet(name) for name in up.up.fleets} == bed.fleets
+        await asyncio.sleep(SOON_S)
+        assert len(await bed.active("blue")) == 1, "left out, but not wound down"
+
+    in_a_bed(live)
+
+
 def test_a_configuration_that_comes_too_late_changes_nothing() -> None:
     async def live(bed: Bed) -> None:
         up = bed.start()

@@ -67,7 +67,7 @@ async def up(
 
     configure_logs(log_format)
 
-    def load_again() -> "Loaded":
+    def load_now() -> "Loaded":
         given = {
             "queues": queue or None,
             "handler": handler,
@@ -86,8 +86,7 @@ async def up(
         return loaded
 
     await run_up(
-        load_again(),
-        load_again,
+        load_now,
         Narrator().tell,
         is_leaving_workers=leave_workers,
         version=__version__,

@@ -110,26 +110,35 @@ class Up:
             for timer in self._farewells:
                 timer.cancel()
 
-    def reconfigure(self, fleets: Mapping[str, FleetConfig]) -> None:
-        """From the next cycle on: changed fleets change, new ones start, those left out are wound down."""
+    def reconfigure(self, fleets: Mapping[str, FleetConfig], *, has_new_accounts: bool = False) -> None:
+        """From the next cycle on: changed fleets change, new ones start, those left out are wound down.
+
+        `has_new_accounts`: providers that are made now are others, also of fleets that have not changed. Raises what
+        making a provider raises; nothing is changed then.
+        """
         if self._is_stopping:
             log.warning("configuration not taken over: we are about to end")
             return
-        changes: dict[str, list[str]] = {}
-        for name, config in fleets.items():
-            running = self._daemon.fleets.get(name)
-            if running is None:
-                self._daemon.add(self._make_cycle(name, config))
-                changes.setdefault("new", []).append(name)
-                continue
+        running = self._daemon.fleets
+        # All of them before anything is changed: one that cannot be made must not leave us half-way.
+        new = {name: self._make_cycle(name, config) for name, config in fleets.items() if name not in running}
+        providers = {
+            name: self._make_provider(name, config)
+            for name, config in fleets.items()
+            if name in running and (has_new_accounts or running[name].config != config)
+        }
+        changes: dict[str, list[str]] = {"new": list(new)} if new else {}
+        for name in fleets.keys() - new.keys():
             # Whoever was told to leave, while it was left out, does; others are hired.
-            running.is_winding_down = False
-            if running.config != config:
-                changed = [
-                    key for key in FleetConfig.model_fields if getattr(running.config, key) != getattr(config, key)
-                ]
+            running[name].is_winding_down = False
+        for name, provider in providers.items():
+            fleet, config = running[name], fleets[name]
+            changed = [key for key in FleetConfig.model_fields if getattr(fleet.config, key) != getattr(config, key)]
+            if changed:
                 changes.setdefault("changed", []).append(f"{name} ({', '.join(changed)})")
-                running.reconfigure(config, self._make_provider(name, config))
+            fleet.reconfigure(config, provider)
+        for cycle in new.values():
+            self._daemon.add(cycle)
         for name in sorted(set(self._daemon.fleets) - set(fleets)):
             # For as long as it takes: whoever it leaves behind would be nobody's, and paid for.
             self._daemon.wind_down(name)
