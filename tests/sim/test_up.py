@@ -11,7 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from windlass.control.cycle import FleetCycle
-from windlass.control.up import END_S, FORGOTTEN_GRACE_S, FORGOTTEN_LOOK_S, STOP_MARGIN_S, Up
+from windlass.control.up import END_S, FORGOTTEN_GRACE_S, FORGOTTEN_LOOK_S, STOP_MARGIN_S, SWEEP_INTERVAL_S, Up
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, Worker, WorkerStatus
@@ -466,6 +467,27 @@ def test_a_configuration_of_which_one_provider_cannot_be_made_changes_nothing() 
         assert {name: up.up.fleet(name) for name in up.up.fleets} == bed.fleets
         await asyncio.sleep(SOON_S)
         assert len(await bed.active("blue")) == 1, "left out, but not wound down"
+
+    in_a_bed(live)
+
+
+def test_retention_goes_on_after_whatever_went_wrong_with_it() -> None:
+    async def live(bed: Bed) -> None:
+        problems = [ValueError("timestamp out of range"), DatabaseUnavailable("away")]
+        calls = 0
+
+        async def sweep(**_: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if problems:
+                raise problems.pop(0)
+
+        bed.store.sweep = sweep  # type: ignore[method-assign]
+        with capture_logs() as lines:
+            bed.start()
+            await asyncio.sleep(4.5 * SWEEP_INTERVAL_S)
+        assert calls == 4
+        assert [line["log_level"] for line in lines if line["event"] == "retention was not applied"] == ["error"]
 
     in_a_bed(live)
 

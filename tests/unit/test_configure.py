@@ -124,6 +124,19 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
             id="a handler without a function",
         ),
         pytest.param("[worker]\nlease_s = 3", "at least three beats must fit into a lease", id="values at odds"),
+        *(
+            pytest.param(
+                f"[{section}]\n{key} = {value}",
+                f"{section}.{key} (from windlass.toml) is {float(value)!r}: at most 315360000 seconds",
+                id=f"{section}.{key} of {value}",
+            )
+            for section, key, value in (
+                ("retention", "complete_s", "1e12"),
+                ("retention", "events_s", "inf"),
+                ("worker", "lease_s", "1e300"),
+                ("control", "lease_s", "inf"),
+            )
+        ),
         pytest.param("a = = 1", "is not valid TOML (Invalid value (at line 1", id="no TOML"),
         pytest.param(b"a = '\xff'", "is not valid TOML (byte 5 is not UTF-8)", id="no text"),
         pytest.param(f"database_url = ['{PASSWORD}']", "database_url (from windlass.toml): write text", id="a list"),

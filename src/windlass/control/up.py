@@ -314,8 +314,13 @@ class Up:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
-            with contextlib.suppress(DatabaseUnavailable):
+            try:
                 await self._store.sweep()
+            except DatabaseUnavailable:
+                continue  # the cycles say so
+            except Exception:
+                # Whatever is wrong with one, the next must come: else all that is finished is kept for ever.
+                log.exception("retention was not applied")
 
 
 def _is_after(heard: Heard, asked_at: float, asked_at_by_database: datetime) -> bool:

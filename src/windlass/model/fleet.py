@@ -100,6 +100,14 @@ def _setting(default: Any, description: str, *, env: str | None = None, **constr
     )
 
 
+def within_ten_years(value: Any, info: ValidationInfo) -> Any:
+    """For every field of a model: one that is a duration must be within reason."""
+    is_duration = info.field_name is not None and info.field_name.endswith("_s")
+    if is_duration and value is not None and value > MAX_SECONDS:
+        raise ValueError(f"at most {MAX_SECONDS:.0f} seconds, which is ten years")
+    return value
+
+
 class FleetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -297,13 +305,7 @@ class FleetConfig(BaseModel):
             return given
         return PROVIDER_DEFAULTS.get(str(given.get("provider", "local")), {}) | given
 
-    @field_validator("*")
-    @classmethod
-    def _within_ten_years(cls, value: Any, info: ValidationInfo) -> Any:
-        is_duration = info.field_name is not None and info.field_name.endswith("_s")
-        if is_duration and value is not None and value > MAX_SECONDS:
-            raise ValueError(f"at most {MAX_SECONDS:.0f} seconds, which is ten years")
-        return value
+    _durations = field_validator("*")(within_ten_years)
 
     @field_validator("queues", mode="before")
     @classmethod
