@@ -216,6 +216,8 @@ async def test_a_worker_that_is_killed_is_replaced_and_its_task_recovered(host: 
     assert "is complete after 2 attempts" in story
     assert "TASK_REQUEUED" in story
     assert f"at work on {task}" in host.windlass("workers", "logs", killed.id).out
+    lines = host.windlass("workers", "logs", killed.id, "--json").out.splitlines()
+    assert {"line": f"at work on {task}"} in [json.loads(line) for line in lines]
     await host.end(up)
 
 
@@ -505,7 +507,7 @@ async def test_a_cycle_while_another_leads_says_so_and_does_nothing(host: Host) 
     host.configure(poll_interval_s=60)
     up = host.up()
     await until(host.store.fleets, "the first cycle")
-    done = host.windlass("cycle").json
+    done = host.windlass("cycle", "--json").json
     assert done["is_leader"] is False
     assert re.fullmatch(r"another orchestrator leads for \d s more; nothing was done", done["decision"]), done
     await host.end(up)

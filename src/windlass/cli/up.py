@@ -97,7 +97,11 @@ async def up(
 
 
 @command
-async def cycle(config: ConfigFile = None, data_dir: DataDir = None) -> None:
+async def cycle(
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As without it: this command always prints JSON.")] = False,
+) -> None:
     """Run one cycle of every fleet, print what it did as JSON, and end: for cron and the like.
 
     While another orchestrator leads nothing is done, and `is_leader` is false: no error, so the exit code is 0.
@@ -105,6 +109,7 @@ async def cycle(config: ConfigFile = None, data_dir: DataDir = None) -> None:
     from windlass.configure import secrets_of
     from windlass.wire.up import run_cycles
 
+    del as_json
     configure_logs("auto")
     loaded = load(config, data_dir)
     hide(secrets_of(loaded.config))
