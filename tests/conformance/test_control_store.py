@@ -202,8 +202,8 @@ async def events(store: ControlStores, worker_id: str | None = None) -> list[str
 async def test_the_first_to_ask_leads_and_others_learn_for_how_long(store: ControlStores, clock: VirtualClock) -> None:
     assert await store.lead(ANN) == 1
     clock.advance(10)
-    assert await store.lead(BOB) == Standby(20.0)
-    assert await store.observe(BOB, "f", FLEET) == Standby(20.0)
+    assert await store.lead(BOB) == Standby(20.0, clock())
+    assert await store.observe(BOB, "f", FLEET) == Standby(20.0, clock())
 
 
 async def test_a_renewed_lease_keeps_its_term(store: ControlStores, clock: VirtualClock) -> None:
@@ -211,14 +211,14 @@ async def test_a_renewed_lease_keeps_its_term(store: ControlStores, clock: Virtu
     clock.advance(29)
     assert await store.lead(ANN) == 1
     clock.advance(29)
-    assert await store.lead(BOB) == Standby(1.0)
+    assert await store.lead(BOB) == Standby(1.0, clock())
 
 
 async def test_a_lease_that_ran_out_goes_to_the_next_with_a_new_term(store: ControlStores, clock: VirtualClock) -> None:
     assert await store.lead(ANN) == 1
     clock.advance(30)
     assert await store.lead(BOB) == 2
-    assert await store.lead(ANN) == Standby(30.0)
+    assert await store.lead(ANN) == Standby(30.0, clock())
     clock.advance(30)
     assert await store.lead(ANN) == 3
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -507,8 +508,12 @@ async def test_a_cycle_while_another_leads_says_so_and_does_nothing(host: Host) 
     host.configure(poll_interval_s=60)
     up = host.up()
     await until(host.store.fleets, "the first cycle")
+    before = await host.store.now()
     done = host.windlass("cycle", "--json").json
     assert done["is_leader"] is False
+    assert datetime.fromisoformat(done["timestamp"]) >= before
+    assert done["actions"]["workers_spawned"] == 0
+    assert done["status"]["queued_tasks"] is None, "nobody has looked"
     assert re.fullmatch(r"another orchestrator leads for \d s more; nothing was done", done["decision"]), done
     await host.end(up)
 

@@ -43,9 +43,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """Somebody else leads, until then at least unless they resign or are gone."""
+    """Somebody else leads, until then at least unless they resign or are gone. `at`: when the database said so, by its
+    clock; None where it could not be asked."""
 
     expires_in_s: float
+    at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,7 @@ class MemoryControlStore(MemoryStore):
             lease = self._leases[candidate.lease] = _Lease(candidate.holder, 1, now)
         elif lease.holder != candidate.holder:
             if lease.expires_at > now:
-                return Standby((lease.expires_at - now).total_seconds())
+                return Standby((lease.expires_at - now).total_seconds(), now)
             lease.holder = candidate.holder
             lease.term += 1
         lease.expires_at = now + _interval(candidate.ttl_s)
