@@ -682,6 +682,14 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(("explain", "4711"), "there is no task 4711", id="explain an unknown task"),
         pytest.param(("replay", "4711"), "there is no cycle 4711", id="an unknown cycle"),
         pytest.param(("replay", "zero"), "valid integer", id="a cycle that is no number"),
+        pytest.param(
+            ("replay", "9" * 20), "should be less than or equal to 9223372036854775807", id="a cycle beyond all numbers"
+        ),
+        pytest.param(("explain", "9" * 20), "there is no task 99999999999999999999", id="a task beyond all numbers"),
+        pytest.param(("spawn", "--count", "99999999999"), "should be less than or equal to 100000", id="too many"),
+        pytest.param(
+            ("restart", "--slot", "2147483648"), "should be less than or equal to 100000", id="a slot of no fleet"
+        ),
         pytest.param(("up",), "there is no fleet", id="up without a fleet"),
         pytest.param(("cycle",), "there is no fleet", id="cycle without a fleet"),
         pytest.param(("up", "--queue", "q"), "has nothing to run", id="a fleet without a handler"),

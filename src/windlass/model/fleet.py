@@ -19,11 +19,9 @@ from windlass.model.money import to_micros
 from windlass.model.ray import RaySettings
 from windlass.model.runpod import RunpodSettings
 from windlass.model.task import check_queue_name
-from windlass.model.worker import MAX_CONCURRENCY
+from windlass.model.worker import MAX_CONCURRENCY, MAX_COUNT
 
 _HANDLER = re.compile(r"[\w.]+:[\w.]+")
-# Far beyond any fleet, and few enough to be counted one by one in every cycle.
-MAX_COUNT = 100_000
 # Ten years: whoever means for ever means less, and moments stay within what clocks can say.
 MAX_SECONDS = 315_360_000.0
 # What differs between providers; everything else has one default for all.
