@@ -12,8 +12,7 @@ from pydantic.fields import FieldInfo
 from windlass.configure import PREFIX
 from windlass.model.config import Config
 from windlass.model.fleet import PROVIDER_DEFAULTS, FleetConfig
-from windlass.model.worker import MAX_COUNT
-from windlass.model.worker import DEFAULT_FLEET
+from windlass.model.worker import DEFAULT_FLEET, MAX_COUNT
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = f"""# Configuration

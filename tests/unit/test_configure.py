@@ -123,6 +123,11 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
             "fleets.a.handler (from windlass.toml) is 'app.generate': this does not name a function: write",
             id="a handler without a function",
         ),
+        pytest.param(
+            "[fleets.a]\nmax_restarts = 101",
+            "fleets.a.max_restarts (from windlass.toml) is 101: it must be less than or equal to 100",
+            id="more restarts than are remembered",
+        ),
         pytest.param("[worker]\nlease_s = 3", "at least three beats must fit into a lease", id="values at odds"),
         *(
             pytest.param(

@@ -22,6 +22,8 @@ from windlass.model.task import check_queue_name
 from windlass.model.worker import MAX_CONCURRENCY, MAX_COUNT
 
 _HANDLER = re.compile(r"[\w.]+:[\w.]+")
+# So many restarts of a slot are remembered: a limit beyond that would never be reached.
+MAX_RESTARTS = 100
 # Ten years: whoever means for ever means less, and moments stay within what clocks can say.
 MAX_SECONDS = 315_360_000.0
 # What differs between providers; everything else has one default for all.
@@ -240,7 +242,7 @@ class FleetConfig(BaseModel):
         le=MAX_COUNT,
     )
     max_restarts: int = _setting(
-        5, "Restarts of a slot in the restart window; one more and it is failed.", ge=1, le=MAX_COUNT
+        5, "Restarts of a slot in the restart window; one more and it is failed. At most 100.", ge=1, le=MAX_RESTARTS
     )
     restart_window_s: float = _setting(300.0, "The window of the restart limit.", gt=0)
 

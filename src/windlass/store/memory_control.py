@@ -51,7 +51,7 @@ from windlass.model.cost import (
 )
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
-from windlass.model.fleet import FleetConfig
+from windlass.model.fleet import MAX_RESTARTS, FleetConfig
 from windlass.model.machine import Machine
 from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import (
@@ -97,7 +97,6 @@ if TYPE_CHECKING:
 
 # The bounds of the SQL functions.
 MAX_HIRINGS = 1000
-MAX_RESTARTS_KEPT = 100
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
 MAX_LOOKED_AT = 20_000
@@ -605,7 +604,7 @@ class MemoryControlStore(MemoryStore):
         self._note("WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code, **told})
         if counts and worker.slot is not None:
             slot = self._fleets[worker.fleet].slots[worker.slot]
-            slot.restarts = [*slot.restarts, now][-MAX_RESTARTS_KEPT:]
+            slot.restarts = [*slot.restarts, now][-MAX_RESTARTS:]
         if acquittal is not None:
             self._acquit_tasks(worker_id, acquittal)
             held = self._held_in_order(worker_id)
