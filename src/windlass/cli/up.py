@@ -1,5 +1,6 @@
 """`windlass up` and `cycle`: the control loop, as a daemon or once."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,10 +127,17 @@ def check_fleets(loaded: "Loaded", otherwise: str) -> None:
         raise BadInput(otherwise)
     for name, fleet in fleets.items():
         if fleet.handler is None and fleet.exec is None:
-            raise BadInput(f"fleet {name} has nothing to run: set its handler or exec.")
+            raise BadInput(f"fleet {name}{_made_by(loaded, name)} has nothing to run: set its handler or exec.")
         if fleet.is_of_this_host and fleet.chdir is not None and not fleet.chdir.is_dir():
             source = loaded.source(f"fleets.{name}.chdir")
             raise ConfigError(f"fleets.{name}.chdir (from {source}) is {fleet.chdir}: there is no such folder.")
+
+
+def _made_by(loaded: "Loaded", fleet: str) -> str:
+    """Said of a fleet that nobody meant to have: a variable that others read too may bring one into being."""
+    sources = [source for key, source in loaded.sources.items() if key[:2] == ("fleets", fleet)]
+    is_of_environment = all(source in os.environ for source in sources)
+    return f" (which {sources[0]} in the environment makes)" if sources and is_of_environment else ""
 
 
 class Narrator:
