@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 
 from windlass.configure import PREFIX
 from windlass.model.config import Config
-from windlass.model.fleet import MAX_COUNT, PROVIDER_DEFAULTS, FleetConfig
-from windlass.model.worker import DEFAULT_FLEET
+from windlass.model.fleet import PROVIDER_DEFAULTS, FleetConfig
+from windlass.model.worker import DEFAULT_FLEET, MAX_COUNT
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = f"""# Configuration
@@ -28,6 +28,7 @@ source.
   `{PREFIX}FLEETS__<NAME>__<KEY>` or `{PREFIX}FLEETS__<NAME>__<SECTION>__<KEY>`. An empty variable counts as not set.
 - The names in the column "also" are read too. For fleets they set the value of the fleet `{DEFAULT_FLEET}`, which they
   bring into being. `FAILURE_WINDOW_MINUTES` is in minutes; everything else is in the unit its key ends with.
+- What is set of fleets concerns those who run or look at them. `windlass worker` and the Python client leave it out.
 - A relative `data_dir` in a file named with `--config` is meant from where that file is; all else from the folder you
   are in.
 - `--data-dir` on the command line chooses the embedded PostgreSQL, whatever `DATABASE_URL` says.

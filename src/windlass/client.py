@@ -51,7 +51,7 @@ class Client:
         """`data_dir` chooses the embedded PostgreSQL there; `config` names a file to read instead of windlass.toml."""
         given = {"database_url": database_url, "data_dir": data_dir}
         file = Path(config) if config is not None else None
-        self._config = load_config(file, given, overrides_from="the arguments of Client").config
+        self._config = load_config(file, given, overrides_from="the arguments of Client", has_fleets=False).config
         self._open = AsyncExitStack()
         self._store: PostgresStore | None = None
 

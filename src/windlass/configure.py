@@ -104,10 +104,13 @@ def load_config(
     overrides_from: Source = "command line",
     *,
     file_named_by: str = "--config",
+    has_fleets: bool = True,
 ) -> Loaded:
     """`file`: must exist if named; otherwise windlass.toml of this folder, if there is one. Raises ConfigError.
 
-    `overrides` are dotted keys; None means not given.
+    `overrides` are dotted keys; None means not given. Without `has_fleets`, what is set of fleets is left out: for
+    whoever runs none, and may see only a part of it. A worker that was hired inherits what the environment says of
+    fleets, and not the file that it was to go with.
     """
     values: Values = _from_file(file, file_named_by)
     values |= _from_environment(os.environ)
@@ -115,6 +118,8 @@ def load_config(
     if ("data_dir",) in given and ("database_url",) not in given:
         values.pop(("database_url",), None)
     values |= {key: (value, overrides_from) for key, value in given.items()}
+    if not has_fleets:
+        values = {key: value for key, value in values.items() if key[0] != "fleets"}
     sources = {key: source for key, (_, source) in values.items()}
     try:
         config = Config.model_validate(_nest(values))

@@ -42,7 +42,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
 from windlass.model.snapshot import Failure, Hold, Memory, Refusal, Snapshot, StorageUse, Suspect
 from windlass.model.task import Finished, NewTask, TaskStatus
-from windlass.model.worker import HeldClaim, Recovery, Registration, WorkerStatus
+from windlass.model.worker import HeldClaim, Recovery, Registration, WorkerKind, WorkerStatus
 from windlass.ports.control import (
     Candidate,
     Committed,
@@ -204,8 +204,8 @@ async def events(store: ControlStores, worker_id: str | None = None) -> list[str
 async def test_the_first_to_ask_leads_and_others_learn_for_how_long(store: ControlStores, clock: VirtualClock) -> None:
     assert await store.lead(ANN) == 1
     clock.advance(10)
-    assert await store.lead(BOB) == Standby(20.0)
-    assert await store.observe(BOB, "f", FLEET) == Standby(20.0)
+    assert await store.lead(BOB) == Standby(20.0, clock())
+    assert await store.observe(BOB, "f", FLEET) == Standby(20.0, clock())
 
 
 async def test_a_renewed_lease_keeps_its_term(store: ControlStores, clock: VirtualClock) -> None:
@@ -213,14 +213,14 @@ async def test_a_renewed_lease_keeps_its_term(store: ControlStores, clock: Virtu
     clock.advance(29)
     assert await store.lead(ANN) == 1
     clock.advance(29)
-    assert await store.lead(BOB) == Standby(1.0)
+    assert await store.lead(BOB) == Standby(1.0, clock())
 
 
 async def test_a_lease_that_ran_out_goes_to_the_next_with_a_new_term(store: ControlStores, clock: VirtualClock) -> None:
     assert await store.lead(ANN) == 1
     clock.advance(30)
     assert await store.lead(BOB) == 2
-    assert await store.lead(ANN) == Standby(30.0)
+    assert await store.lead(ANN) == Standby(30.0, clock())
     clock.advance(30)
     assert await store.lead(ANN) == 3
 
@@ -417,6 +417,21 @@ async def test_the_median_duration_lies_between_neighbours(
     clock.advance(100)
     await store.fail("hand", claim.task_id, claim.token, "failures say nothing")
     assert (await ann.observe()).queue.duration_p50_s == 3.25
+
+
+async def test_a_busy_queue_does_not_hide_how_long_the_tasks_of_another_take(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await store.register(Registration("hand", ("a", "elsewhere"), fleet="g", concurrency=1000))
+    await store.enqueue(NewTask("a"))
+    (claim,) = await store.claim("hand", ("a",), 1)
+    clock.advance(7)
+    await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None)], (), 0)
+    await store.enqueue_many([NewTask("elsewhere")] * 600)
+    busy = await store.claim("hand", ("elsewhere",), 600)
+    clock.advance(1)
+    await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None) for claim in busy], (), 0)
+    assert (len(busy), (await ann.observe()).queue.duration_p50_s) == (600, 7.0)
 
 
 async def test_hirings_of_the_window_are_seen_and_those_that_broke_in_it(
@@ -1440,6 +1455,23 @@ async def test_how_many_come_before_a_task(
     assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 1, 0]
 
 
+async def test_queues_in_which_a_task_waits_are_told_from_those_in_which_none_does(
+    store: ControlStores, clock: VirtualClock
+) -> None:
+    queues = ("ready", "later", "busy", "held", "empty")
+    await store.register(Registration("hand", ("busy",), fleet="f"))
+    await store.register(Registration("d", ("held",), fleet="f", kind=WorkerKind.DISPATCHER))
+    for queue in ("ready", "busy", "held"):
+        await store.enqueue(NewTask(queue))
+    await store.enqueue(NewTask("later", run_after=clock() + timedelta(seconds=9)))
+    await store.claim("hand", ("busy",), 1)
+    await store.claim("d", ("held",), 1)
+    assert await store.waiting_queues(queues) == {"ready", "held"}
+    clock.advance(10)
+    assert await store.waiting_queues(queues) == {"ready", "held", "later"}
+    assert await store.waiting_queues(()) == set()
+
+
 async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0, 1)
     await store.set_paused(["w1"], True)
@@ -1835,6 +1867,7 @@ class Twins:
             await self.both("last_cycle_with", fleet, "w0")
         await self.both("tasks_at_hand")
         await self.both("ready_before", 5)
+        await self.both("waiting_queues", ("a", "b", "nowhere"))
         await self.both("fleets")
         await self.both("open_accounts")
         for by in ("day", "fleet", "queue", "worker", "task"):

@@ -181,6 +181,13 @@ def test_up_refuses_to_start_without_a_key_to_the_provider(windlass: CommandLine
     assert_refused(windlass.with_env(DATABASE_URL=NOWHERE, **keys)("up", "--port", "0"), sentence)
 
 
+def test_up_names_the_variable_that_makes_a_fleet_nobody_wrote_down(windlass: CommandLine) -> None:
+    done = windlass.with_env(MAX_ACTIVE_GPUS="3", DATABASE_URL=NOWHERE)("up")
+    assert_refused(
+        done, "fleet default (which MAX_ACTIVE_GPUS in the environment makes) has nothing to run: set its handler or"
+    )
+
+
 def test_whoever_asked_for_json_gets_errors_as_json(windlass: CommandLine) -> None:
     for arguments in (("tasks", "show", "1"), ("tasks", "show", "first"), ("tasks", "retry")):
         done = windlass.with_env(DATABASE_URL=NOWHERE)(*arguments, "--json")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -216,6 +217,8 @@ async def test_a_worker_that_is_killed_is_replaced_and_its_task_recovered(host: 
     assert "is complete after 2 attempts" in story
     assert "TASK_REQUEUED" in story
     assert f"at work on {task}" in host.windlass("workers", "logs", killed.id).out
+    lines = host.windlass("workers", "logs", killed.id, "--json").out.splitlines()
+    assert {"line": f"at work on {task}"} in [json.loads(line) for line in lines]
     await host.end(up)
 
 
@@ -326,7 +329,8 @@ async def test_workers_get_the_settings_of_the_file_that_was_named_and_no_secret
     (host.folder / "other.toml").write_text(text.replace("[control]", "[worker]\ntimeout_s = 77.5\n[control]"))
     (host.folder / "windlass.toml").write_text("nonsense")
     asked = ["WINDLASS_WORKER__TIMEOUT_S", "GIVEN", "RUNPOD_API_KEY", "HETZNER_API_TOKEN", "SUPABASE_SERVICE_ROLE_KEY"]
-    host.windlass = host.windlass.with_env(**dict.fromkeys(asked[2:], "secret"))
+    # At odds with what a fleet of this host has where the file says nothing: workers are not to judge it.
+    host.windlass = host.windlass.with_env(**dict.fromkeys(asked[2:], "secret"), GPU_IDLE_TIMEOUT_SEC="12")
     tasks = await host.enqueue(*({"env": name} for name in (*asked, "DATABASE_URL")))
     up = host.up("--config", "other.toml")
     await host.until_status(TaskStatus.COMPLETE, *tasks)
@@ -358,6 +362,35 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
     await host.until_workers(0)
     assert (await host.fleet()).max_workers == 2
     await host.end(up)
+
+
+async def test_a_reload_rents_with_the_keys_of_the_new_file_and_one_in_vain_changes_nothing(host: Host) -> None:
+    settings = (host.folder / "windlass.toml").read_text()
+    far = '[fleets.far]\nprovider = "hetzner"\nhandler = "app:work"\nqueues = ["far"]\n'
+    host.windlass = host.windlass.with_env(WINDLASS_API__URL="http://127.0.0.1:9")
+    up = host.up()
+    # From its first moment on a wish to reload is none to end.
+    await until(lambda: _handles_sighup(up.pid), "it heeds the signal")
+    up.send_signal(signal.SIGHUP)
+    await until(lambda: "no fleet has changed" in host.log(), f"a first reload\n{host.log()}")
+    changed = settings.replace("max_workers = 3", "max_workers = 2")
+    # Each of its checks is passed; what is missing is noticed when its provider is made.
+    stranded = f"{far}[fleets.far.hetzner]\nis_ipv4_on = false\nis_ipv6_on = false\n"
+    account = 'hetzner_api_token = "of-the-new-file"\nhetzner_endpoint = "http://127.0.0.1:9/v1"\n'
+    (host.folder / "windlass.toml").write_text(f"{account}{changed}\n{stranded}")
+    up.send_signal(signal.SIGHUP)
+    await until(lambda: "nothing changed" in host.log(), f"it says so\n{host.log()}")
+    assert "the servers of fleet far would have no network" in host.log()
+    (host.folder / "windlass.toml").write_text(f"{account}{settings}\n{far}")
+    up.send_signal(signal.SIGHUP)
+    await until(lambda: '"new": ["far"]' in host.log(), f"a fleet more\n{host.log()}")
+    assert '"changed"' not in host.log()
+    await until(lambda: "machines unknown" in host.log(), f"it calls\n{host.log()}")
+
+
+def _handles_sighup(pid: int) -> bool:
+    caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) & 1 << (signal.SIGHUP - 1))
 
 
 async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mended(host: Host) -> None:
@@ -475,8 +508,12 @@ async def test_a_cycle_while_another_leads_says_so_and_does_nothing(host: Host) 
     host.configure(poll_interval_s=60)
     up = host.up()
     await until(host.store.fleets, "the first cycle")
-    done = host.windlass("cycle").json
+    before = await host.store.now()
+    done = host.windlass("cycle", "--json").json
     assert done["is_leader"] is False
+    assert datetime.fromisoformat(done["timestamp"]) >= before
+    assert done["actions"]["workers_spawned"] == 0
+    assert done["status"]["queued_tasks"] is None, "nobody has looked"
     assert re.fullmatch(r"another orchestrator leads for \d s more; nothing was done", done["decision"]), done
     await host.end(up)
 
@@ -645,6 +682,14 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(("explain", "4711"), "there is no task 4711", id="explain an unknown task"),
         pytest.param(("replay", "4711"), "there is no cycle 4711", id="an unknown cycle"),
         pytest.param(("replay", "zero"), "valid integer", id="a cycle that is no number"),
+        pytest.param(
+            ("replay", "9" * 20), "should be less than or equal to 9223372036854775807", id="a cycle beyond all numbers"
+        ),
+        pytest.param(("explain", "9" * 20), "there is no task 99999999999999999999", id="a task beyond all numbers"),
+        pytest.param(("spawn", "--count", "99999999999"), "should be less than or equal to 100000", id="too many"),
+        pytest.param(
+            ("restart", "--slot", "2147483648"), "should be less than or equal to 100000", id="a slot of no fleet"
+        ),
         pytest.param(("up",), "there is no fleet", id="up without a fleet"),
         pytest.param(("cycle",), "there is no fleet", id="cycle without a fleet"),
         pytest.param(("up", "--queue", "q"), "has nothing to run", id="a fleet without a handler"),

@@ -22,9 +22,11 @@ import asyncpg
 import psutil
 import pytest
 
+from windlass.model.config import Config
 from windlass.model.errors import ConfigError, DatabaseUnavailable
 from windlass.store import embedded
 from windlass.store.embedded import EmbeddedPostgres, default_data_dir
+from windlass.wire import stores
 
 LIMIT_S = 60  # for a wait that ends at once unless something is broken
 IS_ROOT = os.geteuid() == 0
@@ -317,6 +319,27 @@ def test_opening_again_revives_a_server_that_died(filled_dir: Path) -> None:
         kill_server(filled_dir)
         postgres.open()
         assert ask(postgres, "select 1") == 1
+    assert not (filled_dir / "postgres" / "postmaster.pid").exists()
+
+
+def test_a_program_that_has_the_database_open_brings_a_killed_server_back(
+    filled_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "LOOK_INTERVAL_S", 0.1)
+
+    async def kill_it_and_look() -> int:
+        async with stores.database(Config(data_dir=filled_dir)) as dsn, asyncio.timeout(LIMIT_S):
+            await asyncio.to_thread(kill_server, filled_dir)
+            while True:
+                with suppress(OSError, asyncpg.PostgresError):
+                    connection = await asyncpg.connect(dsn)
+                    break
+                await asyncio.sleep(0.01)
+            found: int = await connection.fetchval("select n from kept")
+            await connection.close()
+            return found
+
+    assert asyncio.run(kill_it_and_look()) == 42
     assert not (filled_dir / "postgres" / "postmaster.pid").exists()
 
 

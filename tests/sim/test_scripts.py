@@ -177,7 +177,9 @@ def test_a_long_pause_stops_hiring_for_as_long_as_it_lasts_and_is_said_aloud() -
     (entry,) = red(world).books.values()
     assert 1200.0 < entry.began_at < 1520.0
     assert red(world).created_calls == 2
-    assert "PROVIDER_PAUSE" in {event.detail["code"] for event in world.store._tables.journal.events if event.code == "ALERT"}
+    assert "PROVIDER_PAUSE" in {
+        event.detail["code"] for event in world.store._tables.journal.events if event.code == "ALERT"
+    }
 
 
 def test_however_long_a_pause_a_machine_is_asked_to_go_again_after_five_minutes() -> None:

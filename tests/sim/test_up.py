@@ -1,7 +1,8 @@
 """A host from start to good night, in virtual time: what stops, what stays, and what a signal means when."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from windlass.control.cycle import FleetCycle
-from windlass.control.up import END_S, FORGOTTEN_GRACE_S, FORGOTTEN_LOOK_S, STOP_MARGIN_S, Up
+from windlass.control.up import END_S, FORGOTTEN_GRACE_S, FORGOTTEN_LOOK_S, STOP_MARGIN_S, SWEEP_INTERVAL_S, Up
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, Worker, WorkerStatus
@@ -351,6 +353,65 @@ def test_a_worker_that_a_person_started_does_not_hide_that_nobody_was_hired() ->
     in_a_bed(live)
 
 
+def count_cycles(bed: Bed) -> Counter[str]:
+    """Of each fleet, from now on."""
+    counts: Counter[str] = Counter()
+    for name, cloud in bed.clouds.items():
+        original = cloud.list_machines
+
+        async def listed(name: str = name, original: Any = original) -> Any:
+            counts[name] += 1
+            return await original()
+
+        cloud.list_machines = listed  # type: ignore[method-assign]
+    return counts
+
+
+def test_tasks_of_one_fleet_wake_no_other_and_an_empty_fleet_only_when_one_waits() -> None:
+    """Neither where the store tells of each arrival, nor where all it can do is to wait a second."""
+
+    async def live(bed: Bed) -> None:
+        bed.fleets["red"] = config("red", poll_interval_s=600.0)
+        bed.fleets["blue"] = config("blue", min_workers=0, poll_interval_s=600.0)
+        wait = bed.store.wait_for_work
+        bed.start()
+        await asyncio.sleep(SOON_S)
+        counts = count_cycles(bed)
+        for _ in range(40):
+            await bed.store.enqueue(NewTask("red"))
+            await asyncio.sleep(0.5)
+        assert counts == {}
+
+        async def wait_like_a_pooler(_queues: Sequence[str], timeout_s: float) -> None:
+            await asyncio.sleep(min(1.0, timeout_s))
+
+        bed.store.wait_for_work = wait_like_a_pooler  # type: ignore[method-assign]
+        await wait(("red", "blue"), 60.0)  # until the one under way has ended
+        await asyncio.sleep(60.0)
+        assert counts == {}
+        await bed.store.enqueue(NewTask("blue"))
+        await asyncio.sleep(5.0)
+        assert len(await bed.workers("blue")) == 1
+        assert set(counts) == {"blue"}
+
+    in_a_bed(live)
+
+
+def test_a_fleet_that_may_not_hire_is_not_woken_by_every_task() -> None:
+    async def live(bed: Bed) -> None:
+        bed.fleets = {"red": config("red", min_workers=0, poll_interval_s=600.0)}
+        bed.start()
+        await asyncio.sleep(SOON_S)
+        await bed.store.pause_fleet("red", True)
+        counts = count_cycles(bed)
+        for _ in range(40):
+            await bed.store.enqueue(NewTask("red"))
+            await asyncio.sleep(0.5)
+        assert counts == {"red": 1}
+
+    in_a_bed(live)
+
+
 def test_a_changed_fleet_keeps_what_is_under_way_and_its_old_provider_until_that_has_ended() -> None:
     async def live(bed: Bed) -> None:
         bed.fleets = {"red": config("red", max_workers=1)}
@@ -391,6 +452,41 @@ def test_a_cycle_ends_with_the_provider_it_began_with() -> None:
         await asyncio.sleep(SOON_S)
         assert (old.created_calls, new.created_calls, old.closed) == (1, 0, 1)
         assert new.listed_calls > 0
+
+    in_a_bed(live)
+
+
+def test_a_configuration_of_which_one_provider_cannot_be_made_changes_nothing() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        changed = {"red": config("red", max_workers=1), "green": config("green")}
+        with pytest.raises(KeyError, match="green"):
+            up.up.reconfigure(changed)
+        assert {name: up.up.fleet(name) for name in up.up.fleets} == bed.fleets
+        await asyncio.sleep(SOON_S)
+        assert len(await bed.active("blue")) == 1, "left out, but not wound down"
+
+    in_a_bed(live)
+
+
+def test_retention_goes_on_after_whatever_went_wrong_with_it() -> None:
+    async def live(bed: Bed) -> None:
+        problems = [ValueError("timestamp out of range"), DatabaseUnavailable("away")]
+        calls = 0
+
+        async def sweep(**_: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if problems:
+                raise problems.pop(0)
+
+        bed.store.sweep = sweep  # type: ignore[method-assign]
+        with capture_logs() as lines:
+            bed.start()
+            await asyncio.sleep(4.5 * SWEEP_INTERVAL_S)
+        assert calls == 4
+        assert [line["log_level"] for line in lines if line["event"] == "retention was not applied"] == ["error"]
 
     in_a_bed(live)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import windlass
 from windlass.configure import ENVIRONMENT_ALIASES, load_config
 from windlass.model.address import masked, problem_of_database_url
 from windlass.model.config import ApiConfig, Config
@@ -122,7 +123,25 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
             "fleets.a.handler (from windlass.toml) is 'app.generate': this does not name a function: write",
             id="a handler without a function",
         ),
+        pytest.param(
+            "[fleets.a]\nmax_restarts = 101",
+            "fleets.a.max_restarts (from windlass.toml) is 101: it must be less than or equal to 100",
+            id="more restarts than are remembered",
+        ),
         pytest.param("[worker]\nlease_s = 3", "at least three beats must fit into a lease", id="values at odds"),
+        *(
+            pytest.param(
+                f"[{section}]\n{key} = {value}",
+                f"{section}.{key} (from windlass.toml) is {float(value)!r}: at most 315360000 seconds",
+                id=f"{section}.{key} of {value}",
+            )
+            for section, key, value in (
+                ("retention", "complete_s", "1e12"),
+                ("retention", "events_s", "inf"),
+                ("worker", "lease_s", "1e300"),
+                ("control", "lease_s", "inf"),
+            )
+        ),
         pytest.param("a = = 1", "is not valid TOML (Invalid value (at line 1", id="no TOML"),
         pytest.param(b"a = '\xff'", "is not valid TOML (byte 5 is not UTF-8)", id="no text"),
         pytest.param(f"database_url = ['{PASSWORD}']", "database_url (from windlass.toml): write text", id="a list"),
@@ -316,6 +335,21 @@ def test_a_fleet_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WINDLASS_FLEETS__RENDERS__MAX_WORKER", "7")
     with pytest.raises(ConfigError, match="WINDLASS_FLEETS__RENDERS__MAX_WORKER in the environment is not a setting"):
         load_config()
+
+
+def test_whoever_runs_no_fleet_is_not_refused_for_what_the_environment_says_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest of it may stand in a file that is not read here."""
+    monkeypatch.setenv("MIN_ACTIVE_GPUS", "5")
+    monkeypatch.setenv("WINDLASS_FLEETS__GPUS__PROVIDER", "runpod")
+    with pytest.raises(ConfigError, match="min_workers is 5 and max_workers is 4"):
+        load_config()
+    assert load_config(has_fleets=False).config.fleets == {}
+    assert windlass.Client("postgresql://nobody@127.0.0.1:1/nothing") is not None
+    monkeypatch.setenv("WINDLASS_FLEETS__GPUS__PROVIDED", "runpod")
+    with pytest.raises(ConfigError, match="WINDLASS_FLEETS__GPUS__PROVIDED in the environment is not a setting"):
+        load_config(has_fleets=False)
 
 
 def test_the_environment_of_a_fleets_workers_is_shown_without_its_values(tmp_path: Path) -> None:

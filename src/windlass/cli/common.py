@@ -31,10 +31,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs in
 Parameters = ParamSpec("Parameters")
 
 
-def load(config_file: Path | None, data_dir: Path | None, **overrides: Any) -> "Loaded":
+def load(config_file: Path | None, data_dir: Path | None, *, has_fleets: bool = True, **overrides: Any) -> "Loaded":
     from windlass.configure import load_config
 
-    return load_config(config_file, {"data_dir": data_dir, **overrides})
+    return load_config(config_file, {"data_dir": data_dir, **overrides}, has_fleets=has_fleets)
 
 
 def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> Callable[Parameters, int]:

@@ -10,6 +10,9 @@ from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, printable
 from windlass.model.errors import BadInput
 
+# PostgreSQL's bigint.
+MAX_CYCLE_ID = 2**63 - 1
+
 
 @command
 async def explain(
@@ -40,7 +43,9 @@ async def explain(
 
 @command
 async def replay(
-    cycle: Annotated[int, typer.Argument(help="A cycle's id, as `windlass explain FLEET` shows it.", min=1)],
+    cycle: Annotated[
+        int, typer.Argument(help="A cycle's id, as `windlass explain FLEET` shows it.", min=1, max=MAX_CYCLE_ID)
+    ],
     with_config: Annotated[
         Path | None, typer.Option("--with", help="Decide with the fleet as this file has it.", metavar="FILE")
     ] = None,

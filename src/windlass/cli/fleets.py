@@ -11,7 +11,7 @@ import typer
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import counted, print_json
 from windlass.model.errors import BadInput
-from windlass.model.worker import DEFAULT_FLEET
+from windlass.model.worker import DEFAULT_FLEET, MAX_COUNT
 
 if TYPE_CHECKING:
     from windlass.configure import Loaded
@@ -29,7 +29,7 @@ Everything = Annotated[bool, typer.Option("--all", help="All fleets.")]
 async def spawn(
     fleet: OneFleet = None,
     fleet_option: SameFleet = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many more.", metavar="N")] = 1,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, max=MAX_COUNT, help="How many more.", metavar="N")] = 1,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
@@ -115,7 +115,9 @@ async def resume(
 async def restart(
     fleet: OneFleet = None,
     fleet_option: SameFleet = None,
-    slot: Annotated[int | None, typer.Option("--slot", min=0, help="Only this slot.", metavar="N")] = None,
+    slot: Annotated[
+        int | None, typer.Option("--slot", min=0, max=MAX_COUNT, help="Only this slot.", metavar="N")
+    ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,

@@ -69,7 +69,7 @@ async def node(
     if worker_id is None:
         raise BadInput('a node is started by whoever hires it: set provider = "ray-local" in windlass.toml.')
     fleet = os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET)
-    loaded = load(config, data_dir)
+    loaded = load(config, data_dir, has_fleets=False)
     if chdir is not None:
         os.chdir(chdir)
     ending = await run_node(

@@ -1,5 +1,6 @@
 """`windlass up` and `cycle`: the control loop, as a daemon or once."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,7 +68,7 @@ async def up(
 
     configure_logs(log_format)
 
-    def load_again() -> "Loaded":
+    def load_now() -> "Loaded":
         given = {
             "queues": queue or None,
             "handler": handler,
@@ -78,15 +79,15 @@ async def up(
             "min_workers": min_,
             "max_workers": max_,
         }
-        of_fleet = {f"fleets.default.{name}": value for name, value in given.items()}
-        loaded = load(config, data_dir, **of_fleet, **{"api.host": host, "api.port": port})
+        chosen: dict[str, Any] = {f"fleets.default.{name}": value for name, value in given.items()}
+        chosen |= {"api.host": host, "api.port": port}
+        loaded = load(config, data_dir, **chosen)
         check_fleets(loaded, f"{NO_FLEET}, or give --queue and --handler.")
         hide(secrets_of(loaded.config))
         return loaded
 
     await run_up(
-        load_again(),
-        load_again,
+        load_now,
         Narrator().tell,
         is_leaving_workers=leave_workers,
         version=__version__,
@@ -97,7 +98,11 @@ async def up(
 
 
 @command
-async def cycle(config: ConfigFile = None, data_dir: DataDir = None) -> None:
+async def cycle(
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As without it: this command always prints JSON.")] = False,
+) -> None:
     """Run one cycle of every fleet, print what it did as JSON, and end: for cron and the like.
 
     While another orchestrator leads nothing is done, and `is_leader` is false: no error, so the exit code is 0.
@@ -105,6 +110,7 @@ async def cycle(config: ConfigFile = None, data_dir: DataDir = None) -> None:
     from windlass.configure import secrets_of
     from windlass.wire.up import run_cycles
 
+    del as_json
     configure_logs("auto")
     loaded = load(config, data_dir)
     hide(secrets_of(loaded.config))
@@ -121,10 +127,17 @@ def check_fleets(loaded: "Loaded", otherwise: str) -> None:
         raise BadInput(otherwise)
     for name, fleet in fleets.items():
         if fleet.handler is None and fleet.exec is None:
-            raise BadInput(f"fleet {name} has nothing to run: set its handler or exec.")
+            raise BadInput(f"fleet {name}{_made_by(loaded, name)} has nothing to run: set its handler or exec.")
         if fleet.is_of_this_host and fleet.chdir is not None and not fleet.chdir.is_dir():
             source = loaded.source(f"fleets.{name}.chdir")
             raise ConfigError(f"fleets.{name}.chdir (from {source}) is {fleet.chdir}: there is no such folder.")
+
+
+def _made_by(loaded: "Loaded", fleet: str) -> str:
+    """Said of a fleet that nobody meant to have: a variable that others read too may bring one into being."""
+    sources = [source for key, source in loaded.sources.items() if key[:2] == ("fleets", fleet)]
+    is_of_environment = all(source in os.environ for source in sources)
+    return f" (which {sources[0]} in the environment makes)" if sources and is_of_environment else ""
 
 
 class Narrator:

@@ -110,6 +110,7 @@ async def worker(
     loaded = load(
         config,
         data_dir,
+        has_fleets=False,
         **{
             "worker.heartbeat_interval_s": heartbeat_interval,
             "worker.lease_s": lease,

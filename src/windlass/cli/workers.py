@@ -1,5 +1,6 @@
 """`windlass workers`: who is there, what each is doing, what it printed."""
 
+import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated
@@ -90,15 +91,16 @@ async def logs(
     follow: Annotated[bool, typer.Option("--follow", help="And those to come, until the worker has ended.")] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
-    """What a worker of a local fleet printed."""
+    """What a worker of a local fleet printed. As JSON: one object a line."""
     from windlass.wire import providers, stores
 
     loaded = load(config, data_dir)
     async with stores.store(loaded.config, may_create=False) as store:
         found = await _worker(await store.worker(worker), worker)
     async for line in providers.worker_log(loaded.config, found.fleet, worker, lines, is_following=follow):
-        print(printable(line), flush=follow)
+        print(json.dumps({"line": line}) if as_json else printable(line), flush=follow)
 
 
 async def _worker(found: Worker | None, worker_id: str) -> Worker:

@@ -216,7 +216,8 @@ class FleetCycle:
 
     def _stand_by(self, standby: Standby) -> Summary:
         self._trust.lost()
-        return Summary(self.name, is_leader=False, timestamp="", standby_s=standby.expires_in_s)
+        at = standby.at.isoformat() if standby.at is not None else ""
+        return Summary(self.name, is_leader=False, timestamp=at, standby_s=standby.expires_in_s)
 
     def _traits(self) -> ProviderTraits:
         """The provider's, with its lateness counted from the intent: the call itself is made while we trust our lease,

@@ -56,6 +56,9 @@ class Daemon:
         for waker in self._wakers.values():
             waker.set()
 
+    def wake_fleet(self, name: str) -> None:
+        self._wakers[name].set()
+
     def stop(self) -> None:
         """End after the cycles that are under way."""
         self._stopping.set()

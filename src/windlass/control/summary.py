@@ -24,6 +24,11 @@ from windlass.ports.control import (
     VolumeNotGrown,
 )
 
+# What is counted of what a cycle did, and of what it saw.
+ACTIONS = ("workers_promoted", "workers_failed", "workers_spawned", "workers_terminated", "tasks_reset")
+COUNTED_STATUSES = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
+STATUS = ("queued_tasks", "running_tasks", *(f"{status}_workers" for status in COUNTED_STATUSES), "total_workers")
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -52,13 +57,14 @@ class Summary:
     provider_calls: tuple[tuple[str, str, int], ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
+        """Every key in every summary. Of one that stands by: nothing was done, and what nobody looked at is null."""
         return {
             "timestamp": self.timestamp,
             "fleet": self.fleet,
             "is_leader": self.is_leader,
             "cycle_id": self.cycle_id,
-            "actions": self.actions or {},
-            "status": self.status or {},
+            "actions": self.actions or dict.fromkeys(ACTIONS, 0),
+            "status": self.status or dict.fromkeys(STATUS),
             "decision": self.decision or self._why_nothing(),
             "hold": self.hold,
             "failures": [{"worker_id": id_, "code": code, "reason": reason} for id_, code, reason in self.failures],
@@ -91,10 +97,7 @@ def count_machines(snapshot: Snapshot) -> int | None:
 
 def count_status(snapshot: Snapshot) -> dict[str, int]:
     """What the cycle saw, before it acted."""
-    by_status = {
-        status: sum(worker.status is status for worker in snapshot.workers)
-        for status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
-    }
+    by_status = {status: sum(worker.status is status for worker in snapshot.workers) for status in COUNTED_STATUSES}
     return {
         "queued_tasks": snapshot.queue.queued,
         "running_tasks": snapshot.queue.running,

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -79,8 +79,11 @@ class Up:
         self._make_provider = make_provider
         self._on_summary = on_summary
         self._daemon = Daemon((), self._note)
-        # Fleets whose last cycle saw nobody hired: only they are worth waking for a task.
-        self._empty: set[str] = set()
+        # Fleets whose last cycle saw nobody hired and nothing to do, and their queues: only they are worth waking for a
+        # task. Whoever saw one and hired nobody, because of a hold or a limit, would decide the same again.
+        self._resting: dict[str, tuple[str, ...]] = {}
+        # Set when there is one more of them, or its queues are others.
+        self._is_one_resting = asyncio.Event()
         # Fleets whose last cycle found that another orchestrator leads.
         self._standing_by: set[str] = set()
         # When each fleet is given up, once we are about to end.
@@ -107,26 +110,35 @@ class Up:
             for timer in self._farewells:
                 timer.cancel()
 
-    def reconfigure(self, fleets: Mapping[str, FleetConfig]) -> None:
-        """From the next cycle on: changed fleets change, new ones start, those left out are wound down."""
+    def reconfigure(self, fleets: Mapping[str, FleetConfig], *, has_new_accounts: bool = False) -> None:
+        """From the next cycle on: changed fleets change, new ones start, those left out are wound down.
+
+        `has_new_accounts`: providers that are made now are others, also of fleets that have not changed. Raises what
+        making a provider raises; nothing is changed then.
+        """
         if self._is_stopping:
             log.warning("configuration not taken over: we are about to end")
             return
-        changes: dict[str, list[str]] = {}
-        for name, config in fleets.items():
-            running = self._daemon.fleets.get(name)
-            if running is None:
-                self._daemon.add(self._make_cycle(name, config))
-                changes.setdefault("new", []).append(name)
-                continue
+        running = self._daemon.fleets
+        # All of them before anything is changed: one that cannot be made must not leave us half-way.
+        new = {name: self._make_cycle(name, config) for name, config in fleets.items() if name not in running}
+        providers = {
+            name: self._make_provider(name, config)
+            for name, config in fleets.items()
+            if name in running and (has_new_accounts or running[name].config != config)
+        }
+        changes: dict[str, list[str]] = {"new": list(new)} if new else {}
+        for name in fleets.keys() - new.keys():
             # Whoever was told to leave, while it was left out, does; others are hired.
-            running.is_winding_down = False
-            if running.config != config:
-                changed = [
-                    key for key in FleetConfig.model_fields if getattr(running.config, key) != getattr(config, key)
-                ]
+            running[name].is_winding_down = False
+        for name, provider in providers.items():
+            fleet, config = running[name], fleets[name]
+            changed = [key for key in FleetConfig.model_fields if getattr(fleet.config, key) != getattr(config, key)]
+            if changed:
                 changes.setdefault("changed", []).append(f"{name} ({', '.join(changed)})")
-                running.reconfigure(config, self._make_provider(name, config))
+            fleet.reconfigure(config, provider)
+        for cycle in new.values():
+            self._daemon.add(cycle)
         for name in sorted(set(self._daemon.fleets) - set(fleets)):
             # For as long as it takes: whoever it leaves behind would be nobody's, and paid for.
             self._daemon.wind_down(name)
@@ -203,24 +215,55 @@ class Up:
         task.add_done_callback(self._beside.discard)
 
     def _note(self, summary: Summary) -> None:
-        (self._empty.add if summary.hired == 0 else self._empty.discard)(summary.fleet)
+        self._note_rest(summary)
         (self._standing_by.discard if summary.is_leader else self._standing_by.add)(summary.fleet)
         self._heard[summary.fleet] = Heard(summary, asyncio.get_running_loop().time())
         news, self._news = self._news, asyncio.Event()
         news.set()
         self._on_summary(summary)
 
+    def _note_rest(self, summary: Summary) -> None:
+        name, before = summary.fleet, self._resting.pop(summary.fleet, None)
+        fleet = self._daemon.fleets.get(name)
+        has_nothing_to_do = summary.hired == 0 and not (summary.status or {}).get("queued_tasks")
+        if fleet is not None and has_nothing_to_do and not fleet.is_winding_down:
+            self._resting[name] = fleet.config.queues
+            if self._resting[name] != before:
+                self._is_one_resting.set()
+
     async def _wake_for_tasks(self) -> None:
         """A task that finds nobody should not wait for the next cycle."""
         while True:
-            queues = [queue for fleet in self._daemon.fleets.values() for queue in fleet.config.queues]
             try:
-                await self._store.wait_for_work(queues, LOOK_OUT_S)
+                await self._until_a_task_may_wait()
+                await self._wake_the_resting()
             except WindlassError:
                 await asyncio.sleep(LOOK_OUT_S)
-            if self._empty:
-                self._daemon.wake()
             await asyncio.sleep(WAKE_INTERVAL_S)
+
+    async def _until_a_task_may_wait(self) -> None:
+        """In a queue of a fleet that rests, these or those that come to rest meanwhile. A hint: look before waking."""
+        queues = sorted({queue for queues in self._resting.values() for queue in queues})
+        hints: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._is_one_resting.wait())]
+        if queues:
+            hints.append(asyncio.ensure_future(self._store.wait_for_work(queues, LOOK_OUT_S)))
+        try:
+            done, _ = await asyncio.wait(hints, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for hint in hints:
+                hint.cancel()
+        self._is_one_resting.clear()
+        for hint in done:
+            hint.result()
+
+    async def _wake_the_resting(self) -> None:
+        resting = {name: queues for name, queues in self._resting.items() if name in self._daemon.fleets}
+        waiting = await self._store.waiting_queues(sorted({queue for queues in resting.values() for queue in queues}))
+        for name, queues in resting.items():
+            if not waiting.isdisjoint(queues):
+                # Until its next cycle says whether it still does.
+                self._resting.pop(name, None)
+                self._daemon.wake_fleet(name)
 
     async def _look_for_the_forgotten(self) -> None:
         """Workers of fleets that no configuration here has would be nobody's to let go, and may be paid for."""
@@ -271,8 +314,13 @@ class Up:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
-            with contextlib.suppress(DatabaseUnavailable):
+            try:
                 await self._store.sweep()
+            except DatabaseUnavailable:
+                continue  # the cycles say so
+            except Exception:
+                # Whatever is wrong with one, the next must come: else all that is finished is kept for ever.
+                log.exception("retention was not applied")
 
 
 def _is_after(heard: Heard, asked_at: float, asked_at_by_database: datetime) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from windlass.model.address import problem_of_control_plane_url
-from windlass.model.fleet import FleetConfig
+from windlass.model.fleet import FleetConfig, within_ten_years
 from windlass.model.hetzner import HETZNER_ENDPOINT
 from windlass.model.runpod import RUNPOD_ENDPOINT
 from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
@@ -23,6 +23,8 @@ _ANYWHERE = ("0.0.0.0", "::")  # noqa: S104
 class _Section(BaseModel):
     # An unknown key is a typo, and a typo that is ignored costs money.
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    _durations = field_validator("*")(within_ten_years)
 
 
 def _from_environment(name: str, description: str) -> Any:

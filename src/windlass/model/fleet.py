@@ -19,11 +19,11 @@ from windlass.model.money import to_micros
 from windlass.model.ray import RaySettings
 from windlass.model.runpod import RunpodSettings
 from windlass.model.task import check_queue_name
-from windlass.model.worker import MAX_CONCURRENCY
+from windlass.model.worker import MAX_CONCURRENCY, MAX_COUNT
 
 _HANDLER = re.compile(r"[\w.]+:[\w.]+")
-# Far beyond any fleet, and few enough to be counted one by one in every cycle.
-MAX_COUNT = 100_000
+# So many restarts of a slot are remembered: a limit beyond that would never be reached.
+MAX_RESTARTS = 100
 # Ten years: whoever means for ever means less, and moments stay within what clocks can say.
 MAX_SECONDS = 315_360_000.0
 # What differs between providers; everything else has one default for all.
@@ -98,6 +98,14 @@ def _setting(default: Any, description: str, *, env: str | None = None, **constr
         json_schema_extra={"env": env} if env else None,
         **constraints,
     )
+
+
+def within_ten_years(value: Any, info: ValidationInfo) -> Any:
+    """For every field of a model: one that is a duration must be within reason."""
+    is_duration = info.field_name is not None and info.field_name.endswith("_s")
+    if is_duration and value is not None and value > MAX_SECONDS:
+        raise ValueError(f"at most {MAX_SECONDS:.0f} seconds, which is ten years")
+    return value
 
 
 class FleetConfig(BaseModel):
@@ -238,7 +246,7 @@ class FleetConfig(BaseModel):
         le=MAX_COUNT,
     )
     max_restarts: int = _setting(
-        5, "Restarts of a slot in the restart window; one more and it is failed.", ge=1, le=MAX_COUNT
+        5, "Restarts of a slot in the restart window; one more and it is failed. At most 100.", ge=1, le=MAX_RESTARTS
     )
     restart_window_s: float = _setting(300.0, "The window of the restart limit.", gt=0)
 
@@ -301,13 +309,7 @@ class FleetConfig(BaseModel):
             return given
         return PROVIDER_DEFAULTS.get(str(given.get("provider", "local")), {}) | given
 
-    @field_validator("*")
-    @classmethod
-    def _within_ten_years(cls, value: Any, info: ValidationInfo) -> Any:
-        is_duration = info.field_name is not None and info.field_name.endswith("_s")
-        if is_duration and value is not None and value > MAX_SECONDS:
-            raise ValueError(f"at most {MAX_SECONDS:.0f} seconds, which is ten years")
-        return value
+    _durations = field_validator("*")(within_ten_years)
 
     @field_validator("queues", mode="before")
     @classmethod

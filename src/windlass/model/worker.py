@@ -13,6 +13,8 @@ from windlass.model.node import NodeView
 DEFAULT_FLEET = "default"
 # Tasks of one worker at the same time. Each of its heartbeats names all of them, and they are given back one by one.
 MAX_CONCURRENCY = 10_000
+# Of workers: far beyond any fleet, and few enough to be counted one by one in every cycle.
+MAX_COUNT = 100_000
 
 
 class WorkerStatus(StrEnum):

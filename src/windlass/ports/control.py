@@ -43,9 +43,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """Somebody else leads, until then at least unless they resign or are gone."""
+    """Somebody else leads, until then at least unless they resign or are gone. `at`: when the database said so, by its
+    clock; None where it could not be asked."""
 
     expires_in_s: float
+    at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,9 @@ class Operations(Protocol):
 
     async def tasks_at_hand(self) -> dict[str, list[int]]:
         """Worker id to the tasks it is running."""
+
+    async def waiting_queues(self, queues: Sequence[str]) -> set[str]:
+        """Those of these in which a task waits, as an observation would count it. One cheap look."""
 
     async def ready_before(self, task_id: int) -> int:
         """How many ready tasks of its queue come before this one; MAX_AHEAD + 1 if there are more than that."""

@@ -4,7 +4,7 @@ store/memory/control.py keeps the same contract; tests/conformance/test_control_
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import lru_cache
@@ -86,7 +86,7 @@ class PostgresControlStore(PostgresStore):
                 "select windlass.lead($1, $2, $3)", candidate.lease, candidate.holder, candidate.ttl_s
             )
         led = json.loads(text)
-        return Standby(led["expires_in_s"]) if led["term"] is None else int(led["term"])
+        return _standby(led) if led["term"] is None else int(led["term"])
 
     async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
         async with self._connection("observing the fleet") as connection:
@@ -106,7 +106,7 @@ class PostgresControlStore(PostgresStore):
             )
         observed = json.loads(header["header"])
         if observed["term"] is None:
-            return Standby(observed["expires_in_s"])
+            return _standby(observed)
         seen = SNAPSHOT.validate_python(observed["snapshot"])
         return observed["term"], replace(seen, workers=_worker_views(workers))
 
@@ -254,10 +254,19 @@ class PostgresControlStore(PostgresStore):
             rows = await connection.fetch(QUERIES["tasks_at_hand"])
         return {row["worker_id"]: row["task_ids"] for row in rows}
 
+    async def waiting_queues(self, queues: Sequence[str]) -> set[str]:
+        async with self._connection("looking for tasks that wait") as connection:
+            rows = await connection.fetch(QUERIES["waiting_queues"], list(queues))
+        return {row["name"] for row in rows}
+
     async def ready_before(self, task_id: int) -> int:
         async with self._connection("counting tasks") as connection:
             count: int = await connection.fetchval(QUERIES["ready_before"], task_id, MAX_AHEAD + 1)
         return count
+
+
+def _standby(answer: Mapping[str, Any]) -> Standby:
+    return Standby(answer["expires_in_s"], datetime.fromisoformat(answer["now"]))
 
 
 def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:

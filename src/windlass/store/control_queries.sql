@@ -54,6 +54,25 @@ from windlass.tasks
 where status = 'running'
 group by worker_id;
 
+-- name: waiting_queues
+-- Whoever wakes fleets without workers; the same as observe_queues counts, but only whether there is one: a probe of
+-- tasks_ready and one of tasks_waiting a queue, and tasks_running of the few dispatchers.
+select q.name
+from unnest($1::text[]) as q (name)
+where exists (
+    select from windlass.tasks t where t.queue = q.name and t.status = 'queued' and t.run_after is null
+  )
+  or exists (
+    select from windlass.tasks t
+    where t.queue = q.name and t.run_after is not null and t.run_after <= windlass.now()
+  )
+  or exists (
+    select
+    from windlass.workers w
+    join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
+    where w.kind = 'dispatcher' and w.status <> 'terminated' and t.queue = q.name
+  );
+
 -- name: ready_before
 -- `windlass explain TASK`; tasks_ready, counted no further than $2. In two parts, each a range of the index.
 select count(*)

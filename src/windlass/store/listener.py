@@ -105,12 +105,17 @@ class Listener:
         return await self._open()
 
     async def _open(self) -> bool:
+        connection: Any = None
         try:
-            self._connection = await connect(self._dsn, timeout_s=PROOF_TIMEOUT_S, command_timeout_s=PROOF_TIMEOUT_S)
-            await self._connection.add_listener(CHANNEL, self._on_notification)
+            connection = await connect(self._dsn, timeout_s=PROOF_TIMEOUT_S, command_timeout_s=PROOF_TIMEOUT_S)
+            await connection.add_listener(CHANNEL, self._on_notification)
+            # Not before: whoever is cancelled on the way must not leave one behind that hears only its own proofs.
+            self._connection, connection = connection, None
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
-            await self.close()
             return False
+        finally:
+            if connection is not None:
+                connection.terminate()
         # What was announced before we listened is found by one more look.
         self._note_arrival("")
         return await self._prove()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.model.address import masked
 from windlass.model.config import Config
-from windlass.model.errors import BadInput
+from windlass.model.errors import BadInput, WindlassError
 from windlass.store.connect import connected
 from windlass.store.migrate import applied_migrations, migrate
 from windlass.store.postgres import PostgresStore
@@ -20,7 +21,11 @@ from windlass.store.postgres import PostgresStore
 if TYPE_CHECKING:
     from windlass.store.access import PostgresAccessStore
     from windlass.store.control import PostgresControlStore
+    from windlass.store.embedded import EmbeddedPostgres
     from windlass.store.examine import Examination
+
+# How often we look whether an embedded server that we use still runs: a file is read, and a process looked at.
+LOOK_INTERVAL_S = 5.0
 
 
 def data_dir(config: Config) -> Path:
@@ -105,9 +110,33 @@ async def database(config: Config, *, is_migrating: bool = True, may_create: boo
         await _in_thread(server.open)
         if is_migrating:
             await migrate(server.dsn)
-        yield server.dsn
+        reviving = asyncio.create_task(_keep_running(server, config))
+        try:
+            yield server.dsn
+        finally:
+            reviving.cancel()
+            await asyncio.gather(reviving, return_exceptions=True)
     finally:
         await _in_thread(server.close)
+
+
+async def _keep_running(server: "EmbeddedPostgres", config: Config) -> None:
+    """A server that was killed has nobody but us, its users, to start it again."""
+    while True:
+        # Not all of its users at the same moment.
+        await asyncio.sleep(LOOK_INTERVAL_S * random.uniform(0.5, 1.5))  # noqa: S311
+        try:
+            await _in_thread(lambda: _revive(server, config))
+        except (WindlassError, OSError) as error:
+            import structlog
+
+            structlog.get_logger(__name__).error("the database's server does not start again", error=str(error))
+
+
+def _revive(server: "EmbeddedPostgres", config: Config) -> None:
+    # Where somebody deleted the directory there is nothing to bring back, and a new one would be empty.
+    if not server.is_running() and has_embedded_database(config):
+        server.open()
 
 
 async def _in_thread(function: Callable[[], None]) -> None:

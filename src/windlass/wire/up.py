@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
 
 # Without a leader for so many leases before people are told: a restart and a failover take one.
 LEADER_GRACE_LEASES = 2
+# The settings with which machines are rented, beside those of their fleet.
+ACCOUNTS = (
+    "hetzner_api_token",
+    "hetzner_endpoint",
+    "hetzner_network_id",
+    "runpod_api_key",
+    "runpod_endpoint",
+    "runpod_ssh_key_file",
+)
 # Hands every log line to whoever asks, until they call what they got for it.
 Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
@@ -55,9 +65,19 @@ async def run_cycles(config: Config) -> "list[Summary]":
             await store.resign(ourselves)
 
 
+@dataclass
+class _Current:
+    """What providers are made with: a reload changes the fleets, and what their machines are rented with. All else is
+    as at the start: it is in use."""
+
+    config: Config
+
+    def with_changes_of(self, loaded: Config) -> Config:
+        return self.config.model_copy(update={name: getattr(loaded, name) for name in ("fleets", *ACCOUNTS)})
+
+
 async def run_up(
-    loaded: "Loaded",
-    reload: "Callable[[], Loaded]",
+    load: "Callable[[], Loaded]",
     on_summary: "Callable[[Summary], None]",
     *,
     is_leaving_workers: bool,
@@ -67,6 +87,7 @@ async def run_up(
 ) -> None:
     """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads.
 
+    `load` is asked for the configuration now, and for each reload.
     `on_link` is told, once, the address that lets a person's browser in. `tap` hands log lines to whoever asks.
     """
     import structlog
@@ -74,6 +95,11 @@ async def run_up(
     from windlass.control.up import Up
     from windlass.store.control import PostgresControlStore
 
+    loop = asyncio.get_running_loop()
+    # Before the file is read: whoever changes it while we start, and says so, is heard once we are up.
+    is_reload_wanted = asyncio.Event()
+    loop.add_signal_handler(signal.SIGHUP, is_reload_wanted.set)
+    loaded = load()
     config = loaded.config
     check_machines_can_call(config)
     check_keys(config)
@@ -93,8 +119,10 @@ async def run_up(
             for tell in watchers:
                 tell(summary)
 
+        current = _Current(config)
+
         def with_ray() -> Config:
-            return config.model_copy(update={"ray_address": ray.address})
+            return current.config.model_copy(update={"ray_address": ray.address})
 
         up = Up(
             opened,
@@ -102,13 +130,12 @@ async def run_up(
             lambda name, fleet: provider(name, fleet, with_ray(), instance_id),
             tell_all,
         )
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
         log = structlog.get_logger("windlass.up")
         log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
-            _reloading(up, reload, ray),
+            _reloading(up, current, load, ray, is_reload_wanted),
             http_face(config, dsn, up, listener, version, watchers, on_link, ray.head, told) as counts,
             _alarm(config, dsn, watchers, told, counts.on_message),
             _logs_in_database(config, dsn, tap, counts.on_dropped),
@@ -226,18 +253,19 @@ async def _traced_cycles(
 
 
 @asynccontextmanager
-async def _reloading(up: "Up", reload: "Callable[[], Loaded]", ray: RayBeside) -> AsyncIterator[None]:
-    """SIGHUP takes the configuration over as it is then; several, while one is heeded, are one more."""
-    is_wanted = asyncio.Event()
+async def _reloading(
+    up: "Up", current: _Current, load: "Callable[[], Loaded]", ray: RayBeside, is_wanted: asyncio.Event
+) -> AsyncIterator[None]:
+    """The configuration is taken over as it is when that is wanted; wanted several times, while one is heeded, it is
+    once more."""
 
     async def heed() -> None:
         while True:
             await is_wanted.wait()
             is_wanted.clear()
-            await reconfigure(up, reload, ray)
+            await _reconfigure(up, current, load, ray)
 
     heeding = asyncio.create_task(heed())
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, is_wanted.set)
     try:
         yield
     finally:
@@ -245,18 +273,23 @@ async def _reloading(up: "Up", reload: "Callable[[], Loaded]", ray: RayBeside) -
         await asyncio.gather(heeding, return_exceptions=True)
 
 
-async def reconfigure(up: "Up", reload: "Callable[[], Loaded]", ray: RayBeside) -> None:
+async def _reconfigure(up: "Up", current: _Current, load: "Callable[[], Loaded]", ray: RayBeside) -> None:
     """Fleets and their dispatchers as the configuration now is; where it cannot be used, all goes on as before."""
     import structlog
 
+    before = current.config
     try:
-        loaded = reload()
-        check_machines_can_call(loaded.config)
-        check_keys(loaded.config)
-        await check_handlers(loaded.config)
+        loaded = load()
+        config = current.with_changes_of(loaded.config)
+        check_machines_can_call(config)
+        check_keys(config)
+        await check_handlers(config)
         await ray.check(loaded.config)
-        up.reconfigure(hiring_fleets(loaded.config))
+        current.config = config
+        has_new_accounts = any(getattr(config, name) != getattr(before, name) for name in ACCOUNTS)
+        up.reconfigure(hiring_fleets(config), has_new_accounts=has_new_accounts)
     except WindlassError as error:
+        current.config = before
         structlog.get_logger(__name__).error("configuration not reloaded, nothing changed", error=str(error))
     else:
         ray.arrange(loaded)

@@ -21,7 +21,7 @@ from windlass.ports.control import MAX_AHEAD, Candidate, Committed, Intent, Outc
 from windlass.store.memory.actions import carry_out
 from windlass.store.memory.fleets import SlotRow
 from windlass.store.memory.ledger import account, to_settle
-from windlass.store.memory.observe import observe
+from windlass.store.memory.observe import observe, waiting_queues
 from windlass.store.memory.outcomes import write_down
 from windlass.store.memory.store import MemoryStore
 
@@ -172,6 +172,9 @@ class MemoryControlStore(MemoryStore):
 
     async def tasks_at_hand(self) -> dict[str, list[int]]:
         return {worker_id: sorted(tasks) for worker_id, tasks in self._tasks.running.items() if tasks}
+
+    async def waiting_queues(self, queues: Sequence[str]) -> set[str]:
+        return waiting_queues(self._tables, queues)
 
     async def ready_before(self, task_id: int) -> int:
         mine = self._tasks.rows.get(task_id)

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from windlass.model.fleet import MAX_RESTARTS
 from windlass.model.record import Fleet
 from windlass.model.snapshot import Memory
 from windlass.ports.control import Candidate, LeaseLost, Standby
 from windlass.store.memory.interval import interval
-
-MAX_RESTARTS_KEPT = 100
 
 
 @dataclass(slots=True)
@@ -18,7 +17,7 @@ class SlotRow:
     restarts: list[datetime] = field(default_factory=list)
 
     def note_restart(self, now: datetime) -> None:
-        self.restarts = [*self.restarts, now][-MAX_RESTARTS_KEPT:]
+        self.restarts = [*self.restarts, now][-MAX_RESTARTS:]
 
 
 @dataclass(slots=True)
@@ -72,7 +71,7 @@ class Leases:
             lease = self.rows[candidate.lease] = LeaseRow(candidate.holder, 1, now)
         elif lease.holder != candidate.holder:
             if lease.expires_at > now:
-                return Standby((lease.expires_at - now).total_seconds())
+                return Standby((lease.expires_at - now).total_seconds(), now)
             lease.holder = candidate.holder
             lease.term += 1
         lease.expires_at = now + interval(candidate.ttl_s)

@@ -82,17 +82,21 @@ def _queues(tasks: TaskTable, workers: WorkerTable, names: Sequence[str], now: d
     held = [row for row in running if _is_dispatcher(workers.get(row.worker_id))]
     heads = [head.created_at for queue in queues if (head := queue.head()) is not None]
     heads += [row.created_at for row in held]
-    recent = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_DURATIONS)
+    newest = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
+    recent = islice((row for row in newest if row.queue in names), MAX_DURATIONS)
     return QueueView(
         queued=len(held) + sum(row.is_ready() or (row.run_after is not None and row.run_after <= now) for row in rows),
         running=len(running) - len(held),
         oldest_queued_age_s=(now - min(heads)).total_seconds() if heads else None,
         duration_p50_s=_median(
-            (row.finished_at - row.started_at).total_seconds()
-            for row in recent
-            if row.queue in names and row.finished_at and row.started_at
+            (row.finished_at - row.started_at).total_seconds() for row in recent if row.finished_at and row.started_at
         ),
     )
+
+
+def waiting_queues(tables: Tables, names: Sequence[str]) -> set[str]:
+    now = tables.now()
+    return {name for name in names if _queues(tables.tasks, tables.workers, [name], now).queued}
 
 
 def _is_dispatcher(worker: WorkerRow | None) -> bool:

@@ -287,7 +287,7 @@ create table windlass.spending (
 );
 create index spending_hour on windlass.spending (hour);
 
--- Reserved for log lines of orchestrators and workers: nothing writes here yet, retention is applied already.
+-- Log lines of orchestrators, where `logs.in_database` is set. Kept for `retention.logs_s`.
 create table windlass.logs (
   id bigint generated always as identity primary key,
   at timestamptz not null default windlass.now(),
