@@ -25,7 +25,7 @@ from windlass.api.session import new_link
 from windlass.api.thinking import Thinking
 from windlass.model.access import SESSION_PREFIX, Role, csrf_token, new_token
 from windlass.model.errors import DatabaseUnavailable
-from windlass.model.task import new_task
+from windlass.model.task import Finished, new_task
 from windlass.model.worker import Registration, WorkerKind
 from windlass.store import reading
 from windlass.store.connect import connected
@@ -384,6 +384,21 @@ async def test_workers_are_shown_paused_replaced_and_ended(bed: Bed, clock: Any)
     story = (await operator.get(f"{API}/explain/{second}")).json()
     assert "ended" in story["answer"][0] or "MANUAL" in story["answer"][0]
     await operator.aclose()
+
+
+async def test_the_page_of_a_task_shows_a_bounded_part_of_its_payload_and_rests_when_it_is_complete(bed: Bed) -> None:
+    task_id = await bed.store.enqueue(new_task("a", "begin " + "\N{PILE OF POO}" * 200_000))
+    await bed.store.register(Registration("hand", ("a",)))
+    (claim,) = await bed.store.claim("hand", ["a"])
+    page = (await bed.here.get(f"/tasks/{task_id}")).text
+    assert "data-stream" in page
+    assert "The first 64,000 of 200,008 characters." in page
+    assert len(page) < 100_000
+    await bed.store.finish_and_claim("hand", [Finished(task_id, claim.token, '{"ok": true}')], (), 0)
+    for encoding in ("gzip", "identity"):
+        done = await bed.here.get(f"/tasks/{task_id}", headers={"Accept-Encoding": encoding})
+        assert "data-stream" not in done.text
+        assert "&#34;ok&#34;: true" in done.text
 
 
 async def test_the_page_of_a_worker_reads_its_own_tasks_and_rests_when_it_has_ended(

@@ -151,6 +151,22 @@ def test_no_control_character_of_a_log_reaches_the_page() -> None:
     assert words.plain("a\x1b[31mb\nc\x00") == "a\\x1b[31mb\nc\\x00"
 
 
+def test_a_payload_is_set_in_lines_and_every_value_is_as_it_was_written() -> None:
+    text = r'{"a": [1, {"b": "x,{[\"\\"}], "c": {}, "d": [], "e": null}'
+    assert words.indented_json(text) == json.dumps(json.loads(text), indent=2)
+    assert words.indented_json("[1e-400, 1.50]") == "[\n  1e-400,\n  1.50\n]"
+    assert words.indented_json("9" * 5_000) == "9" * 5_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 7_900 + "]" * 7_900, "[" * 8 + "0" + ", 0" * 5_200 + "]" * 8, "[" * 500_000 + "]" * 500_000],
+    ids=["deep", "long below some depth", "a megabyte"],
+)
+def test_no_payload_grows_far_beyond_its_size_when_it_is_shown(text: str) -> None:
+    assert len(words.indented_json(text)) <= min(len(text) * 8, 130_000)
+
+
 def test_backticks_become_code_and_nothing_else_becomes_markup() -> None:
     assert in_code("run `a <b>` & <i>") == "run <code>a &lt;b&gt;</code> &amp; &lt;i&gt;"
 

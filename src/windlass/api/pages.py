@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from starlette.types import Receive, Scope, Send
 
 from windlass.api.errors import ApiError, not_found
 from windlass.api.face import Face, Shown
@@ -30,7 +31,7 @@ from windlass.model.access import Role, TokenCaller
 from windlass.model.cost import Account, day_of, hour_of, month_of
 from windlass.model.errors import BadInput
 from windlass.model.money import to_micros
-from windlass.model.task import MAX_TASK_ID
+from windlass.model.task import MAX_TASK_ID, TaskStatus
 from windlass.model.worker import WorkerStatus
 from windlass.ports.reading import FleetStanding, LogLine, TaskList
 
@@ -49,6 +50,8 @@ CURRENCIES = 10
 COST_REFRESH_S = 10.0
 # Fleets whose slots are drawn on the page of all workers; the others have their own.
 MAPS = 5
+# Compressing one as big as this takes a millisecond; bigger ones are no reason to keep a cycle waiting.
+BIG_PAGE_BYTES = 64_000
 THEME_COOKIE = "windlass_theme"
 # What was done a moment ago, for the page that comes next.
 SAID_COOKIE = "windlass_said"
@@ -244,7 +247,8 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
         return html(
             request,
             pages.task_page(
-                setting_of(face, request, now),
+                # Nothing more happens to one that is complete; a dead letter may be retried.
+                setting_of(face, request, now, is_live=row.status is not TaskStatus.COMPLETE),
                 row,
                 answer=story.answer,
                 history=story.history,
@@ -391,13 +395,25 @@ def setting_of(
 
 
 def html(request: Request, page: str, status: int = 200) -> Response:
-    content, headers = page.encode(), {"Vary": "Accept-Encoding, Cookie"}
-    if _takes_gzip(request):
-        content, headers["Content-Encoding"] = gzip.compress(content, 5, mtime=0), "gzip"
-    response = Response(content, status, headers, "text/html; charset=utf-8")
+    response = _Page(page, status, {"Vary": "Accept-Encoding, Cookie"}, "text/html; charset=utf-8")
+    response.is_compressed = _takes_gzip(request)
     if SAID_COOKIE in request.cookies:
         response.delete_cookie(SAID_COOKIE, path="/")
     return response
+
+
+class _Page(Response):
+    """Compressed when it is sent, and beside the loop if that takes long."""
+
+    is_compressed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.is_compressed:
+            compress = functools.partial(gzip.compress, self.body, 5, mtime=0)
+            self.body = await asyncio.to_thread(compress) if len(self.body) > BIG_PAGE_BYTES else compress()
+            self.headers["Content-Encoding"] = "gzip"
+            self.headers["Content-Length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 def _takes_gzip(request: Request) -> bool:

@@ -14,7 +14,7 @@ from windlass.dashboard.charts import KINDS, Chart, day_bars, fleet_charts
 from windlass.dashboard.render import Setting, query, render
 from windlass.dashboard.replay import Again, Knob
 from windlass.dashboard.slots import SlotMap
-from windlass.dashboard.words import count, counted, indented_json
+from windlass.dashboard.words import MAX_JSON_CHARACTERS, count, counted, indented_json
 from windlass.model.action import Alert, DeleteStray, FailSlot, Spawn, actions_to_plain
 from windlass.model.cost import Cost
 from windlass.model.event import Event
@@ -277,10 +277,19 @@ def task_page(
         answer=answer,
         history=history,
         attempts=attempts_of(task, events),
-        payload=indented_json(task.payload),
-        result=indented_json(task.result) if task.result is not None else None,
+        texts=[
+            (name, indented_json(text), _left_out(text))
+            for name, text in (("Payload", task.payload), ("Result", task.result))
+            if text is not None
+        ],
         cost=cost,
     )
+
+
+def _left_out(text: str) -> str | None:
+    if len(text) <= MAX_JSON_CHARACTERS:
+        return None
+    return f"The first {count(MAX_JSON_CHARACTERS)} of {len(text):,} characters."
 
 
 # ------------------------------------------------------------------------------------------------------------ decisions
