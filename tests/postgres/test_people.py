@@ -401,6 +401,39 @@ async def test_the_page_of_a_task_shows_a_bounded_part_of_its_payload_and_rests_
         assert "&#34;ok&#34;: true" in done.text
 
 
+DEEP = 3_000
+ODD_PAYLOADS = {
+    "nested deeply": "[" * DEEP + "]" * DEEP,
+    "nested less deeply": '{"a": ' * 850 + "1" + "}" * 850,
+    "a number of 5,000 digits": "9" * 5_000,
+    "a number that is almost nothing": f"0.{'0' * 399}1",
+}
+
+
+@pytest.mark.parametrize("payload", ODD_PAYLOADS.values(), ids=ODD_PAYLOADS)
+async def test_whatever_payload_the_database_holds_is_told_as_it_is(bed: Bed, dsn: str, payload: str) -> None:
+    async with connected(dsn, "enqueueing") as connection:
+        task_id = await connection.fetchval("select windlass.enqueue('a', $1::text::jsonb)", payload)
+        await connection.execute("update windlass.tasks set result = payload where id = $1", task_id)
+    told = await bed.here.get(f"{API}/tasks/{task_id}")
+    assert told.status_code == 200
+    assert told.text.endswith(f',"payload":{payload},"result":{payload}}}')
+    page = await bed.here.get(f"/tasks/{task_id}")
+    assert page.status_code == 200
+    assert payload[:2_000].replace("}", "")[-100:].replace('"', "&#34;") in page.text
+
+
+async def test_a_queue_of_no_possible_name_is_said_so_and_any_sentence_fits_into_a_cookie(bed: Bed) -> None:
+    browser = bed.client("192.0.2.7")
+    await browser.get(await new_link(bed.store, ""))
+    form = {"csrf": csrf_token(browser.cookies[COOKIE]), "is_confirmed": "yes", "back": "/tasks"}
+    assert problem_of(await browser.post("/queues/%E2%82%AC/retry", data=form))[0] == 400
+    done = await browser.post("/queues/a/retry", data=form)
+    assert done.status_code == 303
+    assert "0 dead letters of a are back in the queue." in (await browser.get("/tasks")).text
+    await browser.aclose()
+
+
 async def test_the_page_of_a_worker_reads_its_own_tasks_and_rests_when_it_has_ended(
     bed: Bed, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

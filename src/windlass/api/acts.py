@@ -7,6 +7,7 @@ JSON.
 
 from collections.abc import Awaitable, Callable
 from typing import Annotated
+from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
@@ -20,7 +21,7 @@ from windlass.api.session import form_of
 from windlass.dashboard.pages import confirm_page
 from windlass.dashboard.words import counted
 from windlass.model.access import Role
-from windlass.model.task import MAX_TASK_ID
+from windlass.model.task import MAX_TASK_ID, check_queue_name
 from windlass.model.worker import Worker
 
 # Dead letters put back by one click; whoever has more clicks again.
@@ -55,7 +56,8 @@ async def _carry_out(face: Face, shown: Shown, request: Request, do: Doing) -> R
     if "application/json" in request.headers.get("accept", ""):
         return JSONResponse({"sentence": sentence})
     answer = RedirectResponse(back, 303)
-    answer.set_cookie(SAID_COOKIE, sentence, max_age=30, httponly=True, samesite="strict")
+    # A cookie holds ASCII only, and names of workers and fleets come from the address.
+    answer.set_cookie(SAID_COOKIE, quote(sentence), max_age=30, httponly=True, samesite="strict")
     return answer
 
 
@@ -190,6 +192,7 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
     @router.post("/queues/{queue}/retry")
     async def retry_all(request: Request, queue: str) -> Response:
         async def do() -> str:
+            check_queue_name(queue)
             until, retried = await store.now(), 0
             for _ in range(RETRY_ROUNDS):
                 ids = await store.retry_failed(queue, until, RETRY_AT_ONCE)

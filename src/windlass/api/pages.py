@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
+from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from starlette.types import Receive, Scope, Send
@@ -390,7 +391,7 @@ def setting_of(
         stream=STREAM if is_live else None,
         refresh_s=refresh_s,
         back=f"{request.url.path}{query}",
-        said=request.cookies.get(SAID_COOKIE),
+        said=unquote(request.cookies[SAID_COOKIE]) if SAID_COOKIE in request.cookies else None,
     )
 
 

@@ -13,7 +13,7 @@ MAX_JSON_CHARACTERS = 64_000
 # And as much as is worth setting in lines.
 MAX_INDENTED_CHARACTERS = 16_000
 MAX_INDENTED_DEPTH = 8
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+_JSON_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 _UNUSUAL = re.compile(r"[^\n\t -~]+")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3_600, 86_400
 
@@ -95,16 +95,16 @@ def indented_json(text: str) -> str:
     if len(text) > MAX_INDENTED_CHARACTERS:
         return text[:MAX_JSON_CHARACTERS]
     parts, depth, is_opened = [], 0, False
-    for token in _JSON_TOKEN.findall(text):
-        if token in "}]":
+    for word in _JSON_WORD.findall(text):
+        if word in "}]":
             depth -= 1
         if is_opened:
-            parts.append("" if token in "}]" else _line_end(depth, ""))
-        elif token in "}]":
+            parts.append("" if word in "}]" else _line_end(depth, ""))
+        elif word in "}]":
             parts.append(_line_end(depth, "", is_closing=True))
-        is_opened = token in "{["
+        is_opened = word in "{["
         depth += is_opened
-        parts.append({",": "," + _line_end(depth, " "), ":": ": "}.get(token, token))
+        parts.append({",": "," + _line_end(depth, " "), ":": ": "}.get(word, word))
     return "".join(parts)
 
 
