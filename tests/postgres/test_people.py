@@ -702,6 +702,45 @@ async def test_who_listens_hears_of_a_pause_and_misses_nothing(dsn: str) -> None
         assert (kind, data["code"]) == ("event", "FLEET_RESUMED")
 
 
+async def test_who_comes_again_hears_of_each_event_once_and_a_newcomer_of_no_old_one(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_module, "LOOK_INTERVAL_S", 0.01)
+    async with bed_of(dsn) as bed, asyncio.timeout(30):
+        await hire(bed)
+
+        async def heard_until(listener: Any, last: int) -> list[int]:
+            heard: list[int] = []
+            async for kind, _, event_id in messages_of(listener.messages()):
+                if kind == "event":
+                    heard.append(int(event_id or 0))
+                if last in heard:
+                    break
+            listener.end()
+            while bed.live._watcher is not None:  # it notices that nobody listens
+                await asyncio.sleep(0.01)
+            return heard
+
+        async def happens() -> int:
+            await bed.store.pause_fleet("gpus", True)
+            await bed.store.pause_fleet("gpus", False)
+            return (await bed.store.events_page(limit=1)).rows[0].id
+
+        first = await bed.live.listen(None)
+        seen = (await heard_until(first, await happens()))[-1]
+        # Nobody listens now.
+        await happens()
+        again = await bed.live.listen(seen)
+        last = await happens()
+        assert await heard_until(again, last) == list(range(seen + 1, last + 1))
+        since = (await bed.live.overview()).last_event_id
+        newcomer = await bed.live.listen(None)
+        last = await happens()
+        heard = await heard_until(newcomer, last)
+        assert heard[0] > since
+        assert heard == list(range(heard[0], last + 1))
+
+
 async def test_listeners_are_bounded_and_those_who_do_not_read_are_let_go(
     dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
