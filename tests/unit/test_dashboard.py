@@ -101,6 +101,10 @@ def summary(**changed: Any) -> dict[str, Any]:
     return {**plain, "created_at": NOW - timedelta(seconds=60), **changed}
 
 
+def event(code: str, reason: str, **detail: Any) -> Event:
+    return Event(1, NOW, code, reason, None, None, 5, detail or None)
+
+
 # ---------------------------------------------------------------------------------------------------------------- words
 
 DURATIONS = {
@@ -322,6 +326,38 @@ def test_the_first_page_is_below_100_kb_with_all_it_loads() -> None:
     assert total < LIMIT_BYTES
 
 
+def test_a_history_counts_attempts_and_not_everything_that_happened() -> None:
+    row = TaskRow(**dict.fromkeys(TaskRow.__dataclass_fields__) | summary(attempts=2) | {"ready_at": NOW})
+    happened = [
+        event("TASK_ERROR", "first", attempt=1),
+        event("TASK_RETRIED", "by hand"),
+        event("TASK_FAILED", "second", attempt=1),
+    ]
+    page = pages.tasks_page(
+        SETTING, Page((row,), None), queues=[], has_more_queues=False, queue=None, which="failed", search=None,
+        histories={row.id: happened}, is_first=True,
+    )  # fmt: skip
+    assert "History, 2 attempts" in page
+    assert "by hand" in page
+
+
+@pytest.mark.parametrize(
+    ("changed", "waited"),
+    [
+        ({"attempts": 1, "started_at": NOW + timedelta(seconds=7)}, 7.0),
+        ({"attempts": 2, "started_at": NOW + timedelta(seconds=700)}, None),
+        ({"attempts": 1, "started_at": NOW - timedelta(seconds=7)}, None),
+        ({"attempts": 0}, None),
+    ],
+    ids=["a first attempt", "a further attempt", "waiting for its second", "none yet"],
+)
+def test_a_wait_is_that_of_the_first_attempt_from_when_it_could_begin(
+    changed: dict[str, Any], waited: float | None
+) -> None:
+    fields = dict.fromkeys(TaskRow.__dataclass_fields__) | {"created_at": NOW - timedelta(days=1), "ready_at": NOW}
+    assert pages.waited_s(TaskRow(**fields | changed)) == waited
+
+
 def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
     evil = "<script>alert(1)</script>"
     row = TaskRow(**dict.fromkeys(TaskRow.__dataclass_fields__) | summary(unique_key=evil, error=evil, error_code=evil))
@@ -333,7 +369,7 @@ def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
         queue=None,
         which="failed",
         search=evil,
-        histories={5: [(NOW, evil)]},
+        histories={5: [event("TASK_FAILED", evil)]},
         is_first=True,
     )
     of_worker = pages.worker_page(

@@ -221,7 +221,7 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
             cursor=cursor,
         )
         dead = [task.id for task in found.rows] if which is TaskList.FAILED else []
-        histories = {task_id: await _history(shown, task_id) for task_id in dead}
+        histories = {task_id: await shown.store.events(task_id=task_id) for task_id in dead}
         overview = await shown.live.overview()
         return html(
             request,
@@ -240,8 +240,9 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
 
     @router.get("/tasks/{task_id}")
     async def task(request: Request, task_id: Annotated[int, Path(ge=1, le=MAX_TASK_ID)], _looker: Looker) -> Response:
-        row = await shown.store.task(task_id)
-        if row is None:
+        found = await shown.store.task(task_id)
+        row = await shown.store.task_row(task_id) if found is not None else None
+        if found is None or row is None:
             raise not_found(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
         story = await shown.explain(str(task_id))
         now = await shown.store.now()
@@ -249,18 +250,15 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
             request,
             pages.task_page(
                 # Nothing more happens to one that is complete; a dead letter may be retried.
-                setting_of(face, request, now, is_live=row.status is not TaskStatus.COMPLETE),
-                row,
+                setting_of(face, request, now, is_live=found.status is not TaskStatus.COMPLETE),
+                found,
+                waited_s=pages.waited_s(row),
                 answer=story.answer,
                 history=story.history,
                 events=await shown.store.events(task_id=task_id),
-                cost=await task_cost(shown.store, task_id, now, row.worker_id),
+                cost=await task_cost(shown.store, task_id, now, found.worker_id),
             ),
         )
-
-
-async def _history(shown: Shown, task_id: int) -> list[tuple[datetime, str]]:
-    return [(event.at, f"{event.code}: {event.reason}") for event in await shown.store.events(task_id=task_id)]
 
 
 def _add_decisions(router: APIRouter, face: Face, shown: Shown) -> None:

@@ -236,7 +236,7 @@ def tasks_page(
     queue: str | None,
     which: str | None,
     search: str | None,
-    histories: Mapping[int, Sequence[tuple[datetime, str]]],
+    histories: Mapping[int, Sequence[Event]],
     is_first: bool,
 ) -> str:
     name = dict(TASK_LISTS)[which].lower()
@@ -246,7 +246,7 @@ def tasks_page(
         "tasks.html",
         setting,
         here="tasks",
-        rows=page.rows,
+        rows=[(row, waited_s(row)) for row in page.rows],
         next_url=_next_url("/tasks", page, queue=queue, which=which, search=search),
         lists=TASK_LISTS,
         queues=queues,
@@ -254,16 +254,31 @@ def tasks_page(
         queue=queue,
         which=which,
         search=search,
-        histories=histories,
+        histories={task_id: _history(events) for task_id, events in histories.items()},
         summary=f"{what}{where}{f', matching “{search}”' if search else ''}.",
         is_first=is_first,
     )
+
+
+def waited_s(task: TaskRow) -> float | None:
+    """From when it could have begun until it began. Of the first attempt only: a later one waited for other reasons."""
+    # Begun before it was ready: it is ready for its second one.
+    if task.attempts != 1 or task.started_at is None or task.started_at < task.ready_at:
+        return None
+    return (task.started_at - task.ready_at).total_seconds()
+
+
+def _history(events: Sequence[Event]) -> tuple[int, list[tuple[datetime, str]]]:
+    """How many attempts there were, and everything that happened."""
+    attempts = sum(event.detail is not None and "attempt" in event.detail for event in events)
+    return attempts, [(event.at, f"{event.code}: {event.reason}") for event in events]
 
 
 def task_page(
     setting: Setting,
     task: Task,
     *,
+    waited_s: float | None,
     answer: Sequence[str],
     history: Sequence[tuple[datetime, str]],
     events: Sequence[Event],
@@ -274,6 +289,7 @@ def task_page(
         setting,
         here="tasks",
         task=task,
+        waited_s=waited_s,
         answer=answer,
         history=history,
         attempts=attempts_of(task, events),

@@ -204,6 +204,8 @@ class TaskList(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TaskRow(TaskSummary):
+    # Since when it could have been claimed: when it was enqueued, its time came, or it was put back.
+    ready_at: datetime
     # What is in the ledger for it; None if it ran on nothing that has a price, or nothing is settled yet.
     cost_micros: int | None
     currency: str | None
@@ -250,6 +252,8 @@ class Reading(Protocol):
 
     async def tasks_at_hand_of(self, worker_id: str, limit: int) -> list[TaskRow]:
         """What a worker runs now, the oldest task first."""
+
+    async def task_row(self, task_id: int) -> TaskRow | None: ...
 
     async def tasks_page(
         self,

@@ -214,6 +214,9 @@ class PostgresReadingStore(PostgresAccessStore):
         ids, next_cursor = await self._task_ids(queue, which, search, limit, cursor)
         return Page(tuple(await self._task_rows(list(dict.fromkeys([*found, *ids])))), next_cursor)
 
+    async def task_row(self, task_id: int) -> TaskRow | None:
+        return next(iter(await self._task_rows([task_id])), None)
+
     async def _task_rows(self, ids: Sequence[int]) -> list[TaskRow]:
         async with self._connection("listing tasks") as connection:
             rows = await connection.fetch(QUERIES["task_rows"], ids)

@@ -446,10 +446,11 @@ join windlass.tasks t on t.queue = q.name and t.unique_key = $1
 limit 100;
 
 -- name: task_rows
--- tasks_page; primary keys, charges_task.
+-- tasks_page, task_row; primary keys, charges_task.
 select
   t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,
-  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, c.cost_micros, c.currency
+  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error,
+  coalesce(t.ready_at, t.created_at) as ready_at, c.cost_micros, c.currency
 from unnest($1::bigint[]) with ordinality as wanted (id, place)
 join windlass.tasks t on t.id = wanted.id
 left join lateral (
