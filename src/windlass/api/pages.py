@@ -213,12 +213,9 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
         search: Annotated[str | None, Query(max_length=200)] = None,
         cursor: Cursor = None,
     ) -> Response:
+        limit = DEAD_LETTERS if which is TaskList.FAILED else PAGE_ROWS
         found = await shown.store.tasks_page(
-            queue=queue or None,
-            which=which,
-            search=search or None,
-            limit=DEAD_LETTERS if which is TaskList.FAILED else PAGE_ROWS,
-            cursor=cursor,
+            queue=queue or None, which=which, search=search or None, limit=limit, cursor=cursor
         )
         dead = [task.id for task in found.rows] if which is TaskList.FAILED else []
         histories = {task_id: await shown.store.events(task_id=task_id) for task_id in dead}
@@ -235,6 +232,7 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
                 search=search or None,
                 histories=histories,
                 is_first=cursor is None,
+                is_cut_short=found.next_cursor is not None and len(found.rows) < limit,
             ),
         )
 

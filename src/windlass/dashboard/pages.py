@@ -238,7 +238,9 @@ def tasks_page(
     search: str | None,
     histories: Mapping[int, Sequence[Event]],
     is_first: bool,
+    is_cut_short: bool = False,
 ) -> str:
+    """`is_cut_short`: there may be more on this page, had it been looked for longer."""
     name = dict(TASK_LISTS)[which].lower()
     what = {"all": "Newest first", "waiting": "In the order in which they will be claimed"}.get(name, f"List: {name}")
     where = f", queue {queue}" if queue else ""
@@ -255,6 +257,7 @@ def tasks_page(
         which=which,
         search=search,
         histories={task_id: _history(events) for task_id, events in histories.items()},
+        is_cut_short=is_cut_short,
         summary=f"{what}{where}{f', matching “{search}”' if search else ''}.",
         is_first=is_first,
     )

@@ -27,6 +27,8 @@ from windlass.model.worker import Worker, WorkerStatus
 COUNT_LIMIT = 100_000
 # Rows that one page of a search looks at.
 SCAN_LIMIT = 20_000
+# A search for tasks goes on over further pieces of that size for about so long.
+SEARCH_S = 1.0
 MAX_PAGE = 500
 # Queues told of, beyond those that fleets serve: their names are made up by whoever enqueues.
 MAX_QUEUES = 200
