@@ -687,7 +687,8 @@ async def test_no_two_components_of_the_health_view_have_the_same_name(connectio
     )
     await connection.execute(
         "insert into windlass.workers (id, fleet, slot, status, queues) values"
-        " ('a', 'cheap', 0, 'spawning', '{q}'), ('b', 'dear', 0, 'spawning', '{q,r}'), ('c', 'other', 0, 'spawning', '{r}')"
+        " ('a', 'cheap', 0, 'spawning', '{q}'), ('b', 'dear', 0, 'spawning', '{q,r}'),"
+        " ('c', 'other', 0, 'spawning', '{r}')"
     )
     names = [row["component"] for row in await rows_of(connection, clock, "health")]
     assert sorted(names) == [

@@ -259,6 +259,17 @@ def test_what_needs_attention_is_told_once_with_what_to_do(seen: Overview, told:
     assert matter.advice
 
 
+def test_an_alert_that_is_not_seen_any_more_is_told_of_as_past() -> None:
+    seen_at = NOW - timedelta(seconds=40)
+    alert = OpenAlert(1, "renders", "ALL_CRASHED", "critical", "all 3 workers crashed", seen_at, seen_at, None)
+    (matter,) = attention(overview(standing(fleet(), alerts=(alert,))))
+    assert matter.what == f"Until {seen_at:%H:%M:%S} UTC: Fleet renders: all 3 workers crashed."
+    assert not matter.is_bad
+    # And does not keep what lasts from being told.
+    held = fleet(hold=Hold("ALL_CRASHED", "all 3 workers crashed", NOW))
+    assert [matter.id for matter in attention(overview(standing(held, alerts=(alert,))))] == ["hold-renders", "alert-1"]
+
+
 def test_what_an_alert_tells_is_not_told_again() -> None:
     alert = OpenAlert(1, "renders", "FAILURE_RATE", "critical", "5 of 6 failed", NOW, NOW, None)
     held = standing(fleet(hold=Hold("FAILURE_RATE", "5 of 6 failed", NOW)), alerts=(alert,))
