@@ -423,6 +423,21 @@ async def test_whatever_payload_the_database_holds_is_told_as_it_is(bed: Bed, ds
     assert payload[:2_000].replace("}", "")[-100:].replace('"', "&#34;") in page.text
 
 
+async def test_a_task_that_never_was_cannot_be_cancelled_or_retried_by_a_button(bed: Bed) -> None:
+    browser = bed.client("192.0.2.7")
+    await browser.get(await new_link(bed.store, ""))
+    form = {"csrf": csrf_token(browser.cookies[COOKIE]), "is_confirmed": "yes"}
+    for deed in ("cancel", "retry"):
+        assert problem_of(await browser.post(f"/tasks/99/{deed}", data=form)) == (404, "NOT_FOUND")
+    await browser.aclose()
+
+
+async def test_a_probe_may_ask_for_the_head_alone(bed: Bed) -> None:
+    assert (await bed.elsewhere.head("/healthz")).status_code == 200
+    await bed.run_cycle()
+    assert (await bed.elsewhere.head("/readyz")).status_code == (await bed.elsewhere.get("/readyz")).status_code
+
+
 async def test_a_queue_of_no_possible_name_is_said_so_and_any_sentence_fits_into_a_cookie(bed: Bed) -> None:
     browser = bed.client("192.0.2.7")
     await browser.get(await new_link(bed.store, ""))

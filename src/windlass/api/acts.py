@@ -173,9 +173,14 @@ def _add_fleets(router: APIRouter, face: Face, shown: Shown) -> None:
 def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
     store = shown.store
 
+    async def check_known(task_id: int) -> None:
+        if await store.task(task_id) is None:
+            raise not_found(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
+
     @router.post("/tasks/{task_id}/retry")
     async def retry(request: Request, task_id: TaskId) -> Response:
         async def do() -> str:
+            await check_known(task_id)
             is_done = await store.retry_task(task_id)
             return f"Task {task_id} is back in its queue." if is_done else f"Task {task_id} is nothing to retry now."
 
@@ -184,6 +189,7 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
     @router.post("/tasks/{task_id}/cancel")
     async def cancel(request: Request, task_id: TaskId) -> Response:
         async def do() -> str:
+            await check_known(task_id)
             is_done = await store.cancel_task(task_id, "cancelled by hand")
             return f"Task {task_id} is cancelled." if is_done else f"Task {task_id} had finished already."
 
