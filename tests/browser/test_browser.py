@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from house import House, NewPage
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from servers import Server, wait_until
 from windlass.model.task import TaskStatus
@@ -113,6 +113,29 @@ def test_workers_show_slots_memory_tasks_and_the_hour_that_is_paid(house: House,
     expect(priced).to_contain_text("15.6 / 24.0 GB")
     expect(priced).to_contain_text(re.compile(r"\d+ min \d+ s left"))
     expect(priced).to_contain_text("EUR 0.00900")
+
+
+def test_a_phone_shows_every_figure_of_a_worker_and_reaches_every_button_of_a_dead_letter(
+    house: House, new_page: NewPage
+) -> None:
+    def is_on_screen(what: Locator) -> bool:
+        box = what.bounding_box()
+        return box is not None and box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
+
+    page = live(new_page("/workers", viewport=PHONE))
+    priced = page.locator("#worker-cloud-2")
+    for label in ("State", "Heard", "GPU memory", "Paid for", "Cost", "Restarts"):
+        figure = priced.locator(f"[data-label='{label}']")
+        expect(figure).to_be_visible()
+        assert is_on_screen(figure), label
+    expect(priced).to_contain_text("15.6 / 24.0 GB")
+    # To whoever hears the page it is a table still.
+    expect(page.get_by_role("row").filter(has=page.get_by_role("rowheader", name="cloud-2"))).to_have_count(1)
+    task_id = house.dead_letter()
+    page.goto("/tasks?which=failed")
+    retry = page.locator(f"#task-{task_id}").get_by_role("button", name="Retry")
+    expect(retry).to_be_visible()
+    assert is_on_screen(retry)
 
 
 def test_a_worker_tells_its_story_and_shows_its_log(house: House, new_page: NewPage) -> None:

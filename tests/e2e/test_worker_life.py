@@ -1,6 +1,7 @@
 """A worker's life as a real process over a real database: works, stays warm, obeys, leaves in good order."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -221,6 +222,11 @@ async def test_a_worker_told_to_end_finishes_its_task_claims_no_other_and_leaves
     assert (await crew.task(waiting)).status is TaskStatus.QUEUED
     assert await crew.status_of(hand) is WorkerStatus.TERMINATED
     assert not crew.remains()
+    # Whatever thread or signal a line comes from: it says whose it is, once there is an id.
+    lines = [json.loads(line) for line in hand.log().splitlines() if line.startswith("{")]
+    events = [line["event"] for line in lines]
+    assert "draining" in events
+    assert [line for line in lines[events.index("worker registered") :] if "worker_id" not in line] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

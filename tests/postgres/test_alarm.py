@@ -1,6 +1,7 @@
 """People are told: once, also when receivers fail at times, orchestrators are several, or one of them restarts."""
 
 import asyncio
+import contextlib
 import json
 import os
 import stat
@@ -8,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,11 +25,14 @@ from windlass.api.server import listen
 from windlass.control.alarm import MAX_AT_ONCE, MAX_ATTEMPTS, STREAK_FORGOTTEN_S, Alarm
 from windlass.control.summary import Summary
 from windlass.model.action import Alert, Plan
+from windlass.model.alert import Message, MessageKind, Severity
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Hold, Memory
+from windlass.notify import webhook
 from windlass.notify.command import Command
 from windlass.notify.email import Email
 from windlass.notify.webhook import Slack, Webhook
+from windlass.ports.alarm import NotDelivered
 from windlass.ports.control import Candidate
 from windlass.store.alarm import MAX_TOLD, QUERIES, TOLD_S, PostgresAlarmStore
 
@@ -35,6 +40,9 @@ ANN = Candidate("ann", ttl_s=1e6)
 FLEET = FleetConfig(queues=("a",), handler="app:work", poll_interval_s=10)
 SECRET = "s3cr3t"
 GRACE_S = 60.0
+MESSAGE = Message(
+    1, "webhook", MessageKind.FIRING, 1, 1, None, "NO_LEADER", Severity.CRITICAL, "nobody", datetime.now(UTC), None
+)
 
 
 @pytest.fixture
@@ -117,6 +125,46 @@ async def test_a_beginning_and_an_end_are_told_once(store: PostgresAlarmStore, i
     await alarm.send_due()
     assert heard(inbox) == [("firing", "SLOT_FAILED"), ("resolved", "SLOT_FAILED")]
     assert inbox.received[1]["alert_id"] == inbox.received[0]["alert_id"]
+
+
+@asynccontextmanager
+async def dripping(begin: bytes) -> AsyncIterator[tuple[str, list[asyncio.Task[None]]]]:
+    """A receiver that answers this, and then a byte now and then for as long as anybody is there. Who is there, too."""
+    callers: list[asyncio.Task[None]] = []
+
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            writer.write(begin)
+            while True:
+                writer.write(b".")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+
+    def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        callers.append(asyncio.create_task(drip(writer)))
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server, asyncio.timeout(20):
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{SECRET}", callers
+        await asyncio.gather(*callers)
+
+
+async def test_a_receiver_that_drips_its_answer_keeps_no_further_message_waiting_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(webhook, "DEADLINE_S", 0.5)
+    async with dripping(b"HTTP/1.1 200 OK\r\nX-Slowly: ") as (url, callers):
+        slow = Webhook(url)
+        for _ in range(2):
+            with pytest.raises(NotDelivered, match="the webhook did not answer within 0.5 s"):
+                await slow.send(MESSAGE)
+        assert len(callers) == 2
+
+
+async def test_what_a_receiver_says_beyond_its_status_is_not_waited_for() -> None:
+    async with dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n") as (url, callers):
+        await Slack(url).send(MESSAGE)
+        assert len(callers) == 1
 
 
 async def test_another_slot_is_another_matter(store: PostgresAlarmStore, inbox: Inbox) -> None:

@@ -54,6 +54,16 @@ def test_every_alert_names_what_to_do() -> None:
     assert set(codes) - ADVICE.keys() == set()
 
 
+def test_every_code_has_a_rule_of_its_own_or_falls_under_the_general_one() -> None:
+    rules = (DEPLOY / "prometheus" / "alerts.yml").read_text()
+    (left_out,) = re.findall(r'windlass_alerts_firing\{code!~"([A-Z_|]+)"', rules)
+    # A rule names its codes where it says what to do, or where it asks for them.
+    asked = {code for codes in re.findall(r'code=~?"([A-Z_|]+)"', rules) for code in codes.split("|")}
+    own = asked | set(re.findall(r"code: ([A-Z_]+)", rules))
+    assert set(left_out.split("|")) - own == set()
+    assert set(left_out.split("|")) - ADVICE.keys() == set()
+
+
 def test_the_dashboard_is_one_that_grafana_can_import() -> None:
     board = json.loads((DEPLOY / "grafana" / "windlass.json").read_text())
     assert board["title"] == "Windlass"

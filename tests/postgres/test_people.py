@@ -25,7 +25,7 @@ from windlass.api.session import new_link
 from windlass.api.thinking import Thinking
 from windlass.model.access import SESSION_PREFIX, Role, csrf_token, new_token
 from windlass.model.errors import DatabaseUnavailable
-from windlass.model.task import new_task
+from windlass.model.task import Finished, new_task
 from windlass.model.worker import Registration, WorkerKind
 from windlass.store import reading
 from windlass.store.connect import connected
@@ -386,6 +386,69 @@ async def test_workers_are_shown_paused_replaced_and_ended(bed: Bed, clock: Any)
     await operator.aclose()
 
 
+async def test_the_page_of_a_task_shows_a_bounded_part_of_its_payload_and_rests_when_it_is_complete(bed: Bed) -> None:
+    task_id = await bed.store.enqueue(new_task("a", "begin " + "\N{PILE OF POO}" * 200_000))
+    await bed.store.register(Registration("hand", ("a",)))
+    (claim,) = await bed.store.claim("hand", ["a"])
+    page = (await bed.here.get(f"/tasks/{task_id}")).text
+    assert "data-stream" in page
+    assert "The first 64,000 of 200,008 characters." in page
+    assert len(page) < 100_000
+    await bed.store.finish_and_claim("hand", [Finished(task_id, claim.token, '{"ok": true}')], (), 0)
+    for encoding in ("gzip", "identity"):
+        done = await bed.here.get(f"/tasks/{task_id}", headers={"Accept-Encoding": encoding})
+        assert "data-stream" not in done.text
+        assert "&#34;ok&#34;: true" in done.text
+
+
+DEEP = 3_000
+ODD_PAYLOADS = {
+    "nested deeply": "[" * DEEP + "]" * DEEP,
+    "nested less deeply": '{"a": ' * 850 + "1" + "}" * 850,
+    "a number of 5,000 digits": "9" * 5_000,
+    "a number that is almost nothing": f"0.{'0' * 399}1",
+}
+
+
+@pytest.mark.parametrize("payload", ODD_PAYLOADS.values(), ids=ODD_PAYLOADS)
+async def test_whatever_payload_the_database_holds_is_told_as_it_is(bed: Bed, dsn: str, payload: str) -> None:
+    async with connected(dsn, "enqueueing") as connection:
+        task_id = await connection.fetchval("select windlass.enqueue('a', $1::text::jsonb)", payload)
+        await connection.execute("update windlass.tasks set result = payload where id = $1", task_id)
+    told = await bed.here.get(f"{API}/tasks/{task_id}")
+    assert told.status_code == 200
+    assert told.text.endswith(f',"payload":{payload},"result":{payload}}}')
+    page = await bed.here.get(f"/tasks/{task_id}")
+    assert page.status_code == 200
+    assert payload[:2_000].replace("}", "")[-100:].replace('"', "&#34;") in page.text
+
+
+async def test_a_task_that_never_was_cannot_be_cancelled_or_retried_by_a_button(bed: Bed) -> None:
+    browser = bed.client("192.0.2.7")
+    await browser.get(await new_link(bed.store, ""))
+    form = {"csrf": csrf_token(browser.cookies[COOKIE]), "is_confirmed": "yes"}
+    for deed in ("cancel", "retry"):
+        assert problem_of(await browser.post(f"/tasks/99/{deed}", data=form)) == (404, "NOT_FOUND")
+    await browser.aclose()
+
+
+async def test_a_probe_may_ask_for_the_head_alone(bed: Bed) -> None:
+    assert (await bed.elsewhere.head("/healthz")).status_code == 200
+    await bed.run_cycle()
+    assert (await bed.elsewhere.head("/readyz")).status_code == (await bed.elsewhere.get("/readyz")).status_code
+
+
+async def test_a_queue_of_no_possible_name_is_said_so_and_any_sentence_fits_into_a_cookie(bed: Bed) -> None:
+    browser = bed.client("192.0.2.7")
+    await browser.get(await new_link(bed.store, ""))
+    form = {"csrf": csrf_token(browser.cookies[COOKIE]), "is_confirmed": "yes", "back": "/tasks"}
+    assert problem_of(await browser.post("/queues/%E2%82%AC/retry", data=form))[0] == 400
+    done = await browser.post("/queues/a/retry", data=form)
+    assert done.status_code == 303
+    assert "0 dead letters of a are back in the queue." in (await browser.get("/tasks")).text
+    await browser.aclose()
+
+
 async def test_the_page_of_a_worker_reads_its_own_tasks_and_rests_when_it_has_ended(
     bed: Bed, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -652,6 +715,45 @@ async def test_who_listens_hears_of_a_pause_and_misses_nothing(dsn: str) -> None
         again = messages_of((await bed.live.listen(int(event[1]))).messages())
         kind, data, _ = await anext(again)
         assert (kind, data["code"]) == ("event", "FLEET_RESUMED")
+
+
+async def test_who_comes_again_hears_of_each_event_once_and_a_newcomer_of_no_old_one(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_module, "LOOK_INTERVAL_S", 0.01)
+    async with bed_of(dsn) as bed, asyncio.timeout(30):
+        await hire(bed)
+
+        async def heard_until(listener: Any, last: int) -> list[int]:
+            heard: list[int] = []
+            async for kind, _, event_id in messages_of(listener.messages()):
+                if kind == "event":
+                    heard.append(int(event_id or 0))
+                if last in heard:
+                    break
+            listener.end()
+            while bed.live._watcher is not None:  # it notices that nobody listens
+                await asyncio.sleep(0.01)
+            return heard
+
+        async def happens() -> int:
+            await bed.store.pause_fleet("gpus", True)
+            await bed.store.pause_fleet("gpus", False)
+            return (await bed.store.events_page(limit=1)).rows[0].id
+
+        first = await bed.live.listen(None)
+        seen = (await heard_until(first, await happens()))[-1]
+        # Nobody listens now.
+        await happens()
+        again = await bed.live.listen(seen)
+        last = await happens()
+        assert await heard_until(again, last) == list(range(seen + 1, last + 1))
+        since = (await bed.live.overview()).last_event_id
+        newcomer = await bed.live.listen(None)
+        last = await happens()
+        heard = await heard_until(newcomer, last)
+        assert heard[0] > since
+        assert heard == list(range(heard[0], last + 1))
 
 
 async def test_listeners_are_bounded_and_those_who_do_not_read_are_let_go(

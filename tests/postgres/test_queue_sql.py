@@ -677,6 +677,36 @@ async def test_the_health_view_knows_every_status_of_seed_004(connection: Any, c
         assert json.loads(by_name["worker:processing:9"]["details_json"])["error_message"] == "five restarts"
 
 
+async def test_no_two_components_of_the_health_view_have_the_same_name(connection: Any, clock: Any) -> None:
+    await connection.execute(
+        "insert into windlass.fleets (name, queues) values ('cheap', '{q}'), ('dear', '{q,r}'), ('other', '{r}')"
+    )
+    await connection.execute(
+        "insert into windlass.slots (fleet, slot, status) values"
+        " ('cheap', 0, 'ok'), ('dear', 0, 'ok'), ('dear', 1, 'failed'), ('cheap', 1, 'failed'), ('other', 0, 'ok')"
+    )
+    await connection.execute(
+        "insert into windlass.workers (id, fleet, slot, status, queues) values"
+        " ('a', 'cheap', 0, 'spawning', '{q}'), ('b', 'dear', 0, 'spawning', '{q,r}'),"
+        " ('c', 'other', 0, 'spawning', '{r}')"
+    )
+    names = [row["component"] for row in await rows_of(connection, clock, "health")]
+    assert sorted(names) == [
+        "worker:q@cheap:0", "worker:q@cheap:1", "worker:q@dear:0", "worker:q@dear:1", "worker:r:0",
+    ]  # fmt: skip
+
+
+async def test_a_machine_that_boots_for_longer_than_its_lease_is_starting(connection: Any, clock: Any) -> None:
+    await connection.execute("insert into windlass.fleets (name, queues) values ('cpus', '{q}')")
+    await connection.execute("insert into windlass.slots (fleet, slot) values ('cpus', 0)")
+    await connection.execute(
+        "insert into windlass.workers (id, fleet, slot, status, queues, lease_s, created_at)"
+        " values ('a', 'cpus', 0, 'spawning', '{q}', 30, now() - interval '1 hour')"
+    )
+    (row,) = await rows_of(connection, clock, "health")
+    assert row["status"] == "starting"
+
+
 # ------------------------------------------------------------------------------------------------------------ pgbouncer
 
 

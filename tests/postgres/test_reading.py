@@ -309,6 +309,10 @@ async def test_a_search_goes_on_where_it_stopped_looking(
     needle = await store.enqueue(new_task("rare"))
     for _ in range(10):
         await store.enqueue(new_task("common"))
+    # It looks further by itself, for a while.
+    assert [row.id for row in (await store.tasks_page(queue="rare", limit=1)).rows] == [needle]
+    assert [row.id for row in (await store.tasks_page(queue="rare", limit=2)).rows] == [needle]
+    monkeypatch.setattr(reading, "SEARCH_S", 0.0)
     first = await store.tasks_page(queue="rare", limit=1)
     assert first.rows == ()
     assert first.next_cursor is not None
@@ -356,7 +360,7 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
     )
     await sql.execute("vacuum analyze windlass.tasks")
     plans = {
-        "tasks_newest": (None, None, None, 50, 50),
+        "tasks_newest": (None, None, 50, 50, None),
         "tasks_running": (None, None, None, 50),
         "tasks_complete": (None, None, 50, 50, None, None),
         "tasks_failed": (None, None, 50, 50, None, None),

@@ -101,6 +101,10 @@ def summary(**changed: Any) -> dict[str, Any]:
     return {**plain, "created_at": NOW - timedelta(seconds=60), **changed}
 
 
+def event(code: str, reason: str, **detail: Any) -> Event:
+    return Event(1, NOW, code, reason, None, None, 5, detail or None)
+
+
 # ---------------------------------------------------------------------------------------------------------------- words
 
 DURATIONS = {
@@ -149,6 +153,22 @@ def test_what_was_not_counted_to_its_end_says_so() -> None:
 
 def test_no_control_character_of_a_log_reaches_the_page() -> None:
     assert words.plain("a\x1b[31mb\nc\x00") == "a\\x1b[31mb\nc\\x00"
+
+
+def test_a_payload_is_set_in_lines_and_every_value_is_as_it_was_written() -> None:
+    text = r'{"a": [1, {"b": "x,{[\"\\"}], "c": {}, "d": [], "e": null}'
+    assert words.indented_json(text) == json.dumps(json.loads(text), indent=2)
+    assert words.indented_json("[1e-400, 1.50]") == "[\n  1e-400,\n  1.50\n]"
+    assert words.indented_json("9" * 5_000) == "9" * 5_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 7_900 + "]" * 7_900, "[" * 8 + "0" + ", 0" * 5_200 + "]" * 8, "[" * 500_000 + "]" * 500_000],
+    ids=["deep", "long below some depth", "a megabyte"],
+)
+def test_no_payload_grows_far_beyond_its_size_when_it_is_shown(text: str) -> None:
+    assert len(words.indented_json(text)) <= min(len(text) * 8, 130_000)
 
 
 def test_backticks_become_code_and_nothing_else_becomes_markup() -> None:
@@ -239,6 +259,17 @@ def test_what_needs_attention_is_told_once_with_what_to_do(seen: Overview, told:
     assert matter.advice
 
 
+def test_an_alert_that_is_not_seen_any_more_is_told_of_as_past() -> None:
+    seen_at = NOW - timedelta(seconds=40)
+    alert = OpenAlert(1, "renders", "ALL_CRASHED", "critical", "all 3 workers crashed", seen_at, seen_at, None)
+    (matter,) = attention(overview(standing(fleet(), alerts=(alert,))))
+    assert matter.what == f"Until {seen_at:%H:%M:%S} UTC: Fleet renders: all 3 workers crashed."
+    assert not matter.is_bad
+    # And does not keep what lasts from being told.
+    held = fleet(hold=Hold("ALL_CRASHED", "all 3 workers crashed", NOW))
+    assert [matter.id for matter in attention(overview(standing(held, alerts=(alert,))))] == ["hold-renders", "alert-1"]
+
+
 def test_what_an_alert_tells_is_not_told_again() -> None:
     alert = OpenAlert(1, "renders", "FAILURE_RATE", "critical", "5 of 6 failed", NOW, NOW, None)
     held = standing(fleet(hold=Hold("FAILURE_RATE", "5 of 6 failed", NOW)), alerts=(alert,))
@@ -306,6 +337,38 @@ def test_the_first_page_is_below_100_kb_with_all_it_loads() -> None:
     assert total < LIMIT_BYTES
 
 
+def test_a_history_counts_attempts_and_not_everything_that_happened() -> None:
+    row = TaskRow(**dict.fromkeys(TaskRow.__dataclass_fields__) | summary(attempts=2) | {"ready_at": NOW})
+    happened = [
+        event("TASK_ERROR", "first", attempt=1),
+        event("TASK_RETRIED", "by hand"),
+        event("TASK_FAILED", "second", attempt=1),
+    ]
+    page = pages.tasks_page(
+        SETTING, Page((row,), None), queues=[], has_more_queues=False, queue=None, which="failed", search=None,
+        histories={row.id: happened}, is_first=True,
+    )  # fmt: skip
+    assert "History, 2 attempts" in page
+    assert "by hand" in page
+
+
+@pytest.mark.parametrize(
+    ("changed", "waited"),
+    [
+        ({"attempts": 1, "started_at": NOW + timedelta(seconds=7)}, 7.0),
+        ({"attempts": 2, "started_at": NOW + timedelta(seconds=700)}, None),
+        ({"attempts": 1, "started_at": NOW - timedelta(seconds=7)}, None),
+        ({"attempts": 0}, None),
+    ],
+    ids=["a first attempt", "a further attempt", "waiting for its second", "none yet"],
+)
+def test_a_wait_is_that_of_the_first_attempt_from_when_it_could_begin(
+    changed: dict[str, Any], waited: float | None
+) -> None:
+    fields = dict.fromkeys(TaskRow.__dataclass_fields__) | {"created_at": NOW - timedelta(days=1), "ready_at": NOW}
+    assert pages.waited_s(TaskRow(**fields | changed)) == waited
+
+
 def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
     evil = "<script>alert(1)</script>"
     row = TaskRow(**dict.fromkeys(TaskRow.__dataclass_fields__) | summary(unique_key=evil, error=evil, error_code=evil))
@@ -317,7 +380,7 @@ def test_nothing_that_people_or_workers_wrote_becomes_markup() -> None:
         queue=None,
         which="failed",
         search=evil,
-        histories={5: [(NOW, evil)]},
+        histories={5: [event("TASK_FAILED", evil)]},
         is_first=True,
     )
     of_worker = pages.worker_page(

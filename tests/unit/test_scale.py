@@ -148,7 +148,7 @@ def test_buffered_fills_the_places_of_workers_that_are_half_busy_first() -> None
     ("AC-4.2.2: 50 queued, 10 free, 59 s each clears in 295 s", {"queued": 50, "idle": 5, "p50": 59}, 0, 0),
     ("AC-4.2.3: 50 queued, 10 free slots: (50 - 10) / 2 = 20 workers", {"queued": 50, "idle": 5, "p50": 60}, 20, 0),
     ("the deficit is rounded up", {"queued": 3, "busy": 1}, 2, 0),
-    ("DESIGN: no free slot never clears, and divides nothing by zero", {"queued": 1, "busy": 3, "p50": 1}, 1, 0),
+    ("DESIGN: no free slot clears nothing, and divides nothing by zero", {"queued": 1, "busy": 3, "p50": 1}, 1, 0),
     ("DESIGN: booting workers are free slots (no ten more each loop)", {"queued": 20, "booting": 10}, 0, 0),
     ("an unknown duration clears nothing", {"queued": 5, "idle": 1, "p50": None}, 2, 0),
     ("a duration of zero clears at once", {"queued": 5, "idle": 1, "p50": 0}, 0, 0),
@@ -159,6 +159,22 @@ def test_buffered_fills_the_places_of_workers_that_are_half_busy_first() -> None
 def test_clear_time(situation: dict[str, Any], hire: int, spare: int) -> None:
     answer = wish(CLEAR_TIME, **situation)
     assert (answer.hire, len(answer.spare)) == (hire, spare)
+
+
+@pytest.mark.parametrize(
+    ("situation", "reason"),
+    [
+        ({"queued": 200, "busy": 3, "p50": 1}, "200 waiting, no place is free: 100 more wanted"),
+        (
+            {"queued": 5, "idle": 1, "p50": None},
+            "5 waiting, 2 free places, how long they take is not known: 2 more wanted",
+        ),
+    ],
+)
+def test_clear_time_says_what_it_knows_and_nothing_that_tasks_which_end_belie(
+    situation: dict[str, Any], reason: str
+) -> None:
+    assert wish(CLEAR_TIME, **situation).reason == reason
 
 
 # ----------------------------------------------------------------------------------------- limits, whatever the policy

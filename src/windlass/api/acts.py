@@ -7,6 +7,7 @@ JSON.
 
 from collections.abc import Awaitable, Callable
 from typing import Annotated
+from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
@@ -20,7 +21,7 @@ from windlass.api.session import form_of
 from windlass.dashboard.pages import confirm_page
 from windlass.dashboard.words import counted
 from windlass.model.access import Role
-from windlass.model.task import MAX_TASK_ID
+from windlass.model.task import MAX_TASK_ID, check_queue_name
 from windlass.model.worker import Worker
 
 # Dead letters put back by one click; whoever has more clicks again.
@@ -55,7 +56,8 @@ async def _carry_out(face: Face, shown: Shown, request: Request, do: Doing) -> R
     if "application/json" in request.headers.get("accept", ""):
         return JSONResponse({"sentence": sentence})
     answer = RedirectResponse(back, 303)
-    answer.set_cookie(SAID_COOKIE, sentence, max_age=30, httponly=True, samesite="strict")
+    # A cookie holds ASCII only, and names of workers and fleets come from the address.
+    answer.set_cookie(SAID_COOKIE, quote(sentence), max_age=30, httponly=True, samesite="strict")
     return answer
 
 
@@ -171,9 +173,14 @@ def _add_fleets(router: APIRouter, face: Face, shown: Shown) -> None:
 def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
     store = shown.store
 
+    async def check_known(task_id: int) -> None:
+        if await store.task(task_id) is None:
+            raise not_found(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
+
     @router.post("/tasks/{task_id}/retry")
     async def retry(request: Request, task_id: TaskId) -> Response:
         async def do() -> str:
+            await check_known(task_id)
             is_done = await store.retry_task(task_id)
             return f"Task {task_id} is back in its queue." if is_done else f"Task {task_id} is nothing to retry now."
 
@@ -182,6 +189,7 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
     @router.post("/tasks/{task_id}/cancel")
     async def cancel(request: Request, task_id: TaskId) -> Response:
         async def do() -> str:
+            await check_known(task_id)
             is_done = await store.cancel_task(task_id, "cancelled by hand")
             return f"Task {task_id} is cancelled." if is_done else f"Task {task_id} had finished already."
 
@@ -190,6 +198,7 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
     @router.post("/queues/{queue}/retry")
     async def retry_all(request: Request, queue: str) -> Response:
         async def do() -> str:
+            check_queue_name(queue)
             until, retried = await store.now(), 0
             for _ in range(RETRY_ROUNDS):
                 ids = await store.retry_failed(queue, until, RETRY_AT_ONCE)

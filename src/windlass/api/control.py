@@ -30,11 +30,14 @@ def health_routes(face: Face) -> APIRouter:
     router = APIRouter()
     probe = _Probe(face)
 
+    # Some probes ask for the head only.
+    @router.head("/healthz", include_in_schema=False)
     @router.get("/healthz", **documented(Health, "Does it answer?", "health"))
     async def healthz() -> dict[str, str]:
         """This process answers."""
         return {"status": "ok", "version": face.version}
 
+    @router.head("/readyz", include_in_schema=False)
     @router.get("/readyz", **documented(Readiness, "Is it ready?", "readiness", also=503))
     async def readyz() -> JSONResponse:
         """Its database answers and its control loop turns, leading or standing by."""

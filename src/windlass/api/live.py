@@ -127,17 +127,23 @@ class Live:
         """
         self._check_room(caller)
         overview = await self.overview()
-        missed = []
-        if last_event_id is not None:
-            missed = await self._reading.events_after(last_event_id, MAX_EVENTS)
         self._check_room(caller)  # others came meanwhile
-        listener = Listener(
-            caller, may_look, [*map(_event_message, missed), _overview_message(overview)], self._listeners.discard
-        )
+        listener = Listener(caller, may_look, self._listeners.discard)
+        # Before it is looked what it missed: what is told meanwhile waits for it.
         self._listeners.add(listener)
         if self._watcher is None:
+            self._told.clear()
             self._last_event_id = overview.last_event_id
             self._watcher = asyncio.create_task(self._watch())
+        known: list[Event] = []
+        if last_event_id is not None:
+            try:
+                known = await self._reading.events_after(last_event_id - LOOK_BACK, LOOK_BACK + MAX_EVENTS)
+            except BaseException:
+                self._listeners.discard(listener)
+                raise
+        # What there is up to the last one it saw, it saw.
+        listener.begin(known, [event for event in known if event.id > (last_event_id or 0)], overview)
         return listener
 
     def _check_room(self, caller: str) -> None:
@@ -165,7 +171,8 @@ class Live:
                 self._spend(started)
                 if events:
                     self._is_stale = True
-                    self._tell("".join(map(_event_message, events)))
+                    for listener in list(self._listeners):
+                        listener.tell_events(events)
                 overview = await self.overview()
                 if self._fresh_until > told_until:
                     self._tell(_overview_message(overview))
@@ -211,7 +218,6 @@ class Listener:
         self,
         caller: str,
         may_look: Callable[[], Awaitable[bool]] | None,
-        first: Sequence[str],
         on_end: Callable[["Listener"], None],
     ) -> None:
         """`on_end` is told as soon as it is over, whatever its connection does then."""
@@ -219,11 +225,28 @@ class Listener:
         self._may_look = may_look
         self._on_end = on_end
         self._messages: asyncio.Queue[str | None] = asyncio.Queue(MAX_BEHIND)
-        self._first = f"retry: {RETRY_MS}\n\n{''.join(first)}"
+        self._first = ""
+        # Events that it need not be told of: it has them.
+        self._has: set[int] = set()
+        self._has_begun = False
         self._looked_at = time.monotonic()
         self.is_let_go = False
         # Breaks off what is being sent; set by whoever sends.
         self.break_off: Callable[[], object] = lambda: None
+
+    def begin(self, known: Sequence[Event], missed: Sequence[Event], overview: Overview) -> None:
+        """It hears of what it missed, and how things stand. What is `known` is no news to it any more."""
+        new = [event for event in missed if event.id not in self._has]
+        self._first = f"retry: {RETRY_MS}\n\n{''.join(map(_event_message, new))}{_overview_message(overview)}"
+        self._has = {event.id for event in known}
+        self._has_begun = True
+
+    def tell_events(self, events: Sequence[Event]) -> None:
+        new = [event for event in events if event.id not in self._has]
+        if not self._has_begun:
+            self._has.update(event.id for event in new)
+        if new:
+            self.tell("".join(map(_event_message, new)))
 
     def tell(self, message: str) -> None:
         try:

@@ -31,7 +31,7 @@ from windlass.api.shapes import (
     listed,
     report_shown,
     story_shown,
-    task_shown,
+    task_as_json,
     worker_shown,
 )
 from windlass.cost.asking import Report, look, task_cost
@@ -71,7 +71,6 @@ _samples = answering(list[Sample])
 _workers = answering(Listed[WorkerShown])
 _worker = answering(WorkerShown)
 _tasks = answering(Listed[TaskRow])
-_task = answering(TaskShown)
 _events = answering(Listed[Event])
 _cycles = answering(Listed[CycleShown])
 _cycle = answering(CycleShown)
@@ -224,7 +223,7 @@ def _what_is_worked_on(router: APIRouter, shown: Shown) -> None:
         cost = None
         if found.worker_id is not None:
             cost = await task_cost(store, task_id, await store.now(), found.worker_id)
-        return _task(task_shown(found, events, story.answer, cost))
+        return Response(task_as_json(found, events, story.answer, cost), media_type="application/json")
 
 
 def _what_happened(router: APIRouter, shown: Shown) -> None:

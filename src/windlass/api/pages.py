@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
+from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from starlette.types import Receive, Scope, Send
 
 from windlass.api.errors import ApiError, not_found
 from windlass.api.face import Face, Shown
@@ -30,7 +32,7 @@ from windlass.model.access import Role, TokenCaller
 from windlass.model.cost import Account, day_of, hour_of, month_of
 from windlass.model.errors import BadInput
 from windlass.model.money import to_micros
-from windlass.model.task import MAX_TASK_ID
+from windlass.model.task import MAX_TASK_ID, TaskStatus
 from windlass.model.worker import WorkerStatus
 from windlass.ports.reading import FleetStanding, LogLine, TaskList
 
@@ -49,6 +51,8 @@ CURRENCIES = 10
 COST_REFRESH_S = 10.0
 # Fleets whose slots are drawn on the page of all workers; the others have their own.
 MAPS = 5
+# Compressing one as big as this takes a millisecond; bigger ones are no reason to keep a cycle waiting.
+BIG_PAGE_BYTES = 64_000
 THEME_COOKIE = "windlass_theme"
 # What was done a moment ago, for the page that comes next.
 SAID_COOKIE = "windlass_said"
@@ -209,15 +213,12 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
         search: Annotated[str | None, Query(max_length=200)] = None,
         cursor: Cursor = None,
     ) -> Response:
+        limit = DEAD_LETTERS if which is TaskList.FAILED else PAGE_ROWS
         found = await shown.store.tasks_page(
-            queue=queue or None,
-            which=which,
-            search=search or None,
-            limit=DEAD_LETTERS if which is TaskList.FAILED else PAGE_ROWS,
-            cursor=cursor,
+            queue=queue or None, which=which, search=search or None, limit=limit, cursor=cursor
         )
         dead = [task.id for task in found.rows] if which is TaskList.FAILED else []
-        histories = {task_id: await _history(shown, task_id) for task_id in dead}
+        histories = {task_id: await shown.store.events(task_id=task_id) for task_id in dead}
         overview = await shown.live.overview()
         return html(
             request,
@@ -231,31 +232,31 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
                 search=search or None,
                 histories=histories,
                 is_first=cursor is None,
+                is_cut_short=found.next_cursor is not None and len(found.rows) < limit,
             ),
         )
 
     @router.get("/tasks/{task_id}")
     async def task(request: Request, task_id: Annotated[int, Path(ge=1, le=MAX_TASK_ID)], _looker: Looker) -> Response:
-        row = await shown.store.task(task_id)
-        if row is None:
+        found = await shown.store.task(task_id)
+        row = await shown.store.task_row(task_id) if found is not None else None
+        if found is None or row is None:
             raise not_found(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
         story = await shown.explain(str(task_id))
         now = await shown.store.now()
         return html(
             request,
             pages.task_page(
-                setting_of(face, request, now),
-                row,
+                # Nothing more happens to one that is complete; a dead letter may be retried.
+                setting_of(face, request, now, is_live=found.status is not TaskStatus.COMPLETE),
+                found,
+                waited_s=pages.waited_s(row),
                 answer=story.answer,
                 history=story.history,
                 events=await shown.store.events(task_id=task_id),
-                cost=await task_cost(shown.store, task_id, now, row.worker_id),
+                cost=await task_cost(shown.store, task_id, now, found.worker_id),
             ),
         )
-
-
-async def _history(shown: Shown, task_id: int) -> list[tuple[datetime, str]]:
-    return [(event.at, f"{event.code}: {event.reason}") for event in await shown.store.events(task_id=task_id)]
 
 
 def _add_decisions(router: APIRouter, face: Face, shown: Shown) -> None:
@@ -386,18 +387,30 @@ def setting_of(
         stream=STREAM if is_live else None,
         refresh_s=refresh_s,
         back=f"{request.url.path}{query}",
-        said=request.cookies.get(SAID_COOKIE),
+        said=unquote(request.cookies[SAID_COOKIE]) if SAID_COOKIE in request.cookies else None,
     )
 
 
 def html(request: Request, page: str, status: int = 200) -> Response:
-    content, headers = page.encode(), {"Vary": "Accept-Encoding, Cookie"}
-    if _takes_gzip(request):
-        content, headers["Content-Encoding"] = gzip.compress(content, 5, mtime=0), "gzip"
-    response = Response(content, status, headers, "text/html; charset=utf-8")
+    response = _Page(page, status, {"Vary": "Accept-Encoding, Cookie"}, "text/html; charset=utf-8")
+    response.is_compressed = _takes_gzip(request)
     if SAID_COOKIE in request.cookies:
         response.delete_cookie(SAID_COOKIE, path="/")
     return response
+
+
+class _Page(Response):
+    """Compressed when it is sent, and beside the loop if that takes long."""
+
+    is_compressed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.is_compressed:
+            compress = functools.partial(gzip.compress, self.body, 5, mtime=0)
+            self.body = await asyncio.to_thread(compress) if len(self.body) > BIG_PAGE_BYTES else compress()
+            self.headers["Content-Encoding"] = "gzip"
+            self.headers["Content-Length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 def _takes_gzip(request: Request) -> bool:

@@ -6,28 +6,31 @@ Closing tells everybody who waits, lets requests under way end, and cuts off wha
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Generator
+import time
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
+from windlass.api.connections import PROXIES, Connection, Connections, room_for_connections
 from windlass.model.errors import BadInput
 
 BACKLOG = 2_048
-# Connections at once, those that only wait included: far beyond a fleet, far below what a host has files for.
-MAX_CONNECTIONS = 5_000
 # Longer than workers keep an idle connection: it is then they who close it, and none is closed under a request.
 KEEP_ALIVE_S = 75
-# Whose word is taken on where a request came from: a proxy's on this host. Anybody else could say anything.
-PROXIES = ("127.0.0.1", "::1")
 # For requests under way when the server ends.
 GRACE_S = 5
 START_TIMEOUT_S = 10.0
+# Lines of the server's and the loop's own a minute: whoever sends nonsense must not fill the disk with it.
+MAX_LINES = 20
+LINES_WINDOW_S = 60.0
 log = structlog.get_logger(__name__)
 
 
@@ -56,15 +59,17 @@ def listen(host: str, port: int) -> socket.socket:
 async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     """The application answers for as long as this is open."""
     _pass_on_logs()
+    everybody = Connections(room_for_connections())
     server = _Server(
         uvicorn.Config(
             app,
+            http=cast(type[asyncio.Protocol], functools.partial(Connection, everybody)),
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
+            # Whose word is taken on where a request came from: anybody else could say anything.
             forwarded_allow_ips=list(PROXIES),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
@@ -97,13 +102,30 @@ class _Server(uvicorn.Server):
 
 
 class _ToOurLog(logging.Handler):
+    """What others log by themselves, as lines of ours, and no more of them than anybody reads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._since = float("-inf")
+        self._lines = 0
+
     def emit(self, record: logging.LogRecord) -> None:
-        log.warning("http server", message=record.getMessage(), severity=record.levelname)
+        if self._clock() >= self._since + LINES_WINDOW_S:
+            left_out = max(0, self._lines - MAX_LINES)
+            self._since, self._lines = self._clock(), 0
+            if left_out:
+                log.warning("lines left out", of=record.name, lines=left_out)
+        self._lines += 1
+        if self._lines <= MAX_LINES:
+            fields = {"message": record.getMessage(), "severity": record.levelname, "of": record.name}
+            log.warning("http server", **fields, **({"exc_info": record.exc_info} if record.exc_info else {}))
 
 
 def _pass_on_logs() -> None:
-    theirs = logging.getLogger("uvicorn")
-    theirs.setLevel(logging.WARNING)
-    theirs.propagate = False
-    if not theirs.handlers:
-        theirs.addHandler(_ToOurLog())
+    for name in ("uvicorn", "asyncio"):
+        theirs = logging.getLogger(name)
+        theirs.setLevel(logging.WARNING)
+        theirs.propagate = False
+        if not theirs.handlers:
+            theirs.addHandler(_ToOurLog())

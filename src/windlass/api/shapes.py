@@ -1,12 +1,11 @@
 """What the JSON API answers with and takes, where the ports' own values do not say it as callers want it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from windlass.cost.asking import Report
 from windlass.cost.meter import Meter, read_meter
@@ -128,11 +127,16 @@ class TaskShown:
     cost: Cost | None
 
 
-def task_shown(task: Task, events: list[Event], answer: list[str], cost: Cost | None) -> TaskShown:
-    plain = {field.name: getattr(task, field.name) for field in fields(task)}
-    plain["payload"] = json.loads(task.payload)
-    plain["result"] = json.loads(task.result) if task.result is not None else None
-    return TaskShown(**plain, events=events, answer=answer, cost=cost)
+_TASK = TypeAdapter(TaskShown)
+
+
+def task_as_json(task: Task, events: list[Event], answer: list[str], cost: Cost | None) -> bytes:
+    """A TaskShown. Payload and result stand in it as they are stored: nested as deeply and with numbers as long as
+    PostgreSQL takes, which is more than Python reads."""
+    plain = {field.name: getattr(task, field.name) for field in fields(task)} | {"payload": None, "result": None}
+    shown = TaskShown(**plain, events=events, answer=answer, cost=cost)
+    rest = _TASK.dump_json(shown, exclude={"payload", "result"}).removesuffix(b"}")
+    return b'%s,"payload":%s,"result":%s}' % (rest, task.payload.encode(), (task.result or "null").encode())
 
 
 @dataclass(frozen=True, slots=True)

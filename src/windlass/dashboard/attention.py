@@ -1,8 +1,8 @@
 """What a person should look at, and what to do about it. Nothing the matter: an empty list."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from windlass.dashboard.words import counted, duration
 from windlass.model.alert import Severity
@@ -13,6 +13,9 @@ from windlass.ports.reading import FleetStanding, OpenAlert, Overview
 IN_GENERAL = "it is over by itself when the cause is gone"
 # What a restart of the fleet ends, once the cause is mended.
 MENDED_BY_RESTART = ("FAILURE_RATE", "SLOT_FAILED")
+# An alert is looked at every 5 s while it lasts; one that has not been seen for longer than this is no news of now.
+SEEN_LATELY = timedelta(seconds=15)
+NOT_SEEN = "Not seen any more since then: it counts as over after a minute without it"
 RETRY = "see why they failed, mend it, then retry them"
 
 
@@ -36,15 +39,15 @@ def attention(overview: Overview) -> list[Matter]:
 
 
 def _matters(overview: Overview) -> Iterator[Matter]:
-    told = {alert.code for alert in overview.alerts}
+    told = _told_now(overview.alerts, overview.at)
     for alert in overview.alerts:
-        yield _of_alert(alert)
+        yield _of_alert(alert, overview.at)
     if overview.leader is None and overview.fleets and "NO_LEADER" not in told:
         yield Matter("no-leader", True, "Nobody runs the control loop.", _advice("NO_LEADER"))
     for standing in overview.fleets:
-        of_fleet = told | {alert.code for alert in standing.alerts}
+        of_fleet = told | _told_now(standing.alerts, overview.at)
         for alert in standing.alerts:
-            yield _of_alert(alert)
+            yield _of_alert(alert, overview.at)
         yield from _of_fleet(standing, of_fleet)
         unattended_s = standing.fleet.unattended_s(overview.at)
         if unattended_s is not None and overview.leader is not None and "UNATTENDED" not in of_fleet:
@@ -75,11 +78,18 @@ def _of_fleet(standing: FleetStanding, told: set[str]) -> Iterator[Matter]:
         yield Matter(f"dead-{fleet.name}", False, what, _as_sentence(RETRY), None, "/tasks?which=failed")
 
 
-def _of_alert(alert: OpenAlert) -> Matter:
+def _told_now(alerts: Sequence[OpenAlert], now: datetime) -> set[str]:
+    return {alert.code for alert in alerts if now - alert.seen_at <= SEEN_LATELY}
+
+
+def _of_alert(alert: OpenAlert, now: datetime) -> Matter:
     is_of_tasks = alert.code == "DEAD_LETTERS"
     where = f"Fleet {alert.fleet}: " if alert.fleet is not None else ""
     what = f"{where}{_sentence(alert.reason)}"
     link = f"/workers?fleet={alert.fleet}" if alert.fleet is not None else None
+    if now - alert.seen_at > SEEN_LATELY:
+        until = f"Until {alert.seen_at:%H:%M:%S} UTC: {what}"
+        return Matter(f"alert-{alert.id}", False, until, _sentence(NOT_SEEN), None, link)
     return Matter(
         f"alert-{alert.id}",
         alert.severity == Severity.CRITICAL,

@@ -14,7 +14,7 @@ from windlass.dashboard.charts import KINDS, Chart, day_bars, fleet_charts
 from windlass.dashboard.render import Setting, query, render
 from windlass.dashboard.replay import Again, Knob
 from windlass.dashboard.slots import SlotMap
-from windlass.dashboard.words import count, counted, indented_json
+from windlass.dashboard.words import MAX_JSON_CHARACTERS, count, counted, indented_json
 from windlass.model.action import Alert, DeleteStray, FailSlot, Spawn, actions_to_plain
 from windlass.model.cost import Cost
 from windlass.model.event import Event
@@ -236,9 +236,11 @@ def tasks_page(
     queue: str | None,
     which: str | None,
     search: str | None,
-    histories: Mapping[int, Sequence[tuple[datetime, str]]],
+    histories: Mapping[int, Sequence[Event]],
     is_first: bool,
+    is_cut_short: bool = False,
 ) -> str:
+    """`is_cut_short`: there may be more on this page, had it been looked for longer."""
     name = dict(TASK_LISTS)[which].lower()
     what = {"all": "Newest first", "waiting": "In the order in which they will be claimed"}.get(name, f"List: {name}")
     where = f", queue {queue}" if queue else ""
@@ -246,7 +248,7 @@ def tasks_page(
         "tasks.html",
         setting,
         here="tasks",
-        rows=page.rows,
+        rows=[(row, waited_s(row)) for row in page.rows],
         next_url=_next_url("/tasks", page, queue=queue, which=which, search=search),
         lists=TASK_LISTS,
         queues=queues,
@@ -254,16 +256,32 @@ def tasks_page(
         queue=queue,
         which=which,
         search=search,
-        histories=histories,
+        histories={task_id: _history(events) for task_id, events in histories.items()},
+        is_cut_short=is_cut_short,
         summary=f"{what}{where}{f', matching “{search}”' if search else ''}.",
         is_first=is_first,
     )
+
+
+def waited_s(task: TaskRow) -> float | None:
+    """From when it could have begun until it began. Of the first attempt only: a later one waited for other reasons."""
+    # Begun before it was ready: it is ready for its second one.
+    if task.attempts != 1 or task.started_at is None or task.started_at < task.ready_at:
+        return None
+    return (task.started_at - task.ready_at).total_seconds()
+
+
+def _history(events: Sequence[Event]) -> tuple[int, list[tuple[datetime, str]]]:
+    """How many attempts there were, and everything that happened."""
+    attempts = sum(event.detail is not None and "attempt" in event.detail for event in events)
+    return attempts, [(event.at, f"{event.code}: {event.reason}") for event in events]
 
 
 def task_page(
     setting: Setting,
     task: Task,
     *,
+    waited_s: float | None,
     answer: Sequence[str],
     history: Sequence[tuple[datetime, str]],
     events: Sequence[Event],
@@ -274,13 +292,23 @@ def task_page(
         setting,
         here="tasks",
         task=task,
+        waited_s=waited_s,
         answer=answer,
         history=history,
         attempts=attempts_of(task, events),
-        payload=indented_json(task.payload),
-        result=indented_json(task.result) if task.result is not None else None,
+        texts=[
+            (name, indented_json(text), _left_out(text))
+            for name, text in (("Payload", task.payload), ("Result", task.result))
+            if text is not None
+        ],
         cost=cost,
     )
+
+
+def _left_out(text: str) -> str | None:
+    if len(text) <= MAX_JSON_CHARACTERS:
+        return None
+    return f"The first {count(MAX_JSON_CHARACTERS)} of {len(text):,} characters."
 
 
 # ------------------------------------------------------------------------------------------------------------ decisions

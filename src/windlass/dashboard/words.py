@@ -1,14 +1,20 @@
 """How times, numbers and money read. static/windlass.js counts ages on in the same words."""
 
-import json
+import re
 from datetime import datetime
-from typing import Any
 
 from windlass.model.money import amount
 from windlass.ports.reading import COUNT_LIMIT
 
 # What is not known, or was not.
 UNKNOWN = "\N{EN DASH}"
+# As much of a payload or a result as a page shows: more than anybody reads, little enough to be shown again and again.
+MAX_JSON_CHARACTERS = 64_000
+# And as much as is worth setting in lines.
+MAX_INDENTED_CHARACTERS = 16_000
+MAX_INDENTED_DEPTH = 8
+_JSON_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+_UNUSUAL = re.compile(r"[^\n\t -~]+")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3_600, 86_400
 
 
@@ -84,15 +90,33 @@ def deed(code: str) -> str:
     return code.removeprefix("WORKER_").removeprefix("TASK_").replace("_", " ").lower()
 
 
-def indented_json(text: str | None) -> str:
-    """JSON text as people read it; what is none, as it is."""
-    try:
-        parsed: Any = json.loads(text or "null")
-    except ValueError:
-        return text or ""
-    return json.dumps(parsed, indent=2, ensure_ascii=False)
+def indented_json(text: str) -> str:
+    """JSON text as people read it, and every value as it was written; of a long one the beginning, as it is."""
+    if len(text) > MAX_INDENTED_CHARACTERS:
+        return text[:MAX_JSON_CHARACTERS]
+    parts, depth, is_opened = [], 0, False
+    for word in _JSON_WORD.findall(text):
+        if word in "}]":
+            depth -= 1
+        if is_opened:
+            parts.append("" if word in "}]" else _line_end(depth, ""))
+        elif word in "}]":
+            parts.append(_line_end(depth, "", is_closing=True))
+        is_opened = word in "{["
+        depth += is_opened
+        parts.append({",": "," + _line_end(depth, " "), ":": ": "}.get(word, word))
+    return "".join(parts)
+
+
+def _line_end(depth: int, otherwise: str, *, is_closing: bool = False) -> str:
+    """A new line, except in the depths: what is nested deeply would be mostly spaces."""
+    return "\n" + "  " * depth if depth + is_closing <= MAX_INDENTED_DEPTH else otherwise
 
 
 def plain(text: str) -> str:
     """The text with every control character but the line's end written out: a log may hold anything."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return _UNUSUAL.sub(lambda found: _written_out(found[0]), text)
+
+
+def _written_out(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

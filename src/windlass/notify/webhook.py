@@ -1,4 +1,10 @@
-"""Messages by HTTP: as JSON for programs, or as Slack and what speaks like it wants them."""
+"""Messages by HTTP: as JSON for programs, or as Slack and what speaks like it wants them.
+
+Of an answer only its status is read, and all of it has one time limit: a receiver that sends a byte now and then, for
+ever, is as good as one that does not answer, and keeps the next message no longer than that.
+"""
+
+import asyncio
 
 import httpx
 
@@ -7,7 +13,9 @@ from windlass.notify.aside import Aside
 from windlass.notify.plain import to_plain, to_sentences
 from windlass.ports.alarm import NotDelivered
 
+# For each step of it, and for all of it.
 TIMEOUT_S = 10.0
+DEADLINE_S = 20.0
 
 
 class Webhook:
@@ -22,13 +30,21 @@ class Webhook:
         body = self._body(message)
         # The address may hold a secret: no error repeats it.
         try:
-            answer = await self._aside.call(
-                lambda: httpx.post(self._url, json=body, headers=headers, timeout=TIMEOUT_S, follow_redirects=False)
-            )
+            status = await self._aside.call(lambda: asyncio.run(self._post(body, headers)))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NotDelivered(f"the {self.name} cannot be reached ({type(error).__name__})") from None
-        if not answer.is_success:
-            raise NotDelivered(f"the {self.name} answered {answer.status_code}")
+        except TimeoutError:
+            raise NotDelivered(f"the {self.name} did not answer within {DEADLINE_S:g} s") from None
+        if not httpx.codes.is_success(status):
+            raise NotDelivered(f"the {self.name} answered {status}")
+
+    async def _post(self, body: dict[str, object], headers: dict[str, str]) -> int:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False) as client,
+            client.stream("POST", self._url, json=body, headers=headers) as answer,
+        ):
+            return answer.status_code
 
     def _body(self, message: Message) -> dict[str, object]:
         return to_plain(message)

@@ -27,6 +27,8 @@ from windlass.model.worker import Worker, WorkerStatus
 COUNT_LIMIT = 100_000
 # Rows that one page of a search looks at.
 SCAN_LIMIT = 20_000
+# A search for tasks goes on over further pieces of that size for about so long.
+SEARCH_S = 1.0
 MAX_PAGE = 500
 # Queues told of, beyond those that fleets serve: their names are made up by whoever enqueues.
 MAX_QUEUES = 200
@@ -206,6 +208,8 @@ class TaskList(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TaskRow(TaskSummary):
+    # Since when it could have been claimed: when it was enqueued, its time came, or it was put back.
+    ready_at: datetime
     # What is in the ledger for it; None if it ran on nothing that has a price, or nothing is settled yet.
     cost_micros: int | None
     currency: str | None
@@ -252,6 +256,8 @@ class Reading(Protocol):
 
     async def tasks_at_hand_of(self, worker_id: str, limit: int) -> list[TaskRow]:
         """What a worker runs now, the oldest task first."""
+
+    async def task_row(self, task_id: int) -> TaskRow | None: ...
 
     async def tasks_page(
         self,

@@ -6,6 +6,7 @@ ports/reading.py says what is promised; tests/postgres/test_reading.py tries it,
 import base64
 import binascii
 import json
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -26,6 +27,7 @@ from windlass.ports.reading import (
     MAX_POINTS,
     MAX_QUEUES,
     SCAN_LIMIT,
+    SEARCH_S,
     Burn,
     FleetStanding,
     Leader,
@@ -214,6 +216,9 @@ class PostgresReadingStore(PostgresAccessStore):
         ids, next_cursor = await self._task_ids(queue, which, search, limit, cursor)
         return Page(tuple(await self._task_rows(list(dict.fromkeys([*found, *ids])))), next_cursor)
 
+    async def task_row(self, task_id: int) -> TaskRow | None:
+        return next(iter(await self._task_rows([task_id])), None)
+
     async def _task_rows(self, ids: Sequence[int]) -> list[TaskRow]:
         async with self._connection("listing tasks") as connection:
             rows = await connection.fetch(QUERIES["task_rows"], ids)
@@ -230,26 +235,19 @@ class PostgresReadingStore(PostgresAccessStore):
     async def _task_ids(
         self, queue: str | None, which: TaskList | None, search: str | None, limit: int, cursor: str | None
     ) -> tuple[list[int], str | None]:
-        # Without anything to look for, what comes first is what is wanted.
-        scan = SCAN_LIMIT if search is not None or queue is not None else limit
         if which in (TaskList.QUEUED, TaskList.SCHEDULED, TaskList.ERROR):
             return await self._waiting_ids(queue, which, search, limit, cursor)
-        end = None
         async with self._connection("listing tasks") as connection:
             if which is TaskList.RUNNING:
                 (before,) = _read_cursor(cursor, _ID) or (None,)
                 rows = await connection.fetch(QUERIES["tasks_running"], queue, search, before, limit)
-            elif which is None:
-                (before,) = _read_cursor(cursor, _ID) or (None,)
-                rows = await connection.fetch(QUERIES["tasks_newest"], queue, search, before, limit, scan)
-                if len(rows) < limit <= scan - limit:
-                    end = await connection.fetchrow(QUERIES["tasks_newest_end"], before, scan)
+                return [row["id"] for row in rows], _next(rows, limit)
+            if which is None:
+                after: tuple[Any, ...] = _read_cursor(cursor, _ID) or (None,)
             else:
-                at, last_id = _read_cursor(cursor, _AT_AND_ID) or (None, None)
-                rows = await connection.fetch(QUERIES[f"tasks_{which}"], queue, search, limit, scan, at, last_id)
-                if len(rows) < limit <= scan - limit:
-                    end = await connection.fetchrow(QUERIES[f"tasks_{which}_end"], at, last_id, scan)
-        return [row["id"] for row in rows], _next(rows, limit, end)
+                after = _read_cursor(cursor, _AT_AND_ID) or (None, None)
+            query = f"tasks_{which or 'newest'}"
+            return await _searched(connection, query, queue, search, limit, after)
 
     async def _waiting_ids(
         self, queue: str | None, which: TaskList, search: str | None, limit: int, cursor: str | None
@@ -456,6 +454,27 @@ _AT_AND_ID = TypeAdapter(tuple[AwareDatetime, _Number])
 _AT_AND_NAME = TypeAdapter(tuple[AwareDatetime, str])
 _PRIORITY_AND_ID = TypeAdapter(tuple[_Small, _Number])
 _PLACE = TypeAdapter(tuple[str, _Small, str])
+
+
+async def _searched(
+    connection: Any, query: str, queue: str | None, search: str | None, limit: int, after: tuple[Any, ...]
+) -> tuple[list[int], str | None]:
+    """A page of what is looked for, piece by piece: what is rare is found among many, and nobody waits for long."""
+    is_search = queue is not None or search is not None
+    # Without anything to look for, what comes first is what is wanted.
+    scan = SCAN_LIMIT if is_search else limit
+    rows: list[Any] = []
+    end = None
+    until = time.monotonic() + SEARCH_S
+    while True:
+        rows += await connection.fetch(QUERIES[query], queue, search, limit - len(rows), scan, *after)
+        if len(rows) == limit or not is_search:
+            break
+        end = await connection.fetchrow(QUERIES[f"{query}_end"], scan, *after)
+        if end is None or time.monotonic() >= until:
+            break
+        after = (end["id"],) if query == "tasks_newest" else (end["at"], end["id"])
+    return [row["id"] for row in rows], _next(rows, limit, end)
 
 
 def _next(rows: Sequence[Any], limit: int, end: Any = None, key: Sequence[str] = ()) -> str | None:

@@ -302,27 +302,27 @@ order by t.id
 limit $2;
 
 -- name: tasks_newest
--- tasks_page; the primary key backwards, from the cursor $3 on, over at most $5 rows.
+-- tasks_page; the primary key backwards, from the cursor $5 on, over at most $4 rows.
 select s.id
 from (
   select t.*
   from windlass.tasks t
-  where ($3::bigint is null or t.id < $3)
+  where ($5::bigint is null or t.id < $5)
   order by t.id desc
-  limit $5
+  limit $4
 ) as s
 where ($1::text is null or s.queue = $1)
   and ($2::text is null or windlass.is_found(s.id, s.unique_key, s.error_code, s.error, $2))
 order by s.id desc
-limit $4;
+limit $3;
 
 -- name: tasks_newest_end
 -- Where a search of tasks_newest has come to.
 select t.id
 from windlass.tasks t
-where ($1::bigint is null or t.id < $1)
+where ($2::bigint is null or t.id < $2)
 order by t.id desc
-limit 1 offset $2 - 1;
+limit 1 offset $1 - 1;
 
 -- name: tasks_running
 -- tasks_page; tasks_running, sorted. Materialized, or it would walk the primary key, over all that waits.
@@ -361,9 +361,9 @@ limit $3;
 select t.id, t.finished_at as at
 from windlass.tasks t
 where t.status = 'complete'
-  and ($1::timestamptz is null or (t.finished_at <= $1 and (t.finished_at < $1 or t.id < $2::bigint)))
+  and ($2::timestamptz is null or (t.finished_at <= $2 and (t.finished_at < $2 or t.id < $3::bigint)))
 order by t.finished_at desc, t.id desc
-limit 1 offset $3 - 1;
+limit 1 offset $1 - 1;
 
 -- name: tasks_failed
 -- tasks_page; tasks_failed backwards, from the cursor ($5, $6) on, over at most $4 rows.
@@ -386,9 +386,9 @@ limit $3;
 select t.id, t.finished_at as at
 from windlass.tasks t
 where t.status = 'failed'
-  and ($1::timestamptz is null or (t.finished_at <= $1 and (t.finished_at < $1 or t.id < $2::bigint)))
+  and ($2::timestamptz is null or (t.finished_at <= $2 and (t.finished_at < $2 or t.id < $3::bigint)))
 order by t.finished_at desc, t.id desc
-limit 1 offset $3 - 1;
+limit 1 offset $1 - 1;
 
 -- name: tasks_queued
 -- tasks_page; tasks_ready of each queue ($1), from the cursor ($5, $6) on, over at most $4 rows of each.
@@ -446,10 +446,11 @@ join windlass.tasks t on t.queue = q.name and t.unique_key = $1
 limit 100;
 
 -- name: task_rows
--- tasks_page; primary keys, charges_task.
+-- tasks_page, task_row; primary keys, charges_task.
 select
   t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,
-  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, c.cost_micros, c.currency
+  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error,
+  coalesce(t.ready_at, t.created_at) as ready_at, c.cost_micros, c.currency
 from unnest($1::bigint[]) with ordinality as wanted (id, place)
 join windlass.tasks t on t.id = wanted.id
 left join lateral (

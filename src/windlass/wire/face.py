@@ -48,10 +48,13 @@ FACE_NOTES_PER_TTL = 4
 
 
 def open_listener(config: Config) -> "socket.socket | None":
+    """Take the port, if there is to be one, and as many files as its callers may need. Raises BadInput."""
     if config.api.port is None:
         return None
+    from windlass.api.connections import raise_file_limit
     from windlass.api.server import listen
 
+    raise_file_limit()
     return listen(config.api.host, config.api.port)
 
 

@@ -9,6 +9,7 @@ heartbeat would lose its tasks while it runs them. A database whose schema is no
 
 import asyncio
 import contextlib
+import contextvars
 import random
 import threading
 import time
@@ -65,9 +66,12 @@ class Heartbeat:
         self._has_news = False
         self._is_stopped = False
         self._failures = 0
+        self._context = contextvars.copy_context()
         self._thread = threading.Thread(target=self._run, name="windlass-heartbeat", daemon=True)
 
     def start(self) -> None:
+        # What is bound to log lines by now is bound to those of the thread too.
+        self._context = contextvars.copy_context()
         self._thread.start()
 
     def beat_soon(self) -> None:
@@ -93,7 +97,7 @@ class Heartbeat:
             pass  # the loop has just ended, and with it the need to tell
 
     def _run(self) -> None:
-        asyncio.run(self._keep_beating())
+        self._context.run(asyncio.run, self._keep_beating())
 
     async def _keep_beating(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ holds and leaves.
 
 import asyncio
 import contextlib
+import contextvars
 import enum
 import os
 import random
@@ -121,6 +122,8 @@ class _Orders:
     is_urgent: asyncio.Event = field(default_factory=asyncio.Event)
     is_draining: bool = False
     drain_deadline: float = FOREVER
+    # Whose order it is, for log lines: a signal comes from outside of everything.
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
     def drain(self, why: str, limit_s: float) -> None:
         if not self.is_draining or limit_s == 0:
@@ -210,7 +213,8 @@ class WorkerRuntime:
     def _on_signal(self, name: str) -> None:
         self._signals_seen += 1
         # Whoever asks twice does not want to wait.
-        self._orders.drain(name, self._settings.drain_timeout_s if self._signals_seen == 1 else 0.0)
+        limit_s = self._settings.drain_timeout_s if self._signals_seen == 1 else 0.0
+        self._orders.context.run(self._orders.drain, name, limit_s)
 
     async def _start_executor(self) -> bool:
         """False when told to end meanwhile: importing a handler may take minutes."""
@@ -387,6 +391,7 @@ class _Life:
         settings = self._settings
         # In every line from now on.
         structlog.contextvars.bind_contextvars(worker_id=self._id)
+        self._orders.context = contextvars.copy_context()
         self._status = await self._transport.register(
             Registration(
                 worker_id=self._id,

@@ -6,7 +6,8 @@
            ceil((queued - free) / concurrency)  otherwise
     spare  idle workers beyond those that the waiting tasks will fill
 
-No free place means that the queue never clears; an unknown duration means that nothing is known to clear it.
+Without a free place nothing that waits is taken to clear, though running tasks end; with an unknown duration nothing is
+known to clear it.
 """
 
 from math import ceil, inf
@@ -27,8 +28,11 @@ def clear_time(demand: Demand) -> Wish:
     if clears_in_s < fleet.clear_time_s:
         return Wish(f"{queued} waiting, clears in {clears_in_s:.0f} s, below {fleet.clear_time_s:g} s: no need")
     hire = ceil((queued - free) / fleet.concurrency)
-    when = "never clears" if clears_in_s == inf else f"clears in {clears_in_s:.0f} s"
-    return Wish(f"{seen}, {when}: {hire} more wanted", hire=hire)
+    if free <= 0:
+        seen = f"{queued} waiting, no place is free"
+    else:
+        seen += ", how long they take is not known" if clears_in_s == inf else f", clears in {clears_in_s:.0f} s"
+    return Wish(f"{seen}: {hire} more wanted", hire=hire)
 
 
 def _clears_in_s(queued: int, free: int, duration_s: float | None) -> float:

@@ -153,15 +153,37 @@ cross join lateral (
 ) as r
 where w.price_micros_per_hour is not null;
 
+-- What health calls a slot of a fleet that serves these queues.
+create function windlass.component_name(p_fleet text, p_queues text[], p_slot integer) returns text
+language sql
+stable
+as $$
+  select
+    'worker:' || coalesce(p_queues[1], p_fleet)
+    || case
+      when exists (
+        select from windlass.fleets o
+        where o.name <> p_fleet and coalesce(o.queues[1], o.name) = coalesce(p_queues[1], p_fleet)
+      ) then '@' || p_fleet
+      else ''
+    end
+    || ':' || p_slot
+$$;
+
 -- Per slot, in the words of a process supervisor: starting, healthy, stopping, crashed, failed. Times are Unix
--- seconds. Workers started by hand have no slot and are numbered by their id.
+-- seconds. Workers started by hand have no slot and are numbered by their id. A component is named by its queue and slot,
+-- and by its fleet too (worker:renders@gpus:0) where another fleet serves that queue first: no two have the same name.
 create view windlass.health as
 select
-  'worker:' || coalesce(w.queues[1], w.fleet) || ':' || coalesce(w.slot::text, w.id) as component,
+  coalesce(
+    windlass.component_name(w.fleet, w.queues, w.slot), 'worker:' || coalesce(w.queues[1], w.fleet) || ':' || w.id
+  ) as component,
   extract(epoch from coalesce(w.last_heartbeat, w.created_at))::bigint as last_seen,
   case
     when s.status = 'failed' then 'failed'
     when w.status = 'error' then 'crashed'
+    -- How long a machine may boot is the control loop's to judge, which ends it as an error.
+    when w.status = 'spawning' and w.last_heartbeat is null then 'starting'
     when coalesce(w.last_heartbeat, w.created_at) < windlass.now() - make_interval(secs => w.lease_s) then 'crashed'
     when w.status = 'terminating' then 'stopping'
     when w.last_heartbeat is null then 'starting'
@@ -183,7 +205,7 @@ left join windlass.slots s on s.fleet = w.fleet and s.slot = w.slot
 where w.status <> 'terminated'
 union all
 select
-  'worker:' || coalesce(f.queues[1], s.fleet) || ':' || s.slot,
+  windlass.component_name(s.fleet, f.queues, s.slot),
   extract(epoch from coalesce(s.failed_at, s.last_restart_at, s.created_at))::bigint,
   'failed',
   null,

@@ -1,0 +1,171 @@
+"""Whoever connects and asks nothing, against a real server with little room."""
+
+import asyncio
+import functools
+import logging
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+
+from windlass.api import server
+from windlass.api.connections import FILES_KEPT, MAX_CONNECTIONS, MAX_FILES, Connections
+from windlass.api.server import MAX_LINES, listen, serving
+
+ROOM = 20
+HALF_A_HEADER = b"GET /healthz HTTP/1.1\r\nHost: here\r\nX-Half:"
+WAIT_S = 10.0
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.fixture
+async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    """Of a server with room for so many, that waits for a header for half a second."""
+    monkeypatch.setattr(server, "room_for_connections", lambda: ROOM)
+    # Whoever counted lines before is of another test.
+    monkeypatch.setattr(logging.getLogger("asyncio"), "handlers", [])
+    monkeypatch.setattr(server, "Connections", functools.partial(Connections, header_timeout_s=0.5))
+    listener = listen("127.0.0.1", 0)
+    async with serving(answer, listener):
+        yield listener.getsockname()[1]
+
+
+class Caller:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def get(self) -> bytes:
+        self.say(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            answered = await self._reader.readuntil(b"\r\n\r\n")
+            assert await self._reader.readexactly(2) == b"ok"
+        return answered.split(b"\r\n")[0]
+
+    def say(self, words: bytes) -> None:
+        self._writer.write(words)
+
+    async def is_cut(self) -> None:
+        try:
+            async with asyncio.timeout(WAIT_S):
+                assert await self._reader.read() == b""
+        except ConnectionResetError:
+            pass
+
+    @property
+    def is_open(self) -> bool:
+        return not self._reader.at_eof() and self._reader.exception() is None
+
+
+class Crowd(AsyncExitStack):
+    async def caller(self, port: int, address: str = "127.0.0.1") -> Caller:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+        self.callback(writer.close)
+        return Caller(reader, writer)
+
+
+@pytest.mark.parametrize("words", [b"", HALF_A_HEADER], ids=["nothing", "half a header"])
+async def test_a_connection_without_a_whole_header_is_cut(port: int, words: bytes) -> None:
+    async with Crowd() as crowd:
+        silent = await crowd.caller(port)
+        silent.say(words)
+        await silent.is_cut()
+
+
+async def test_a_byte_now_and_then_gains_no_time(port: int) -> None:
+    async with Crowd() as crowd:
+        dripping = await crowd.caller(port)
+
+        async def drip() -> None:
+            for byte in HALF_A_HEADER * 100:
+                dripping.say(bytes([byte]))
+                await asyncio.sleep(0.05)
+
+        drops = asyncio.create_task(drip())
+        await dripping.is_cut()
+        drops.cancel()
+
+
+async def test_a_further_request_has_its_header_in_time_too_and_may_be_long_in_coming(port: int) -> None:
+    async with Crowd() as crowd:
+        idle, half = await crowd.caller(port), await crowd.caller(port)
+        await idle.get()
+        await half.get()
+        half.say(HALF_A_HEADER)
+        await half.is_cut()
+        assert await idle.get() == b"HTTP/1.1 200 OK"
+
+
+async def test_silent_connections_make_room_for_whoever_asks(port: int) -> None:
+    async with Crowd() as crowd:
+        for _ in range(3 * ROOM):
+            silent = await crowd.caller(port)
+        asking = await crowd.caller(port)
+        assert await asking.get() == b"HTTP/1.1 200 OK"
+        assert silent.is_open  # the ones who waited longest went
+
+
+async def test_one_address_leaves_half_of_the_room_to_others(port: int) -> None:
+    async with Crowd() as crowd:
+        greedy = [await crowd.caller(port, "127.0.0.2") for _ in range(ROOM // 2)]
+        for caller in greedy:
+            await caller.get()
+        refused = await crowd.caller(port, "127.0.0.2")
+        await refused.is_cut()
+        assert await (await crowd.caller(port, "127.0.0.3")).get() == b"HTTP/1.1 200 OK"
+        assert all(caller.is_open for caller in greedy)
+
+
+def test_the_limit_of_files_is_raised_and_leaves_room_for_everything_else() -> None:
+    """In a process of its own: the limit is the process's."""
+    code = (
+        "import resource\n"
+        "from windlass.api.connections import raise_file_limit, room_for_connections\n"
+        "print(room_for_connections())\n"
+        "raise_file_limit()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], room_for_connections())\n"
+    )
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1_024, hard))
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=few,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ,
+        timeout=30,
+    )
+    before, raised, after = map(int, done.stdout.split())
+    assert before == 1_024 - FILES_KEPT
+    assert raised == min(MAX_FILES, hard)
+    assert after == min(MAX_CONNECTIONS, raised - FILES_KEPT)
+
+
+async def test_what_the_loop_and_the_server_log_becomes_lines_of_ours_and_not_too_many(port: int) -> None:
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3 * MAX_LINES):
+            logging.getLogger("asyncio").error("socket.accept() out of system resource")
+    assert len(lines) == MAX_LINES
+    assert {(line["of"], line["message"]) for line in lines} == {("asyncio", "socket.accept() out of system resource")}
+    assert not logging.getLogger("asyncio").propagate
+
+
+async def test_nonsense_is_answered_and_the_next_request_too(port: int) -> None:
+    async with httpx.AsyncClient(trust_env=False) as client, Crowd() as crowd:
+        odd = await crowd.caller(port)
+        odd.say(b"\x16\x03\x01 is no HTTP\r\n\r\n")
+        assert (await client.get(f"http://127.0.0.1:{port}/")).text == "ok"
