@@ -642,6 +642,24 @@ async def test_a_primary_ip_that_was_left_behind_is_found_by_its_labels_and_dele
 
 
 @virtually
+async def test_the_address_of_a_new_server_is_labelled_at_once_and_of_one_that_is_only_deleted_too() -> None:
+    bed = Bed(boot_s=0, delete_s=0, action_s=0)
+    provider = bed.provider()
+    machine = await provider.create(request_for())
+    (address,) = bed.emulator.project.primary_ips.values()
+    await asyncio.sleep(5)
+    assert address.labels["windlass-worker"] == "red-0-aa"  # before anybody has listed anything
+    # As if whoever had it made had died before that. Its successor never lists it: it is told to delete it.
+    address.labels.clear()
+    address.is_auto_deleted = False
+    successor = bed.provider(list_reuse_s=0.0)
+    await successor.delete(machine)
+    await asyncio.sleep(300)
+    await _tended(successor)
+    assert bed.emulator.project.primary_ips == {}
+
+
+@virtually
 async def test_primary_ips_of_others_and_of_living_servers_stay() -> None:
     bed = Bed()
     provider = bed.provider(list_reuse_s=0.0, is_ipv6_on=True)

@@ -62,10 +62,10 @@ class Addresses:
         self._has_seen_servers = False
 
     def made_with(self, server: BoundServer) -> None:
-        """A server that we just had made has these; they will be labelled."""
-        self._has_seen_servers = True
+        """A server that we just had made has these. They are labelled at once, for whoever comes after us."""
         for address_id in _addresses_of(server):
             self._unlabelled[address_id] = self._wanted(server, is_ours=True)
+        self.tend([server])
 
     def tend(self, servers: Sequence[BoundServer]) -> None:
         """Begin to delete those left behind, now and then, and to label those of these servers of ours that are not.
@@ -97,7 +97,9 @@ class Addresses:
                     self._sweep_due = loop.time() + SWEEP_INTERVAL_S
                     await self._sweep()
                 self._notice(servers)
-                for address_id in list(self._unlabelled):
+                tried: set[int] = set()
+                while untried := self._unlabelled.keys() - tried:  # more may be made meanwhile
+                    tried.add(address_id := min(untried))
                     if await self._has_turn():
                         await self._label(address_id)
         except (Trouble, Throttled, TimeoutError) as error:

@@ -418,6 +418,8 @@ class HetznerProvider:
                     f"{doing}: server {server.name}, created for {worker_id}, does not carry our labels any more: "
                     "delete it in Hetzner's console, or restore them; until then it is paid for."
                 )
+            # It may be gone before it is ever listed here: what it leaves behind must be found all the same.
+            self._addresses.tend([server])
         for look_s in self._delete_looks_s:
             if status != "deleting":
                 accepted += await self._send_deletion(server_id, doing)
