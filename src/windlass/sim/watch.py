@@ -15,6 +15,7 @@ The store's opinion is never asked whether something is right: it is what is bei
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -89,6 +90,8 @@ class Watch:
     ended_at: dict[str, datetime] = field(default_factory=dict)
     strays_ended: dict[str, datetime] = field(default_factory=dict)
     spared_at: dict[str, float] = field(default_factory=dict)
+    # Worker id to when it was first kept though it could have gone.
+    _kept_since: dict[str, float] = field(default_factory=dict)
     claimed_at: dict[str, float] = field(default_factory=dict)
     last_term: int = 0
     late_results: int = 0
@@ -299,6 +302,7 @@ class Watch:
         is_changing = plan.hold is not None or plan.is_cut_short or any(isinstance(a, Spawn) for a in plan.actions)
         is_needed = seen.queue.queued > 0 or is_told or is_changing
         if cloud.billing_unit_s < LONG_UNIT_S or seen.machines is None or is_needed:
+            self._kept_since.clear()
             return
         ended = {action.worker_id for action in plan.actions if isinstance(action, Fail | Delete | Requeue)}
         there = [
@@ -312,12 +316,20 @@ class Watch:
         ready = sum(bool(view.running) for view in there) + fleet.idle_buffer if fleet.policy == "buffered" else 0
         needed = max(fleet.min_workers, ready)
         if needed > len(there) * fleet.scale_down_multiplier:
+            self._kept_since.clear()
             return
         going = {action.worker_id for action in plan.actions if isinstance(action, Drain)}
         due = [view.id for view in there if self._must_leave(seen, view, cloud, fleet)]
         kept = [worker_id for worker_id in due if worker_id not in going]
         may_go = min(len(due), len(there) - needed, fleet.max_changes_per_cycle)
-        if len(due) - len(kept) < may_go and going <= set(due):
+        if len(due) - len(kept) >= may_go or not going <= set(due):
+            self._kept_since.clear()
+            return
+        # One that lets somebody go is followed by a short pause; the next one that is due in time must not forget it.
+        now, poll_s = (seen.now - EPOCH).total_seconds(), fleet.poll_interval_s
+        if now - self._kept_since.get(kept[0], -math.inf) > LEAVES_CYCLES[1] * poll_s:
+            self._kept_since[kept[0]] = now
+        elif now - self._kept_since[kept[0]] >= poll_s / 2:
             self._break(f"{kept[0]} is spare and is kept though it is about to be paid for again: {plan.decision}")
 
     def _must_leave(self, seen: Snapshot, view: WorkerView, cloud: Cloud, fleet: FleetConfig) -> bool:

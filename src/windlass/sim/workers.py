@@ -126,6 +126,8 @@ class SimWorker:
         self._rng = rng
         self._story = story
         self._is_draining = False
+        self._is_calm: Callable[[], bool] = lambda: False
+        self._failed: set[int] = set()
         self._idle_since = entry.began_at
         self._held: dict[UUID, Claim] = {}
         self._attempts: dict[UUID, asyncio.Task[None]] = {}
@@ -139,6 +141,7 @@ class SimWorker:
 
     def start(self, is_calm: Callable[[], bool] = lambda: False) -> None:
         """What bad luck has in store happens unless it is calm by then."""
+        self._is_calm = is_calm
         self._process.start(self._live())
         for at_s, strike in ((self._luck.crashes_at_s, self._crash), (self._luck.freezes_at_s, self._freeze)):
             if at_s is not None:
@@ -254,7 +257,7 @@ class SimWorker:
         self._held[claim.token] = claim
         self.conduct.at_work[claim.token] = self._now()
         takes_s = self._rng.uniform(*self._habits.task_s)
-        attempt = asyncio.create_task(asyncio.sleep(FAILS_WITHIN_S if self._luck.fails_tasks else takes_s))
+        attempt = asyncio.create_task(asyncio.sleep(FAILS_WITHIN_S if self._is_useless() else takes_s))
         self._attempts[claim.token] = attempt
         try:
             await asyncio.wait([attempt])
@@ -269,8 +272,14 @@ class SimWorker:
             if not self._held:
                 self._idle_since = self._now()
 
+    def _is_useless(self) -> bool:
+        """Where too little has failed on it for anybody to tell, and no more may come, that ends with the faults."""
+        is_suspicious = len(self._failed) >= self._fleet.quarantine_min_failures
+        return self._luck.fails_tasks and (is_suspicious or not self._is_calm())
+
     async def _deliver(self, claim: Claim) -> list[Claim]:
-        if self._rng.random() < self._habits.fails or self._luck.fails_tasks:
+        if self._rng.random() < self._habits.fails or self._is_useless():
+            self._failed.add(claim.task_id)
             await self._insist(
                 lambda: self._transport.fail(self.id, claim.task_id, claim.token, "it did not work out", jitter=0.5)
             )
