@@ -383,13 +383,14 @@ class RunpodProvider:
         if await self._account.pod(machine.id) is not None:
             self._unfound.pop(machine.id, None)
             return False
-        if has_been_told:
+        if has_been_told and self._is_old(machine):
             return True
+        # A new one may not be found though it is there, whatever was said of its deletion.
         listing = await self._account.list_pods(asked)
         if any(str(pod["id"]) == machine.id for pod in listing.pods):
             return False
-        # Neither here nor there. A new one may hide from both.
-        return self._is_old(machine)
+        # Neither here nor there. Without a word, a new one may hide from both.
+        return has_been_told or self._is_old(machine)
 
     def _is_old(self, machine: Machine) -> bool:
         """Whether it would have been found by now, if it were there."""
