@@ -24,13 +24,13 @@ REFUSALS = [
         "the module is missing",
         ["--handler", "nowhere:handler"],
         "cannot import nowhere:handler (No module named 'nowhere'). "
-        "Run it from the folder that holds nowhere.py, or set --chdir.",
+        "Run it from the folder that holds nowhere.py, or set --chdir (chdir of its fleet).",
     ),
     (
         "the module of a package is missing",
         ["--handler", "nowhere.deep.down:handler"],
         "cannot import nowhere.deep.down:handler (No module named 'nowhere'). "
-        "Run it from the folder that holds nowhere/, or set --chdir.",
+        "Run it from the folder that holds nowhere/, or set --chdir (chdir of its fleet).",
     ),
     (
         "a module that the handler imports is missing",

@@ -83,4 +83,4 @@ def _hint(module_name: str, missing: str | None) -> str:
     if missing is not None and not f"{module_name}.".startswith(f"{missing}."):
         return f"Install {missing} in this environment."
     top, _, rest = module_name.partition(".")
-    return f"Run it from the folder that holds {top}{'/' if rest else '.py'}, or set --chdir."
+    return f"Run it from the folder that holds {top}{'/' if rest else '.py'}, or set --chdir (chdir of its fleet)."
