@@ -269,7 +269,6 @@ def test_a_port_in_use_is_refused_in_one_sentence(tmp_path: Path, dsn: str) -> N
         pytest.param(("revoke", "nobody"), "there is no token nobody in use", id="nobody's"),
         pytest.param(("revoke",), "say what to revoke: the NAME of a token, or --session", id="nothing to revoke"),
         pytest.param(("revoke", "--session", "f00"), "there is no session f00", id="nobody's session"),
-        pytest.param(("link",), "no `windlass up --port` is running that would say", id="no dashboard"),
         pytest.param(("link", "--url", "here"), "'here' is not where a dashboard is", id="no address"),
         pytest.param(("link", "--role", "worker"), "invalid value for '--role'", id="no role of people"),
     ],

@@ -30,12 +30,17 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.fixture
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second for a header."""
+    monkeypatch.setattr(server, "Connections", functools.partial(Connections, header_timeout_s=0.5))
+
+
+@pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
-    """Of a server with room for so many, that waits for a header for half a second."""
+    """Of a server with room for so many."""
     monkeypatch.setattr(server, "room_for_connections", lambda: ROOM)
     # Whoever counted lines before is of another test.
     monkeypatch.setattr(logging.getLogger("asyncio"), "handlers", [])
-    monkeypatch.setattr(server, "Connections", functools.partial(Connections, header_timeout_s=0.5))
     listener = listen("127.0.0.1", 0)
     async with serving(answer, listener):
         yield listener.getsockname()[1]
@@ -51,6 +56,10 @@ class Caller:
             answered = await self._reader.readuntil(b"\r\n\r\n")
             assert await self._reader.readexactly(2) == b"ok"
         return answered.split(b"\r\n")[0]
+
+    async def line(self) -> bytes:
+        async with asyncio.timeout(WAIT_S):
+            return await self._reader.readline()
 
     def say(self, words: bytes) -> None:
         self._writer.write(words)
@@ -74,6 +83,7 @@ class Crowd(AsyncExitStack):
         return Caller(reader, writer)
 
 
+@pytest.mark.usefixtures("impatience")
 @pytest.mark.parametrize("words", [b"", HALF_A_HEADER], ids=["nothing", "half a header"])
 async def test_a_connection_without_a_whole_header_is_cut(port: int, words: bytes) -> None:
     async with Crowd() as crowd:
@@ -82,6 +92,7 @@ async def test_a_connection_without_a_whole_header_is_cut(port: int, words: byte
         await silent.is_cut()
 
 
+@pytest.mark.usefixtures("impatience")
 async def test_a_byte_now_and_then_gains_no_time(port: int) -> None:
     async with Crowd() as crowd:
         dripping = await crowd.caller(port)
@@ -96,6 +107,7 @@ async def test_a_byte_now_and_then_gains_no_time(port: int) -> None:
         drops.cancel()
 
 
+@pytest.mark.usefixtures("impatience")
 async def test_a_further_request_has_its_header_in_time_too_and_may_be_long_in_coming(port: int) -> None:
     async with Crowd() as crowd:
         idle, half = await crowd.caller(port), await crowd.caller(port)
@@ -168,4 +180,5 @@ async def test_nonsense_is_answered_and_the_next_request_too(port: int) -> None:
     async with httpx.AsyncClient(trust_env=False) as client, Crowd() as crowd:
         odd = await crowd.caller(port)
         odd.say(b"\x16\x03\x01 is no HTTP\r\n\r\n")
+        assert (await odd.line()).startswith(b"HTTP/1.1 400 ")
         assert (await client.get(f"http://127.0.0.1:{port}/")).text == "ok"

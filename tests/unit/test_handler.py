@@ -61,9 +61,10 @@ def test_a_handler_is_found_from_the_folder_we_are_in(spec: str, result: int) ->
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("nowhere:handler", "No module named 'nowhere'). Run it from the folder that holds nowhere.py, or set --chdir (chdir of its fleet)"),
+        ("nowhere:handler", "Run it from the folder that holds nowhere.py, or set --chdir (chdir of its fleet)."),
+        ("nowhere:handler", "No module named 'nowhere')."),
         ("package.nowhere:handler", "Run it from the folder that holds package/, or set --chdir (chdir of its fleet)."),
-        ("package.nowhere.deep:handler", "Run it from the folder that holds package/, or set --chdir (chdir of its fleet)."),
+        ("package.nowhere.deep:handler", "Run it from the folder that holds package/, or set --chdir"),
         ("package.stranger:handler", "Install a_module_that_nobody_has in this environment."),
         ("package.bad:handler", "cannot import package.bad:handler: ImportError: cannot import name 'nothing_like_it'"),
         ("syntax:handler", "cannot import syntax:handler: SyntaxError: "),

@@ -11,6 +11,7 @@ from windlass.model.config import Retention
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.model.node import HEAD_LEASE
 from windlass.ports.control import Candidate
+from windlass.sim.loop import run, virtual_now
 from windlass.store.memory.engine import MemoryEngineStore
 
 LEASE_S = 0.4
@@ -30,17 +31,22 @@ async def test_a_second_one_is_refused_for_as_long_as_the_first_goes_on(store: M
         pass  # whoever ends in good order leaves nothing to wait for
 
 
-async def test_a_head_that_was_given_is_shared_and_excludes_one_of_our_own(store: MemoryEngineStore) -> None:
-    async with given_head(store, LEASE_S):
+def test_a_head_that_was_given_is_shared_and_excludes_one_of_our_own() -> None:
+    store = MemoryEngineStore(virtual_now, Retention(), Random(1))  # noqa: S311
+
+    async def both_ways() -> None:
         async with given_head(store, LEASE_S):
-            pass
-        with pytest.raises(ConfigError, match="has a Ray head, its own or by RAY_ADDRESS, and two heads"):
-            async with sole_head(store, LEASE_S):
-                pytest.fail("two heads")
-    async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
-        with pytest.raises(ConfigError, match="another `windlass up` .* keeps a Ray head of its own, and"):
             async with given_head(store, LEASE_S):
-                pytest.fail("two heads")
+                pass
+            with pytest.raises(ConfigError, match="has a Ray head, its own or by RAY_ADDRESS, and two heads"):
+                async with sole_head(store, LEASE_S):
+                    pytest.fail("two heads")
+        async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
+            with pytest.raises(ConfigError, match="another `windlass up` .* keeps a Ray head of its own, and"):
+                async with given_head(store, LEASE_S):
+                    pytest.fail("two heads")
+
+    run(both_ways())
 
 
 async def test_one_that_was_killed_is_waited_for_no_longer_than_its_lease(store: MemoryEngineStore) -> None:

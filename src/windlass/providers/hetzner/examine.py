@@ -1,4 +1,4 @@
-"""Whether a Hetzner fleet could hire: what `windlass doctor` asks. Reads only; one request for each thing."""
+"""Whether a Hetzner fleet could hire: what `windlass doctor` asks. Reads only."""
 
 from collections.abc import AsyncGenerator
 
