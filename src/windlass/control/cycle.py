@@ -148,41 +148,16 @@ class FleetCycle:
 
         `patience_s`: how long to wait for what was asked of the provider; a later cycle, or settle(), must then follow.
         """
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+        started = asyncio.get_running_loop().time()
         # In every line of this cycle, and of the calls it begins.
         structlog.contextvars.unbind_contextvars("cycle")
         structlog.contextvars.bind_contextvars(fleet=self.name)
         self._take_changes_over()
         late = await self._write_down_late(0.0)
-        if self._trust.remaining_s < self._list_timeout_s:
-            led = await self._store.lead(self._candidate)
-            if isinstance(led, Standby):
-                return self._stand_by(led)
-        # Machines first: what is written down after this list was asked for is judged by a later one.
-        listing = loop.time()
-        machines = await self._list_machines()
-        observing = loop.time()
-        observed = await self._store.observe(self._candidate, self.name, self._config)
+        observed = await self._observe()
         if isinstance(observed, Standby):
             return self._stand_by(observed)
-        self._trust.renewed(observing)
-        term, seen = observed
-        self._clock = (seen.now, loop.time())
-        volume, volume_problem = await self._look_at_volume(seen.memory)
-        listed_at = seen.now - timedelta(seconds=self._clock[1] - listing)
-        snapshot = replace(
-            seen,
-            machines=machines,
-            volume=volume,
-            volume_problem=volume_problem,
-            listed_at=listed_at,
-            traits=self._traits(),
-            is_winding_down=self.is_winding_down,
-            preparing=self._actor.preparing,
-            # What is stored with the cycle is read by many: the environment of workers may hold secrets.
-            settings=self._config.model_copy(update={"env": {}}),
-        )
+        term, snapshot = observed
         decided = plan(snapshot, self._config)
         try:
             cycle_id, outcomes, requeued = await self._carry_out(term, snapshot, decided, patience_s)
@@ -199,14 +174,45 @@ class FleetCycle:
             decision=decided.decision,
             hold=decided.hold.reason if decided.hold is not None else None,
             cycle_id=cycle_id,
-            duration_s=loop.time() - started,
+            duration_s=asyncio.get_running_loop().time() - started,
             actions=count_actions(decided, [*late, *outcomes], requeued),
             status=count_status(snapshot),
             hired=sum(worker.slot is not None for worker in snapshot.workers),
             machines=count_machines(snapshot),
             failures=failures_of(decided, [*late, *outcomes]),
             alerts=alerts_of(decided),
-            provider_calls=count_calls(machines is not None, [*late, *outcomes]),
+            provider_calls=count_calls(snapshot.machines is not None, [*late, *outcomes]),
+        )
+
+    async def _observe(self) -> Standby | tuple[int, Snapshot]:
+        """Our term and all that is known, if we lead. Whoever does not asks the provider nothing."""
+        loop = asyncio.get_running_loop()
+        if self._trust.remaining_s < self._list_timeout_s:
+            led = await self._store.lead(self._candidate)
+            if isinstance(led, Standby):
+                return led
+        # Machines first: what is written down after this list was asked for is judged by a later one.
+        listing = loop.time()
+        machines = await self._list_machines()
+        observing = loop.time()
+        observed = await self._store.observe(self._candidate, self.name, self._config)
+        if isinstance(observed, Standby):
+            return observed
+        self._trust.renewed(observing)
+        term, seen = observed
+        self._clock = (seen.now, loop.time())
+        volume, volume_problem = await self._look_at_volume(seen.memory)
+        return term, replace(
+            seen,
+            machines=machines,
+            volume=volume,
+            volume_problem=volume_problem,
+            listed_at=seen.now - timedelta(seconds=self._clock[1] - listing),
+            traits=self._traits(),
+            is_winding_down=self.is_winding_down,
+            preparing=self._actor.preparing,
+            # What is stored with the cycle is read by many: the environment of workers may hold secrets.
+            settings=self._config.model_copy(update={"env": {}}),
         )
 
     async def _settle_accounts(self, now: datetime) -> None:
