@@ -27,6 +27,7 @@ from windlass.control.summary import (
 from windlass.cost.ledger import settle
 from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits, Volume
 from windlass.model.snapshot import Memory, Snapshot
@@ -364,12 +365,24 @@ class FleetCycle:
 async def run_once(cycles: Sequence[FleetCycle]) -> list[Summary]:
     """One cycle of each, and the end of all that they began, for whoever goes away afterwards. Closes them.
 
-    Preparations take minutes, and nobody else is there to hear of their end; but no fleet waits for another's.
+    Preparations take minutes, and nobody else is there to hear of their end; but no fleet waits for another's, and none
+    goes without its cycle because another's failed: that is raised when all have had theirs.
     """
+    summaries: list[Summary] = []
+    problems: list[Exception] = []
     try:
-        summaries = [await cycle.run() for cycle in cycles]
+        for cycle in cycles:
+            try:
+                summaries.append(await cycle.run())
+            except DatabaseUnavailable:
+                raise
+            except Exception as error:
+                problems.append(error)
         await asyncio.gather(*(cycle.settle(is_patient_with_all=True) for cycle in cycles))
     finally:
         for cycle in cycles:
+            cycle.abandon()
             await cycle.close()
+    if problems:
+        raise problems[0]
     return summaries
