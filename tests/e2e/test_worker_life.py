@@ -1,6 +1,7 @@
 """A worker's life as a real process over a real database: works, stays warm, obeys, leaves in good order."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -369,24 +370,40 @@ async def test_a_thousand_tasks_leave_no_file_no_process_and_no_memory_behind(cr
     assert worker.memory_info().rss - memory_before < 16 << 20
 
 
-async def test_a_worker_whose_output_nobody_reads_goes_on_beating_and_on_working_once_it_is_read(crew: Crew) -> None:
-    await crew.note_beats()
+async def test_a_worker_whose_output_nobody_reads_works_on_keeps_time_limits_and_ends_when_told(crew: Crew) -> None:
     reading, writing = os.pipe()
+    _fill(writing)
     try:
-        hand = await crew.hire("--exec", "sh -c 'head -c 1000000 /dev/zero >&2; echo 1'", stderr=writing)
-        task_id = await crew.enqueue()
-        await crew.running(task_id)
-        begun = await crew.store.now()
-        await until(lambda: _at_least(10, crew.sql("select count(*) from public.beats where at > $1", begun)), "beats")
-        assert await crew.longest_silence_s(hand, begun) < LONGEST_SILENCE_S
-        assert (await crew.task(task_id)).status is TaskStatus.RUNNING
-        reader = asyncio.create_task(asyncio.to_thread(_read_to_the_end, reading))
-        assert await crew.complete(task_id) == 1
+        hand = await crew.hire(
+            "--exec", "sh -c 'head -c 1000000 /dev/zero >&2; [ $(cat) = 1 ] || sleep 600; echo 1'", stderr=writing
+        )
+        endless = await crew.enqueue(600, timeout_s=1, max_attempts=1)
+        assert (await crew.failed(endless)).error_code == "TIMEOUT"
+        assert await crew.complete(await crew.enqueue(1)) == 1
         hand.send(signal.SIGTERM)
         assert await hand.exit_code() == 0
     finally:
         os.close(writing)
-    assert await reader > 1_000_000
+        os.close(reading)
+
+
+async def test_a_worker_that_must_leave_does_so_although_nobody_reads_why(crew: Crew) -> None:
+    reading, writing = os.pipe()
+    _fill(writing)
+    try:
+        hand = crew.start(handler="nobody_wrote_it", stderr=writing)
+        assert await hand.exit_code() == 2
+    finally:
+        os.close(writing)
+        os.close(reading)
+
+
+def _fill(pipe: int) -> None:
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"x" * 4096)
+    os.set_blocking(pipe, True)
 
 
 async def test_a_worker_whose_output_has_lost_its_reader_works_on(crew: Crew) -> None:
@@ -400,8 +417,3 @@ async def test_a_worker_whose_output_has_lost_its_reader_works_on(crew: Crew) ->
         assert await hand.exit_code() == 0
     finally:
         os.close(writing)
-
-
-def _read_to_the_end(fd: int) -> int:
-    with os.fdopen(fd, "rb") as file:
-        return sum(len(chunk) for chunk in iter(lambda: file.read(1 << 16), b""))

@@ -1,6 +1,5 @@
 """Log lines: without secrets, bound to their cycle and worker, handed on to whoever taps them."""
 
-import io
 import json
 import os
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.runpod import RunpodSettings
 from windlass.model.secrecy import Mask, mask_of, shown_settings
 from windlass.providers.local.logs import log_folder
+from windlass.worker.stderr import Outlet
 
 DATABASE = "postgresql://app:pa55word@db.internal:5432/app"
 TOKEN = f"wlt_{'a1' * 32}"
@@ -35,23 +35,40 @@ env = { API_KEY = "handler-secret-3", MODE = "fast-and-loose" }
 SECRETS = ("rp-secret-1", "hz-secret-2", "sl4ckpath", "mailpa55", "handler-secret-3", "pa55word", "a1a1a1")
 
 
+class Written:
+    """Where standard error goes to."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("wb+", buffering=0)
+        self.outlet = Outlet(self._file.fileno())
+
+    def getvalue(self) -> str:
+        assert self.outlet.drain(20.0)
+        return Path(self._file.name).read_text()
+
+    def close(self) -> None:
+        self._file.close()
+
+
 @pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+def stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Written]:
     """Where JSON lines go, with the program's own settings; afterwards everything is as it was."""
-    written = io.StringIO()
-    monkeypatch.setattr("sys.stderr", written)
+    written = Written(tmp_path / "stderr")
+    monkeypatch.setattr(logs, "standard_error", written.outlet)
     monkeypatch.setattr(logs, "_mask", Mask())
     logs.configure_logs("json")
     yield written
     structlog.contextvars.clear_contextvars()
     structlog.reset_defaults()
+    assert written.outlet.drain(20.0)
+    written.close()
 
 
-def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+def lines(stream: Written) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_no_secret_reaches_a_line_however_it_is_logged(stream: io.StringIO, tmp_path: Path) -> None:
+def test_no_secret_reaches_a_line_however_it_is_logged(stream: Written, tmp_path: Path) -> None:
     file = tmp_path / "windlass.toml"
     file.write_text(f'database_url = "{DATABASE}"\n{TOML}')
     loaded = load_config(file, {})
@@ -99,7 +116,7 @@ def test_settings_are_shown_without_the_values_of_environments_and_passwords_in_
     assert "hf-secret-4" in secrets_of(Config(fleets={"pods": fleet}))
 
 
-def test_what_is_no_secret_stays(stream: io.StringIO, tmp_path: Path) -> None:
+def test_what_is_no_secret_stays(stream: Written, tmp_path: Path) -> None:
     file = tmp_path / "windlass.toml"
     file.write_text(TOML)
     logs.hide(secrets_of(load_config(file, {"data_dir": tmp_path}).config))
@@ -109,14 +126,14 @@ def test_what_is_no_secret_stays(stream: io.StringIO, tmp_path: Path) -> None:
     assert (line["count"], line["ratio"], line["names"]) == (3, 0.5, ["a", "b"])
 
 
-def test_cycle_and_worker_are_in_every_line(stream: io.StringIO) -> None:
+def test_cycle_and_worker_are_in_every_line(stream: Written) -> None:
     structlog.contextvars.bind_contextvars(fleet="gpus", cycle=7)
     structlog.get_logger("test").info("machine refused")
     (line,) = lines(stream)
     assert (line["fleet"], line["cycle"], line["level"]) == ("gpus", 7, "info")
 
 
-def test_who_taps_gets_what_was_said_until_they_stop(stream: io.StringIO) -> None:
+def test_who_taps_gets_what_was_said_until_they_stop(stream: Written) -> None:
     heard: list[Any] = []
     untap = logs.tap(heard.append)
     log = structlog.get_logger("test")

@@ -1,10 +1,8 @@
 """Process groups: they end whole, keep their limits, and leave nothing behind."""
 
 import asyncio
-import io
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from windlass.worker import process
 from windlass.worker.process import Group, describe_exit, start_group
+from windlass.worker.stderr import Outlet, standard_error
 
 PATIENCE_S = 20.0
 
@@ -145,12 +144,16 @@ async def test_many_groups_leave_no_file_and_no_process_behind() -> None:
 async def test_output_that_nobody_can_read_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with os.fdopen(writing, "wb", buffering=0) as nobody_reads:
-        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(nobody_reads, write_through=True))
+    nobody_reads = Outlet(writing)
+    monkeypatch.setattr(process, "standard_error", nobody_reads)
+    try:
         group = await start("for n in 1 2 3; do echo line $n; done")
         assert await group.wait() == 0
         assert group.tail() == "line 1\nline 2\nline 3"
         await group.end()
+        assert nobody_reads.drain(PATIENCE_S)
+    finally:
+        os.close(writing)
 
 
 async def test_too_much_output_is_the_end_and_the_count_begins_anew_with_each_attempt(
@@ -171,6 +174,7 @@ async def test_too_much_output_is_the_end_and_the_count_begins_anew_with_each_at
     assert group.breach is not None
     assert group.breach.code == "OUTPUT_LIMIT"
     await group.end()
+    assert standard_error.drain(PATIENCE_S)
     assert len(capfd.readouterr().err) <= 3 << 20
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
+from windlass.worker.stderr import standard_error
+
 if TYPE_CHECKING:
     from windlass.configure import Loaded
 
@@ -60,6 +62,8 @@ def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> 
 def say(message: str) -> None:
     """On one line, whatever the message holds; to a program that asked for JSON, as that."""
     text = " ".join(message.split())
+    # What was logged before stands before it.
+    standard_error.drain()
     print(json.dumps({"error": text}) if "--json" in sys.argv else f"windlass: {text}", file=sys.stderr)
 
 

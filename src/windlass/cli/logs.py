@@ -1,4 +1,5 @@
 """Log lines: for people on a terminal, JSON elsewhere, always on standard error. Without secrets, whoever logs them.
+Whoever reads them may stop or end first (Ctrl-S, `windlass worker | tee`); the program still has work to finish.
 
 `tap` hands every line to somebody else too, as what it says and not as text.
 """
@@ -6,12 +7,12 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import suppress
 from typing import Annotated, Any, Literal, TextIO, cast
 
 import typer
 
 from windlass.model.secrecy import Mask, mask_of
+from windlass.worker.stderr import standard_error
 
 LogFormat = Annotated[
     Literal["auto", "human", "json"], typer.Option("--log-format", help="auto: human on a terminal, JSON elsewhere.")
@@ -42,7 +43,7 @@ def configure_logs(log_format: Literal["auto", "human", "json"] = "auto") -> Non
             else structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unbreakable(sys.stderr))),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Lines())),
         cache_logger_on_first_use=True,
     )
 
@@ -81,19 +82,19 @@ def _hand_on(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> Mapp
     return line
 
 
-class _Unbreakable:
-    """Whoever reads the log may end first (`windlass worker | tee`, Ctrl-C); the worker still has work to finish."""
+class _Lines:
+    """Standard error as structlog wants it, a file. It prints a line in parts, and flushes when it is whole."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
+        self._parts: list[str] = []
 
     def write(self, text: str) -> None:
-        with suppress(OSError):
-            self._stream.write(text)
+        self._parts.append(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
+        line = "".join(self._parts)
+        self._parts.clear()
+        standard_error.write(line.encode(errors="backslashreplace"))
 
 
 def _import_structlog_without_rich() -> None:

@@ -18,6 +18,7 @@ from windlass.model.access import API_PREFIX, is_token
 from windlass.model.address import problem_of_control_plane_url
 from windlass.model.errors import BadInput, TokenRefused
 from windlass.model.worker import DEFAULT_FLEET, MAX_CONCURRENCY
+from windlass.worker.stderr import standard_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 EXIT_LOST = 3
 # From a worker's end to that of its process, for what its handlers left behind.
 END_TIMEOUT_S = 5.0
+# For the log and the reason of the end, where somebody reads them.
+LAST_WORDS_TIMEOUT_S = 3.0
 # No token of ours is longer.
 MAX_TOKEN_FILE_CHARACTERS = 1_000
 
@@ -199,8 +202,9 @@ async def _seen_through(work: "Awaitable[Ending]") -> int:
     try:
         ending = await work
     except TokenRefused as error:
+        code = _end_for_sure(EXIT_LOST)
         say(str(error))
-        return _end_for_sure(EXIT_LOST)
+        return code
     except Exception as error:
         _end_for_sure(EXIT_BAD_INPUT, error)
         raise
@@ -210,15 +214,22 @@ async def _seen_through(work: "Awaitable[Ending]") -> int:
 def _end_for_sure(code: int, error: Exception | None = None) -> int:
     """The worker has left and its tasks are given back. See to it that its process ends too.
 
-    An inline handler that ignores its cancellation, or left work in a thread, would keep Python waiting for ever.
+    An inline handler that ignores its cancellation, or left work in a thread, would keep Python waiting for ever. So
+    would last words that nobody reads.
     """
 
-    def end() -> None:
+    def say_last_words() -> None:
+        standard_error.drain()
         if error is not None:
             say(str(error) or type(error).__name__)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+
+    def end() -> None:
+        last_words = threading.Thread(target=say_last_words, daemon=True)
+        last_words.start()
+        last_words.join(LAST_WORDS_TIMEOUT_S)
         os._exit(code)
 
     # A daemon: where nothing holds Python up, it ends before the time is over, and the timer with it.

@@ -4,8 +4,8 @@ Every such process leads its own session. When it ends or is ended, whatever it 
 waiting on a pipe, kills the process group when the worker itself dies, even by SIGKILL: an orphan would hold the GPU
 that its successor needs. Out of reach is only what made a session of its own and has lost its parent.
 
-Output is passed on to our standard error and counted, memory is measured; a process that takes too much of either is
-ended, and `breach` says why. The last of the output is kept for the error message.
+Output is passed on to our standard error, as far as somebody reads that, and counted; memory is measured. A process
+that takes too much of either is ended, and `breach` says why. The last of the output is kept for the error message.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import psutil
 
 from windlass.worker.executor import Failure
+from windlass.worker.stderr import standard_error
 
 # Passed on per attempt before the attempt is ended: enough for any log, too little to fill a disk.
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
@@ -199,12 +199,8 @@ class Group(asyncio.SubprocessProtocol):
         if self._output_bytes > self._max_output_bytes:
             self._end_for("OUTPUT_LIMIT", f"more than {MAX_OUTPUT_BYTES >> 20} MiB were printed in one attempt")
             return
-        if not self._is_passed_on:
-            return
-        # Output that nobody can read any more is no reason to end the work.
-        with contextlib.suppress(OSError):
-            sys.stderr.buffer.write(data)
-            sys.stderr.flush()
+        if self._is_passed_on:
+            standard_error.write(data)
 
     async def _watch_memory(self, limit_bytes: int) -> None:
         while True:
