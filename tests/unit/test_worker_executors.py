@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,26 @@ async def test_a_process_that_died_or_flooded_while_idle_costs_no_attempt(
     assert group is not None
     await until(lambda: group.breach, "it has flooded")
     assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+
+
+UNREADABLE_IN_PYTHON = pytest.mark.parametrize(
+    ("payload", "words"),
+    [("1" * 5_001, "Exceeds the limit"), ("[" * 6_000 + "]" * 6_000, "recursion depth")],
+    ids=["a number of 5,001 digits", "6,000 nested arrays"],
+)
+
+
+@UNREADABLE_IN_PYTHON
+async def test_a_payload_that_python_cannot_read_ends_its_task_and_not_the_warm_process(
+    isolated: IsolatedExecutor, payload: str, words: str
+) -> None:
+    pid = child_pid(isolated)
+    attempt = isolated.run(replace(claim(), payload=payload), lambda *_: None)
+    found = failure(await asyncio.wait_for(attempt, PATIENCE_S))
+    assert (found.code, found.retry) == ("BAD_PAYLOAD", False)
+    assert words in found.error
+    assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+    assert child_pid(isolated) == pid
 
 
 async def test_what_is_answered_before_a_death_counts(isolated: IsolatedExecutor) -> None:
@@ -328,6 +349,15 @@ async def test_an_inline_handler_that_fails_says_how(
     assert outcome.code == code
     assert message in outcome.error
     assert outcome.retry == (code != "DO_NOT_RETRY")
+
+
+@UNREADABLE_IN_PYTHON
+async def test_a_payload_that_python_cannot_read_is_the_same_failure_inline(payload: str, words: str) -> None:
+    executor = InlineExecutor(_succeeds)
+    await executor.start()
+    found = failure(await executor.run(replace(claim(), payload=payload), lambda *_: None))
+    assert (found.code, found.retry) == ("BAD_PAYLOAD", False)
+    assert words in found.error
 
 
 async def test_an_inline_handler_succeeds_with_what_it_returns() -> None:

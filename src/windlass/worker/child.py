@@ -21,7 +21,7 @@ from typing import Any
 from windlass.model.errors import HandlerNotFound
 from windlass.worker import frames
 from windlass.worker.attempt import run_handler
-from windlass.worker.executor import Success
+from windlass.worker.executor import Outcome, Success, unreadable_payload
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
 # More often than this nobody looks; a handler that reports every iteration costs itself nothing.
@@ -43,17 +43,25 @@ class Child:
         self._send(frames.READY)
         # Ends when the parent closes the socket.
         while (frame := frames.receive(self._stream)) is not None:
-            kind, body = self._attempt(json.loads(frame[1]))
+            kind, body = self._attempt(frame[1])
             if os.getpid() != self._pid:
                 os._exit(0)
             self._send(kind, body)
 
-    def _attempt(self, given: dict[str, Any]) -> tuple[int, bytes]:
-        task = RunningTask(**given, _report=self._progress_reporter(given["claim_token"]))
-        outcome = run_handler(self._handler, task, self._max_result_bytes, self._wait_for)
+    def _attempt(self, described: bytes) -> tuple[int, bytes]:
+        outcome = self._outcome(described)
         if isinstance(outcome, Success):
             return frames.RESULT, (outcome.result or "null").encode()
         return frames.FAILED, json.dumps(asdict(outcome)).encode()
+
+    def _outcome(self, described: bytes) -> Outcome:
+        try:
+            given: dict[str, Any] = json.loads(described)
+        except (ValueError, RecursionError) as error:
+            # All but the payload is the parent's own writing.
+            return unreadable_payload(error)
+        task = RunningTask(**given, _report=self._progress_reporter(given["claim_token"]))
+        return run_handler(self._handler, task, self._max_result_bytes, self._wait_for)
 
     def _wait_for(self, result: Any) -> Any:
         return self._runner.run(_awaited(result))

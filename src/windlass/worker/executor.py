@@ -50,3 +50,8 @@ class Executor(Protocol):
 
 def time_limit_failure(limit_s: float) -> Failure:
     return Failure("TIMEOUT", f"the attempt ran longer than its limit of {limit_s:g} s and was ended")
+
+
+def unreadable_payload(error: ValueError | RecursionError) -> Failure:
+    """PostgreSQL takes numbers of more digits and deeper nesting than Python's parser: no attempt will read them."""
+    return Failure("BAD_PAYLOAD", f"the payload is more than Python's JSON parser takes ({error})", retry=False)

@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
-from windlass.worker.executor import Failure, Outcome, Success, time_limit_failure
+from windlass.worker.executor import Failure, Outcome, Success, time_limit_failure, unreadable_payload
 from windlass.worker.handler import DoNotRetry, Handler, ReportProgress, RunningTask, last_words, load_handler
 
 _NO_RESULT = Success("null")
@@ -40,10 +40,14 @@ class InlineExecutor:
         if self._handler is None:
             raise AssertionError("an attempt runs after start()")
         try:
+            payload = json.loads(claim.payload)
+        except (ValueError, RecursionError) as error:
+            return unreadable_payload(error)
+        try:
             task = RunningTask(
                 id=claim.task_id,
                 queue=claim.queue,
-                payload=json.loads(claim.payload),
+                payload=payload,
                 attempt=claim.attempt,
                 max_attempts=claim.max_attempts,
                 claim_token=str(claim.token),
