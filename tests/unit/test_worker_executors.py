@@ -236,6 +236,7 @@ async def test_a_command_that_may_not_be_executed_is_refused_with_what_to_do(tmp
         ("false", "HANDLER_ERROR", "the command exited with code 1"),
         ("sh -c 'kill -SEGV $$'", "HANDLER_ERROR", "the command was killed by SIGSEGV"),
         ("echo hello", "BAD_RESULT", "the command's output is not JSON"),
+        (r"""printf '{"name":"M\374ller"}'""", "BAD_RESULT", 'output is not UTF-8, as JSON is (byte 10): {"name":"M'),
         ("echo NaN", "BAD_RESULT", "the command's result cannot be written as JSON"),
         (r"""printf '"\\u0000"'""", "BAD_RESULT", "contains a NUL character"),
         ("cat /dev/zero", "BAD_RESULT", "the result has more than 1,048,576 bytes"),

@@ -1,4 +1,5 @@
 """Handlers that are commands: JSON in on standard input, JSON out on standard output, one process an attempt.
+Both in UTF-8; other output is refused, not guessed at.
 
 Exit code 0 means success; empty output is a null result. Any other code is a failure whose message is the end of
 standard error. WINDLASS_TASK_ID, WINDLASS_QUEUE, WINDLASS_ATTEMPT and WINDLASS_CLAIM_TOKEN stand in the environment.
@@ -65,7 +66,13 @@ class CommandExecutor:
     def _outcome(self, group: Group, returncode: int) -> Outcome:
         if returncode != 0:
             return Failure("HANDLER_ERROR", f"the command {describe_exit(returncode)}: {group.tail()}".rstrip(": "))
-        text = group.answer.decode(errors="replace").strip()
+        try:
+            text = group.answer.decode().strip()
+        except UnicodeDecodeError as error:
+            shown = group.answer[:200].decode(errors="replace")
+            return Failure(
+                "BAD_RESULT", f"the command's output is not UTF-8, as JSON is (byte {error.start:,}): {shown}"
+            )
         try:
             return Success(to_json(json.loads(text) if text else None, "the command's result", self._max_result_bytes))
         except BadInput as error:
