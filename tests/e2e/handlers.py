@@ -202,6 +202,19 @@ def hang_with_a_detached_process(task: RunningTask) -> None:
     time.sleep(600)
 
 
+def leave_a_detached_family(task: RunningTask) -> str:
+    """Three generations, each in a session of its own, that note their pids."""
+    script = 'echo $$ >> "$1"; [ "$2" = 1 ] || setsid sh -c "$0" "$0" "$1" $(($2 - 1)); sleep 600'
+    family = subprocess.Popen(["sh", "-c", script, script, task.payload["file"], "3"], start_new_session=True)
+    family.returncode = 0  # or Popen would warn that it lives on
+    return "they live on"
+
+
+def hang_with_a_detached_family(task: RunningTask) -> None:
+    leave_a_detached_family(task)
+    time.sleep(600)
+
+
 def hang_with_another_group(task: RunningTask) -> None:
     other = subprocess.Popen(["sleep", "600"], process_group=0)
     Path(task.payload["file"]).write_text(str(other.pid))
@@ -310,6 +323,8 @@ MISDEEDS: dict[str, Callable[[RunningTask], Any]] = {
     "fork and exit in the copy": fork_and_exit_in_the_copy,
     "die before its copy": die_before_its_copy,
     "hang with a detached process": hang_with_a_detached_process,
+    "leave a detached family": leave_a_detached_family,
+    "hang with a detached family": hang_with_a_detached_family,
     "hang with another group": hang_with_another_group,
     "terminate what it started": terminate_what_it_started,
     "close every file": close_every_file,

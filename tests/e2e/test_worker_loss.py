@@ -51,6 +51,20 @@ async def test_a_killed_worker_takes_its_child_along_and_its_task_goes_to_anothe
     assert await crew.status_of(hand) is WorkerStatus.TERMINATED
 
 
+@pytest.mark.parametrize("how", ["hang with a detached family", "leave a detached family"])
+async def test_a_killed_worker_takes_along_what_made_sessions_of_its_own(crew: Crew, how: str) -> None:
+    hand = await crew.hire(handler="misbehave", **SHORT_LEASE)
+    file = crew.folder / "pids"
+    task_id = await crew.enqueue({"how": how, "file": str(file)}, max_attempts=1)
+    await until(lambda: file.exists() and len(file.read_text().splitlines()) == 3, "three generations live")
+    if how.startswith("leave"):
+        assert await crew.complete(task_id) == "they live on"
+    pids = [int(pid) for pid in file.read_text().split()]
+    assert all(map(is_alive, pids))
+    hand.send(signal.SIGKILL)
+    await until(lambda: not any(map(is_alive, pids)), "nobody of them is left", timeout_s=10)
+
+
 async def test_a_worker_that_wakes_after_its_lease_touches_no_row_and_joins_again_under_a_new_name(crew: Crew) -> None:
     sleeper = await crew.hire(handler="wait_for_file_of_attempt", **SHORT_LEASE)
     lost_row = await crew.row_of(sleeper)

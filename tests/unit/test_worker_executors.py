@@ -136,7 +136,7 @@ async def test_a_payload_that_python_cannot_read_ends_its_task_and_not_the_warm_
 
 
 async def test_what_is_answered_before_a_death_counts(isolated: IsolatedExecutor) -> None:
-    for _ in range(5):
+    for _ in range(3):
         assert await run(isolated, {"how": "die after the answer"}) == Success('"answered"')
         await until(lambda: isolated._children[0]._link.is_lost, "its death is noticed")
 

@@ -24,6 +24,9 @@ from windlass.worker.attempt import run_handler
 from windlass.worker.executor import Outcome, Success, unreadable_payload
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
+# From the parent's end to our own. Others end us before, with all that was started here: if we were first, what made a
+# session of its own would have no parent any more by which it is found.
+END_DELAY_S = 0.5
 # More often than this nobody looks; a handler that reports every iteration costs itself nothing.
 PROGRESS_INTERVAL_S = 0.1
 
@@ -139,6 +142,7 @@ def main() -> None:
             sys.exit(1)
         with asyncio.Runner() as runner:
             Child(sock, handler, max_result_bytes, runner).serve()
+            time.sleep(END_DELAY_S)
 
 
 if __name__ == "__main__":

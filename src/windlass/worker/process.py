@@ -1,8 +1,9 @@
 """Processes that run what users wrote: a group of their own, limits that are kept, a sure end.
 
 Every such process leads its own session. When it ends or is ended, whatever it forked ends with it. A guard, a shell
-waiting on a pipe, kills the process group when the worker itself dies, even by SIGKILL: an orphan would hold the GPU
-that its successor needs. Out of reach is only what made a session of its own and has lost its parent.
+waiting on a pipe, does the same when the worker itself dies, even by SIGKILL: an orphan would hold the GPU that its
+successor needs. Out of reach is only what made a session of its own and has lost its parent; and, for the guard where
+there is no /proc, whatever left the process group.
 
 Output is passed on to our standard error, as far as somebody reads that, and counted; memory is measured. A process
 that takes too much of either is ended, and `breach` says why. The last of the output is kept for the error message.
@@ -35,8 +36,32 @@ GONE_CHECK_INTERVAL_S = 0.01
 
 _STDIN, _STDOUT = 0, 1
 # Service managers send SIGTERM to all processes of a worker. The guard must outlast that: the handler may.
+# Stopped, none of them forks, or collects or answers for another's end, while the others are looked for in the process
+# table: by session, and by parent. That is written with what a shell has itself, so that nothing is started for it.
+# Twenty rounds: in each the table may be in the worst order for one generation, and few families have more than five.
 # Without `--` before the group: Debian's shell takes that for a number and kills nothing.
-_GUARD = 'trap "" HUP INT TERM; read -r word || kill -KILL "-$1"'
+_GUARD = r"""
+trap "" HUP INT TERM
+read -r word && exit
+leader=$1 family=" $1 " rounds=20
+kill -STOP "-$leader"
+while [ $rounds -gt 0 ]; do
+  rounds=$((rounds - 1)) has_grown=
+  for stat in /proc/[0-9]*/stat; do
+    read -r line < "$stat" || continue
+    pid=${line%% *}
+    case $family in *" $pid "*) continue ;; esac
+    set -- ${line##*") "}
+    parent=$2 session=$4
+    case $family in *" $parent "*) ;; *) [ "$session" = "$leader" ] || continue ;; esac
+    kill -STOP "$pid"
+    family="$family$pid " has_grown=yes
+  done
+  [ "$has_grown" ] || break
+done
+kill -KILL "-$leader"
+kill -KILL $family
+"""
 
 
 class Group(asyncio.SubprocessProtocol):
