@@ -33,6 +33,8 @@ def work(task):
     print("at work on", task.id, flush=True)
     if task.payload and "env" in task.payload:
         return os.environ.get(task.payload["env"])
+    if task.payload and "names_of" in task.payload:
+        return [name for name, value in os.environ.items() if task.payload["names_of"] in value]
     go = task.payload and task.payload.get("go")
     while go and not Path(go).exists():
         time.sleep(0.01)
@@ -337,6 +339,21 @@ async def test_workers_get_the_settings_of_the_file_that_was_named_and_no_secret
     *results, url = [json.loads((await host.task(task_id)).result or "") for task_id in tasks]
     assert results == ["77.5", "on purpose", None, None, None]
     assert url.startswith("postgresql://")
+    await host.end(up)
+
+
+async def test_handlers_see_the_database_that_the_fleet_names_for_them_and_not_what_only_the_file_has(
+    host: Host, dsn: str
+) -> None:
+    own = "postgresql://handlers.own/db"
+    host.configure(env={"DATABASE_URL": own})
+    text = (host.folder / "windlass.toml").read_text()
+    (host.folder / "windlass.toml").write_text(f"database_url = {json.dumps(dsn)}\n{text}")
+    host.windlass = host.windlass.with_env(DATABASE_URL="")
+    tasks = await host.enqueue({"names_of": dsn}, {"env": "DATABASE_URL"})
+    up = host.up()
+    await host.until_status(TaskStatus.COMPLETE, *tasks)
+    assert [json.loads((await host.task(task)).result or "") for task in tasks] == [[], own]
     await host.end(up)
 
 

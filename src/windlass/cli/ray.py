@@ -9,6 +9,7 @@ import typer
 
 from windlass import __version__
 from windlass.cli.common import ConfigFile, DataDir, command, load
+from windlass.cli.hiring import Hiring
 from windlass.cli.logs import LogFormat, configure_logs
 from windlass.model.errors import BadInput
 from windlass.model.worker import DEFAULT_FLEET
@@ -65,18 +66,17 @@ async def node(
     from windlass.wire.engine import run_node
     from windlass.worker.runtime import Ending
 
-    worker_id = os.environ.pop("WINDLASS_WORKER_ID", None)
-    if worker_id is None:
+    hiring = Hiring.from_environment()
+    if hiring.worker_id is None:
         raise BadInput('a node is started by whoever hires it: set provider = "ray-local" in windlass.toml.')
-    fleet = os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET)
-    loaded = load(config, data_dir, has_fleets=False)
+    loaded = load(config, data_dir, has_fleets=False, database_url=hiring.database_url)
     if chdir is not None:
         os.chdir(chdir)
     ending = await run_node(
         loaded.config,
         NodeSettings(
-            worker_id=worker_id,
-            fleet=fleet,
+            worker_id=hiring.worker_id,
+            fleet=hiring.fleet,
             queues=tuple(queue or ()),
             address=address,
             ray=RaySettings.model_validate(json.loads(settings)),

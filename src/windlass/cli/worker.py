@@ -4,20 +4,20 @@ import contextlib
 import os
 import sys
 import threading
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from windlass import __version__
 from windlass.cli.common import EXIT_BAD_INPUT, ConfigFile, DataDir, command, load, say
+from windlass.cli.hiring import Hiring
 from windlass.cli.logs import LogFormat, configure_logs, hide
 from windlass.model.access import API_PREFIX, is_token
 from windlass.model.address import problem_of_control_plane_url
 from windlass.model.errors import BadInput, TokenRefused
-from windlass.model.worker import DEFAULT_FLEET, MAX_CONCURRENCY
+from windlass.model.worker import MAX_CONCURRENCY
 from windlass.worker.stderr import standard_error
 
 if TYPE_CHECKING:
@@ -109,12 +109,13 @@ async def worker(
     if token_file is not None and url is None:
         raise BadInput("--token-file goes with --url: say where the control plane is.")
     api_token = _api_token(url, token_file) if url is not None else ""
-    hiring = _Hiring.from_environment()
+    hiring = Hiring.from_environment()
     loaded = load(
         config,
         data_dir,
         has_fleets=False,
         **{
+            "database_url": hiring.database_url,
             "worker.heartbeat_interval_s": heartbeat_interval,
             "worker.lease_s": lease,
             "worker.timeout_s": timeout,
@@ -129,24 +130,6 @@ async def worker(
     if url is not None:
         run = partial(run_enlisted_worker, loaded.config, settings, url.rstrip("/"), api_token)
     return await _seen_through(run(handler=handler, command=exec_, is_inline=inline))
-
-
-@dataclass(frozen=True, slots=True)
-class _Hiring:
-    """What the provider that started it says of it."""
-
-    worker_id: str | None
-    fleet: str
-    needs_gpu: bool
-
-    @classmethod
-    def from_environment(cls) -> Self:
-        """Taken out of it: what a handler starts is not this worker."""
-        return cls(
-            worker_id=os.environ.pop("WINDLASS_WORKER_ID", None),
-            fleet=os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET),
-            needs_gpu=bool(os.environ.pop("WINDLASS_NEEDS_GPU", "")),
-        )
 
 
 def _check_what_runs(handler: str | None, command: str | None, is_inline: bool) -> None:
@@ -177,7 +160,7 @@ def _api_token(url: str, file: Path | None) -> str:
     return token.strip()
 
 
-def _settings(chosen: "WorkerConfig", queues: list[str], concurrency: int | None, hiring: _Hiring) -> "WorkerSettings":
+def _settings(chosen: "WorkerConfig", queues: list[str], concurrency: int | None, hiring: Hiring) -> "WorkerSettings":
     from windlass.model.task import check_queue_name
     from windlass.worker.runtime import WorkerSettings
 

@@ -1,7 +1,8 @@
 """The child process: loads the handler once, then runs one attempt after another and stays warm.
 
-It knows nothing of queues and databases, so that nothing a handler does can reach them. Whatever goes wrong inside is
-answered as FAILED; if the process itself dies, its parent sees the socket close. A copy of it that a handler forked
+It has no part in the queue: no connection to the database, no token, only a socket to its parent. Its environment is
+the parent's, with what the user put there; a DATABASE_URL among it is the handler's to use. Whatever goes wrong inside
+is answered as FAILED; if the process itself dies, its parent sees the socket close. A copy of it that a handler forked
 and that falls out of the handler ends at once and says nothing.
 """
 

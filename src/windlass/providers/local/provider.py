@@ -44,10 +44,11 @@ from windlass.providers.local.processes import HOST, Process, ProcessTable, is_a
 
 # Whatever a worker starts inherits it, `windlass` commands too, and to them a name that begins WINDLASS_ is a setting.
 MARK = "_WINDLASS_MACHINE"
-# The worker is told who it is by these, and takes them out of its environment.
+# The worker is told by these who it is and where its tasks are, and takes them out of its environment.
 WORKER_ID = "WINDLASS_WORKER_ID"
 FLEET = "WINDLASS_FLEET"
 NEEDS_GPU = "WINDLASS_NEEDS_GPU"
+DATABASE_URL = "WINDLASS_HIRED_DATABASE_URL"
 
 # Any of these takes milliseconds. Longer, and something is wrong with the host: what happened is then found out later.
 CREATE_TIMEOUT_S = 5.0
@@ -342,9 +343,9 @@ class LocalProvider:
         # For the worker's own drain: what the control loop grants it, and no more.
         environment["WINDLASS_WORKER__DRAIN_TIMEOUT_S"] = f"{self._config.stop_timeout_s:g}"
         if self._database_url is not None:
-            # Not on the command line, which everybody on this host can read.
-            environment["DATABASE_URL"] = self._database_url
-            environment.pop("WINDLASS_DATABASE_URL", None)
+            # Not on the command line, which everybody on this host can read; nor as DATABASE_URL, which handlers read:
+            # there is what stands in our environment or the fleet's, and not what only our windlass.toml has.
+            environment[DATABASE_URL] = self._database_url
         if self._config.has_gpu and self._config.engine is None:
             # What a node has is its engine's word.
             environment[NEEDS_GPU] = "yes"
