@@ -251,7 +251,7 @@ class Dispatcher:
             await self._look(seats, term)
 
     async def _look(self, seats: Seats, term: int) -> None:
-        """At Ray's nodes: remember, tell the store, drain. Raises HeadLost, LeaseLost."""
+        """At Ray's nodes: remember, tell the store, drain. Raises HeadLost."""
         now = asyncio.get_running_loop().time()
         try:
             nodes = await self._cluster.nodes()
@@ -272,6 +272,9 @@ class Dispatcher:
             self._lost_at = None
         else:
             seats.look()
+        if not self._trust.is_valid:
+            # After an outage the lease has run out, and perhaps nobody took it: what runs is not to end for that.
+            return
         config = self._dispatch.config
         try:
             barred = await self._store.report_nodes(
@@ -283,6 +286,11 @@ class Dispatcher:
                 self._nodes.report(),
             )
         except DatabaseUnavailable as error:
+            log.warning("nodes not reported", error=str(error))
+            return
+        except LeaseLost as error:
+            # It took too long to ask, or another has it: the next renewal says which.
+            self._trust.lost()
             log.warning("nodes not reported", error=str(error))
             return
         self._nodes.bar(barred)

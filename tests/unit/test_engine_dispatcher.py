@@ -1,0 +1,101 @@
+"""A dispatcher's term, in virtual time: Ray says what it is told to, the store is the one in memory."""
+
+import asyncio
+from random import Random
+from typing import Any
+
+import pytest
+
+from windlass.engine.cluster import ClusterNode
+from windlass.engine.dispatcher import LEASE_S, Dispatch, Dispatcher
+from windlass.engine.seats import Seats
+from windlass.model.config import Retention
+from windlass.model.fleet import FleetConfig
+from windlass.model.node import dispatcher_lease
+from windlass.ports.control import Candidate, LeaseLost
+from windlass.sim.loop import run, virtual_now
+from windlass.store.memory.engine import MemoryEngineStore
+
+CONFIG = FleetConfig(provider="ray", engine="ray", queues=("q",), handler="app:f")
+
+
+class Cluster:
+    """What Ray says of its nodes."""
+
+    def __init__(self, _address: str) -> None:
+        self.seen: list[ClusterNode] = []
+
+    async def nodes(self) -> list[ClusterNode]:
+        return self.seen
+
+
+class Term:
+    """A dispatcher that leads, as `run` would have it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: FleetConfig = CONFIG) -> None:
+        monkeypatch.setattr("windlass.engine.dispatcher.Cluster", Cluster)
+        self.store = MemoryEngineStore(virtual_now, Retention(), Random(1))  # noqa: S311
+        self.dispatcher = Dispatcher(Dispatch("f", config, "127.0.0.1:1", 1000, None), self.store, self._transport)
+        self.seats = Seats(self, self.dispatcher._nodes, config.ray, self._never)  # type: ignore[arg-type]
+
+    def _transport(self) -> Any:
+        raise AssertionError("nobody works here")
+
+    def _never(self, _placement: Any) -> Any:
+        raise AssertionError("nothing is placed here")
+
+    @property
+    def ray(self) -> Any:
+        return self.dispatcher._cluster
+
+    async def lead(self) -> int:
+        term = await self.dispatcher._lead()
+        assert term is not None
+        return term
+
+    async def look(self, term: int) -> None:
+        await self.dispatcher._look(self.seats, term)
+
+    async def told_of(self) -> list[str]:
+        return [worker.id for worker in await self.store.workers()]
+
+
+def node(node_id: str) -> ClusterNode:
+    return ClusterNode(node_id, True, {}, "127.0.0.1", {"CPU": 2.0}, {}, is_head=False)
+
+
+def test_after_an_outage_that_outlasted_its_lease_a_dispatcher_goes_on_if_nobody_took_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def outage() -> None:
+        bench = Term(monkeypatch)
+        term = await bench.lead()
+        bench.ray.seen = [node("id-1")]
+        await bench.look(term)
+        await asyncio.sleep(LEASE_S + 1)
+        # The database answers again, and a look comes before the next renewal.
+        bench.ray.seen.append(node("id-2"))
+        await bench.look(term)
+        assert await bench.told_of() == ["ray-f-id-1"]
+        assert await bench.lead() == term
+        await bench.look(term)
+        assert await bench.told_of() == ["ray-f-id-1", "ray-f-id-2"]
+
+    run(outage())
+
+
+def test_a_lease_that_runs_out_while_nodes_are_reported_is_judged_by_its_renewal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def slow() -> None:
+        bench = Term(monkeypatch)
+        term = await bench.lead()
+        bench.store._tables.leases.rows[dispatcher_lease("f")].expires_at = virtual_now()
+        await bench.look(term)
+        # Nothing is claimed until it is known whose it is.
+        assert not bench.dispatcher._trust.is_valid
+        assert isinstance(await bench.store.lead(Candidate("another", LEASE_S, dispatcher_lease("f"))), int)
+        with pytest.raises(LeaseLost, match="another dispatcher acts for fleet f"):
+            await bench.dispatcher._renew(term)
+
+    run(slow())
