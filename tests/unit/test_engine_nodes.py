@@ -13,7 +13,7 @@ import pytest
 from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, ClusterNode, label_value
 from windlass.engine.executor import RayExecutor
 from windlass.engine.nodes import AVOIDANCE_S, REFUSAL_S, Nodes, Outlook
-from windlass.engine.room import NodeRoom
+from windlass.engine.room import Needs, NodeRoom
 from windlass.engine.seat import NoHandler, Parting
 from windlass.engine.seats import MISFIT_DELAY_S, Seats
 from windlass.model.errors import HandlerNotFound
@@ -164,8 +164,12 @@ class Ray:
     called_back: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
+    # What it says to needs that it does not like.
+    refusals: dict[Needs, Exception] = field(default_factory=dict)
 
-    def submit(self, seat_id: str, _needs: Resources, closed: Collection[str]) -> Any:
+    def submit(self, seat_id: str, needs: Resources, closed: Collection[str]) -> Any:
+        if frozen(needs) in self.refusals:
+            raise self.refusals[frozen(needs)]
         self.closed[seat_id] = set(closed)
         self.partings[seat_id] = asyncio.get_running_loop().create_future()
         return seat_id
@@ -238,6 +242,33 @@ async def test_a_task_that_no_node_of_the_fleet_could_ever_hold_fails_at_once() 
     assert (outcome.code, outcome.retry) == ("BAD_RESOURCES", False)
     assert "CPU 8" in outcome.error
     assert not bench.ray.seats
+
+
+async def test_amounts_that_ray_refuses_fail_the_tasks_that_ask_for_them_and_no_other() -> None:
+    bench = Bench(foreign(node("id-1")))
+    bench.ray.refusals[frozen({"CPU": 1.0, "TPU": 3.0})] = ValueError("TPU must be 1, 2 or a multiple of 4")
+    neighbour = await bench.begin()
+    claim = await bench.seats.arrive(bench.ray.seats[0], "id-1")
+    assert claim is not None
+    outcome = await is_over(await bench.begin({"ray_resources": {"resources": {"TPU": 3}}}))
+    assert isinstance(outcome, Failure)
+    assert (outcome.code, outcome.retry) == ("BAD_RESOURCES", False)
+    assert "CPU 1, TPU 3 (TPU must be 1, 2 or" in outcome.error
+    bench.seats.look()
+    await bench.seats.finish(bench.ray.seats[0], claim.token, Success("1"))
+    assert await is_over(neighbour) == Success("1")
+    assert not bench.seats.counts
+
+
+async def test_a_seat_that_ray_cannot_take_at_all_is_not_its_tasks_fault() -> None:
+    bench = Bench(hired("n1"))
+    bench.ray.refusals[ONE_CPU] = RuntimeError("the driver is not connected")
+    with pytest.raises(NotBegun, match="not connected") as given_back:
+        await is_over(await bench.begin())
+    assert given_back.value.delay_s > 0
+    del bench.ray.refusals[ONE_CPU]
+    await bench.begin()
+    assert len(bench.ray.seats) == 1
 
 
 async def test_a_task_that_a_larger_node_might_hold_is_given_back_for_a_while() -> None:

@@ -60,7 +60,22 @@ def test_what_a_task_needs(payload: object, queue: str, needs: dict[str, float])
     assert needs_of(claim(payload, queue), RaySettings(queues={"big": big})) == needs
 
 
-@pytest.mark.parametrize("own", [{"num_cpus": -1}, {"cpus": 1}, {"resources": {"CPU": 1}}, "much", 4])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"num_cpus": -1},
+        {"num_cpus": float("inf")},
+        {"num_gpus": 1.5},
+        {"num_gpus": float("inf")},
+        {"memory_mb": 10**400},
+        {"cpus": 1},
+        {"resources": {"CPU": 1}},
+        {"resources": {"disk": float("inf")}},
+        "much",
+        4,
+    ],
+    ids=str,
+)
 def test_a_task_that_asks_for_what_is_no_amount_is_told_so(own: object) -> None:
     with pytest.raises(BadInput, match="the task's ray_resources.* cannot be used"):
         needs_of(claim({"ray_resources": own}), RaySettings())

@@ -330,10 +330,25 @@ class Seats:
         closed, now = self._nodes.closed, asyncio.get_running_loop().time()
         for _ in range(count):
             seat_id = secrets.token_hex(16)
-            seat = _Seat(seat_id, kind, self._hands.submit(seat_id, dict(kind), closed), now)
+            try:
+                reference = self._hands.submit(seat_id, dict(kind), closed)
+            except Exception as error:  # whatever it is, others are not to suffer from it
+                self._turn_away(kind, error)
+                return
+            seat = _Seat(seat_id, kind, reference, now)
             self._seats[seat_id] = seat
             self._roster.submitted(kind, seat)
             self._do(self._see_out(seat))
+
+    def _turn_away(self, kind: Needs, error: Exception) -> None:
+        said = f"Ray takes nothing that needs {_words(kind)} ({error})"
+        log.warning("Ray takes no seat", needs=_words(kind), error=f"{type(error).__name__}: {error}")
+        for attempt in self._roster.take_all(kind):
+            # So it says that it does not like the amounts. Its rules for them are its own, and differ by their names.
+            if isinstance(error, ValueError | TypeError | OverflowError):
+                attempt.settle(Failure("BAD_RESOURCES", said, retry=False))
+            else:
+                attempt.settle(NotBegun(said, IN_VAIN_DELAY_S))
 
     def _call_back(self, seats: Iterable[_Seat]) -> None:
         # Forgotten first: one that Ray starts just now reports in vain, so that nothing runs in what is being ended.
