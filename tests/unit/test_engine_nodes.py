@@ -405,6 +405,21 @@ async def test_a_handler_that_no_node_has_is_the_end() -> None:
         await is_over(running)
 
 
+async def test_a_handler_that_only_the_nodes_of_some_tasks_lack_is_not_the_end_of_the_others() -> None:
+    bench = Bench(foreign(node("id-small"), node("id-large", cpus=8.0)))
+    running, large = await bench.begin(), await bench.begin({"ray_resources": {"num_cpus": 8}})
+    assert await bench.seats.arrive(bench.ray.seats[0], "id-small") is not None
+    bench.ray.part(bench.ray.seats[1], NoHandler("no handler there", "id-large"))
+    await turns()
+    bench.seats.look()
+    with pytest.raises(NotBegun, match="it needs CPU 8") as given_back:
+        await is_over(large)
+    assert given_back.value.delay_s >= MISFIT_DELAY_S
+    assert not running.done()
+    # And none of its kind is claimed for a node that would refuse it.
+    assert bench.nodes.outlook(frozen({"CPU": 8.0})) is Outlook.LATER
+
+
 async def test_a_node_that_the_database_bars_gets_no_attempt_and_no_further_seat() -> None:
     bench = Bench(hired("n1", "n2"), Verdict.BARRED)
     running = await bench.begin()

@@ -32,7 +32,7 @@ class Outlook(enum.Enum):
     FITS = "an open node could hold it"
     AWAITED = "none could, but the cluster is not ours and may grow"
     LATER = "no open node could hold it now"
-    REFUSED = "those that could hold it cannot run it"
+    REFUSED = "no node of the fleet can run our tasks"
     NEVER = "it needs more than any node of the fleet has"
 
 
@@ -147,7 +147,9 @@ class Nodes:
         if left - self._refusals.keys():
             return Outlook.FITS
         if left:
-            return Outlook.REFUSED
+            # Where others run our tasks, these are not the end of it: tasks that only these could hold wait for better.
+            admitted = {node_id for node_id, node in self.alive.items() if self._is_admitted(node)}
+            return Outlook.LATER if admitted - self._refusals.keys() else Outlook.REFUSED
         if self.offer is None:
             return Outlook.LATER if fitting else Outlook.AWAITED
         return Outlook.NEVER if self.offer.lacking(needs) else Outlook.LATER

@@ -209,7 +209,7 @@ class Seats:
         is_usual = attempt.needs == frozen(self._settings.needs_of(attempt.claim.queue).as_resources())
         # Where no usual task of its queue has a place, none is claimed, and it is seen by whoever hires.
         delay_s = 0.0 if is_usual else MISFIT_DELAY_S * (1.0 + random.random() / 2)  # noqa: S311
-        return NotBegun(f"no node can hold it now: it needs {_words(attempt.needs)}", delay_s)
+        return NotBegun(f"no node can take it now: it needs {_words(attempt.needs)}", delay_s)
 
     def _seat(self, attempt: Attempt, seat: _Seat) -> None:
         self._uncount(attempt.kind)
