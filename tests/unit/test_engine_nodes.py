@@ -482,6 +482,23 @@ async def test_an_attempt_on_a_node_that_ray_has_given_up_is_over() -> None:
     assert isinstance(outcome, Failure) and (outcome.code, outcome.retry) == ("NODE_LOST", True)
 
 
+async def test_an_attempt_that_is_being_placed_on_a_node_that_is_lost_goes_to_another() -> None:
+    bench = Bench(hired("n1", "n2"))
+    running, bench.database = await bench.begin(), asyncio.Event()
+    arriving = asyncio.create_task(bench.seats.arrive(bench.ray.seats[0], "id-n1"))
+    await turns()
+    bench.nodes.see([one for one in bench.nodes.alive.values() if one.node_id != "id-n1"], {})
+    for _ in range(2):
+        bench.seats.look()
+        await turns()
+    assert (running.done(), bench.ray.called_back) == (False, [bench.ray.seats[0]])
+    bench.database.set()
+    assert await arriving is None
+    assert await bench.seats.arrive(bench.ray.seats[1], "id-n2") is not None
+    assert [placement.worker_id for placement in bench.placed] == ["n1", "n2"]
+    assert not running.done()
+
+
 async def test_seats_that_wait_when_a_node_is_lost_are_replaced_and_who_waits_goes_on_waiting() -> None:
     """Ray may be about to place them there, and would wait for that node."""
     bench = Bench(hired("n1", "n2"))

@@ -313,14 +313,24 @@ class Seats:
             if self._nodes.outlook(kind) not in (Outlook.FITS, Outlook.AWAITED):
                 for attempt in self._roster.take_all(kind):
                     self._may_wait(attempt)
-        for seat in self._seats.values():
-            if seat.attempt is not None and seat.node_id is not None and not self._nodes.is_alive(seat.node_id):
-                seat.attempt.give_up(Failure("NODE_LOST", "its node was lost: Ray has given it up"))
+        self._give_up_lost()
         if stuck_since is not None:
             self._call_back([seat for seat in self._roster.unstarted() if seat.submitted_at < stuck_since])
         self._call_back(self._roster.surplus())
         for kind in self._roster.kinds():
             self._supply(kind)
+
+    def _give_up_lost(self) -> None:
+        """What runs on nodes that are gone. What is only being placed there has not begun, and goes elsewhere."""
+        for seat in list(self._seats.values()):
+            attempt = seat.attempt
+            if attempt is None or seat.node_id is None or self._nodes.is_alive(seat.node_id):
+                continue
+            if attempt.has_begun:
+                attempt.give_up(Failure("NODE_LOST", "its node was lost: Ray has given it up"))
+            else:
+                # Whoever waits for the database's answer finds the seat over.
+                self._call_back([seat])
 
     def _supply(self, kind: Needs) -> None:
         """As many seats as there are attempts that wait."""
