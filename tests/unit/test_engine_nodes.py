@@ -296,6 +296,20 @@ async def test_of_tasks_that_wait_for_a_cluster_to_grow_only_the_margin_does() -
     assert not bench.seats.counts
 
 
+async def test_tasks_that_never_fit_take_the_margin_of_their_like_and_of_no_queue() -> None:
+    settings = RaySettings(margin=2, num_gpus=1)
+    bench = Bench(foreign(node("id-1"), settings=settings))
+    absurd = [await bench.begin({"ray_resources": {"num_cpus": 1e6 + number}}) for number in range(2)]
+    with pytest.raises(NotBegun) as given_back:
+        await is_over(await bench.begin({"ray_resources": {"num_cpus": 1e7}}))
+    assert given_back.value.delay_s >= MISFIT_DELAY_S
+    usual = [await bench.begin() for _ in range(2)]
+    with pytest.raises(NotBegun):
+        await is_over(await bench.begin())
+    assert not any(running.done() for running in (*absurd, *usual))
+    assert len(bench.ray.seats) == 4
+
+
 async def test_a_seat_runs_one_attempt_after_another_each_placed_before_it_begins() -> None:
     bench = Bench(hired("n1"))
     running = [await bench.begin() for _ in range(3)]

@@ -150,6 +150,9 @@ def test_of_a_cluster_that_may_grow_as_many_as_the_margin_wait_for_a_node() -> N
     waiting = [{Flight(frozen(CPU)): count} for count in range(4)]
     assert [free_places({}, flights, CPU, margin=2, is_awaited=True) for flights in waiting] == [2, 1, 0, 0]
     assert free_places({}, {}, CPU, margin=0, is_awaited=True) == 1
+    # It may never grow for others that wait, and for these it may.
+    others = {Flight(frozen({"CPU": 1e6})): 8, Flight(frozen({"GPU": 1.0})): 1}
+    assert free_places({}, others, {"GPU": 1.0}, margin=8, is_awaited=True) == 7
     # Full is not awaited: its places become free.
     full = {"a": NodeRoom(CPU, CPU)}
     assert free_places(full, {}, CPU, margin=2, is_awaited=False) == 2

@@ -152,6 +152,8 @@ class Seats:
         self._hands = hands
         self._nodes = nodes
         self._settings = settings
+        # What tasks of any queue need that do not say so themselves.
+        self._usual = {frozen(needs.as_resources()) for needs in (settings, *settings.queues.values())}
         self._place = place
         self._roster: Roster[Attempt, _Seat] = Roster()
         # Those that may report.
@@ -170,14 +172,20 @@ class Seats:
     def admit(self, attempt: Attempt) -> None:
         """It waits for a seat from here on, if it may expect one."""
         self.counts[attempt.kind] += 1
-        is_one_too_many = self._nodes.outlook(attempt.needs) is Outlook.AWAITED and (
-            homeless(self._nodes.rooms(), self.counts) > max(self._settings.margin, 1)
-        )
-        if is_one_too_many:
+        if self._nodes.outlook(attempt.needs) is Outlook.AWAITED and self._is_one_too_many(attempt):
             attempt.settle(self._not_now(attempt))
         elif self._may_wait(attempt):
             self._roster.wait(attempt.needs, attempt)
             self._supply(attempt.needs)
+
+    def _is_one_too_many(self, attempt: Attempt) -> bool:
+        """Of its kind; those that ask for something of their own count together, whatever that is."""
+        if attempt.needs in self._usual:
+            waiting = self.counts[Flight(attempt.needs)]
+        else:
+            own = {flight: count for flight, count in self.counts.items() if flight.needs not in self._usual}
+            waiting = homeless(self._nodes.rooms(), own)
+        return waiting > max(self._settings.margin, 1)
 
     async def end(self, attempt: Attempt) -> None:
         """Whoever waited for it does so no longer: it is ended, with its seat if it has one."""
