@@ -3,13 +3,16 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from windlass.engine import supervise
+from windlass.engine import head, supervise
 from windlass.engine.supervise import Program, Programs, kept_running
+from windlass.model.errors import WindlassError
+from windlass.worker.process import Group, start_group
 
 LIMIT_S = 20.0
 POLL_S = 0.02
@@ -57,6 +60,57 @@ async def test_one_that_never_stops_is_ended(tmp_path: Path, monkeypatch: pytest
     async with asyncio.timeout(LIMIT_S), kept_running("a", noter(notes, "a", stops_in_s=600)):
         await until(lambda: lines(notes) == ["a started"])
     assert lines(notes) == ["a started"]
+
+
+class Host:
+    """Has no process to spare the first time it is asked; then it starts what is to be started."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def start_group(self, command: Sequence[str], **how: Any) -> Group:
+        self.asked += 1
+        if self.asked == 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await start_group(command, **how)
+
+
+async def test_one_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "start_group", Host().start_group)
+    notes = tmp_path / "notes"
+    async with kept_running("a", noter(notes, "a")):
+        await until(lambda: lines(notes) == ["a started"])
+    assert lines(notes) == ["a started", "a stopped"]
+
+
+async def test_a_head_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, greeted = Host(), asyncio.Event()
+
+    async def start(_command: Sequence[str], **how: Any) -> Group:
+        return await host.start_group(("sleep", "60"), **how)
+
+    async def greet(*_: Any) -> None:
+        greeted.set()
+
+    monkeypatch.setattr(head, "start_group", start)
+    monkeypatch.setattr(head, "greet", greet)
+    died = await start_group(("false",), env=os.environ)
+    keeping = asyncio.create_task(head._keep(head.HeadAddress("127.0.0.1:1", {}), tmp_path, dict(os.environ), died))
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await greeted.wait()
+        assert (host.asked, keeping.done()) == (2, False)
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_head_that_cannot_be_started_at_first_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "start_group", Host().start_group)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(WindlassError, match="the Ray head cannot be started on this host .*temporarily unavailable"):
+        async with head.kept_head("127.0.0.1"):
+            pytest.fail("no process")
 
 
 async def test_new_ones_start_changed_ones_start_anew_and_others_end(tmp_path: Path) -> None:
