@@ -16,12 +16,15 @@ from windlass.engine import line
 from windlass.engine.cluster import label_value
 from windlass.engine.gate import Gate
 from windlass.engine.needs import needs_of
+from windlass.engine.placing import Placer
 from windlass.engine.room import Flight, Needs, NodeRoom, capacity, free_places, places
 from windlass.engine.roster import Roster
 from windlass.engine.versions import Versions, check_node_image, check_versions
 from windlass.model.errors import BadInput, ConfigError
+from windlass.model.node import Placement, Verdict
 from windlass.model.ray import RaySettings, TaskNeeds, frozen
 from windlass.model.task import Claim
+from windlass.sim.loop import run
 from windlass.worker.executor import Failure, Outcome, Success
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -403,3 +406,32 @@ async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> 
         writer.close()
     finally:
         await gate.close()
+
+
+# ----------------------------------------------------------------------------------------------------- placements
+
+
+class Placements:
+    """A database that fails on the first call, as one does that threw it out for a deadlock."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[Placement]] = []
+
+    async def place(self, placements: list[Placement]) -> dict[UUID, Verdict]:
+        self.calls.append(placements)
+        if len(self.calls) == 1:
+            raise RuntimeError("deadlock detected")
+        return {placement.token: Verdict.PLACED for placement in placements}
+
+
+def test_placements_that_the_database_fails_to_write_are_written_at_the_next_try() -> None:
+    async def place() -> None:
+        database = Placements()
+        placer = Placer(database)  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            answers = [placer.place(Placement(number, uuid4(), "n1")) for number in range(3)]
+            assert await asyncio.gather(*answers) == 3 * [Verdict.PLACED]
+        assert [len(placements) for placements in database.calls] == [3, 3]
+        await placer.close()
+
+    run(place())
