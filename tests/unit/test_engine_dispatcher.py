@@ -15,6 +15,7 @@ from windlass.model.node import dispatcher_lease
 from windlass.ports.control import Candidate, LeaseLost
 from windlass.sim.loop import run, virtual_now
 from windlass.store.memory.engine import MemoryEngineStore
+from windlass.worker.runtime import Ending
 
 CONFIG = FleetConfig(provider="ray", engine="ray", queues=("q",), handler="app:f")
 
@@ -99,3 +100,40 @@ def test_a_lease_that_runs_out_while_nodes_are_reported_is_judged_by_its_renewal
             await bench.dispatcher._renew(term)
 
     run(slow())
+
+
+class Runtime:
+    """Works until it is told to end, by us or by others."""
+
+    def __init__(self) -> None:
+        self.limits_s: list[float | None] = []
+        self.is_told = asyncio.Event()
+
+    async def work(self) -> Ending:
+        await self.is_told.wait()
+        return Ending.LEFT
+
+    def drain(self, _why: str, limit_s: float | None = None) -> None:
+        self.limits_s.append(limit_s)
+        self.is_told.set()
+
+
+@pytest.mark.parametrize("is_by_us", [False, True], ids=["others", "us"])
+def test_a_part_that_is_told_to_end_by_others_has_the_whole_start_anew_in_good_order(
+    monkeypatch: pytest.MonkeyPatch, is_by_us: bool
+) -> None:
+    async def beside() -> None:
+        dispatcher = Term(monkeypatch).dispatcher
+        told, other = Runtime(), Runtime()
+        dispatcher._runtimes.extend([told, other])  # type: ignore[list-item]
+        asyncio.get_running_loop().call_later(1, dispatcher.stop if is_by_us else told.is_told.set)
+        async with asyncio.timeout(10):
+            if is_by_us:
+                await dispatcher._run_beside()
+            else:
+                with pytest.raises(LeaseLost, match="told to end"):
+                    await dispatcher._run_beside()
+        # What runs is allowed its time.
+        assert other.limits_s[0] is None
+
+    run(beside())

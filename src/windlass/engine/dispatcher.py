@@ -174,9 +174,13 @@ class Dispatcher:
             await placer.close()
 
     async def _run_beside(self, *watches: Coroutine[Any, Any, None]) -> None:
-        """The runtimes, until all have ended, or one of them or of the watches fails: then all end at once."""
+        """The runtimes, until all have ended, or one of them or of the watches fails: then all end at once.
+
+        One that was told to end by others leaves its queues unserved: the others drain too, and LeaseLost is raised.
+        """
         working = [asyncio.create_task(runtime.work()) for runtime in self._runtimes]
         watching = [asyncio.create_task(watch) for watch in watches]
+        is_let_go = False
         try:
             pending: set[asyncio.Task[Any]] = {*working, *watching}
             while not all(task.done() for task in working):
@@ -184,6 +188,12 @@ class Dispatcher:
                 for task in done:
                     if task.result() is Ending.LOST:
                         raise LeaseLost(f"dispatcher {self._name} was declared lost, or replaced")
+                    if task.result() is Ending.LEFT and not self._stop.is_set():
+                        is_let_go = True
+                        for runtime in self._runtimes:
+                            runtime.drain("a part of this dispatcher was told to end")
+            if is_let_go:
+                raise LeaseLost(f"dispatcher {self._name} was told to end: start another")
         finally:
             for task in watching:
                 task.cancel()
