@@ -76,7 +76,7 @@ def test_a_node_that_cannot_run_our_tasks_is_passed_over_for_a_while_and_all_tog
     nodes = hired("n1", "n2", clock=clock)
     assert nodes.refuse("id-n1", "no handler there")
     assert not nodes.refuse("id-n1", "no handler there")
-    assert (nodes.closed, nodes.rooms().keys()) == ({"id-n1"}, {"id-n2"})
+    assert (nodes.closed(ONE_CPU), nodes.rooms().keys()) == ({"id-n1"}, {"id-n2"})
     assert nodes.outlook(ONE_CPU) is Outlook.FITS
     nodes.refuse("id-n2", "nor there")
     assert nodes.outlook(ONE_CPU) is Outlook.REFUSED
@@ -89,7 +89,7 @@ def test_a_node_that_the_database_bars_is_avoided_until_we_know_better() -> None
     clock = [0.0]
     nodes = hired("n1", "n2", clock=clock)
     nodes.avoid("id-n1")
-    assert (nodes.closed, nodes.rooms().keys()) == ({"id-n1"}, {"id-n2"})
+    assert (nodes.closed(ONE_CPU), nodes.rooms().keys()) == ({"id-n1"}, {"id-n2"})
     assert [nodes.worker_of(node_id) for node_id in ("id-n1", "id-n2", "id-unseen")] == [None, "n2", None]
     nodes.avoid("id-n2")
     assert nodes.outlook(ONE_CPU) is Outlook.LATER
@@ -105,7 +105,7 @@ def test_a_node_that_is_lost_is_kept_in_mind_and_one_that_was_to_end_is_not() ->
     assert not nodes.see([n1, n2, n3], {})
     assert not nodes.see([n1, n2], {})
     assert nodes.see([n2], {})
-    assert nodes.closed == {"id-n1"}
+    assert nodes.closed(ONE_CPU) == {"id-n1"}
     assert not nodes.see([n2], {})
 
 
@@ -115,8 +115,22 @@ def test_nodes_of_others_that_hold_any_of_our_queues_are_told_of_and_no_other() 
     assert [(told.worker_id, told.places) for told in nodes.report()] == [("ray-many-id-1", 3)]
     assert nodes.worker_of("id-1") == "ray-many-id-1"
     assert nodes.worker_of("id-head") is None
-    # A task that needs nothing would fit there too.
-    assert nodes.closed == {"id-head"}
+    # A task that needs nothing would fit there too. For others Ray need not be told.
+    assert (nodes.closed(frozen({})), nodes.closed(ONE_CPU)) == ({"id-head"}, set())
+
+
+def test_nodes_that_could_not_hold_a_task_anyway_are_not_named_to_ray() -> None:
+    """On a cluster of thousands of others' nodes every seat would carry their names."""
+    gpu, settings = frozen({"CPU": 1.0, "GPU": 1.0}), RaySettings(num_gpus=1)
+    strange = [node(f"id-{number}") for number in range(1000)]
+    ours = ClusterNode("id-gpu", True, {}, "127.0.0.1", {"CPU": 2.0, "GPU": 1.0}, {}, is_head=False)
+    nodes = foreign(*strange, ours, settings=settings)
+    assert nodes.closed(gpu) == set()
+    nodes.refuse("id-gpu", "no handler there")
+    assert nodes.closed(gpu) == {"id-gpu"}
+    nodes.see(strange, {})
+    assert nodes.closed(gpu) == {"id-gpu"}  # lost, and Ray may still try to reach it
+    assert len(nodes.closed(ONE_CPU)) == 1001
 
 
 def test_what_others_use_counts_from_the_first_look_and_a_moment_between_two_does_not() -> None:

@@ -64,6 +64,7 @@ class Nodes:
     # Of what was seen last; thousands of tasks ask the same.
     _rooms: dict[str, NodeRoom] | None = None
     _outlooks: dict[Needs, Outlook] = field(default_factory=dict)
+    _closed: dict[Needs, frozenset[str]] = field(default_factory=dict)
 
     # --------------------------------------------------------------------------------------------- what is learned
 
@@ -111,6 +112,7 @@ class Nodes:
     def _forget(self) -> None:
         self._rooms = None
         self._outlooks.clear()
+        self._closed.clear()
 
     # ---------------------------------------------------------------------------------------------- what is asked
 
@@ -131,10 +133,16 @@ class Nodes:
             }
         return self._rooms
 
-    @property
-    def closed(self) -> set[str]:
-        """Where Ray could place a task, or try to, that is not to run there."""
-        return (self.alive.keys() - self.rooms().keys()) | self._lost.keys()
+    def closed(self, needs: Needs) -> frozenset[str]:
+        """Where Ray could place such a task, or try to, that is not to run there."""
+        if needs not in self._closed:
+            # Only those that could hold it: on a cluster of thousands that are not for us, each seat would carry them.
+            wanted = dict(needs)
+            shut = (node_id for node_id in self.alive if node_id not in self.rooms())
+            self._closed[needs] = frozenset(
+                node_id for node_id in shut if places(self.alive[node_id].total, wanted)
+            ).union(self._lost)
+        return self._closed[needs]
 
     def outlook(self, needs: Needs) -> Outlook:
         if needs not in self._outlooks:

@@ -68,8 +68,7 @@ class Hands(Protocol):
 class Nodes(Protocol):
     """Where attempts may run: nodes.py."""
 
-    @property
-    def closed(self) -> Collection[str]: ...
+    def closed(self, needs: Needs) -> Collection[str]: ...
 
     def is_alive(self, node_id: str) -> bool: ...
 
@@ -345,7 +344,7 @@ class Seats:
         count = self._roster.missing(kind)
         if not count:
             return
-        closed, now = self._nodes.closed, asyncio.get_running_loop().time()
+        closed, now = self._nodes.closed(kind), asyncio.get_running_loop().time()
         for _ in range(count):
             seat_id = secrets.token_hex(16)
             try:
