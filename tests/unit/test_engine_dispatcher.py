@@ -102,6 +102,22 @@ def test_a_lease_that_runs_out_while_nodes_are_reported_is_judged_by_its_renewal
     run(slow())
 
 
+def test_seats_that_wait_since_a_loss_are_replaced_in_time_however_many_losses_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def losses() -> list[float | None]:
+        bench, told = Term(monkeypatch), []
+        monkeypatch.setattr(bench.seats, "look", told.append)
+        for number in range(7):
+            # Every four seconds another node takes the place of the one before it, three times.
+            bench.ray.seen = [node(f"id-{min(number, 3)}")]
+            await bench.look(1)
+            await asyncio.sleep(4)
+        return told
+
+    assert run(losses()) == [None, None, None, None, 4.0, 8.0, 12.0]
+
+
 class Runtime:
     """Works until it is told to end, by us or by others."""
 

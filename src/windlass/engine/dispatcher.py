@@ -91,8 +91,8 @@ class Dispatcher:
         self._places: list[_Places] = []
         self._drained: set[str] = set()
         self._head_silent_since: float | None = None
-        # When a node was last lost, until the seats that wait since then have been replaced.
-        self._lost_at: float | None = None
+        # When nodes were lost, until the seats that wait since then have been replaced.
+        self._losses: deque[float] = deque()
 
     def stop(self) -> None:
         """Let what runs finish, give back what has not begun, and end. A second time: give everything back."""
@@ -248,7 +248,8 @@ class Dispatcher:
             try:
                 led = await self._ask_for_lease()
             except DatabaseUnavailable as error:
-                # Nobody else can get it either. Nothing is claimed meanwhile; what runs goes on.
+                # Away for all, or for us alone: then another takes over, and what runs here runs for nothing. We cannot
+                # tell, and to end it whenever the database is away would cost more. Nothing is claimed meanwhile.
                 log.warning("lease not renewed: the database is away", error=str(error))
                 continue
             if led != term:
@@ -276,12 +277,11 @@ class Dispatcher:
         self._head_silent_since = None
         before = set(self._nodes.alive)
         if self._nodes.see(nodes, _used_by(seats.counts)):
-            self._lost_at = now
-        if self._lost_at is not None and now >= self._lost_at + STUCK_S:
-            seats.look(stuck_since=self._lost_at)
-            self._lost_at = None
-        else:
-            seats.look()
+            self._losses.append(now)
+        stuck_since = None
+        while self._losses and now >= self._losses[0] + STUCK_S:
+            stuck_since = self._losses.popleft()
+        seats.look(stuck_since)
         if not self._trust.is_valid:
             # After an outage the lease has run out, and perhaps nobody took it: what runs is not to end for that.
             return
