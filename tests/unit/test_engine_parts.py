@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import socket
+import threading
 from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine import line
+from windlass.engine import line, seat
 from windlass.engine.cluster import label_value
 from windlass.engine.gate import Gate
 from windlass.engine.needs import needs_of
@@ -276,8 +278,8 @@ def test_ray_has_a_seat_for_each_that_waits(waiting: int, seats: list[int], miss
     roster: Roster[int, int] = Roster()
     for attempt in range(waiting):
         roster.wait(ONE, attempt)
-    for seat in seats:
-        roster.submitted(ONE, seat)
+    for each in seats:
+        roster.submitted(ONE, each)
     # Those of another kind are another matter.
     roster.wait(TWO, 100)
     roster.submitted(TWO, 100)
@@ -308,9 +310,9 @@ def test_whatever_happens_seats_are_not_too_few_and_after_a_look_not_too_many(st
                 roster.submitted(each, 1000 * (number + 1) + 100 * is_large + count)
             assert not roster.missing(each)
         if step == "look":
-            for seat in roster.surplus():
+            for extra in roster.surplus():
                 for each in waiting:
-                    roster.started(each, seat)
+                    roster.started(each, extra)
             assert len(list(roster.unstarted())) == sum(map(len, waiting.values()))
     assert set(roster.kinds()) == {kind for kind, queue in waiting.items() if queue}
 
@@ -406,6 +408,20 @@ async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> 
         writer.close()
     finally:
         await gate.close()
+
+
+@pytest.mark.parametrize("end", [-1, -50, 30], ids=["at the payload's end", "in the payload", "in the line"])
+def test_orders_that_were_cut_are_not_run_and_the_process_ends(monkeypatch: pytest.MonkeyPatch, end: int) -> None:
+    orders, ended = line.orders(claim("x" * 100)), threading.Event()
+    monkeypatch.setattr("windlass.engine.seat.os._exit", lambda _code: ended.set())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        its_end = seat._Line(server.getsockname())
+        ours, _ = server.accept()
+        with ours:
+            ours.sendall(orders[:end])
+        assert ended.wait(10)
+        assert its_end._orders.empty()
+        its_end.close()
 
 
 # ----------------------------------------------------------------------------------------------------- placements

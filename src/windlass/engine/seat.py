@@ -94,9 +94,12 @@ class _Line:
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("rb") as stream:
-            while text := stream.readline():
+            # A line that was cut ends in the middle of what was said: that is not to be run.
+            while (text := stream.readline()).endswith(b"\n"):
                 said = json.loads(text)
                 body = stream.read(said["size"]) if "size" in said else None
+                if body is not None and len(body) < said["size"]:
+                    break
                 if "run" in said:
                     self._orders.put(line.read_orders(said, body))
         if not self._is_closed:
