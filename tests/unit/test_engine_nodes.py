@@ -543,6 +543,33 @@ async def test_seats_that_wait_when_a_node_is_lost_are_replaced_and_who_waits_go
     assert not running.done()
 
 
+async def test_a_seat_that_loads_the_handler_is_let_be_for_as_long_as_its_node_lives() -> None:
+    bench = Bench(hired("n1", "n2"))
+    running, later = await bench.begin(), asyncio.get_running_loop().time() + 60
+    first = bench.ray.seats[0]
+    bench.seats.loading(first, "id-n1")
+    bench.seats.loading("made up", "id-n1")
+    bench.seats.look(stuck_since=later)
+    assert bench.ray.called_back == []
+    claim = await bench.seats.arrive(first, "id-n1")
+    assert claim is not None
+    await bench.seats.finish(first, claim.token, Success("1"))
+    assert await is_over(running) == Success("1")
+    # Nor if nobody waits any more; but it goes with its node.
+    unwanted = await bench.begin()
+    second = bench.ray.seats[1]
+    bench.seats.loading(second, "id-n1")
+    unwanted.cancel()
+    await asyncio.gather(unwanted, return_exceptions=True)
+    bench.seats.look()
+    await turns()
+    assert bench.ray.called_back == []
+    bench.nodes.see([one for one in bench.nodes.alive.values() if one.node_id != "id-n1"], {})
+    bench.seats.look()
+    await turns()
+    assert bench.ray.called_back == [second]
+
+
 async def test_the_time_limit_counts_from_the_beginning_and_ends_the_seat() -> None:
     bench = Bench(hired("n1"))
     running, innocent = await bench.begin(timeout_s=0.05), await bench.begin()

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
@@ -361,6 +362,9 @@ class Desk:
         self.claims = list(claims)
         self.told: list[Any] = []
 
+    def loading(self, *loading: str) -> None:
+        self.told.append(loading)
+
     async def arrive(self, seat_id: str, node_id: str) -> Claim | None:
         return self.claims.pop(0) if (seat_id, node_id) == ("s", "n") else None
 
@@ -387,7 +391,7 @@ async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> 
 
         writer.write(line.arrival("stranger", "n"))
         assert await orders() is None
-        writer.write(line.arrival("s", "n"))
+        writer.write(line.loading("s", "n") + line.arrival("s", "n"))
         assert await orders() == first
         writer.write(line.progress("s", first.token, 0.5, "half") + line.done("s", first.token, Success(result)))
         assert await orders() == second
@@ -401,6 +405,7 @@ async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> 
         writer.write(line.done("s", second.token, Failure("X", "why")))
         assert await orders() is None
         assert desk.told == [
+            ("s", "n"),
             ("s", first.token, 0.5, "half"),
             ("s", first.token, Success(result)),
             ("s", second.token, Failure("X", "why")),
@@ -422,6 +427,28 @@ def test_orders_that_were_cut_are_not_run_and_the_process_ends(monkeypatch: pyte
         assert ended.wait(10)
         assert its_end._orders.empty()
         its_end.close()
+
+
+def test_a_seat_that_has_to_load_the_handler_says_so_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seat, "_node_id", lambda: "n")
+    monkeypatch.setattr(seat, "_handlers", {})
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as process:
+        job = seat.Job(server.getsockname(), "json:dumps", None, 1000)
+        try:
+            for number, words in enumerate(
+                [[line.loading("0", "n"), line.arrival("0", "n")], [line.arrival("1", "n")]]
+            ):
+                parting = process.submit(seat.run_seat, str(number), job)
+                if not number:
+                    ours, _ = server.accept()
+                    said = ours.makefile("rb")
+                assert [said.readline() for _ in words] == words
+                ours.sendall(line.orders(None))
+                assert parting.result(10) is None
+        finally:
+            seat._hang_up(job.gate)
+        said.close()
+        ours.close()
 
 
 # ----------------------------------------------------------------------------------------------------- placements

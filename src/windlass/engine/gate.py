@@ -24,6 +24,9 @@ log = structlog.get_logger(__name__)
 class Desk(Protocol):
     """Who knows the seats: seats.py. Of one it does not know it wants to hear nothing, and has nothing for it."""
 
+    def loading(self, seat_id: str, node_id: str) -> None:
+        """A seat gets ready on this node, which may take long."""
+
     async def arrive(self, seat_id: str, node_id: str) -> Claim | None:
         """A seat has started. Returns what it is to run; None: nothing."""
 
@@ -85,6 +88,9 @@ class Gate:
             size = size_of(said, self._max_body_bytes)
             body = None if size is None else await reader.readexactly(size)
             seat_id = said["seat"]
+            if "loading" in said:
+                self._desk.loading(seat_id, said["loading"])
+                continue
             if "progress" in said:
                 self._desk.progress(seat_id, UUID(said["progress"]), float(said["fraction"]), said["note"])
                 continue

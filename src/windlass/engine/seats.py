@@ -131,8 +131,10 @@ class _Seat:
     # By the clock of the event loop, as all times here.
     submitted_at: float
     started_at: float = 0.0
-    # None: Ray has not started it yet.
+    # None: it has not reported yet.
     node_id: str | None = None
+    # Where Ray has started it, and it imports the handler, which may take minutes.
+    loading_on: str | None = None
     attempt: Attempt | None = None
     has_served: bool = False
     is_over: bool = False
@@ -243,6 +245,10 @@ class Seats:
 
     # --------------------------------------------------------------------------------------- what the gate brings
 
+    def loading(self, seat_id: str, node_id: str) -> None:
+        if (seat := self._seats.get(seat_id)) is not None:
+            seat.loading_on = node_id
+
     async def arrive(self, seat_id: str, node_id: str) -> Claim | None:
         seat = self._seats.get(seat_id)
         if seat is None or seat.node_id is not None:
@@ -322,8 +328,8 @@ class Seats:
                     self._may_wait(attempt)
         self._give_up_lost()
         if stuck_since is not None:
-            self._call_back([seat for seat in self._roster.unstarted() if seat.submitted_at < stuck_since])
-        self._call_back(self._roster.surplus())
+            self._call_back_idle([seat for seat in self._roster.unstarted() if seat.submitted_at < stuck_since])
+        self._call_back_idle(self._roster.surplus())
         for kind in self._roster.kinds():
             self._supply(kind)
 
@@ -366,6 +372,13 @@ class Seats:
                 attempt.settle(Failure("BAD_RESOURCES", said, retry=False))
             else:
                 attempt.settle(NotBegun(said, IN_VAIN_DELAY_S))
+
+    def _call_back_idle(self, seats: Iterable[_Seat]) -> None:
+        """Those that wait in Ray. One that loads the handler is let be: the next would begin that from the start, and its
+        process stays warm for whoever comes later."""
+        self._call_back(
+            [seat for seat in seats if seat.loading_on is None or not self._nodes.is_alive(seat.loading_on)]
+        )
 
     def _call_back(self, seats: Iterable[_Seat]) -> None:
         # Forgotten first: one that Ray starts just now reports in vain, so that nothing runs in what is being ended.
