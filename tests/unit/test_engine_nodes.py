@@ -573,18 +573,21 @@ async def test_a_seat_that_loads_the_handler_is_let_be_for_as_long_as_its_node_l
 async def test_the_time_limit_counts_from_the_beginning_and_ends_the_seat() -> None:
     bench = Bench(hired("n1"))
     running, innocent = await bench.begin(timeout_s=0.05), await bench.begin()
-    first = bench.ray.seats[0]
+    first, hung_up = bench.ray.seats[0], asyncio.Event()
     bench.ray.may_end.clear()
-    claim = await bench.seats.arrive(first, "id-n1")
+    claim = await bench.seats.arrive(first, "id-n1", hung_up.set)
     assert claim is not None
     async with asyncio.timeout(LIMIT_S):
         while not bench.ray.ended:
             await asyncio.sleep(0.01)
     # It is too late to finish, and what is about to be ended gets nothing more.
     assert await bench.seats.finish(first, claim.token, Success("late")) is None
+    assert not hung_up.is_set()
     bench.ray.may_end.set()
     outcome = await is_over(running)
     assert isinstance(outcome, Failure) and outcome.code == "TIMEOUT"
+    # Ray may have been unable to end it, which it does not say.
+    assert hung_up.is_set()
     assert (bench.ray.ended, innocent.done()) == ([first], False)
 
 

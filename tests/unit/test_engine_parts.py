@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -365,7 +366,8 @@ class Desk:
     def loading(self, *loading: str) -> None:
         self.told.append(loading)
 
-    async def arrive(self, seat_id: str, node_id: str) -> Claim | None:
+    async def arrive(self, seat_id: str, node_id: str, hang_up: Callable[[], None]) -> Claim | None:
+        self.hang_up = hang_up
         return self.claims.pop(0) if (seat_id, node_id) == ("s", "n") else None
 
     async def finish(self, seat_id: str, token: UUID, outcome: Outcome) -> Claim | None:
@@ -412,6 +414,31 @@ async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> 
         ]
         writer.close()
     finally:
+        await gate.close()
+
+
+@pytest.mark.parametrize("is_at_work", [True, False], ids=["at work", "told to end"])
+async def test_the_gate_hangs_up_on_a_seat_that_must_end_and_on_no_process_that_is_free(is_at_work: bool) -> None:
+    one = claim({})
+    desk = Desk(one)
+    gate = Gate(desk, 1000)
+    reader, writer = await asyncio.open_connection(*await gate.open("127.0.0.1"))
+    try:
+        writer.write(line.arrival("s", "n"))
+        await reader.readuntil(b"\n{}")
+        if not is_at_work:
+            writer.write(line.done("s", one.token, Success("1")))
+            assert json.loads(await reader.readline()) == {"run": None}
+        desk.hang_up()
+        if is_at_work:
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+        else:
+            # It may be another seat's by now.
+            writer.write(line.arrival("another", "n"))
+            assert json.loads(await reader.readline()) == {"run": None}
+    finally:
+        writer.close()
         await gate.close()
 
 

@@ -85,6 +85,10 @@ class Nodes(Protocol):
     def why_refused(self) -> str: ...
 
 
+def _nobody() -> None:
+    """Nobody is on the line."""
+
+
 @dataclass(slots=True, eq=False)
 class Attempt:
     """One that waits for a seat, or sits. `over` is cancelled by whoever does not want to wait for it any more."""
@@ -138,6 +142,8 @@ class _Seat:
     attempt: Attempt | None = None
     has_served: bool = False
     is_over: bool = False
+    # Ends its process by another way than Ray's.
+    hang_up: Callable[[], None] = _nobody
 
 
 class Seats:
@@ -193,7 +199,10 @@ class Seats:
         if attempt.seat is None:
             self._roster.leave(attempt.needs, attempt)
         else:
-            await self._hands.end(attempt.seat.reference)
+            seat = attempt.seat
+            await self._hands.end(seat.reference)
+            # Where Ray could not end it in time, this may: the attempt is about to be made again elsewhere.
+            seat.hang_up()
 
     def dismiss(self, attempt: Attempt) -> None:
         """It is over, whatever came of it."""
@@ -249,11 +258,11 @@ class Seats:
         if (seat := self._seats.get(seat_id)) is not None:
             seat.loading_on = node_id
 
-    async def arrive(self, seat_id: str, node_id: str) -> Claim | None:
+    async def arrive(self, seat_id: str, node_id: str, hang_up: Callable[[], None] = _nobody) -> Claim | None:
         seat = self._seats.get(seat_id)
         if seat is None or seat.node_id is not None:
             return None
-        seat.node_id, seat.started_at = node_id, asyncio.get_running_loop().time()
+        seat.node_id, seat.started_at, seat.hang_up = node_id, asyncio.get_running_loop().time(), hang_up
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(UNSEEN_S):
                 while not self._nodes.is_alive(node_id):
@@ -374,8 +383,8 @@ class Seats:
                 attempt.settle(NotBegun(said, IN_VAIN_DELAY_S))
 
     def _call_back_idle(self, seats: Iterable[_Seat]) -> None:
-        """Those that wait in Ray. One that loads the handler is let be: the next would begin that from the start, and its
-        process stays warm for whoever comes later."""
+        """Those that wait in Ray. One that loads the handler is let be: the next would begin that from the start, and
+        its process stays warm for whoever comes later."""
         self._call_back(
             [seat for seat in seats if seat.loading_on is None or not self._nodes.is_alive(seat.loading_on)]
         )
