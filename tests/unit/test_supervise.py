@@ -1,6 +1,7 @@
 """Programs that are kept running: real processes that note what becomes of them in a file."""
 
 import asyncio
+import fcntl
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from windlass.engine import head, supervise
+from windlass.engine import folder, head, supervise
 from windlass.engine.supervise import Program, Programs, kept_running
 from windlass.model.errors import WindlassError
 from windlass.worker.process import Group, start_group
@@ -130,3 +131,24 @@ async def test_new_ones_start_changed_ones_start_anew_and_others_end(tmp_path: P
         await programs.close()
     assert lines(same) == ["same started", "same stopped"]
     assert lines(changed)[-1] == "third stopped"
+
+
+def test_rays_folder_is_not_taken_for_abandoned_by_one_that_looks_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def meddle(file: Any, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            folder._delete_abandoned()
+        lock(file, how)
+
+    abandoned = tmp_path / "wl-ray-abandoned"
+    abandoned.mkdir()
+    (abandoned / "owner.lock").touch()
+    monkeypatch.setattr(folder, "_PLACE", tmp_path)
+    monkeypatch.setattr(fcntl, "flock", meddle)
+    with folder.ray_folder() as ours:
+        folder._delete_abandoned()
+        assert list(tmp_path.iterdir()) == [ours]
+    assert not ours.exists()
