@@ -317,9 +317,16 @@ async def test_tasks_of_a_cluster_that_is_not_ours_belong_to_its_nodes(bed: Bed)
     """`provider = "ray"`: nobody is hired, and its nodes are told of as they are."""
     await bed.hire("n1")
     bed.settings["provider"] = "ray"
-    bed.dispatch()
-    (task,) = await bed.finished(await bed.enqueue(1))
-    assert task.worker_id == "n1"
+    dispatcher = bed.dispatch()
+    # Amounts that no larger node would make Ray accept.
+    refused = [
+        await bed.add(new_task("q", {"ray_resources": amounts}))
+        for amounts in ({"resources": {"TPU": 3}}, {"resources": {"neuron_cores": 0.5}}, {"num_gpus": 1.5})
+    ]
+    (task, *others) = await bed.finished([*await bed.enqueue(1), *refused])
+    assert (task.status, task.worker_id) == (TaskStatus.COMPLETE, "n1")
+    assert {(other.status, other.error_code) for other in others} == {(TaskStatus.FAILED, "BAD_RESOURCES")}
+    assert dispatcher.poll() is None
     workers = await bed.store.workers()
     assert {worker.id for worker in workers if worker.kind is WorkerKind.NODE} == {"n1"}  # the head can hold none
 

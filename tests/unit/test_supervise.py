@@ -1,4 +1,4 @@
-"""Programs that are kept running: real processes that note what becomes of them in a file."""
+"""Programs that are kept running: real processes that note what becomes of them in a file; and Ray's folder."""
 
 import asyncio
 import fcntl

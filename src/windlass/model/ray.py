@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from windlass.model.node import Resources
 
 _MB = 1 << 20
-# An exabyte. Ray counts memory in whole bytes, of which there may not be more than a number has room for.
+# An exabyte: more than any node has, and in bytes still a number that can be counted with.
 _MAX_MEMORY_MB = 1 << 40
 # Ray counts in steps of this size.
 SMALLEST_AMOUNT = 0.0001
