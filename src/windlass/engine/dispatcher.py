@@ -192,7 +192,7 @@ class Dispatcher:
                         is_let_go = True
                         for runtime in self._runtimes:
                             runtime.drain("a part of this dispatcher was told to end")
-            if is_let_go:
+            if is_let_go and not self._stop.is_set():
                 raise LeaseLost(f"dispatcher {self._name} was told to end: start another")
         finally:
             for task in watching:

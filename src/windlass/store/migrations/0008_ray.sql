@@ -89,6 +89,7 @@ $$;
 -- What ran is requeued, an attempt the poorer; what had not been placed is given back whole. Returns how many tasks.
 create function windlass.take_over_nodes(p_holder text, p_term bigint, p_fleet text) returns integer
 language plpgsql
+set enable_seqscan = off
 as $$
 declare
   v_node_ids text[];
