@@ -8,7 +8,7 @@ from windlass.configure import load_config
 from windlass.engine.supervise import Programs
 from windlass.engine.versions import our_versions
 from windlass.model.bootstrap import BootstrapSettings
-from windlass.model.errors import ConfigError
+from windlass.model.errors import ConfigError, WindlassError
 from windlass.model.machine import MachineRequest
 from windlass.providers.local import LocalProvider
 from windlass.wire.engine import RayBeside, check_ray, dispatchers
@@ -84,6 +84,17 @@ async def test_a_reload_that_was_refused_binds_nobody_to_its_cluster() -> None:
     with pytest.raises(ConfigError, match="ubuntu-22.04"):
         await beside.check(load_config().config.model_copy(update={"ray_address": "10.0.0.6:6379"}))
     assert beside.address is None
+
+
+async def test_a_reload_that_fails_or_comes_too_late_gives_no_fleet_a_dispatcher() -> None:
+    write(FLEET)
+    programs = Programs()
+    beside = RayBeside(programs, ADDRESS)
+    with pytest.raises(WindlassError, match="too late"):
+        async with beside.rearranged(load_config()):
+            raise WindlassError("it is too late")
+    assert beside.head() is None
+    assert not programs._kept
 
 
 def test_nodes_get_our_ray_with_what_was_asked_for_beside_it() -> None:

@@ -129,7 +129,7 @@ class RayBeside:
         self.address = address
 
     async def check(self, config: Config) -> None:
-        """Before it is arranged. Raises ConfigError, WindlassError."""
+        """Before it is rearranged. Raises ConfigError, WindlassError."""
         fleets = placed_by_ray(config)
         if fleets and (config.ray_address or self.address) is None:
             raise ConfigError(
@@ -141,17 +141,19 @@ class RayBeside:
                 f"nodes join the Ray head at {self.address}, and ray_address is now {config.ray_address}: start "
                 "`windlass up` again to change clusters."
             )
-        address = self.address or config.ray_address
         if fleets != self._arranged:
-            await check_ray(config.model_copy(update={"ray_address": address}))
-        self.address = address
+            await check_ray(config.model_copy(update={"ray_address": self.address or config.ray_address}))
 
-    def arrange(self, loaded: "Loaded") -> None:
-        """A dispatcher for each fleet: those whose settings have changed, and those not wanted any more, end in good
-        order."""
-        self._arranged = placed_by_ray(loaded.config)
-        if self.address is not None:
-            self._programs.arrange(dispatchers(loaded, self.address))
+    @asynccontextmanager
+    async def rearranged(self, loaded: "Loaded") -> AsyncIterator[str | None]:
+        """The address of the head for these fleets, if one is known. When this ends well each of them has a dispatcher:
+        those whose settings have changed, and those not wanted any more, end in good order. Otherwise nothing has
+        changed."""
+        address = self.address or loaded.config.ray_address
+        programs = dispatchers(loaded, address) if address is not None else {}
+        yield address
+        self.address, self._arranged = address, placed_by_ray(loaded.config)
+        self._programs.arrange(programs)
 
     def head(self) -> "RayHead | None":
         """For machines that join it. Its versions are ours: that was checked."""
@@ -180,7 +182,8 @@ async def ray_beside(loaded: "Loaded", dsn: str) -> AsyncIterator[RayBeside]:
         programs = Programs()
         stack.push_async_callback(programs.close)
         beside = RayBeside(programs, address)
-        beside.arrange(loaded)
+        async with beside.rearranged(loaded):
+            pass
         yield beside
 
 

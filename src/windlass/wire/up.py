@@ -5,8 +5,8 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ ACCOUNTS = (
     "runpod_endpoint",
     "runpod_ssh_key_file",
 )
+NOT_RELOADED = "configuration not reloaded, nothing changed"
 # Hands every log line to whoever asks, until they call what they got for it.
 Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
@@ -71,9 +72,25 @@ class _Current:
     as at the start: it is in use."""
 
     config: Config
+    # Of the Ray head, given or ours.
+    ray_address: str | None
 
     def with_changes_of(self, loaded: Config) -> Config:
         return self.config.model_copy(update={name: getattr(loaded, name) for name in ("fleets", *ACCOUNTS)})
+
+    @contextmanager
+    def changed_to(self, config: Config, ray_address: str | None) -> Iterator[None]:
+        """From here on; unless this ends badly, for then it is as before."""
+        before = self.config, self.ray_address
+        self.config, self.ray_address = config, ray_address
+        try:
+            yield
+        except BaseException:
+            self.config, self.ray_address = before
+            raise
+
+    def of_providers(self) -> Config:
+        return self.config.model_copy(update={"ray_address": self.ray_address})
 
 
 async def run_up(
@@ -119,15 +136,11 @@ async def run_up(
             for tell in watchers:
                 tell(summary)
 
-        current = _Current(config)
-
-        def with_ray() -> Config:
-            return current.config.model_copy(update={"ray_address": ray.address})
-
+        current = _Current(config, ray.address)
         up = Up(
             opened,
-            lambda name, fleet: fleet_cycle(name, fleet, with_ray(), opened, ourselves, instance_id),
-            lambda name, fleet: provider(name, fleet, with_ray(), instance_id),
+            lambda name, fleet: fleet_cycle(name, fleet, current.of_providers(), opened, ourselves, instance_id),
+            lambda name, fleet: provider(name, fleet, current.of_providers(), instance_id),
             tell_all,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -258,12 +271,21 @@ async def _reloading(
 ) -> AsyncIterator[None]:
     """The configuration is taken over as it is when that is wanted; wanted several times, while one is heeded, it is
     once more."""
+    import structlog
+
+    log = structlog.get_logger(__name__)
 
     async def heed() -> None:
         while True:
             await is_wanted.wait()
             is_wanted.clear()
-            await _reconfigure(up, current, load, ray)
+            try:
+                await _reconfigure(up, current, load, ray)
+            except WindlassError as error:
+                log.error(NOT_RELOADED, error=str(error))
+            except Exception:
+                # A defect; but without this loop nothing is ever reloaded again, and nobody is told why.
+                log.exception(NOT_RELOADED)
 
     heeding = asyncio.create_task(heed())
     try:
@@ -274,22 +296,15 @@ async def _reloading(
 
 
 async def _reconfigure(up: "Up", current: _Current, load: "Callable[[], Loaded]", ray: RayBeside) -> None:
-    """Fleets and their dispatchers as the configuration now is; where it cannot be used, all goes on as before."""
-    import structlog
-
-    before = current.config
-    try:
-        loaded = load()
-        config = current.with_changes_of(loaded.config)
-        check_machines_can_call(config)
-        check_keys(config)
-        await check_handlers(config)
-        await ray.check(loaded.config)
-        current.config = config
-        has_new_accounts = any(getattr(config, name) != getattr(before, name) for name in ACCOUNTS)
-        up.reconfigure(hiring_fleets(config), has_new_accounts=has_new_accounts)
-    except WindlassError as error:
-        current.config = before
-        structlog.get_logger(__name__).error("configuration not reloaded, nothing changed", error=str(error))
-    else:
-        ray.arrange(loaded)
+    """Fleets and their dispatchers as the configuration now is. Raises whatever is in the way; nothing is changed
+    then."""
+    loaded = load()
+    config = current.with_changes_of(loaded.config)
+    check_machines_can_call(config)
+    check_keys(config)
+    await check_handlers(config)
+    await ray.check(loaded.config)
+    has_new_accounts = any(getattr(config, name) != getattr(current.config, name) for name in ACCOUNTS)
+    async with ray.rearranged(loaded) as ray_address:
+        with current.changed_to(config, ray_address):
+            up.reconfigure(hiring_fleets(config), has_new_accounts=has_new_accounts)

@@ -1,0 +1,110 @@
+"""`windlass up` that is told to reload: all of the new configuration, or nothing of it, whatever goes wrong."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from windlass.configure import Loaded
+from windlass.model.config import Config
+from windlass.model.fleet import FleetConfig
+from windlass.wire import up as wire_up
+from windlass.wire.up import run_up
+
+LIMIT_S = 30.0
+FLEET = FleetConfig(provider="local", exec="true", queues=("nothing-comes",), poll_interval_s=0.2)
+
+
+class Running:
+    """An `up` in this process, with what it has logged. `config` is what it finds when it loads."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.defect: Exception | None = None
+        self.lines: list[Any] = []
+        self.has_begun = asyncio.Event()
+
+    def load(self) -> Loaded:
+        defect, self.defect = self.defect, None
+        if defect is not None:
+            raise defect
+        return Loaded(self.config, {})
+
+    def told(self, event: str) -> list[Any]:
+        return [line for line in self.lines if line["event"].startswith(event)]
+
+    async def reload(self, event: str, **changes: Any) -> Any:
+        """Its line that begins so, the next one."""
+        self.config = self.config.model_copy(update=changes)
+        before = len(self.told(event))
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: len(self.told(event)) > before, f"{event}: {self.lines}")
+        return self.told(event)[-1]
+
+
+async def until(is_so: Callable[[], bool], what: str) -> None:
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while not is_so():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pytest.fail(what)
+
+
+@pytest.fixture
+async def up(dsn: str, tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(
+        Config.model_validate({"database_url": dsn, "data_dir": tmp_path, "fleets": {"a": FLEET}})
+    ) as it:
+        yield it
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Running]:
+    """Ended in good order."""
+    it = Running(config)
+    with capture_logs() as it.lines:
+        task = asyncio.create_task(run_up(it.load, lambda _: it.has_begun.set(), is_leaving_workers=False, version="0"))
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await it.has_begun.wait()
+            yield it
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(LIMIT_S):
+                await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_whatever_goes_wrong_once_the_next_reload_is_heeded(up: Running) -> None:
+    up.defect = RuntimeError("nobody foresaw it")
+    told = await up.reload("configuration not reloaded, nothing changed")
+    assert (told["log_level"], told["exc_info"]) == ("error", True)
+    await up.reload("configuration reloaded: no fleet has changed")
+
+
+async def test_what_a_failed_reload_would_have_changed_is_changed_by_the_next(
+    up: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = "http://127.0.0.1:9/v1"
+    made: list[str] = []
+
+    def fail_at_first(name: str, fleet: FleetConfig, config: Config, instance_id: str) -> Any:
+        made.append(config.hetzner_endpoint)
+        if len(made) == 1:
+            raise RuntimeError("nobody foresaw it")
+        return provider(name, fleet, config, instance_id)
+
+    provider = wire_up.provider
+    monkeypatch.setattr(wire_up, "provider", fail_at_first)
+    await up.reload("configuration not reloaded, nothing changed", hetzner_endpoint=endpoint)
+    await up.reload("configuration reloaded")
+    # Its fleet is as it was, but what it rents with is not: its provider is another.
+    assert made == [endpoint] * 2
