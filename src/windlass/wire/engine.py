@@ -5,9 +5,9 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
@@ -120,13 +120,23 @@ async def check_ray(config: Config) -> None:
 
 
 class RayBeside:
-    """What fleets with engine = "ray" need beside their cycles: a head, if there is none, and a dispatcher each."""
+    """What fleets with engine = "ray" need beside their cycles: a head, one for all who share the database, and a
+    dispatcher each."""
 
-    def __init__(self, programs: "Programs", address: str | None) -> None:
+    def __init__(
+        self,
+        programs: "Programs",
+        use_head: Callable[[Config], AbstractAsyncContextManager[str]],
+        until_end: contextlib.AsyncExitStack,
+    ) -> None:
+        """`use_head`: gives the address of the head that was given, or of our own, and the right to it. Entered for the
+        first fleet that needs one, not before: RAY_ADDRESS may be there for others. Left with `until_end`."""
         self._programs = programs
+        self._use_head = use_head
+        self._until_end = until_end
         self._arranged: dict[str, FleetConfig] = {}
-        # Of the head, given or started.
-        self.address = address
+        # Of the head in use.
+        self.address: str | None = None
 
     async def check(self, config: Config) -> None:
         """Before it is rearranged. Raises ConfigError, WindlassError."""
@@ -148,11 +158,15 @@ class RayBeside:
     async def rearranged(self, loaded: "Loaded") -> AsyncIterator[str | None]:
         """The address of the head for these fleets, if one is known. When this ends well each of them has a dispatcher:
         those whose settings have changed, and those not wanted any more, end in good order. Otherwise nothing has
-        changed."""
-        address = self.address or loaded.config.ray_address
-        programs = dispatchers(loaded, address) if address is not None else {}
-        yield address
-        self.address, self._arranged = address, placed_by_ray(loaded.config)
+        changed. Raises ConfigError if another orchestrator has a head of its own."""
+        config, address = loaded.config, self.address
+        async with contextlib.AsyncExitStack() as taken:
+            if address is None and placed_by_ray(config):
+                address = await taken.enter_async_context(self._use_head(config))
+            programs = dispatchers(loaded, address) if address is not None else {}
+            yield address or config.ray_address
+            self._until_end.push_async_exit(taken.pop_all())
+        self.address, self._arranged = address, placed_by_ray(config)
         self._programs.arrange(programs)
 
     def head(self) -> "RayHead | None":
@@ -173,33 +187,32 @@ async def ray_beside(loaded: "Loaded", dsn: str) -> AsyncIterator[RayBeside]:
     orchestrator has one of its own."""
     from windlass.engine.supervise import Programs
 
-    config = loaded.config
-    await check_ray(config)
-    async with contextlib.AsyncExitStack() as stack:
-        address = config.ray_address
-        if placed_by_ray(config):
-            address = await stack.enter_async_context(_one_head(config, dsn))
-        programs = Programs()
-        stack.push_async_callback(programs.close)
-        beside = RayBeside(programs, address)
-        async with beside.rearranged(loaded):
-            pass
-        yield beside
+    owner, programs = asyncio.current_task(), Programs()
+    await check_ray(loaded.config)
+    async with contextlib.AsyncExitStack() as until_end:
+        beside = RayBeside(programs, lambda config: _one_head(config, dsn, owner), until_end)
+        try:
+            async with beside.rearranged(loaded):
+                pass
+            yield beside
+        finally:
+            # Before the head goes, and the right to it: they finish what runs.
+            await programs.close()
 
 
 @asynccontextmanager
-async def _one_head(config: Config, dsn: str) -> AsyncIterator[str]:
-    """The address of the one that was given, or of our own."""
+async def _one_head(config: Config, dsn: str, owner: "asyncio.Task[Any] | None") -> AsyncIterator[str]:
+    """The address of the one that was given, or of our own. `owner`: as sole_head has it."""
     from windlass.engine.head import kept_head
     from windlass.engine.sole import given_head, sole_head
     from windlass.store.control import PostgresControlStore
 
     async with PostgresControlStore(dsn, retention=config.retention, max_connections=1) as store:
         if config.ray_address is not None:
-            async with given_head(store):
+            async with given_head(store, owner=owner):
                 yield config.ray_address
         else:
-            async with sole_head(store), kept_head(config.control_plane_ip) as head:
+            async with sole_head(store, owner=owner), kept_head(config.control_plane_ip) as head:
                 yield head.address
 
 

@@ -136,7 +136,7 @@ async def run_up(
             for tell in watchers:
                 tell(summary)
 
-        current = _Current(config, ray.address)
+        current = _Current(config, ray.address or config.ray_address)
         up = Up(
             opened,
             lambda name, fleet: fleet_cycle(name, fleet, current.of_providers(), opened, ourselves, instance_id),
