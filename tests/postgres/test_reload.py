@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from windlass.configure import Loaded
-from windlass.model.config import Config
+from windlass.model.config import AlertsConfig, Config, WorkerConfig
 from windlass.model.fleet import FleetConfig
 from windlass.wire import up as wire_up
 from windlass.wire.up import run_up
@@ -108,3 +109,33 @@ async def test_what_a_failed_reload_would_have_changed_is_changed_by_the_next(
     await up.reload("configuration reloaded")
     # Its fleet is as it was, but what it rents with is not: its provider is another.
     assert made == [endpoint] * 2
+
+
+async def test_settings_that_are_read_at_the_start_only_are_named_and_the_rest_is_taken_over(up: Running) -> None:
+    alerts = AlertsConfig(webhook_url=SecretStr("https://example.com/hush"))
+    told = await up.reload(
+        "settings have changed that are read at the start only: start `windlass up` again",
+        worker=WorkerConfig(timeout_s=77),
+        alerts=alerts,
+        ray_address="10.0.0.5:6379",
+        hetzner_endpoint="http://127.0.0.1:9/v1",
+        fleets={"a": FLEET.model_copy(update={"max_workers": 2})},
+    )
+    assert (told["log_level"], told["settings"]) == ("warning", ["worker.timeout_s", "alerts.webhook_url"])
+    assert "hush" not in str(told)
+    await until(lambda: bool(up.told("configuration reloaded")), str(up.lines))
+    assert up.told("configuration reloaded")[0]["changed"] == ["a (max_workers)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("database_url", SecretStr("postgresql://me:hush@elsewhere/db")), ("data_dir", Path("/elsewhere"))],
+)
+async def test_a_reload_that_names_another_place_for_the_data_is_refused(up: Running, name: str, value: Any) -> None:
+    fleets = {"b": FLEET}
+    told = await up.reload("configuration not reloaded, nothing changed", **{name: value, "fleets": fleets})
+    assert told["error"] == (
+        f"{name} is not what it was at the start, and all that runs keeps what it knows there: put it back, or stop "
+        "`windlass up` and start it again."
+    )
+    assert not up.told("configuration reloaded")

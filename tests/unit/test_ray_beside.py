@@ -1,9 +1,11 @@
 """What is kept beside fleets whose tasks Ray places, and what is refused before anybody is hired for them."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -16,6 +18,7 @@ from windlass.engine.versions import our_versions
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import Config, Retention
 from windlass.model.errors import ConfigError, WindlassError
+from windlass.model.fleet import FleetConfig
 from windlass.model.machine import MachineRequest
 from windlass.providers.local import LocalProvider
 from windlass.store.memory.engine import MemoryEngineStore
@@ -84,10 +87,33 @@ def write(toml: str) -> None:
 )
 def test_a_dispatcher_starts_anew_when_what_it_goes_by_has_changed(before: str, after: str, is_the_same: bool) -> None:
     write(FLEET)
-    first = dispatchers(load_config(), ADDRESS)
+    first = dispatchers(load_config().config, ADDRESS)
     assert list(first) == ["a"]
     write(FLEET.replace(before, after))
-    assert (dispatchers(load_config(), ADDRESS) == first) is is_the_same
+    assert (dispatchers(load_config().config, ADDRESS) == first) is is_the_same
+
+
+def test_a_dispatcher_is_told_what_it_goes_by_and_reads_no_file() -> None:
+    of_fleet = 'engine = "ray"\nhandler = "app:work"\nqueues = ["q", "r"]\nheartbeat_interval_s = 50\nconcurrency = 3\n'
+    needs = "env = {HUSH = 'secret'}\n[fleets.b.ray]\nnode_cpus = 4\n[fleets.b.ray.queues.r]\nnum_cpus = 0.5\n"
+    write(
+        'database_url = "postgresql://me:secret@host/db"\nmax_payload_bytes = 5\n'
+        f'[fleets.b]\nprovider = "hetzner"\nheartbeat_timeout_s = 400\n{of_fleet}{needs}'
+    )
+    config = load_config().config
+    program = dispatchers(config, ADDRESS)["b"]
+    options = dict(pairwise(program.command))
+    told, meant = FleetConfig.model_validate_json(options["--settings"]), config.fleets["b"]
+    for name in ("provider", "engine", "queues", "handler", "ray", "concurrency", "heartbeat_timeout_s"):
+        assert getattr(told, name) == getattr(meant, name)
+    assert options["--config"] == os.devnull
+    assert "secret" not in " ".join(program.command)
+    expected = {
+        "DATABASE_URL": "postgresql://me:secret@host/db",
+        "WINDLASS_MAX_PAYLOAD_BYTES": "5",
+        "RAY_ADDRESS": ADDRESS,
+    }
+    assert expected.items() <= program.env.items()
 
 
 async def test_a_reload_that_would_need_a_head_or_another_one_is_refused() -> None:
@@ -122,7 +148,7 @@ async def test_a_reload_that_fails_or_comes_too_late_gives_no_fleet_a_dispatcher
     write(f'ray_address = "{ADDRESS}"\n{FLEET}')
     beside = Beside()
     with pytest.raises(WindlassError, match="too late"):
-        async with beside.rearranged(load_config()) as address:
+        async with beside.rearranged(load_config().config) as address:
             assert address == ADDRESS
             with pytest.raises(ConfigError, match="another `windlass up` .* has a Ray head"):
                 await beside.keep_another()
@@ -137,11 +163,11 @@ async def test_a_head_that_was_given_is_none_of_our_business_before_a_fleet_need
     write(plain)
     beside = Beside()
     async with sole_head(beside.leases, LEASE_S):
-        async with beside.rearranged(load_config()) as address:
+        async with beside.rearranged(load_config().config) as address:
             assert address == ADDRESS
         write(plain + FLEET)
         with pytest.raises(ConfigError, match="another `windlass up` .* keeps a Ray head of its own"):
-            async with beside.rearranged(load_config()):
+            async with beside.rearranged(load_config().config):
                 pytest.fail("two heads")
     assert not beside.programs._kept
 

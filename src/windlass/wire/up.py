@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
-from windlass.model.errors import DatabaseUnavailable, WindlassError
+from windlass.model.errors import ConfigError, DatabaseUnavailable, WindlassError
 from windlass.store.migrate import migrate
 from windlass.wire.engine import RayBeside, check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
@@ -42,6 +42,7 @@ ACCOUNTS = (
     "runpod_ssh_key_file",
 )
 NOT_RELOADED = "configuration not reloaded, nothing changed"
+READ_AT_START = "settings have changed that are read at the start only: start `windlass up` again to use them"
 # Hands every log line to whoever asks, until they call what they got for it.
 Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
@@ -68,15 +69,23 @@ async def run_cycles(config: Config) -> "list[Summary]":
 
 @dataclass
 class _Current:
-    """What providers are made with: a reload changes the fleets, and what their machines are rented with. All else is
-    as at the start: it is in use."""
+    """What providers are made with: a reload changes the fleets, what their machines are rented with, and which Ray
+    head there is while none is in use. All else is as at the start: it is in use."""
 
     config: Config
     # Of the Ray head, given or ours.
     ray_address: str | None
 
-    def with_changes_of(self, loaded: Config) -> Config:
-        return self.config.model_copy(update={name: getattr(loaded, name) for name in ("fleets", *ACCOUNTS)})
+    def with_changes_of(self, loaded: Config, *, is_head_in_use: bool) -> Config:
+        """Raises ConfigError for another database: no part of what is asked for can be had there."""
+        for name in ("database_url", "data_dir"):
+            if getattr(loaded, name) != getattr(self.config, name):
+                raise ConfigError(
+                    f"{name} is not what it was at the start, and all that runs keeps what it knows there: put it "
+                    "back, or stop `windlass up` and start it again."
+                )
+        names = ("fleets", *ACCOUNTS, *(() if is_head_in_use else ("ray_address",)))
+        return self.config.model_copy(update={name: getattr(loaded, name) for name in names})
 
     @contextmanager
     def changed_to(self, config: Config, ray_address: str | None) -> Iterator[None]:
@@ -116,8 +125,7 @@ async def run_up(
     # Before the file is read: whoever changes it while we start, and says so, is heard once we are up.
     is_reload_wanted = asyncio.Event()
     loop.add_signal_handler(signal.SIGHUP, is_reload_wanted.set)
-    loaded = load()
-    config = loaded.config
+    config = load().config
     check_machines_can_call(config)
     check_keys(config)
     await check_handlers(config)
@@ -126,7 +134,7 @@ async def run_up(
     async with (
         database(config) as dsn,
         _migrated(dsn),
-        ray_beside(loaded, dsn) as ray,
+        ray_beside(config, dsn) as ray,
         PostgresControlStore(dsn, retention=config.retention) as opened,
     ):
         ourselves, instance_id = candidate(config), await opened.instance_id()
@@ -298,13 +306,20 @@ async def _reloading(
 async def _reconfigure(up: "Up", current: _Current, load: "Callable[[], Loaded]", ray: RayBeside) -> None:
     """Fleets and their dispatchers as the configuration now is. Raises whatever is in the way; nothing is changed
     then."""
-    loaded = load()
-    config = current.with_changes_of(loaded.config)
+    import structlog
+
+    from windlass.configure import differing_keys
+
+    loaded = load().config
+    config = current.with_changes_of(loaded, is_head_in_use=ray.address is not None)
+    # Before anything is refused: what is missing may be among them.
+    if ignored := differing_keys(config, loaded):
+        structlog.get_logger(__name__).warning(READ_AT_START, settings=ignored)
     check_machines_can_call(config)
     check_keys(config)
     await check_handlers(config)
-    await ray.check(loaded.config)
+    await ray.check(loaded)
     has_new_accounts = any(getattr(config, name) != getattr(current.config, name) for name in ACCOUNTS)
-    async with ray.rearranged(loaded) as ray_address:
+    async with ray.rearranged(config) as ray_address:
         with current.changed_to(config, ray_address):
             up.reconfigure(hiring_fleets(config), has_new_accounts=has_new_accounts)
