@@ -17,6 +17,7 @@ from windlass.model.errors import BadInput, WindlassError
 from windlass.store.connect import connected
 from windlass.store.migrate import applied_migrations, migrate
 from windlass.store.postgres import PostgresStore
+from windlass.wire.beside import beside
 
 if TYPE_CHECKING:
     from windlass.store.access import PostgresAccessStore
@@ -110,12 +111,8 @@ async def database(config: Config, *, is_migrating: bool = True, may_create: boo
         await _in_thread(server.open)
         if is_migrating:
             await migrate(server.dsn)
-        reviving = asyncio.create_task(_keep_running(server, config))
-        try:
+        async with beside(_keep_running(server, config)):
             yield server.dsn
-        finally:
-            reviving.cancel()
-            await asyncio.gather(reviving, return_exceptions=True)
     finally:
         await _in_thread(server.close)
 

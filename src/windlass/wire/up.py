@@ -5,19 +5,19 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
-from windlass.model.errors import ConfigError, DatabaseUnavailable, WindlassError
+from windlass.model.errors import DatabaseUnavailable
 from windlass.store.migrate import migrate
-from windlass.wire.engine import RayBeside, check_ray, ray_beside
+from windlass.wire.beside import beside
+from windlass.wire.engine import check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
-from windlass.wire.handlers import check_handlers
 from windlass.wire.providers import check_keys, check_machines_can_call, hiring_fleets, provider
 from windlass.wire.receivers import receivers
+from windlass.wire.reload import Current, check_hiring, reloading
 from windlass.wire.stores import control_store, database, described_database
 
 if TYPE_CHECKING:
@@ -32,17 +32,6 @@ if TYPE_CHECKING:
 
 # Without a leader for so many leases before people are told: a restart and a failover take one.
 LEADER_GRACE_LEASES = 2
-# The settings with which machines are rented, beside those of their fleet.
-ACCOUNTS = (
-    "hetzner_api_token",
-    "hetzner_endpoint",
-    "hetzner_network_id",
-    "runpod_api_key",
-    "runpod_endpoint",
-    "runpod_ssh_key_file",
-)
-NOT_RELOADED = "configuration not reloaded, nothing changed"
-READ_AT_START = "settings have changed that are read at the start only: start `windlass up` again to use them"
 # Hands every log line to whoever asks, until they call what they got for it.
 Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
@@ -67,41 +56,6 @@ async def run_cycles(config: Config) -> "list[Summary]":
             await store.resign(ourselves)
 
 
-@dataclass
-class _Current:
-    """What providers are made with: a reload changes the fleets, what their machines are rented with, and which Ray
-    head there is while none is in use. All else is as at the start: it is in use."""
-
-    config: Config
-    # Of the Ray head, given or ours.
-    ray_address: str | None
-
-    def with_changes_of(self, loaded: Config, *, is_head_in_use: bool) -> Config:
-        """Raises ConfigError for another database: no part of what is asked for can be had there."""
-        for name in ("database_url", "data_dir"):
-            if getattr(loaded, name) != getattr(self.config, name):
-                raise ConfigError(
-                    f"{name} is not what it was at the start, and all that runs keeps what it knows there: put it "
-                    "back, or stop `windlass up` and start it again."
-                )
-        names = ("fleets", *ACCOUNTS, *(() if is_head_in_use else ("ray_address",)))
-        return self.config.model_copy(update={name: getattr(loaded, name) for name in names})
-
-    @contextmanager
-    def changed_to(self, config: Config, ray_address: str | None) -> Iterator[None]:
-        """From here on; unless this ends badly, for then it is as before."""
-        before = self.config, self.ray_address
-        self.config, self.ray_address = config, ray_address
-        try:
-            yield
-        except BaseException:
-            self.config, self.ray_address = before
-            raise
-
-    def of_providers(self) -> Config:
-        return self.config.model_copy(update={"ray_address": self.ray_address})
-
-
 async def run_up(
     load: "Callable[[], Loaded]",
     on_summary: "Callable[[Summary], None]",
@@ -118,7 +72,6 @@ async def run_up(
     """
     import structlog
 
-    from windlass.control.up import Up
     from windlass.store.control import PostgresControlStore
 
     loop = asyncio.get_running_loop()
@@ -126,9 +79,7 @@ async def run_up(
     is_reload_wanted = asyncio.Event()
     loop.add_signal_handler(signal.SIGHUP, is_reload_wanted.set)
     config = load().config
-    check_machines_can_call(config)
-    check_keys(config)
-    await check_handlers(config)
+    await check_hiring(config)
     # Before anything else: a port that is taken ends the matter.
     listener = open_listener(config)
     async with (
@@ -139,24 +90,14 @@ async def run_up(
     ):
         ourselves, instance_id = candidate(config), await opened.instance_id()
         watchers, told = [on_summary], receivers(config)
-
-        def tell_all(summary: "Summary") -> None:
-            for tell in watchers:
-                tell(summary)
-
-        current = _Current(config, ray.address or config.ray_address)
-        up = Up(
-            opened,
-            lambda name, fleet: fleet_cycle(name, fleet, current.of_providers(), opened, ourselves, instance_id),
-            lambda name, fleet: provider(name, fleet, current.of_providers(), instance_id),
-            tell_all,
-        )
+        current = Current(config, ray.address or config.ray_address)
+        up = _make_up(opened, current, ourselves, instance_id, watchers)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
         log = structlog.get_logger("windlass.up")
         log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
-            _reloading(up, current, load, ray, is_reload_wanted),
+            reloading(up, current, load, ray, is_reload_wanted),
             http_face(config, dsn, up, listener, version, watchers, on_link, ray.head, told) as counts,
             _alarm(config, dsn, watchers, told, counts.on_message),
             _logs_in_database(config, dsn, tap, counts.on_dropped),
@@ -172,6 +113,28 @@ async def run_up(
 async def _migrated(dsn: str) -> AsyncIterator[None]:
     await migrate(dsn)
     yield
+
+
+def _make_up(
+    store: "PostgresControlStore",
+    current: Current,
+    ourselves: "Candidate",
+    instance_id: str,
+    watchers: "Sequence[Callable[[Summary], None]]",
+) -> "Up":
+    """Which hires by what is current, and tells of each cycle whoever then watches."""
+    from windlass.control.up import Up
+
+    def tell_all(summary: "Summary") -> None:
+        for tell in watchers:
+            tell(summary)
+
+    return Up(
+        store,
+        lambda name, fleet: fleet_cycle(name, fleet, current.of_providers(), store, ourselves, instance_id),
+        lambda name, fleet: provider(name, fleet, current.of_providers(), instance_id),
+        tell_all,
+    )
 
 
 def fleet_cycle(
@@ -219,12 +182,8 @@ async def _alarm(
             on_message=on_message,
         )
         watchers.append(alarm.note)
-        telling = asyncio.create_task(alarm.run())
-        try:
+        async with beside(alarm.run()):
             yield
-        finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -239,13 +198,12 @@ async def _logs_in_database(
 
     async with PostgresLogStore(dsn, retention=config.retention, max_connections=1) as store:
         sink = LogSink(store, on_dropped)
-        untap, writing = tap(sink.take), asyncio.create_task(sink.run())
-        try:
-            yield
-        finally:
-            untap()
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
+        async with beside(sink.run()):
+            untap = tap(sink.take)
+            try:
+                yield
+            finally:
+                untap()
 
 
 @asynccontextmanager
@@ -271,55 +229,3 @@ async def _traced_cycles(
         yield
     finally:
         await asyncio.to_thread(traces.close)
-
-
-@asynccontextmanager
-async def _reloading(
-    up: "Up", current: _Current, load: "Callable[[], Loaded]", ray: RayBeside, is_wanted: asyncio.Event
-) -> AsyncIterator[None]:
-    """The configuration is taken over as it is when that is wanted; wanted several times, while one is heeded, it is
-    once more."""
-    import structlog
-
-    log = structlog.get_logger(__name__)
-
-    async def heed() -> None:
-        while True:
-            await is_wanted.wait()
-            is_wanted.clear()
-            try:
-                await _reconfigure(up, current, load, ray)
-            except WindlassError as error:
-                log.error(NOT_RELOADED, error=str(error))
-            except Exception:
-                # A defect; but without this loop nothing is ever reloaded again, and nobody is told why.
-                log.exception(NOT_RELOADED)
-
-    heeding = asyncio.create_task(heed())
-    try:
-        yield
-    finally:
-        heeding.cancel()
-        await asyncio.gather(heeding, return_exceptions=True)
-
-
-async def _reconfigure(up: "Up", current: _Current, load: "Callable[[], Loaded]", ray: RayBeside) -> None:
-    """Fleets and their dispatchers as the configuration now is. Raises whatever is in the way; nothing is changed
-    then."""
-    import structlog
-
-    from windlass.configure import differing_keys
-
-    loaded = load().config
-    config = current.with_changes_of(loaded, is_head_in_use=ray.address is not None)
-    # Before anything is refused: what is missing may be among them.
-    if ignored := differing_keys(config, loaded):
-        structlog.get_logger(__name__).warning(READ_AT_START, settings=ignored)
-    check_machines_can_call(config)
-    check_keys(config)
-    await check_handlers(config)
-    await ray.check(loaded)
-    has_new_accounts = any(getattr(config, name) != getattr(current.config, name) for name in ACCOUNTS)
-    async with ray.rearranged(config) as ray_address:
-        with current.changed_to(config, ray_address):
-            up.reconfigure(hiring_fleets(config), has_new_accounts=has_new_accounts)
