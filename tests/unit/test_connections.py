@@ -1,10 +1,12 @@
 """Whoever connects and asks nothing, against a real server with little room."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -12,27 +14,34 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import structlog
 
 from windlass.api import server
-from windlass.api.connections import FILES_KEPT, MAX_CONNECTIONS, MAX_FILES, Connections
+from windlass.api.connections import FILES_KEPT, MAX_CONNECTIONS, MAX_FILES, Connections, Patience
 from windlass.api.server import MAX_LINES, listen, serving
 
 ROOM = 20
 HALF_A_HEADER = b"GET /healthz HTTP/1.1\r\nHost: here\r\nX-Half:"
+BODY_BYTES = 100
+HALF_A_REQUEST = b"POST /healthz HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % BODY_BYTES
 WAIT_S = 10.0
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
+    """`ok`, or as many bytes as the path says."""
+    size = scope["path"].removeprefix("/bytes/")
+    body = b"x" * int(size) if size.isdigit() else b"ok"
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
 
 
 @pytest.fixture
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second for a header."""
-    monkeypatch.setattr(server, "Connections", functools.partial(Connections, header_timeout_s=0.5))
+    """Half a second for each thing that is waited for."""
+    patience = Patience(header_s=0.5, body_s=0.5, answer_s=0.5)
+    monkeypatch.setattr(server, "Connections", functools.partial(Connections, patience=patience))
 
 
 @pytest.fixture
@@ -42,6 +51,8 @@ async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
     # Whoever counted lines before is of another test.
     monkeypatch.setattr(logging.getLogger("asyncio"), "handlers", [])
     listener = listen("127.0.0.1", 0)
+    # What is not read stays with the server, and is not hidden in the system's buffers.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
     async with serving(answer, listener):
         yield listener.getsockname()[1]
 
@@ -52,6 +63,9 @@ class Caller:
 
     async def get(self) -> bytes:
         self.say(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n")
+        return await self.answer()
+
+    async def answer(self) -> bytes:
         async with asyncio.timeout(WAIT_S):
             answered = await self._reader.readuntil(b"\r\n\r\n")
             assert await self._reader.readexactly(2) == b"ok"
@@ -74,6 +88,22 @@ class Caller:
     @property
     def is_open(self) -> bool:
         return not self._reader.at_eof() and self._reader.exception() is None
+
+
+def is_connected_to(port: int) -> bool:
+    """Whether the server has a connection on this port, as the system sees it."""
+    return any(
+        found.laddr and found.laddr.port == port and found.status != psutil.CONN_LISTEN
+        for found in psutil.Process().net_connections("tcp4")
+    )
+
+
+async def all_that_comes(deaf: socket.socket) -> int:
+    size = 0
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await asyncio.get_running_loop().sock_recv(deaf, 65_536):
+            size += len(piece)
+    return size
 
 
 class Crowd(AsyncExitStack):
@@ -116,6 +146,62 @@ async def test_a_further_request_has_its_header_in_time_too_and_may_be_long_in_c
         half.say(HALF_A_HEADER)
         await half.is_cut()
         assert await idle.get() == b"HTTP/1.1 200 OK"
+
+
+@pytest.mark.usefixtures("impatience")
+async def test_a_body_arrives_in_time_though_it_was_answered_before(port: int) -> None:
+    async with Crowd() as crowd:
+        dripping = await crowd.caller(port)
+        dripping.say(HALF_A_REQUEST)
+        assert await dripping.answer() == b"HTTP/1.1 200 OK"
+
+        async def drip() -> None:
+            for _ in range(200):
+                dripping.say(b"x")
+                await asyncio.sleep(0.05)
+
+        drops = asyncio.create_task(drip())
+        await dripping.is_cut()
+        drops.cancel()
+
+
+@pytest.mark.usefixtures("impatience")
+async def test_a_body_that_was_answered_before_is_followed_by_further_requests(port: int) -> None:
+    async with Crowd() as crowd:
+        early, watch = await crowd.caller(port), await crowd.caller(port)
+        early.say(HALF_A_REQUEST)
+        assert await early.answer() == b"HTTP/1.1 200 OK"
+        early.say(b"x" * BODY_BYTES)
+        # Longer than a header may take: this one has begun none.
+        watch.say(HALF_A_HEADER)
+        await watch.is_cut()
+        assert await early.get() == b"HTTP/1.1 200 OK"
+
+
+@pytest.mark.usefixtures("impatience")
+@pytest.mark.parametrize(
+    ("size", "last_words"),
+    [(1_000_000, b""), (1_000_000, b"Connection: close\r\n"), (60_000, b"Connection: close\r\n")],
+    ids=["much", "much, then the end", "some, then the end"],
+)
+async def test_who_takes_no_answer_is_cut(port: int, size: int, last_words: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        deaf.setblocking(False)
+        await loop.sock_connect(deaf, ("127.0.0.1", port))
+        await loop.sock_sendall(deaf, b"GET /bytes/%d HTTP/1.1\r\nHost: here\r\n%b\r\n" % (size, last_words))
+        async with asyncio.timeout(WAIT_S):
+            while is_connected_to(port):
+                await asyncio.sleep(0.05)
+        assert 0 < await all_that_comes(deaf) < size
+
+
+async def test_half_a_body_makes_room_for_whoever_asks(port: int) -> None:
+    async with Crowd() as crowd:
+        for _ in range(2 * ROOM):
+            (await crowd.caller(port)).say(HALF_A_REQUEST)
+        assert await (await crowd.caller(port)).get() == b"HTTP/1.1 200 OK"
 
 
 async def test_silent_connections_make_room_for_whoever_asks(port: int) -> None:

@@ -1,14 +1,16 @@
-"""How many may be connected, and for how long without asking anything.
+"""How many may be connected, and for how long without asking anything or taking the answer.
 
-Whoever connects may say nothing, or half a request, for ever, and needs no token for it. So: a request's header arrives
-within seconds or its connection is cut; one address gets no more than its share; and where there is no room left,
-whoever has waited longest without a request makes room for the one who comes. So many connections never use up the
-files that this process may open: the database, the machines and the log need some too.
+Whoever connects may say nothing, or half a request, or never read what was asked for, and needs no token for it. So: a
+request's header arrives within seconds and its body within a minute or so, and what was answered is taken, or the
+connection is cut; one address gets no more than its share; and where there is no room left, whoever has gone longest
+without a whole request makes room for the one who comes. So many connections never use up the files that this process
+may open: the database, the machines and the log need some too.
 """
 
 import asyncio
 import resource
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -25,11 +27,22 @@ FILES_KEPT = 512
 SHARE_OF_ADDRESS = 0.5
 # A proxy on this host connects for everybody; who is behind it is not known before the header is read.
 PROXIES = ("127.0.0.1", "::1")
-# From the connection, or from the first byte of a further request, to the end of the header.
-HEADER_TIMEOUT_S = 10.0
 # What is raised to, if the system allows as much; beyond this nobody gains, and some programs loop over all of them.
 MAX_FILES = 16_384
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """For how long a connection may keep us waiting."""
+
+    # From the connection, or from the first byte of a further request, to the end of the header.
+    header_s: float = 10.0
+    # From there to the end of the body, whether or not anybody reads it: longer than the application itself waits for
+    # it, which can say so (guard.BODY_TIMEOUT_S).
+    body_s: float = 90.0
+    # Until what was sent is taken, when more is there than the system keeps for it.
+    answer_s: float = 30.0
 
 
 def raise_file_limit() -> None:
@@ -49,10 +62,10 @@ def room_for_connections() -> int:
 
 
 class Connections:
-    """Everybody who is connected, and among them, longest first, those who have no request under way."""
+    """Everybody who is connected, and among them, longest first, those of whom no whole request is under way."""
 
-    def __init__(self, limit: int, header_timeout_s: float = HEADER_TIMEOUT_S) -> None:
-        self.header_timeout_s = header_timeout_s
+    def __init__(self, limit: int, patience: Patience | None = None) -> None:
+        self.patience = patience or Patience()
         self._limit = limit
         self._limit_of_address = max(1, int(limit * SHARE_OF_ADDRESS))
         self._all: dict[Connection, str] = {}
@@ -84,7 +97,9 @@ class Connections:
         address = self._all.pop(connection, None)
         self._without_request.pop(connection, None)
         if address is not None:
-            self._of_address -= Counter([address])
+            self._of_address[address] -= 1
+            if not self._of_address[address]:
+                del self._of_address[address]  # of all addresses there are, few are here
 
     def note(self, connection: "Connection", *, has_request: bool) -> None:
         if has_request:
@@ -94,7 +109,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which waits for a header for ever, and takes whoever comes."""
+    """uvicorn's, which waits for a request, and for somebody to read its answer, for ever, and takes whoever comes."""
 
     def __init__(
         self,
@@ -106,7 +121,11 @@ class Connection(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._everybody = everybody
-        self._cut_later: asyncio.TimerHandle | None = None
+        self._patience = everybody.patience
+        # What is being waited for, and after which request.
+        self._awaited: tuple[str, object] | None = None
+        self._not_arrived: asyncio.TimerHandle | None = None
+        self._not_taken: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -115,36 +134,67 @@ class Connection(H11Protocol):
             transport.abort()
             return
         self._everybody.add(self, address)
-        self._expect_header()
+        self._await("header", self._patience.header_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._everybody.remove(self)
-        self._stop_expecting()
+        self._await_nothing()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        has_request = self.conn.their_state is not h11.IDLE
-        self._everybody.note(self, has_request=has_request)
-        if has_request:
-            self._stop_expecting()
-        elif not self.transport.is_closing():
-            self._expect_header()
+        self._look()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._everybody.note(self, has_request=self.conn.their_state is not h11.IDLE)
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_to_be_read()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._not_taken is not None:
+            self._not_taken.cancel()
+            self._not_taken = None
 
     def cut(self) -> None:
         """Without waiting until it has read what was sent."""
         self.transport.abort()
 
-    def _expect_header(self) -> None:
-        # Once for each header: a byte now and then gains no time.
-        if self._cut_later is None:
-            self._cut_later = self.loop.call_later(self._everybody.header_timeout_s, self.cut)
+    def _look(self) -> None:
+        """What is there of a request by now, and what is to be waited for."""
+        state = self.conn.their_state
+        self._everybody.note(self, has_request=state not in (h11.IDLE, h11.SEND_BODY))
+        if self.transport.is_closing():
+            self._await_nothing()
+            self._expect_to_be_read()
+        elif state is h11.SEND_BODY:
+            self._await("body", self._patience.body_s)
+        elif state is not h11.IDLE:
+            self._await_nothing()
+        elif self.cycle is None or self.conn.trailing_data[0]:
+            self._await("header", self._patience.header_s)
+        else:
+            # uvicorn counts this too, but not after a body that came later than its answer; and it would wait until
+            # the answer is read.
+            self._await("request", self.timeout_keep_alive)
 
-    def _stop_expecting(self) -> None:
-        if self._cut_later is not None:
-            self._cut_later.cancel()
-            self._cut_later = None
+    def _await(self, what: str, wait_s: float) -> None:
+        # Once for each header and each body: a byte now and then gains no time.
+        if self._awaited != (what, self.cycle):
+            self._await_nothing()
+            self._awaited = (what, self.cycle)
+            self._not_arrived = self.loop.call_later(wait_s, self.cut)
+
+    def _await_nothing(self) -> None:
+        self._awaited = None
+        if self._not_arrived is not None:
+            self._not_arrived.cancel()
+            self._not_arrived = None
+
+    def _expect_to_be_read(self) -> None:
+        if self._not_taken is None:
+            self._not_taken = self.loop.call_later(self._patience.answer_s, self.cut)

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from windlass.api.errors import ApiError, AsPage, answer_to, as_api_error
 from windlass.ports import http
 
-# Between two pieces of a body. Whoever is slower is not a worker of ours.
-BODY_TIMEOUT_S = 30.0
+# From the first look for a body to its end. Whoever is slower is not a worker of ours.
+BODY_TIMEOUT_S = 60.0
 # Unless a handler has said otherwise.
 HEADERS = {
     b"cache-control": b"no-store",
@@ -74,6 +74,8 @@ class _Exchange:
         self._send_to_client = send
         self._received_bytes = 0
         self._has_whole_body = False
+        # On the loop's clock; None: nobody has looked for a body yet.
+        self._body_due_at: float | None = None
         self._status: int | None = None
 
     async def carry_out(self) -> None:
@@ -101,8 +103,10 @@ class _Exchange:
     async def _receive(self) -> Message:
         if self._has_whole_body:
             return await self._receive_from_client()
+        if self._body_due_at is None:
+            self._body_due_at = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with asyncio.timeout_at(self._body_due_at):
                 message = await self._receive_from_client()
         except TimeoutError:
             raise ApiError(408, http.BAD_INPUT, "the request did not arrive in time.") from None

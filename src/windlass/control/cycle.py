@@ -2,7 +2,8 @@
 
 A crash at any point is repaired by the next cycle: what was decided is committed before any provider is called, and
 what a provider did is found again by listing. The database is asked a constant number of times. Whoever does not lead
-asks the provider nothing. A provider that is slow delays what was asked of it, and no cycle.
+asks the provider nothing. A provider that is slow delays what was asked of it, and a cycle only until its list, or what
+its volume holds, is unknown: less than a lease.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from windlass.control.summary import (
 from windlass.cost.ledger import settle
 from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits, Volume
 from windlass.model.snapshot import Memory, Snapshot
@@ -40,7 +42,8 @@ LIST_TIMEOUT_S = 60.0
 LIST_SHARE = 0.4
 # A cycle of many waits this long for what it began; the rest is the next one's to write down. Well below a lease.
 PATIENCE_S = 5.0
-CLOSE_TIMEOUT_S = 5.0
+# Longer than a provider needs that looks for what its machines left behind, one request a second.
+CLOSE_TIMEOUT_S = 20.0
 # Accounts closed in one cycle. Each is due about once an hour, so this is far more than come at the same time; and what
 # is left is the next cycle's.
 MAX_SETTLED = 50
@@ -83,6 +86,7 @@ class FleetCycle:
         self._changes: tuple[FleetConfig, Provider] | None = None
         # Providers that were exchanged while calls of theirs were under way.
         self._formerly: list[Provider] = []
+        self._closing: list[asyncio.Task[None]] = []
         # Term and id of the cycle whose outcomes are still to be written down.
         self._last = (0, 0)
         # The database's time, and when it was so by the loop's clock.
@@ -134,6 +138,7 @@ class FleetCycle:
         """Its providers are needed no more. Machines go on."""
         self._take_changes_over()
         await self._close_providers(*self._formerly, self._provider)
+        await asyncio.gather(*self._closing)
 
     async def _close_providers(self, *providers: Provider) -> None:
         for provider in providers:
@@ -148,41 +153,16 @@ class FleetCycle:
 
         `patience_s`: how long to wait for what was asked of the provider; a later cycle, or settle(), must then follow.
         """
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+        started = asyncio.get_running_loop().time()
         # In every line of this cycle, and of the calls it begins.
         structlog.contextvars.unbind_contextvars("cycle")
         structlog.contextvars.bind_contextvars(fleet=self.name)
         self._take_changes_over()
         late = await self._write_down_late(0.0)
-        if self._trust.remaining_s < self._list_timeout_s:
-            led = await self._store.lead(self._candidate)
-            if isinstance(led, Standby):
-                return self._stand_by(led)
-        # Machines first: what is written down after this list was asked for is judged by a later one.
-        listing = loop.time()
-        machines = await self._list_machines()
-        observing = loop.time()
-        observed = await self._store.observe(self._candidate, self.name, self._config)
+        observed = await self._observe()
         if isinstance(observed, Standby):
             return self._stand_by(observed)
-        self._trust.renewed(observing)
-        term, seen = observed
-        self._clock = (seen.now, loop.time())
-        volume, volume_problem = await self._look_at_volume(seen.memory)
-        listed_at = seen.now - timedelta(seconds=self._clock[1] - listing)
-        snapshot = replace(
-            seen,
-            machines=machines,
-            volume=volume,
-            volume_problem=volume_problem,
-            listed_at=listed_at,
-            traits=self._traits(),
-            is_winding_down=self.is_winding_down,
-            preparing=self._actor.preparing,
-            # What is stored with the cycle is read by many: the environment of workers may hold secrets.
-            settings=self._config.model_copy(update={"env": {}}),
-        )
+        term, snapshot = observed
         decided = plan(snapshot, self._config)
         try:
             cycle_id, outcomes, requeued = await self._carry_out(term, snapshot, decided, patience_s)
@@ -199,14 +179,45 @@ class FleetCycle:
             decision=decided.decision,
             hold=decided.hold.reason if decided.hold is not None else None,
             cycle_id=cycle_id,
-            duration_s=loop.time() - started,
+            duration_s=asyncio.get_running_loop().time() - started,
             actions=count_actions(decided, [*late, *outcomes], requeued),
             status=count_status(snapshot),
             hired=sum(worker.slot is not None for worker in snapshot.workers),
             machines=count_machines(snapshot),
             failures=failures_of(decided, [*late, *outcomes]),
             alerts=alerts_of(decided),
-            provider_calls=count_calls(machines is not None, [*late, *outcomes]),
+            provider_calls=count_calls(snapshot.machines is not None, [*late, *outcomes]),
+        )
+
+    async def _observe(self) -> Standby | tuple[int, Snapshot]:
+        """Our term and all that is known, if we lead. Whoever does not asks the provider nothing."""
+        loop = asyncio.get_running_loop()
+        if self._trust.remaining_s < self._list_timeout_s:
+            led = await self._store.lead(self._candidate)
+            if isinstance(led, Standby):
+                return led
+        # Machines first: what is written down after this list was asked for is judged by a later one.
+        listing = loop.time()
+        machines = await self._list_machines()
+        observing = loop.time()
+        observed = await self._store.observe(self._candidate, self.name, self._config)
+        if isinstance(observed, Standby):
+            return observed
+        self._trust.renewed(observing)
+        term, seen = observed
+        self._clock = (seen.now, loop.time())
+        volume, volume_problem = await self._look_at_volume(seen.memory)
+        return term, replace(
+            seen,
+            machines=machines,
+            volume=volume,
+            volume_problem=volume_problem,
+            listed_at=seen.now - timedelta(seconds=self._clock[1] - listing),
+            traits=self._traits(),
+            is_winding_down=self.is_winding_down,
+            preparing=self._actor.preparing,
+            # What is stored with the cycle is read by many: the environment of workers may hold secrets.
+            settings=self._config.model_copy(update={"env": {}}),
         )
 
     async def _settle_accounts(self, now: datetime) -> None:
@@ -235,7 +246,8 @@ class FleetCycle:
             self._actor.forget(late)
         if self._formerly and not self._actor.is_busy:
             former, self._formerly = self._formerly, []
-            await self._close_providers(*former)
+            self._closing = [task for task in self._closing if not task.done()]
+            self._closing.append(asyncio.create_task(self._close_providers(*former)))
         return late
 
     async def _write_down(self, outcome: Outcome) -> None:
@@ -358,12 +370,24 @@ class FleetCycle:
 async def run_once(cycles: Sequence[FleetCycle]) -> list[Summary]:
     """One cycle of each, and the end of all that they began, for whoever goes away afterwards. Closes them.
 
-    Preparations take minutes, and nobody else is there to hear of their end; but no fleet waits for another's.
+    Preparations take minutes, and nobody else is there to hear of their end; but no fleet waits for another's, and none
+    goes without its cycle because another's failed: that is raised when all have had theirs.
     """
+    summaries: list[Summary] = []
+    problems: list[Exception] = []
     try:
-        summaries = [await cycle.run() for cycle in cycles]
+        for cycle in cycles:
+            try:
+                summaries.append(await cycle.run())
+            except DatabaseUnavailable:
+                raise
+            except Exception as error:
+                problems.append(error)
         await asyncio.gather(*(cycle.settle(is_patient_with_all=True) for cycle in cycles))
     finally:
         for cycle in cycles:
+            cycle.abandon()
             await cycle.close()
+    if problems:
+        raise problems[0]
     return summaries
