@@ -40,11 +40,10 @@ async def sole_head(
     leases: Leases, lease_s: float = LEASE_S, owner: "asyncio.Task[Any] | None" = None
 ) -> AsyncIterator[None]:
     """For as long as this is open, nobody else may keep a head, or use one that was given. Raises ConfigError if
-    another does so and goes on.
+    another does so and goes on. `owner`: the task that goes on in here, and leaves; without it, the one that enters.
 
     When the right is lost all the same (we were cut off from the database for longer than the lease, and another was
-    not), what goes on in here is cancelled, and WindlassError raised. `owner`: the task in which that is, and which
-    leaves this; the one that enters it, if not another.
+    not), what goes on in here is cancelled, and WindlassError raised.
     """
     async with _held(leases, Candidate(holder_of_this_process(), lease_s, HEAD_LEASE), owner):
         yield
