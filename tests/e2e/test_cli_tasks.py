@@ -186,6 +186,20 @@ def test_a_task_is_shown_with_its_story(windlass: CommandLine) -> None:
     assert (story["error_code"], [event["code"] for event in story["events"]]) == ("CANCELLED", ["TASK_CANCELLED"])
 
 
+@pytest.mark.parametrize("payload", ["[" * 3_000 + "]" * 3_000, "9" * 5_000], ids=["nested deeply", "a long number"])
+async def test_a_task_is_shown_whatever_the_database_holds(windlass: CommandLine, dsn: str, payload: str) -> None:
+    """Python reads neither; PostgreSQL takes both."""
+    await ask(dsn, f"select windlass.enqueue('q', '{payload}')")
+    await ask(dsn, "update windlass.tasks set result = payload")
+    shown = windlass("tasks", "show", 1)
+    assert (shown.code, shown.err) == (0, "")
+    assert f"payload        {payload}\n" in shown.out
+    assert f"result         {payload}\n" in shown.out
+    as_json = windlass("tasks", "show", 1, "--json").out
+    assert as_json.endswith(f',\n  "payload": {payload},\n  "result": {payload}\n}}\n')
+    assert json.loads(as_json.replace(payload, "0"))["payload"] == 0
+
+
 async def test_failed_tasks_are_retried_by_id_and_others_are_refused(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "-", stdin="1\n2\n3\n")
     await set_status(dsn, "failed", 1, 2)
