@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from windlass.model.cost import Bill
 from windlass.model.event import Event
 from windlass.model.record import Cycle, Fleet
-from windlass.model.task import TaskSummary
+from windlass.model.task import Task, TaskSummary
 from windlass.model.worker import Worker, WorkerStatus
 
 # Nobody needs to know more exactly how many wait.
@@ -216,6 +216,12 @@ class TaskRow(TaskSummary):
 
 
 @dataclass(frozen=True, slots=True)
+class TaskInFull(Task):
+    # As of a TaskRow.
+    ready_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class LogLine:
     id: int
     at: datetime
@@ -257,7 +263,7 @@ class Reading(Protocol):
     async def tasks_at_hand_of(self, worker_id: str, limit: int) -> list[TaskRow]:
         """What a worker runs now, the oldest task first."""
 
-    async def task_row(self, task_id: int) -> TaskRow | None: ...
+    async def task_in_full(self, task_id: int) -> TaskInFull | None: ...
 
     async def tasks_page(
         self,
