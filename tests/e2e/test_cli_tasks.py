@@ -241,6 +241,21 @@ async def test_a_list_says_when_a_task_is_due_and_how_far_it_has_come(windlass: 
     assert ["queues", "q"] in [line.split() for line in windlass("workers", "show", "w1").out.splitlines()]
 
 
+async def test_a_worker_is_shown_with_what_its_machine_is_and_where(windlass: CommandLine, dsn: str) -> None:
+    windlass("db", "migrate")
+    await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
+    await ask(
+        dsn,
+        "update windlass.workers set machine_id = 'm7', instance_type = 'NVIDIA RTX A5000', place = 'EU-RO-1'",
+    )
+    shown = [line.split(maxsplit=1) for line in windlass("workers", "show", "w1").out.splitlines()]
+    assert ["machine_id", "m7"] in shown
+    assert ["instance_type", "NVIDIA RTX A5000"] in shown
+    assert ["place", "EU-RO-1"] in shown
+    worker = windlass("workers", "show", "w1", "--json").json["worker"]
+    assert (worker["instance_type"], worker["place"]) == ("NVIDIA RTX A5000", "EU-RO-1")
+
+
 async def test_finished_tasks_cannot_be_cancelled(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "-", stdin="1\n2\n")
     await set_status(dsn, "complete", 1)

@@ -174,10 +174,6 @@ class Measures:
 class WorkerRow(Worker):
     """A worker with what it has at hand. What its machine costs follows from `bill`: see cost/meter.py."""
 
-    instance_type: str | None
-    # Where its machine is, in the provider's words.
-    place: str | None
-    machine_id: str | None
     terminating_at: datetime | None
     # None for one that never beat.
     heartbeat_age_s: float | None
