@@ -1114,6 +1114,14 @@ async def test_an_adopted_machine_has_the_bill_of_the_list_it_was_found_in(
     assert view.bill == Bill(Tariff(3_600_000, "EUR", 60, PARTS), clock() - timedelta(seconds=3))
 
 
+async def test_a_price_in_no_currency_is_kept_apart_from_all_others(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.report(Created("w0", replace(PRICED, currency=None)))
+    (view,) = (await ann.observe()).workers
+    assert view.bill is not None
+    assert view.bill.tariff.currency == "XXX"  # ISO 4217
+
+
 async def test_a_price_that_comes_to_light_later_is_paid_from_the_machines_creation_on(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
