@@ -11,6 +11,7 @@ from hcloud.networks.domain import NetworkSubnet
 from hetzner_histories import HetznerHistory
 
 from hetzner_bed import Bed, request_for, virtually
+from windlass.control.cycle import CLOSE_TIMEOUT_S
 from windlass.model.cost import PricePart
 from windlass.model.errors import (
     Ambiguous,
@@ -209,11 +210,71 @@ def test_a_choice_that_does_not_exist_does_not_keep_the_others_from_being_had(wr
         for number in range(2):
             assert (await provider.create(request_for(number))).place == "nbg1"
         assert len(bed.asked("POST", "/servers")) == 3, "it is not asked for every time"
+        ((told, words),) = provider.traits.refused_choices
+        assert (told, bool(words)) == (wrong.replace("@", " in "), True)
         bed.faults.no_capacity("cx23", "nbg1", is_announced=False)
-        with pytest.raises(NoCapacity):
+        with pytest.raises(NoCapacity, match=f"none of cx23 in nbg1 now.*; {told} is refused"):
             await provider.create(request_for(2))
+        await asyncio.sleep(3600)
+        assert provider.traits.refused_choices == ()
 
     create()
+
+
+@virtually
+async def test_what_is_refused_to_one_fleet_is_not_closed_to_others() -> None:
+    bed = Bed()
+    account = bed.account()
+    red = bed.provider(account=account, choices=["cx23@fsn1", "cx23@nbg1"])
+    blue = bed.provider("blue", account=account, choices=["cx23@fsn1"])
+    bed.faults.next_create("invalid_input")  # red's own image, or its network: the vendor does not say which
+    assert (await red.create(request_for())).place == "nbg1"
+    assert (await blue.create(request_for(fleet="blue"))).place == "fsn1"
+
+
+@virtually
+async def test_when_the_last_choice_is_refused_too_the_request_is_wrong_and_all_are_asked_for_again() -> None:
+    bed = Bed()
+    provider = bed.provider(choices=["cx23@fsn1", "cx23@nbg1"])
+    bed.faults.next_create("invalid_input")
+    await provider.create(request_for())
+    bed.faults.next_create("invalid_input")
+    with pytest.raises(InvalidRequest):
+        await provider.create(request_for(1))
+    assert (await provider.create(request_for(2))).place == "fsn1"
+
+
+@virtually
+async def test_who_closes_looks_for_all_that_was_left_behind_and_is_counted_no_more() -> None:
+    bed = Bed()
+    account = bed.account()
+    bed.provider("blue", account=account)
+    red = bed.provider(account=account)
+    machines = [await red.create(request_for(number)) for number in range(10)]
+    await asyncio.sleep(60)
+    await red.list_machines()
+    await asyncio.sleep(60)
+    for address in bed.emulator.project.primary_ips.values():
+        address.is_auto_deleted = False  # as a person may set it
+    await asyncio.gather(*(red.delete(machine) for machine in machines))
+    await red.list_machines()
+    assert len(bed.emulator.project.primary_ips) == 10
+    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+        await red.close()
+    assert (len(bed.emulator.project.primary_ips), account.limiter.fleets) == (0, 1)
+
+
+@virtually
+async def test_who_is_cut_off_while_it_closes_is_counted_no_more() -> None:
+    bed = Bed()
+    account = bed.account()
+    bed.provider("blue", account=account)
+    red = bed.provider(account=account)
+    await red.create(request_for())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await red.close()
+    assert account.limiter.fleets == 1
 
 
 @virtually
@@ -645,17 +706,20 @@ async def test_a_primary_ip_that_was_left_behind_is_found_by_its_labels_and_dele
 async def test_the_address_of_a_new_server_is_labelled_at_once_and_of_one_that_is_only_deleted_too() -> None:
     bed = Bed(boot_s=0, delete_s=0, action_s=0)
     provider = bed.provider()
-    machine = await provider.create(request_for())
-    (address,) = bed.emulator.project.primary_ips.values()
-    await asyncio.sleep(5)
-    assert address.labels["windlass-worker"] == "red-0-aa"  # before anybody has listed anything
-    # As if whoever had it made had died before that. Its successor never lists it: it is told to delete it.
-    address.labels.clear()
-    address.is_auto_deleted = False
+    machines = [await provider.create(request_for(slot)) for slot in range(3)]
+    addresses = list(bed.emulator.project.primary_ips.values())
+    await asyncio.sleep(15)
+    # Before anybody has listed anything.
+    assert [address.labels["windlass-worker"] for address in addresses] == ["red-0-aa", "red-1-aa", "red-2-aa"]
+    # As if whoever had them made had died before that. Its successor never lists them: it is told to delete them.
+    for address in addresses:
+        address.labels.clear()
+        address.is_auto_deleted = False
     successor = bed.provider(list_reuse_s=0.0)
-    await successor.delete(machine)
-    await asyncio.sleep(300)
-    await _tended(successor)
+    await asyncio.gather(*map(successor.delete, machines))
+    for _ in range(2):  # deletions go before labels, which may be late for the first look
+        await asyncio.sleep(300)
+        await _tended(successor)
     assert bed.emulator.project.primary_ips == {}
 
 

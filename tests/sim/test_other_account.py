@@ -112,6 +112,27 @@ def test_nothing_is_made_in_another_account_nor_forgotten_in_the_former(vendor: 
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
+def test_a_machine_whose_creation_had_no_answer_is_not_forgotten_in_the_former_account(vendor: str) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.live(10)
+        refusal = {"code": "timeout"} if vendor == "hetzner" else {"status": 500}
+        shop.former.faults.next_create(**refusal, takes_effect=True)
+        await shop.store.enqueue(new_task("red", {}))
+        shop.is_heard = False
+        await shop.live(CYCLE_S)
+        assert machines(shop.former) == 1
+        shop.rent(shop.other, "another key")
+        await shop.live(60)
+        assert (machines(shop.other), await shop.hired(), await shop.hold()) == (0, 1, "OTHER_ACCOUNT")
+        shop.rent(shop.former, "the first key")
+        await shop.live(60)
+        assert (machines(shop.former), await shop.hired(), await shop.hold()) == (1, 1, None)
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
 def test_a_new_key_of_the_same_account_changes_nothing(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from windlass.control.cycle import FleetCycle
 from windlass.control.up import END_S, FORGOTTEN_GRACE_S, FORGOTTEN_LOOK_S, STOP_MARGIN_S, SWEEP_INTERVAL_S, Up
-from windlass.model.errors import DatabaseUnavailable
+from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, Worker, WorkerStatus
@@ -284,6 +284,42 @@ def test_a_fleet_whose_settings_nobody_knows_any_more_is_told_of() -> None:
     in_a_bed(live)
 
 
+@pytest.mark.parametrize("read", ["workers", "cycle"])
+def test_what_cannot_be_read_of_a_missing_fleet_is_read_again(read: str) -> None:
+    """As a cycle that was written by a version with other settings."""
+
+    async def live(bed: Bed) -> None:
+        with capture_logs() as lines:
+            await without_blue(bed)
+            readable = getattr(bed.store, read)
+
+            async def unreadable(*_: object) -> Any:
+                raise ValueError("a setting of another version")
+
+            setattr(bed.store, read, unreadable)
+            await asyncio.sleep(FORGOTTEN_GRACE_S / 2 + 3 * FORGOTTEN_LOOK_S)
+            assert bed.clouds["blue"].billed() != []
+            setattr(bed.store, read, readable)
+            await asyncio.sleep(FORGOTTEN_GRACE_S + 2 * FORGOTTEN_LOOK_S + SOON_S)
+        assert bed.clouds["blue"].billed() == []
+        assert any(line["log_level"] == "error" and ("exc_info" in line or "ValueError" in str(line)) for line in lines)
+
+    in_a_bed(live)
+
+
+def test_a_fleet_whose_provider_cannot_be_made_changes_nothing_and_leaves_nothing_open() -> None:
+    async def live(bed: Bed) -> None:
+        up = bed.start()
+        await asyncio.sleep(SOON_S)
+        made = bed.clouds["green"] = bed._cloud("red")
+        with pytest.raises(KeyError):
+            up.up.reconfigure({**bed.fleets, "green": config("green"), "grey": config("grey")})
+        await asyncio.sleep(0)
+        assert (up.up.fleets, made.closed) == (("red", "blue"), 1)
+
+    in_a_bed(live)
+
+
 def test_a_machine_that_no_worker_has_is_ended_before_its_fleet_is_wound_down() -> None:
     async def live(bed: Bed) -> None:
         red = bed.clouds["red"]
@@ -496,9 +532,10 @@ def test_a_configuration_that_comes_too_late_changes_nothing() -> None:
         up = bed.start()
         await asyncio.sleep(SOON_S)
         up.up.stop()
-        up.up.reconfigure(bed.fleets)
-        await up.ends_within(10.0)
-        up.up.reconfigure(bed.fleets)
+        for _ in range(2):
+            with pytest.raises(WindlassError, match="too late, we are about to end"):
+                up.up.reconfigure(bed.fleets)
+            await up.ends_within(10.0)
         with suppress(asyncio.CancelledError):
             await up.task
         assert await bed.workers() == []

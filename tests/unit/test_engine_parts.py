@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
@@ -86,6 +87,12 @@ def test_what_a_task_needs(payload: object, queue: str, needs: dict[str, float])
 def test_a_task_that_asks_for_what_is_no_amount_is_told_so(own: object) -> None:
     with pytest.raises(BadInput, match="the task's ray_resources.* cannot be used"):
         needs_of(claim({"ray_resources": own}), RaySettings())
+
+
+@pytest.mark.parametrize("odd", ["[" * 3_000 + "]" * 3_000, "9" * 5_000], ids=["nested deeply", "a long number"])
+def test_a_task_whose_payload_python_does_not_read_is_told_so(odd: str) -> None:
+    with pytest.raises(BadInput, match="JSON that Python does not read"):
+        needs_of(replace(claim(None), payload=f'{{"ray_resources": {{}}, "odd": {odd}}}'), RaySettings())
 
 
 def test_queues_that_need_the_same_share_their_places() -> None:

@@ -330,6 +330,17 @@ def test_the_vendor_may_say_how_long_to_wait() -> None:
     assert run(pause()) == 33
 
 
+def test_a_very_long_pause_is_known_as_it_was_asked_for_and_what_is_urgent_goes_sooner() -> None:
+    async def pause() -> tuple[float, float]:
+        limiter, loop = Limiter(), asyncio.get_running_loop()
+        limiter.learn(429, {"Retry-After": "3600"})
+        asked_s = limiter.pause_s
+        await limiter.wait(3600, is_urgent=True)
+        return asked_s, loop.time()
+
+    assert run(pause()) == (3600, PAUSE_LONGEST_S)
+
+
 def test_where_little_is_left_of_the_vendors_allowance_we_take_half() -> None:
     async def waited(headers: dict[str, str]) -> float:
         limiter, loop = Limiter(), asyncio.get_running_loop()

@@ -747,6 +747,43 @@ def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account(
     assert plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU).hold is None
 
 
+@pytest.mark.parametrize("code", ["LIST_SHRANK", "TOO_MANY_STRAYS", "OTHER_ACCOUNT"])
+def test_what_a_list_told_us_stops_us_while_the_next_one_cannot_be_had(code: str) -> None:
+    """A provider in trouble answers with short lists, and with none, in turn."""
+    cloud = ProviderTraits(absence_grace_s=60, is_remote=True)
+    busy = [worker(f"w{n}", n, created=900, running=(task(n),)) for n in range(4)]
+    idle = worker("i", 0, "terminating", created=900, terminating=50)
+    listed = {
+        "LIST_SHRANK": snapshot(*busy, machines=(), traits=cloud, queued=9),
+        "TOO_MANY_STRAYS": snapshot(machines=strays(4), queued=9),
+        "OTHER_ACCOUNT": snapshot(idle, machines=(), traits=cloud, memory={"missing_since": {"i": ago(60)}}),
+    }[code]
+    config = fleet(max_workers=20)
+    first = plan(listed, config)
+    assert first.hold is not None
+    assert first.hold.code == code
+    unlisted = replace(listed, machines=None, memory=first.memory)
+    for _ in range(3):
+        planned = plan(unlisted, config)
+        assert planned.hold is not None
+        assert (planned.hold.code, planned.hold.is_total) == (code, first.hold.is_total)
+        assert kinds(planned) == []
+        unlisted = replace(unlisted, memory=planned.memory)
+    assert kinds(plan(replace(listed, memory=unlisted.memory), config)) == []  # told already
+
+
+def test_doubts_about_strays_end_without_a_list_too() -> None:
+    memory = {"strays_doubted_since": ago(3600)}
+    assert plan(snapshot(machines=None, memory=memory), LOCAL).hold is None
+
+
+def test_one_that_is_not_listed_stops_nothing_while_others_were_and_no_list_can_be_had() -> None:
+    cloud = ProviderTraits(absence_grace_s=60, is_remote=True)
+    views = (worker("a", 0, created=900), worker("b", 1, created=900))
+    memory = {"missing_since": {"a": ago(90)}}
+    assert plan(snapshot(*views, machines=None, traits=cloud, memory=memory), GPU).hold is None
+
+
 def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() -> None:
     cloud = ProviderTraits(absence_grace_s=60, is_remote=True, key_hash="new")
     booting = worker("a", 0, "spawning", created=5, heartbeat=None)
@@ -761,8 +798,16 @@ def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() 
     unlisted = plan(replace(seen, machines=None), fleet(max_workers=9))
     assert unlisted.hold is not None
     assert (unlisted.hold.code, kinds(unlisted)) == ("OTHER_ACCOUNT", [])
+    # A creation without an answer may have made one.
+    unanswered = worker("a", 0, "spawning", created=5, heartbeat=None, machine_id=None)
+    assert plan(replace(seen, workers=(unanswered,)), fleet(max_workers=9)).memory.key_hash == "old"
     # One that is listed, or nobody to lose, and it is ours.
-    for known in (replace(seen, machines=machines_of((booting,))), replace(seen, workers=())):
+    refused = worker("a", 0, "spawning", created=5, heartbeat=None, machine_id=None, creation="refused")
+    for known in (
+        replace(seen, machines=machines_of((booting,))),
+        replace(seen, workers=()),
+        replace(seen, workers=(refused,)),
+    ):
         taken_over = plan(known, fleet(max_workers=9))
         assert (taken_over.hold, taken_over.memory.key_hash) == (None, "new")
         assert of_kind(taken_over.actions, Spawn)

@@ -131,10 +131,18 @@ def test_a_healthy_worker_at_work_is_neither_failed_nor_deleted(scene: Scene) ->
 def test_a_draining_worker_that_is_heard_and_at_work_lives_until_its_deadline(scene: Scene) -> None:
     deleted = {action.worker_id for action in of_kind(plan(scene.snapshot, scene.fleet).actions, Delete)}
     for id_, state in begin(scene.snapshot, scene.fleet).states.items():
-        is_at_work = state.worker.status is WorkerStatus.TERMINATING and state.has_active_task
-        if is_at_work and not state.is_stale and state.presence not in ("missing", "exited") and id_ in deleted:
-            assert state.worker.terminating_at is not None
-            waited = scene.snapshot.now - state.worker.terminating_at
+        worker = state.worker
+        is_at_work = worker.status is WorkerStatus.TERMINATING and state.has_active_task
+        if not is_at_work or id_ not in deleted:
+            continue
+        if not state.is_hired:
+            # Its time is its own: it ends with its silence alone.
+            heard_at = worker.last_heartbeat or worker.activated_at or worker.created_at
+            lease_s = worker.lease_s if worker.lease_s is not None else scene.fleet.heartbeat_timeout_s
+            assert (scene.snapshot.now - heard_at).total_seconds() > lease_s
+        elif not state.is_stale and state.presence not in ("missing", "exited"):
+            assert worker.terminating_at is not None
+            waited = scene.snapshot.now - worker.terminating_at
             assert waited.total_seconds() >= scene.fleet.stop_timeout_s
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from datetime import datetime, timedelta
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -156,5 +157,25 @@ def test_with_one_cycle_of_each_no_fleet_waits_for_another_to_be_prepared() -> N
         # Each takes two minutes.
         assert virtual_now() - began == pytest.approx(timedelta(seconds=120), abs=timedelta(seconds=5))
         assert told(await store.events(limit=100)).count("MACHINE_PREPARED") == 3
+
+    run(live())
+
+
+def test_with_one_cycle_of_each_no_fleet_goes_without_because_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def live() -> None:
+        store, providers = MemoryControlStore(virtual_now), {fleet: Slow() for fleet in ("red", "blue")}
+        observe = store.observe
+
+        async def observe_blue(candidate: Candidate, fleet: str, config: FleetConfig) -> Any:
+            if fleet == "red":
+                raise ValueError("what is remembered of red cannot be read")
+            return await observe(candidate, fleet, config)
+
+        monkeypatch.setattr(store, "observe", observe_blue)
+        for _ in range(2):
+            await store.enqueue(NewTask("blue"))
+            with pytest.raises(ValueError, match="of red"):
+                await run_once([cycle_of(store, provider, fleet=fleet) for fleet, provider in providers.items()])
+        assert told(await store.events(limit=100)).count("MACHINE_PREPARED") == 1
 
     run(live())

@@ -32,9 +32,9 @@ note("stopped")
 """
 
 
-def noter(notes: Path, name: str, stops_in_s: float = 0.0, settings: object = None) -> Program:
+def noter(notes: Path, name: str, stops_in_s: float = 0.0) -> Program:
     command = (sys.executable, "-c", NOTER, str(notes), name, str(stops_in_s))
-    return Program(command, os.environ, stop_timeout_s=0.3, settings=settings)
+    return Program(command, os.environ, stop_timeout_s=0.3)
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -118,12 +118,12 @@ async def test_new_ones_start_changed_ones_start_anew_and_others_end(tmp_path: P
     same, changed, gone, new = (tmp_path / name for name in ("same", "changed", "gone", "new"))
     programs = Programs()
     try:
-        kept = {"same": noter(same, "same"), "changed": noter(changed, "first", settings=1)}
+        kept = {"same": noter(same, "same"), "changed": noter(changed, "first")}
         programs.arrange({**kept, "gone": noter(gone, "gone")})
         await until(lambda: all(lines(notes) for notes in (same, changed, gone)))
-        programs.arrange({**kept, "changed": noter(changed, "second", settings=2), "new": noter(new, "new")})
+        programs.arrange({**kept, "changed": noter(changed, "second"), "new": noter(new, "new")})
         # Another change, before the first one is through: only the last one counts.
-        programs.arrange({**kept, "changed": noter(changed, "third", settings=3), "new": noter(new, "new")})
+        programs.arrange({**kept, "changed": noter(changed, "third"), "new": noter(new, "new")})
         await until(lambda: len(lines(changed)) == 3 and len(lines(gone)) == 2 and len(lines(new)) == 1)
         assert lines(changed) == ["first started", "first stopped", "third started"]
         assert lines(gone) == ["gone started", "gone stopped"]

@@ -107,6 +107,8 @@ class Actor:
         """Begin all deletions of a plan that are not under way."""
         machines = {machine.id: machine for machine in snapshot.machines or ()}
         gone = _gone_since(snapshot, plan)
+        asked_for = {action.machine_id for action in plan.actions if isinstance(action, Delete | DeleteStray)}
+        self._spared = {machine_id: spared for machine_id, spared in self._spared.items() if machine_id in asked_for}
         for action in plan.actions:
             if isinstance(action, Delete):
                 gone_at = gone.get(action.worker_id)

@@ -2,7 +2,8 @@
 
 A crash at any point is repaired by the next cycle: what was decided is committed before any provider is called, and
 what a provider did is found again by listing. The database is asked a constant number of times. Whoever does not lead
-asks the provider nothing. A provider that is slow delays what was asked of it, and no cycle.
+asks the provider nothing. A provider that is slow delays what was asked of it, and a cycle only until its list, or what
+its volume holds, is unknown: less than a lease.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from windlass.control.summary import (
 from windlass.cost.ledger import settle
 from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits, Volume
 from windlass.model.snapshot import Memory, Snapshot
@@ -40,7 +42,8 @@ LIST_TIMEOUT_S = 60.0
 LIST_SHARE = 0.4
 # A cycle of many waits this long for what it began; the rest is the next one's to write down. Well below a lease.
 PATIENCE_S = 5.0
-CLOSE_TIMEOUT_S = 5.0
+# Longer than a provider needs that looks for what its machines left behind, one request a second.
+CLOSE_TIMEOUT_S = 20.0
 # Accounts closed in one cycle. Each is due about once an hour, so this is far more than come at the same time; and what
 # is left is the next cycle's.
 MAX_SETTLED = 50
@@ -83,6 +86,7 @@ class FleetCycle:
         self._changes: tuple[FleetConfig, Provider] | None = None
         # Providers that were exchanged while calls of theirs were under way.
         self._formerly: list[Provider] = []
+        self._closing: list[asyncio.Task[None]] = []
         # Term and id of the cycle whose outcomes are still to be written down.
         self._last = (0, 0)
         # The database's time, and when it was so by the loop's clock.
@@ -134,6 +138,7 @@ class FleetCycle:
         """Its providers are needed no more. Machines go on."""
         self._take_changes_over()
         await self._close_providers(*self._formerly, self._provider)
+        await asyncio.gather(*self._closing)
 
     async def _close_providers(self, *providers: Provider) -> None:
         for provider in providers:
@@ -180,6 +185,8 @@ class FleetCycle:
             hired=sum(worker.slot is not None for worker in snapshot.workers),
             machines=count_machines(snapshot),
             failures=failures_of(decided, [*late, *outcomes]),
+            # Asked again: what was refused in this cycle is told of now, by one that may be the last of its process.
+            refused_choices=self._provider.traits.refused_choices,
             alerts=alerts_of(decided),
             provider_calls=count_calls(snapshot.machines is not None, [*late, *outcomes]),
         )
@@ -241,7 +248,8 @@ class FleetCycle:
             self._actor.forget(late)
         if self._formerly and not self._actor.is_busy:
             former, self._formerly = self._formerly, []
-            await self._close_providers(*former)
+            self._closing = [task for task in self._closing if not task.done()]
+            self._closing.append(asyncio.create_task(self._close_providers(*former)))
         return late
 
     async def _write_down(self, outcome: Outcome) -> None:
@@ -364,12 +372,24 @@ class FleetCycle:
 async def run_once(cycles: Sequence[FleetCycle]) -> list[Summary]:
     """One cycle of each, and the end of all that they began, for whoever goes away afterwards. Closes them.
 
-    Preparations take minutes, and nobody else is there to hear of their end; but no fleet waits for another's.
+    Preparations take minutes, and nobody else is there to hear of their end; but no fleet waits for another's, and none
+    goes without its cycle because another's failed: that is raised when all have had theirs.
     """
+    summaries: list[Summary] = []
+    problems: list[Exception] = []
     try:
-        summaries = [await cycle.run() for cycle in cycles]
+        for cycle in cycles:
+            try:
+                summaries.append(await cycle.run())
+            except DatabaseUnavailable:
+                raise
+            except Exception as error:
+                problems.append(error)
         await asyncio.gather(*(cycle.settle(is_patient_with_all=True) for cycle in cycles))
     finally:
         for cycle in cycles:
+            cycle.abandon()
             await cycle.close()
+    if problems:
+        raise problems[0]
     return summaries

@@ -7,7 +7,6 @@ the configuration at the start, by the settings of its last cycle; but only afte
 """
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -114,19 +113,25 @@ class Up:
         """From the next cycle on: changed fleets change, new ones start, those left out are wound down.
 
         `has_new_accounts`: providers that are made now are others, also of fleets that have not changed. Raises what
-        making a provider raises; nothing is changed then.
+        making a provider raises, and WindlassError when we are about to end; nothing is changed then.
         """
         if self._is_stopping:
-            log.warning("configuration not taken over: we are about to end")
-            return
+            raise WindlassError("taking a configuration over: it is too late, we are about to end")
         running = self._daemon.fleets
         # All of them before anything is changed: one that cannot be made must not leave us half-way.
-        new = {name: self._make_cycle(name, config) for name, config in fleets.items() if name not in running}
-        providers = {
-            name: self._make_provider(name, config)
-            for name, config in fleets.items()
-            if name in running and (has_new_accounts or running[name].config != config)
-        }
+        new: dict[str, FleetCycle] = {}
+        providers: dict[str, Provider] = {}
+        try:
+            for name, config in fleets.items():
+                if name not in running:
+                    new[name] = self._make_cycle(name, config)
+                elif has_new_accounts or running[name].config != config:
+                    providers[name] = self._make_provider(name, config)
+        except BaseException:
+            unused: list[FleetCycle | Provider] = [*new.values(), *providers.values()]
+            for made in unused:
+                self._begin(made.close())
+            raise
         changes: dict[str, list[str]] = {"new": list(new)} if new else {}
         for name in fleets.keys() - new.keys():
             # Whoever was told to leave, while it was left out, does; others are hired.
@@ -239,6 +244,9 @@ class Up:
                 await self._wake_the_resting()
             except WindlassError:
                 await asyncio.sleep(LOOK_OUT_S)
+            except Exception:
+                log.exception("nobody was woken for a task: it waits for the next cycle")
+                await asyncio.sleep(LOOK_OUT_S)
             await asyncio.sleep(WAKE_INTERVAL_S)
 
     async def _until_a_task_may_wait(self) -> None:
@@ -270,13 +278,21 @@ class Up:
         while True:
             # Whoever leads has the say; its file may have them.
             if self._heard.keys() - self._standing_by and not self._is_stopping:
-                with contextlib.suppress(WindlassError):
-                    hired = Counter(worker.fleet for worker in await self._store.workers() if worker.slot is not None)
-                    names = sorted(hired.keys() - self._daemon.fleets.keys())
-                    self._forgotten = {name: self._forgotten.get(name, _Forgotten()) for name in names}
-                    for name in names:
-                        await self._attend_to(name, self._forgotten[name], hired[name])
+                try:
+                    await self._attend_to_the_forgotten()
+                except DatabaseUnavailable:
+                    pass  # the cycles say so
+                except Exception:
+                    # Whatever is wrong with one look, the next must come: they may be paid for.
+                    log.exception("it is not known whether there are workers of fleets that are not configured here")
             await asyncio.sleep(FORGOTTEN_LOOK_S if self._heard else WAKE_INTERVAL_S)
+
+    async def _attend_to_the_forgotten(self) -> None:
+        hired = Counter(worker.fleet for worker in await self._store.workers() if worker.slot is not None)
+        names = sorted(hired.keys() - self._daemon.fleets.keys())
+        self._forgotten = {name: self._forgotten.get(name, _Forgotten()) for name in names}
+        for name in names:
+            await self._attend_to(name, self._forgotten[name], hired[name])
 
     async def _attend_to(self, name: str, forgotten: "_Forgotten", workers: int) -> None:
         now = asyncio.get_running_loop().time()
@@ -298,14 +314,19 @@ class Up:
 
     async def _wind_down_forgotten(self, name: str) -> str | None:
         """By the settings of its last cycle. Why that cannot be, if it cannot."""
-        cycles = await self._store.cycles(name, 1)
-        last = await self._store.cycle(cycles[0].id) if cycles else None
-        if last is None or last.snapshot.settings is None:
-            return "its last cycle is too long ago, and with it its settings are gone"
         try:
+            cycles = await self._store.cycles(name, 1)
+            last = await self._store.cycle(cycles[0].id) if cycles else None
+            if last is None or last.snapshot.settings is None:
+                return "its last cycle is too long ago, and with it its settings are gone"
             cycle = self._make_cycle(name, last.snapshot.settings)
+        except DatabaseUnavailable:
+            raise
         except WindlassError as error:
             return str(error)
+        except Exception as error:
+            # One fleet's trouble, which must not be the others': its cycle may be of a version that wrote it otherwise.
+            return f"the settings of its last cycle cannot be read ({type(error).__name__})"
         log.warning("winding down a fleet that is not configured here", fleet=name)
         self._daemon.add(cycle)
         self._daemon.wind_down(name)

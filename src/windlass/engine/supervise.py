@@ -29,12 +29,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`settings`: what it reads by itself when it starts. Where they change, it must start anew."""
+    """One whose command or environment changes starts anew: it reads its settings from nowhere else."""
 
     command: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
     stop_timeout_s: float
-    settings: object = None
 
 
 class Programs:

@@ -97,6 +97,10 @@ class Worker:
     kind: WorkerKind = WorkerKind.WORKER
     # Of a node: what its engine last said of it.
     node: NodeView | None = None
+    # Of one whose machine was hired: what it is and where, in its provider's words.
+    machine_id: str | None = None
+    instance_type: str | None = None
+    place: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

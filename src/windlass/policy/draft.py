@@ -165,15 +165,16 @@ def _machine_of(worker: WorkerView, found: tuple[Machine, ...]) -> Machine | Non
 
 
 def _presences(draft: Draft) -> dict[str, Presence]:
-    snapshot = draft.snapshot
-    if snapshot.machines is None:
-        return {worker.id: _without_list(worker) for worker in snapshot.workers}
+    snapshot, grace_s = draft.snapshot, draft.snapshot.traits.absence_grace_s
     # A worker started by hand has no machine of ours, and one without a machine yet cannot have lost it.
     expected = [w for w in snapshot.workers if _is_listed_here(draft, w) and _is_older_than_list(draft, w.machine_at)]
+    if snapshot.machines is None:
+        if grace_s > 0:
+            _has_shrunk(draft, expected, snapshot.memory.missing_since, grace_s)  # the last one that was had
+        return {worker.id: _without_list(worker) for worker in snapshot.workers}
     absent = [w for w in expected if draft.machine_of(w) is None]
     since = {w.id: snapshot.memory.missing_since.get(w.id, snapshot.now) for w in absent}
     draft.remember(missing_since=since)
-    grace_s = snapshot.traits.absence_grace_s
     is_doubted = grace_s > 0 and _has_shrunk(draft, expected, since, grace_s)
     if is_doubted:
         grace_s *= SHRUNK_PATIENCE
@@ -198,7 +199,8 @@ def _is_older_than_list(draft: Draft, moment: datetime | None) -> bool:
 
 
 def _has_shrunk(draft: Draft, expected: list[WorkerView], since: dict[str, datetime], grace_s: float) -> bool:
-    """Whether the list lacks more than can be chance. Those who were told to leave may be gone with good reason."""
+    """Whether the list lacks more than can be chance; while that is new, hiring is held. Those who were told to leave
+    may be gone with good reason."""
     staying = [w for w in expected if w.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)]
     lacking = [w for w in staying if w.id in since]
     if len(lacking) < SHRUNK_MIN or len(lacking) * 2 <= len(staying):

@@ -24,6 +24,8 @@ class Allowance:
         self._left = float(burst)
         self._as_of: float | None = None
         self._paused_until = float("-inf")
+        # As the vendor said, however long that is. What ends machines is asked for sooner: they are paid for.
+        self._asked_until = float("-inf")
         self._refusals = 0
         # Those who wait, in the order of asking.
         self._urgent: list[object] = []
@@ -58,7 +60,8 @@ class Allowance:
 
     @property
     def pause_s(self) -> float:
-        return max(0.0, self._paused_until - asyncio.get_running_loop().time())
+        """What is left of a pause, as the vendor asked for it."""
+        return max(0.0, max(self._paused_until, self._asked_until) - asyncio.get_running_loop().time())
 
     def _refused(self, retry_after_s: float | None) -> None:
         """The vendor sent a request away. Those that come while a pause lasts were sent before it: they are no reason
@@ -70,6 +73,7 @@ class Allowance:
         else:
             pause_s = retry_after_s or 0.0
         self._paused_until = max(self._paused_until, now + min(pause_s, PAUSE_LONGEST_S))
+        self._asked_until = max(self._asked_until, now + (retry_after_s or 0.0))
         self._left = min(self._left, 1.0)
 
     def _accepted(self, rate_per_s: float, at_most: float = float("inf")) -> None:

@@ -1,6 +1,6 @@
 """Rows and machines made to agree: what is over is deleted, what was lost is found, what nobody knows is ended."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from windlass.model.action import Action, Adopt, Delete, DeleteStray, Drain, Prepare, Price
 from windlass.model.machine import Machine, MachineState
@@ -47,7 +47,8 @@ def _keep_account(draft: Draft) -> list[Action]:
     key, known = draft.snapshot.traits.key_hash, draft.memory.key_hash
     if key == known:
         return _heed_voices(draft)
-    rented = [s for s in draft.states.values() if s.is_hired and s.worker.machine_id is not None]
+    # Also those whose creation has no answer: their machines may be there.
+    rented = [s for s in draft.states.values() if s.is_hired and s.worker.creation != "refused"]
     if known is None or draft.own or not rented or _is_nobody_left(draft, rented):
         draft.remember(key_hash=key)
         return _heed_voices(draft)
@@ -74,7 +75,9 @@ def _heed_voices(draft: Draft) -> list[Action]:
     """Whoever speaks has a machine. A provider that lists none of a fleet's machines, asked to end one, says that it is
     gone: with the key of another account, that would be how each of them is forgotten."""
     grace_s, missing = draft.snapshot.traits.absence_grace_s, draft.memory.missing_since
-    if grace_s == 0 or draft.snapshot.machines is None or draft.own:
+    # Without a list, what the last one lacked is as it was.
+    listed = [s for s in draft.states.values() if s.worker.machine_id is not None and s.worker.id not in missing]
+    if grace_s == 0 or draft.own or (draft.snapshot.machines is None and listed):
         return []
     speaking = [
         state
@@ -214,6 +217,10 @@ def doubt_strays(draft: Draft) -> list[Action]:
     `windlass restart`.
     """
     if draft.snapshot.machines is None:
+        since = draft.memory.strays_doubted_since
+        if since is not None and _are_strays_in_doubt(draft, since):
+            draft.hold(TOO_MANY_STRAYS, "in the last list of machines most carried our tags and no worker had them")
+            draft.keep_alerts(TOO_MANY_STRAYS)
         return []
     before = draft.snapshot.memory.stray_since
     since_of_each = {machine.id: before.get(machine.id, draft.now) for machine in draft.unowned}
@@ -226,14 +233,19 @@ def doubt_strays(draft: Draft) -> list[Action]:
         return []
     since = draft.snapshot.memory.strays_doubted_since or draft.now
     draft.remember(strays_doubted_since=since)
-    reset_at = draft.snapshot.reset_at
-    if draft.age_s(since) >= STRAYS_DOUBTED_S or (reset_at is not None and reset_at >= since):
+    if not _are_strays_in_doubt(draft, since):
         return []
     what = f"{len(strays)} of {len(running)} machines carry our tags and no worker has them"
     draft.are_strays_doubted = True
     draft.hold(TOO_MANY_STRAYS, what)
     ends_at = since + timedelta(seconds=STRAYS_DOUBTED_S)
     return draft.alert(TOO_MANY_STRAYS, f"{what}: is this the right database? They are ended at {ends_at:%H:%M:%S} UTC")
+
+
+def _are_strays_in_doubt(draft: Draft, since: datetime) -> bool:
+    """Whether a person may still look: not for longer than an hour, nor after a restart by hand."""
+    reset_at = draft.snapshot.reset_at
+    return draft.age_s(since) < STRAYS_DOUBTED_S and (reset_at is None or reset_at < since)
 
 
 def _lasting_strays(draft: Draft) -> list[Machine]:

@@ -73,6 +73,8 @@ class Addresses:
         self._has_seen_servers = self._has_seen_servers or bool(servers)
         if self._tending is None or self._tending.done():
             self._tending = asyncio.create_task(self._tend(servers))
+        else:
+            self._notice(servers)  # they may be gone before the next list
 
     async def close(self, *, is_deserted: bool) -> None:
         """Where a process lives for one cycle only, this is all the time there is. `is_deserted`: there is no server of

@@ -2,9 +2,10 @@
 
 What it promises:
 - A server is ours if its labels name our database, our fleet and a worker. Any other is neither listed nor touched.
-- `create` sends one request per choice of type and place. One that is refused for lack of capacity, or because there is
-  no such choice, moves on to the next, and is remembered; where all are wrong, so is the request. A name that is taken
-  is the server of an earlier request whose answer was lost: it is taken over if its labels are ours. Whatever is not a
+- `create` sends one request per choice of type and place. One that is refused for lack of capacity moves on to the
+  next, and is remembered by all fleets with the token; so does one that is against a rule, which may be this fleet's
+  own fault: only it remembers, and a person is told. Where all are wrong, so is the request. A name that is taken is
+  the server of an earlier request whose answer was lost: it is taken over if its labels are ours. Whatever is not a
   clear no is Ambiguous.
 - `list_machines` is whole or raises. Lists that follow each other within seconds are answered from the last one, with
   what we did since: lists of a moving fleet must not use up the requests that its hirings need.
@@ -69,6 +70,8 @@ DELETE_LOOKS_S = (1.5, 2.0, 4.0, 8.0, 12.0, 12.0)
 # A list is given again for this long for each of its pages: lists take at most a fifth of a request a second.
 LIST_REUSE_S = 5.0
 LIST_REUSE_MAX_S = 20.0
+# A choice that was refused is told of for this long, unless it is had before.
+REFUSED_TOLD_S = 3600.0
 # A new server may be off for a moment between being made and being started.
 OFF_WHILE_BOOTING_S = 60.0
 
@@ -140,6 +143,8 @@ class HetznerProvider:
         self._listing: _Listing | None = None
         # Machine id to when we made it, or (None) knew that it was gone: what the last list may not have.
         self._changes: dict[str, tuple[float, Machine | None]] = {}
+        # What was refused of a choice, and when, while others could be had.
+        self._refused: dict[Choice, tuple[datetime, Problem]] = {}
         # Servers that were seen running: one that is off then has stopped.
         self._have_run: set[str] = set()
         self._addresses = Addresses(account, self._labels)
@@ -155,7 +160,14 @@ class HetznerProvider:
             deletions_per_s=_deletions_per_s(self._account.limiter.fleets),
             is_remote=True,
             key_hash=self._account.key_hash,
+            refused_choices=tuple(
+                (str(choice), problem.words) for choice, problem in self._refused_within(REFUSED_TOLD_S).items()
+            ),
         )
+
+    def _refused_within(self, seconds: float) -> dict[Choice, Problem]:
+        since = self._now() - timedelta(seconds=seconds)
+        return {choice: problem for choice, (at, problem) in self._refused.items() if at > since}
 
     async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:  # noqa: ARG002
         """Nothing to do: servers start their workers by themselves."""
@@ -163,8 +175,10 @@ class HetznerProvider:
 
     async def close(self) -> None:
         """Servers go on without us. The account is shared: it ends with the last who uses it."""
-        await self._addresses.close(is_deserted=self._listing is not None and not self._merged(self._listing))
-        self._account.leave(self._fleet)
+        try:
+            await self._addresses.close(is_deserted=self._listing is not None and not self._merged(self._listing))
+        finally:
+            self._account.leave(self._fleet)
 
     # ------------------------------------------------------------------------------------------------------ create
 
@@ -210,34 +224,39 @@ class HetznerProvider:
                 log.info("no capacity", fleet=self._fleet, choice=str(choice), said=trouble.problem.words)
                 self._account.note_no_capacity(choice, self._settings.capacity_memory_s)
             else:
+                self._refused.pop(choice, None)
                 self._set_aside(wrong)
                 self._addresses.made_with(made.server)
                 return made.server
-        if len(wrong) == len(self._settings.ordered):
-            raise self._refusal(wrong[0][1], doing)
         self._set_aside(wrong)
+        refused = {*self._refused_within(self._settings.capacity_memory_s), *(choice for choice, _ in wrong)}
+        if wrong and len(refused) == len(self._settings.ordered):
+            # There is nothing else to be had: whoever asks again asks for all of them.
+            self._refused.clear()
+            raise self._refusal(wrong[0][1], doing)
         raise self._no_capacity(doing)
 
     def _set_aside(self, wrong: Sequence[tuple[Choice, Problem]]) -> None:
-        """Where others do, those that cannot be had are not asked for every time."""
+        """Where others do, those that are refused are not asked for every time; a person should know."""
         for choice, problem in wrong:
             log.warning("choice refused", fleet=self._fleet, choice=str(choice), said=problem.words)
-            self._account.note_no_capacity(choice, self._settings.capacity_memory_s)
+            self._refused[choice] = (self._now(), problem)
 
     async def _choices(self, doing: str) -> list[Choice]:
         choices = self._settings.ordered
-        exhausted = self._account.exhausted()
-        if all(choice in exhausted for choice in choices):
+        closed = self._account.exhausted() | self._refused_within(self._settings.capacity_memory_s).keys()
+        if all(choice in closed for choice in choices):
             raise self._no_capacity(doing)
         # A hint is not worth waiting for.
         unavailable = await self._account.unavailable({choice.server_type for choice in choices}, max_wait_s=0.0)
-        return in_order(choices, exhausted, unavailable)
+        return in_order(choices, closed, unavailable)
 
     def _no_capacity(self, doing: str) -> NoCapacity:
-        return NoCapacity(
-            f"{doing}: Hetzner has none of {named(self._settings.ordered)} now: wait, or add to hetzner.choices of "
-            f"fleet {self._fleet}."
-        )
+        refused = self._refused_within(self._settings.capacity_memory_s)
+        lacking = [choice for choice in self._settings.ordered if choice not in refused]
+        what = f"Hetzner has none of {named(lacking)} now: wait, or add to hetzner.choices of fleet {self._fleet}"
+        wrong = [f"{choice} is refused ({problem.words})" for choice, problem in refused.items()]
+        return NoCapacity("; ".join([f"{doing}: {what}", *wrong]) + ".")
 
     def _post(self, name: str, labels: dict[str, str], user_data: str, choice: Choice) -> CreateServerResponse:
         settings = self._settings

@@ -11,8 +11,8 @@ What it promises:
 - `list_machines` is whole or raises. Lists that follow each other within seconds are answered from the last one, with
   what we did since.
 - `delete` returns when a pod that was asked to go is not found by its id. That a deletion was accepted is not enough.
-  Where the deletion itself was answered with "not found", a complete list must say the same, and the pod must be older
-  than new ones may hide.
+  Of a new pod, which may hide, a complete list must say the same; and where the deletion itself was answered with "not
+  found", a list must, and the pod must be older than new ones may hide.
 - A pod that has stopped is never started again: its GPUs may be somebody else's by then. It counts as exited.
 - `prepare` (with `auto_start_worker`) looks a pod over by SSH and starts its worker's program, once.
 """
