@@ -199,6 +199,71 @@ async def test_a_claim_whose_answer_is_lost_comes_back_after_the_lease_uncounted
         assert [event.code for event in finished(scene.store.events(task_id=task.id))] == ["TASK_RELEASED"]
 
 
+@pytest.mark.parametrize("is_loop_held_up", [False, True], ids=["a slow line", "a loop that is held up"])
+async def test_a_claim_that_arrives_when_it_was_taken_back_is_not_begun(is_loop_held_up: bool) -> None:
+    began: list[int] = []
+    is_taken_back = threading.Event()
+
+    async def notes(task: RunningTask) -> Any:
+        began.append(task.attempt)
+        return task.payload
+
+    async with working(notes, lease_s=1.0) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+        task_id = 0
+
+        async def take_note() -> None:
+            if any(event.code == "TASK_RELEASED" for event in finished(scene.store.events(task_id=task_id))):
+                is_taken_back.set()
+
+        async def answer_late() -> None:
+            if await _has_claimed(scene):
+                scene.line.after.pop("finish_and_claim")
+                if is_loop_held_up:
+                    assert is_taken_back.wait(PATIENCE_S)
+                else:
+                    await scene.until(is_taken_back.is_set, "the lease runs out")
+
+        scene.line.after |= {"finish_and_claim": answer_late, "heartbeat": take_note}
+        task_id = scene.enqueue(5)
+        task = await scene.until_status(task_id, TaskStatus.COMPLETE)
+        assert is_taken_back.is_set()
+        assert (began, task.attempts) == ([1], 1)
+        (worker,) = finished(scene.store.workers())
+        assert worker.late_results == 0
+
+
+async def test_results_alone_may_take_longer_than_half_a_lease() -> None:
+    """Nothing is claimed with them that could grow old, and large ones need their time."""
+    deliveries: list[int] = []
+
+    def take_note(_worker_id: str, results: Sequence[Finished], *_: object) -> None:
+        if results:
+            deliveries.append(len(results))
+
+    async with working(lease_s=0.4) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+        task_id = 0
+
+        async def answer_late() -> None:
+            if scene.task(task_id).status is TaskStatus.COMPLETE:
+                scene.line.after.clear()
+                beats = scene.line.count("heartbeat")
+                await scene.until(lambda: scene.line.count("heartbeat") > beats + 6, "more than half a lease")
+
+        async def drain() -> None:
+            if await _has_claimed(scene):
+                scene.runtime.drain("told to end")
+                scene.line.after["finish_and_claim"] = answer_late
+
+        scene.line.before["finish_and_claim"] = take_note
+        scene.line.after["finish_and_claim"] = drain
+        task_id = scene.enqueue(5)
+        assert await scene.end() is Ending.LEFT
+        assert scene.task(task_id).status is TaskStatus.COMPLETE
+        assert deliveries == [1]
+
+
 async def test_an_error_nobody_expected_does_not_cost_the_work_at_hand() -> None:
     async with working() as scene:
         await scene.until(lambda: scene.line.count("heartbeat"), "it lives")

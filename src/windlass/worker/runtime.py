@@ -523,7 +523,7 @@ class _Life:
             # Before asking: what is announced while we wait is not in the answer, and must not be forgotten after it.
             self._may_find_work = False
         try:
-            turn = await self._transport.finish_and_claim(self._id, finished, self._settings.queues, places)
+            turn = await self._finish_and_claim(finished, places)
         except BadInput:
             if not finished:
                 raise
@@ -534,6 +534,22 @@ class _Life:
                 self._may_find_work = True
         self._settle(finished, turn)
         return turn
+
+    async def _finish_and_claim(self, finished: Sequence[Finished], places: int) -> Turn:
+        """Claims that come later than half a lease count as not come: after a whole one others may have them."""
+        if not places:
+            return await self._transport.finish_and_claim(self._id, finished, self._settings.queues, 0)
+        limit_s = self._settings.lease_s / 2
+        deadline = time.monotonic() + limit_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                turn = await self._transport.finish_and_claim(self._id, finished, self._settings.queues, places)
+            # Reading a large answer, or a handler that holds up the loop, keeps the clock of the loop from striking.
+            if time.monotonic() < deadline:
+                return turn
+        raise DatabaseUnavailable(
+            f"claiming tasks: no answer within {limit_s:g} s, half of the lease: is the database or the way to it slow?"
+        )
 
     async def _deliver_all(self) -> None:
         while self._outbox:  # each round delivers or raises; a refused result comes back once, as a failure
