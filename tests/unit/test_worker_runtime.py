@@ -344,6 +344,99 @@ async def test_work_announced_while_the_worker_delivers_is_not_forgotten() -> No
         await scene.until_status(second[0], TaskStatus.COMPLETE)
 
 
+# ------------------------------------------------------------------------------------------- too much for one call
+
+
+@dataclass
+class Gathering:
+    """Handlers that wait for each other, so that their results are there in the same moment."""
+
+    size: int
+    at_once: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def together(self, task: RunningTask) -> Any:
+        self.at_once += 1
+        if self.at_once == self.size:
+            self.gate.set()
+        await self.gate.wait()
+        return task.payload
+
+
+def lengths(results: Sequence[Finished]) -> list[int]:
+    return [len(item.result or "") for item in results]
+
+
+async def test_more_results_than_one_call_carries_are_delivered_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "MAX_DELIVERY_BYTES", 100)
+    deliveries: list[list[int]] = []
+
+    def take_note(_worker_id: str, results: Sequence[Finished], *_: object) -> None:
+        if results:
+            deliveries.append(lengths(results))
+
+    async with working(Gathering(8).together, concurrency=8) as scene:
+        scene.line.before["finish_and_claim"] = take_note
+        # As JSON, with quotation marks, two more each; one is too large for any call and goes all the same.
+        sizes = [38, 38, 38, 38, 298, 18, 38, 38]
+        task_ids = [scene.enqueue("x" * size) for size in sizes]
+        for task_id in task_ids:
+            await scene.until_status(task_id, TaskStatus.COMPLETE)
+        assert sorted(itertools.chain(*deliveries)) == sorted(size + 2 for size in sizes)
+        assert [batch for batch in deliveries if len(batch) > 1 and sum(batch) > 100] == []
+        assert any(len(batch) > 1 for batch in deliveries)
+
+
+async def test_results_of_which_too_many_go_unanswered_are_delivered_in_smaller_portions_and_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "MAX_DELIVERY_BYTES", 1_000)
+    monkeypatch.setattr(runtime, "MIN_DELIVERY_BYTES", 10)
+    asked: list[tuple[int, int]] = []
+
+    def cut_off(_worker_id: str, results: Sequence[Finished], _queues: Sequence[str], limit: int) -> None:
+        if results:
+            asked.append((sum(lengths(results)), limit))
+            if asked[-1][0] > 100:
+                raise GONE
+
+    async with working(Gathering(8).together, concurrency=8) as scene:
+        scene.line.before["finish_and_claim"] = cut_off
+        for task_id in [scene.enqueue("x" * 38) for _ in range(8)]:
+            task = await scene.until_status(task_id, TaskStatus.COMPLETE)
+            assert task.attempts == 1
+        # What went unanswered is repeated as half of what a call may carry, and claims nothing.
+        assert [size for size, _ in asked][:4] == [320, 320, 240, 120]
+        assert [limit for size, limit in asked[1:5]] == [0, 0, 0, 0]
+
+
+async def test_claims_whose_answer_does_not_come_in_time_become_smaller_and_then_grow_again() -> None:
+    asked: list[int] = []
+    is_line_slow = True
+    gathering = Gathering(16)
+
+    def take_note(_worker_id: str, _results: Sequence[Finished], _queues: Sequence[str], limit: int) -> None:
+        asked.append(limit)
+
+    async with working(gathering.together, concurrency=16, lease_s=1.0) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+
+        async def carry_three() -> None:
+            if is_line_slow and asked[-1] > 3 and await _has_claimed(scene):
+                await asyncio.Event().wait()
+
+        scene.line.before["finish_and_claim"] = take_note
+        scene.line.after["finish_and_claim"] = carry_three
+        first = [scene.enqueue(number) for number in range(3)]
+        await scene.until(lambda: gathering.at_once == 3, "claims get through")
+        assert [limit for limit, _ in itertools.groupby(asked)][:3] == [8, 4, 2]
+        is_line_slow = False
+        asked.clear()
+        for task_id in first + [scene.enqueue(number) for number in range(100)]:
+            assert (await scene.until_status(task_id, TaskStatus.COMPLETE)).attempts == 1
+        assert max(asked) == 8
+
+
 # ---------------------------------------------------------------------------------------------- results refused
 
 

@@ -52,6 +52,10 @@ POLL_INTERVAL_S = 5.0
 POLL_MIN_INTERVAL_S = 0.05
 # A cancelled attempt has ended by then, or is an inline handler that will not; leaving does not wait for that one.
 CANCEL_TIMEOUT_S = 15.0
+# Of results in one call: a second's worth on any good line, where everything at once would never get through.
+MAX_DELIVERY_BYTES = 16 << 20
+# What any line carries. Thousands of small results fit into it.
+MIN_DELIVERY_BYTES = 64 << 10
 FOREVER = float("inf")
 NOT_FINISHED = "its worker could not finish it"
 News = TypeVar("News", Pulse, SchemaMismatch)
@@ -313,6 +317,25 @@ class _Outbox:
         return bool(self.finished or self.failed or self.given_back)
 
 
+@dataclass(slots=True)
+class _Portion:
+    """How much one call carries: half as much after one that was not answered, a little more after each full one."""
+
+    most: int
+    least: int = 1
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.size = self.most
+
+    def shrink(self) -> None:
+        self.size = max(self.size // 2, self.least)
+
+    def grow(self) -> None:
+        # Slowly: what was too much once is asked for again, and costs a lease of waiting if it still is.
+        self.size = min(self.size + max(self.size // 8, 1), self.most)
+
+
 class _Life:
     """One incarnation, from registration to its ending."""
 
@@ -333,7 +356,8 @@ class _Life:
         # Places that a claim under way is for.
         self._asked = 0
         # One call claims for at most half of the places: the other half works while the database does.
-        self._claim_limit = (settings.concurrency + 1) // 2
+        self._claim_limit = _Portion((settings.concurrency + 1) // 2)
+        self._delivery_bytes = _Portion(MAX_DELIVERY_BYTES, MIN_DELIVERY_BYTES)
         self._orders = orders
         self._transport = transport
         self._executor = executor
@@ -475,7 +499,9 @@ class _Life:
 
     async def _take_turn(self) -> None:
         """Deliver and claim. Results are what users waited for, and an outage of the database does not cost them."""
-        self._asked = min(self._free_places(), self._claim_limit)
+        # After a call without an answer results go alone: nothing then grows old while they are on their way.
+        is_results_first = bool(self._unanswered and self._outbox)
+        self._asked = 0 if is_results_first else min(self._free_places(), self._claim_limit.size)
         self._hold_places()
         try:
             turn = await self._deliver(self._asked)
@@ -508,14 +534,10 @@ class _Life:
         await self._orders.pause(reconnect_delay_s(self._unanswered, random.random()))  # noqa: S311
 
     async def _deliver(self, places: int) -> Turn:
-        """Empty the outbox, and claim as many tasks as there are places."""
-        while self._outbox.failed:
-            await self._report_failure(*self._outbox.failed[0])
-            del self._outbox.failed[0]
-        while self._outbox.given_back:
-            await self._give_back(self._outbox.given_back[0])
-            del self._outbox.given_back[0]
-        finished = tuple(self._outbox.finished)
+        """Empty the outbox as far as one call carries it, and claim as many tasks as there are places."""
+        await self._report_failures()
+        finished = self._next_delivery()
+        is_rest_left = len(finished) < len(self._outbox.finished)
         if not finished and not places:
             return Turn([], [])
         turn: Turn | None = None
@@ -528,12 +550,43 @@ class _Life:
             if not finished:
                 raise
             return await self._finish_singly(finished)
+        except DatabaseUnavailable:
+            if finished:
+                self._delivery_bytes.shrink()
+            if places:
+                self._claim_limit.shrink()
+            raise
         finally:
             # No answer says nothing, and a full one means that there may be more; a short one: now there is none.
             if turn is None or 0 < places == len(turn.claims):
                 self._may_find_work = True
+        if is_rest_left:
+            self._delivery_bytes.grow()
+        if self._claim_limit.size == places == len(turn.claims):
+            self._claim_limit.grow()
         self._settle(finished, turn)
         return turn
+
+    async def _report_failures(self) -> None:
+        """And give back what is to be given back."""
+        while self._outbox.failed:
+            await self._report_failure(*self._outbox.failed[0])
+            del self._outbox.failed[0]
+        while self._outbox.given_back:
+            await self._give_back(self._outbox.given_back[0])
+            del self._outbox.given_back[0]
+
+    def _next_delivery(self) -> list[Finished]:
+        """Those that have waited longest: at least one, if there are any, and as many as fit into a call."""
+        room = self._delivery_bytes.size
+        batch: list[Finished] = []
+        for item in self._outbox.finished:
+            # Characters for bytes: exact ones would cost a copy of each, and a few times as much still gets through.
+            room -= len(item.result or "")
+            if batch and room < 0:
+                break
+            batch.append(item)
+        return batch
 
     async def _finish_and_claim(self, finished: Sequence[Finished], places: int) -> Turn:
         """Claims that come later than half a lease count as not come: after a whole one others may have them."""
