@@ -577,6 +577,97 @@ async def test_a_drain_that_comes_while_a_result_is_being_delivered_is_obeyed_af
         assert finished(scene.store.workers()) == []
 
 
+@asynccontextmanager
+async def past_its_drain_limit(
+    handler: Callable[[RunningTask], Any] = echo, **settings: Any
+) -> AsyncIterator[tuple[Scene, int]]:
+    """A worker that has claimed a task, whose database is gone since then and whose drain limit is over."""
+    async with working(handler, **settings) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+
+        async def die_and_drain() -> None:
+            if await _has_claimed(scene):
+                scene.line.is_dead = True
+                scene.runtime.drain("told to end", 0.05)
+
+        scene.line.after["finish_and_claim"] = die_and_drain
+        task_id = scene.enqueue(5)
+        await scene.until(lambda: scene.line.is_dead, "it has claimed")
+        yield scene, task_id
+
+
+async def deliveries_in_vain(scene: Scene) -> None:
+    deadline = scene.runtime._orders.drain_deadline
+    await scene.until(lambda: time.monotonic() > deadline, "the drain limit is over")
+    calls = scene.line.count("finish_and_claim")
+    await scene.until(lambda: scene.line.count("finish_and_claim") >= calls + 2, "it goes on trying")
+
+
+async def test_a_result_outlives_the_drain_limit_when_the_database_is_gone_in_that_moment() -> None:
+    async with past_its_drain_limit() as (scene, task_id):
+        await deliveries_in_vain(scene)
+        scene.line.is_dead = False
+        assert await scene.end() is Ending.LEFT
+        task = scene.task(task_id)
+        assert (task.status, task.result, task.attempts) == (TaskStatus.COMPLETE, "5", 1)
+        assert finished(scene.store.workers()) == []
+
+
+async def test_a_failure_outlives_the_drain_limit_too() -> None:
+    async def fails(_task: RunningTask) -> None:
+        raise ValueError("the cause")
+
+    async with past_its_drain_limit(fails) as (scene, task_id):
+        await scene.until(lambda: scene.line.count("fail") >= 3, "it goes on trying")
+        assert time.monotonic() > scene.runtime._orders.drain_deadline
+        scene.line.is_dead = False
+        assert await scene.end() is Ending.LEFT
+        assert "the cause" in (scene.task(task_id).error or "")
+
+
+async def test_who_is_told_again_waits_no_longer_for_the_database() -> None:
+    async with past_its_drain_limit() as (scene, task_id):
+        await deliveries_in_vain(scene)
+        scene.runtime.drain("told again", 0.0)
+        with pytest.raises(DatabaseUnavailable):
+            await scene.end()
+        assert scene.task(task_id).status is TaskStatus.RUNNING
+
+
+async def test_a_result_is_not_kept_for_longer_than_its_time_limit_after_the_drain_limit() -> None:
+    begun = time.monotonic()
+    async with past_its_drain_limit(delivery_timeout_s=0.5) as (scene, task_id):
+        with pytest.raises(DatabaseUnavailable):
+            await scene.end()
+        assert time.monotonic() - begun > 0.5
+        assert scene.task(task_id).status is TaskStatus.RUNNING
+
+
+async def test_nobody_stays_beyond_the_drain_limit_only_to_give_a_task_back() -> None:
+    async def sleeps(_task: RunningTask) -> None:
+        await asyncio.sleep(600)
+
+    async with past_its_drain_limit(sleeps) as (scene, task_id):
+        with pytest.raises(DatabaseUnavailable):
+            await scene.end()
+        assert scene.task(task_id).status is TaskStatus.RUNNING
+        assert scene.line.count("release") == 1
+
+
+async def test_nobody_stays_beyond_the_drain_limit_where_the_schema_is_another() -> None:
+    async with working(drain_timeout_s=0.05) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+
+        def refuse_results(_worker_id: str, results: Sequence[Finished], *_: object) -> None:
+            if results:
+                raise SchemaMismatch("upgrade windlass on this machine.")
+
+        scene.line.before["finish_and_claim"] = refuse_results
+        scene.enqueue(5)
+        with pytest.raises(SchemaMismatch):
+            await scene.end()
+
+
 async def test_an_idle_worker_whose_database_is_gone_leaves_when_told() -> None:
     async with working() as scene:
         await scene.until(lambda: scene.line.count("heartbeat"), "it lives")

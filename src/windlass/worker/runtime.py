@@ -447,8 +447,11 @@ class _Life:
                 return Ending.LOST
             if time.monotonic() >= self._orders.drain_deadline:
                 await self._end_attempts()
-                await self._deliver_all()
-                return Ending.LEFT
+                if not self._keeps_results():
+                    await self._deliver_all()
+                    return Ending.LEFT
+                await self._take_turn()
+                continue
             free = self._free_places()
             if self._outbox or (free and self._may_find_work):
                 await self._take_turn()
@@ -456,6 +459,13 @@ class _Life:
                 return Ending.LEFT
             else:
                 await self._wait_for_change(is_looking_for_work=free > 0)
+
+    def _keeps_results(self) -> bool:
+        """Whether it stays for what it has to deliver, although its time is up: work that is done is not done again.
+        For giving back alone nobody stays, as the lease does that too; nor where the schema is another."""
+        if self._orders.is_urgent.is_set() or isinstance(self._cannot_go_on, SchemaMismatch):
+            return False
+        return bool(self._outbox.finished or self._outbox.failed)
 
     def _free_places(self) -> int:
         if self._orders.is_draining or self._is_paused or not self._may_claim():
