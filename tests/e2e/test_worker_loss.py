@@ -261,6 +261,6 @@ async def test_a_worker_told_twice_leaves_its_undelivered_result_and_says_so(
     await until(lambda: '"undelivered": [' in hand.log(), "it has a result and nobody to give it to")
     hand.send(signal.SIGTERM)
     await until(lambda: '"event": "draining"' in hand.log(), "the worker knows")
-    hand.send(signal.SIGTERM)
+    await hand.send_again(signal.SIGTERM)
     assert await hand.exit_code(timeout_s=15) == 2
     assert "windlass: finishing tasks: the database at its local socket cannot be reached" in hand.log()

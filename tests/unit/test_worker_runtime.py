@@ -156,8 +156,7 @@ async def working(
         yield scene
     finally:
         if not scene.ending.done():
-            for _ in range(2):
-                worker._on_signal("the end of the test")
+            worker.drain("the end of the test", 0.0)
         await asyncio.wait([scene.ending], timeout=PATIENCE_S)
         assert scene.ending.done()
         scene.ending.exception()
@@ -481,7 +480,37 @@ async def test_a_refused_result_costs_only_its_own_attempt(is_line_bad: bool) ->
 # -------------------------------------------------------------------------------------------------- being told
 
 
-async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_once() -> None:
+async def test_two_signals_of_one_moment_are_one() -> None:
+    """As `timeout` sends them: to the program, and to its group."""
+    may_finish = asyncio.Event()
+
+    async def waits(task: RunningTask) -> Any:
+        await may_finish.wait()
+        return task.payload
+
+    with capture_logs() as lines:
+        async with working(waits) as scene:
+            task_id = scene.enqueue(5)
+            await scene.until_status(task_id, TaskStatus.RUNNING)
+            # Of two kinds, as the system may make one of two of the same.
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            await scene.until(
+                lambda: (
+                    [line["event"].split(":")[0] for line in lines if "draining" in line["event"]]
+                    == ["draining", "draining already"]
+                ),
+                "both are heard",
+            )
+            may_finish.set()
+            assert await scene.end() is Ending.LEFT
+            assert scene.task(task_id).status is TaskStatus.COMPLETE
+
+
+async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "SAME_SIGNAL_S", 0.0)
     began = []
 
     async def sleeps(_task: RunningTask) -> None:
@@ -493,9 +522,10 @@ async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_onc
 
         async def tell_twice() -> None:
             if await _has_claimed(scene):
-                for number in (1, 2):
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    await scene.until(lambda: scene.runtime._signals_seen == number, "the signal is a call in the loop")  # noqa: B023
+                os.kill(os.getpid(), signal.SIGTERM)
+                await scene.until(lambda: scene.runtime._orders.is_draining, "the first is heard")
+                os.kill(os.getpid(), signal.SIGTERM)
+                await scene.until(scene.runtime._orders.is_urgent.is_set, "the second counts")
 
         scene.line.after["finish_and_claim"] = tell_twice
         task_id = scene.enqueue()
@@ -505,15 +535,13 @@ async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_onc
 
 
 async def test_a_result_that_is_there_when_the_worker_must_leave_is_delivered() -> None:
-    tell: list[Callable[[str], None]] = []
+    scenes: list[Scene] = []
 
     async def finishes_in_that_moment(task: RunningTask) -> Any:
-        for name in ("first", "second"):
-            tell[0](name)
+        scenes[0].runtime.drain("told twice", 0.0)
         return task.payload
 
-    async with working(finishes_in_that_moment) as scene:
-        tell.append(scene.runtime._on_signal)
+    async with working(finishes_in_that_moment, prepare=scenes.append) as scene:
         task_id = scene.enqueue(5)
         assert await scene.end() is Ending.LEFT
         task = scene.task(task_id)
@@ -532,8 +560,7 @@ async def test_a_result_is_delivered_although_the_handler_would_not_be_cancelled
         task_id = scene.enqueue()
         await scene.until_status(task_id, TaskStatus.RUNNING)
         await scene.until(lambda: scene.line.count("heartbeat") > 2, "the handler runs")
-        scene.runtime._on_signal("first")
-        scene.runtime._on_signal("second")
+        scene.runtime.drain("told twice", 0.0)
         assert await scene.end() is Ending.LEFT
         assert scene.task(task_id).result == '"saved"'
 
@@ -554,8 +581,7 @@ async def test_a_handler_that_cannot_be_cancelled_does_not_keep_the_worker_from_
     async with working(stubborn) as scene:
         task_id = scene.enqueue()
         await scene.until_status(task_id, TaskStatus.RUNNING)
-        scene.runtime._on_signal("first")
-        scene.runtime._on_signal("second")
+        scene.runtime.drain("told twice", 0.0)
         assert await scene.end() is Ending.LEFT
         task = scene.task(task_id)
         assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)

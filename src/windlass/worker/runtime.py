@@ -52,6 +52,9 @@ POLL_INTERVAL_S = 5.0
 POLL_MIN_INTERVAL_S = 0.05
 # A cancelled attempt has ended by then, or is an inline handler that will not; leaving does not wait for that one.
 CANCEL_TIMEOUT_S = 15.0
+# `timeout` tells a program and then its whole group, and wrappers pass on a Ctrl-C that everybody has had: signals this
+# soon after the first are one with it. Half of the second after which the local provider asks again, and means it.
+SAME_SIGNAL_S = 0.5
 # Of results in one call: a second's worth on any good line, where everything at once would never get through.
 MAX_DELIVERY_BYTES = 16 << 20
 # What any line carries. Thousands of small results fit into it.
@@ -163,7 +166,8 @@ class WorkerRuntime:
         if settings.storage_path is not None:
             self._readers.append(StorageReader(settings.storage_path))
         self._orders = _Orders()
-        self._signals_seen = 0
+        # When the first signal came, by the loop's clock.
+        self._told_at: float | None = None
 
     async def run(self) -> Ending:
         """Work until told to end. Raises HandlerNotFound, SchemaMismatch or DatabaseUnavailable if it cannot go on."""
@@ -215,10 +219,15 @@ class WorkerRuntime:
         self.look_again()
 
     def _on_signal(self, name: str) -> None:
-        self._signals_seen += 1
-        # Whoever asks twice does not want to wait.
-        limit_s = self._settings.drain_timeout_s if self._signals_seen == 1 else 0.0
-        self._orders.context.run(self._orders.drain, name, limit_s)
+        now = asyncio.get_running_loop().time()
+        if self._told_at is None:
+            self._told_at = now
+            self._orders.context.run(self._orders.drain, name, self._settings.drain_timeout_s)
+        elif now - self._told_at < SAME_SIGNAL_S:
+            self._orders.context.run(log.info, "draining already: this soon, a signal is the same again", why=name)
+        else:
+            # Whoever asks twice does not want to wait.
+            self._orders.context.run(self._orders.drain, name, 0.0)
 
     async def _start_executor(self) -> bool:
         """False when told to end meanwhile: importing a handler may take minutes."""
