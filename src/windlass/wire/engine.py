@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -14,6 +13,7 @@ from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.postgres import PostgresStore
+from windlass.wire.signals import on_stop_signals
 from windlass.wire.stores import data_dir, database
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, versio
         )
         await dispatcher.connect()
         # Now, because Ray takes signals for itself when it connects.
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, dispatcher.stop)
+        on_stop_signals(dispatcher.stop)
         try:
             await dispatcher.run()
         except (HeadLost, LeaseLost) as error:

@@ -18,6 +18,7 @@ from windlass.wire.face import http_face, open_listener
 from windlass.wire.providers import check_keys, check_machines_can_call, hiring_fleets, provider
 from windlass.wire.receivers import receivers
 from windlass.wire.reload import Current, check_hiring, reloading
+from windlass.wire.signals import on_stop_signals
 from windlass.wire.stores import control_store, database, described_database
 
 if TYPE_CHECKING:
@@ -92,8 +93,7 @@ async def run_up(
         watchers, told = [on_summary], receivers(config)
         current = Current(config, ray.address or config.ray_address)
         up = _make_up(opened, current, ourselves, instance_id, watchers)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
+        on_stop_signals(lambda: up.stop(is_leaving_workers=is_leaving_workers))
         log = structlog.get_logger("windlass.up")
         log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (

@@ -37,7 +37,7 @@ from windlass.model.errors import (
     WindlassError,
 )
 from windlass.model.task import Claim, Finished, Turn
-from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerKind, WorkerStatus
+from windlass.model.worker import LIVE, SAME_SIGNAL_S, HeldClaim, Pulse, Registration, WorkerKind, WorkerStatus
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
 from windlass.worker.executor import Executor, Failure, NotBegun, Outcome, Success
@@ -52,9 +52,6 @@ POLL_INTERVAL_S = 5.0
 POLL_MIN_INTERVAL_S = 0.05
 # A cancelled attempt has ended by then, or is an inline handler that will not; leaving does not wait for that one.
 CANCEL_TIMEOUT_S = 15.0
-# `timeout` tells a program and then its whole group, and wrappers pass on a Ctrl-C that everybody has had: signals this
-# soon after the first are one with it. Half of the second after which the local provider asks again, and means it.
-SAME_SIGNAL_S = 0.5
 # Of results in one call: a second's worth on any good line, where everything at once would never get through.
 MAX_DELIVERY_BYTES = 16 << 20
 # What any line carries. Thousands of small results fit into it.
