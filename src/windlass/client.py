@@ -105,7 +105,10 @@ class Client:
         return await self._opened.task(task_id)
 
     async def result(self, task_id: int, timeout_s: float | None = None) -> Any:
-        """Wait until the task is complete and return its result. Raises TaskFailed, or TimeoutError (it goes on)."""
+        """Wait until the task is complete and return its result. Raises TaskFailed, or TimeoutError (it goes on).
+
+        A result that is nested more deeply, or has longer numbers, than Python reads is a WindlassError.
+        """
         status = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -116,7 +119,7 @@ class Client:
                         raise BadInput(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
                     status = task.status
                     if status is TaskStatus.COMPLETE:
-                        return json.loads(task.result) if task.result is not None else None
+                        return _read(task_id, task.result) if task.result is not None else None
                     if status is TaskStatus.FAILED:
                         raise TaskFailed(task)
                     await asyncio.sleep(pause_s)
@@ -140,6 +143,15 @@ class Client:
         if self._store is None:
             raise WindlassError("the client is not open: use it inside `async with windlass.Client() as client:`.")
         return self._store
+
+
+def _read(task_id: int, result: str) -> Any:
+    try:
+        return json.loads(result)
+    except (ValueError, RecursionError) as error:
+        raise WindlassError(
+            f"the result of task {task_id} is JSON that Python does not read ({error}): `task({task_id})` has its text."
+        ) from None
 
 
 class SyncClient:

@@ -194,6 +194,11 @@ def environment_of(config: Config, *sections: str) -> dict[str, str]:
     return {variable_of(key): str(value) for key, value in values.items() if value is not None}
 
 
+def differing_keys(one: Config, other: Config) -> list[str]:
+    """In which settings they differ, those of fleets aside."""
+    return [".".join(key) for key, _ in _fields(Config) if _value(one, key) != _value(other, key)]
+
+
 def variable_of(key: Key) -> str:
     return PREFIX + "__".join(key).upper()
 

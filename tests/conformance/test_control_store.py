@@ -183,7 +183,13 @@ def intent(worker_id: str, slot: int) -> Intent:
 
 def machine(number: int, name: str = "w0") -> Machine:
     return Machine(
-        f"m{number}", name, MachineState.RUNNING, instance_type="tiny", price_micros_per_hour=5, currency="EUR"
+        f"m{number}",
+        name,
+        MachineState.RUNNING,
+        instance_type="tiny",
+        place="nbg1",
+        price_micros_per_hour=5,
+        currency="EUR",
     )
 
 
@@ -588,6 +594,8 @@ async def test_adopting_gives_a_worker_the_machine_that_was_found(
     (view,) = (await ann.observe()).workers
     assert (view.machine_id, view.machine_at, view.creation) == ("m1", clock(), "created")
     assert view.prepared_at == clock()
+    worker = await store.worker("w0")
+    assert (worker.machine_id, worker.instance_type, worker.place) == ("m1", "tiny", "nbg1")
 
 
 async def test_a_machine_that_must_be_prepared_first_is_not_prepared(store: ControlStores, ann: Leader) -> None:
@@ -734,6 +742,8 @@ async def test_a_created_machine_is_known_from_then_on(store: ControlStores, clo
     await ann.report(Created("w0", machine(1)), Created("w0", machine(2)), CreationUnclear("w0", "late word"))
     (view,) = (await ann.observe()).workers
     assert (view.machine_id, view.machine_at, view.creation) == ("m1", known_at, "created")
+    worker = await store.worker("w0")
+    assert (worker.machine_id, worker.instance_type, worker.place) == ("m1", "tiny", "nbg1")
 
 
 async def test_an_unclear_creation_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
@@ -1102,6 +1112,14 @@ async def test_an_adopted_machine_has_the_bill_of_the_list_it_was_found_in(
     await ann.commit(Adopt("w0", "m0", "found"))
     (view,) = (await ann.observe()).workers
     assert view.bill == Bill(Tariff(3_600_000, "EUR", 60, PARTS), clock() - timedelta(seconds=3))
+
+
+async def test_a_price_in_no_currency_is_kept_apart_from_all_others(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.report(Created("w0", replace(PRICED, currency=None)))
+    (view,) = (await ann.observe()).workers
+    assert view.bill is not None
+    assert view.bill.tariff.currency == "XXX"  # ISO 4217
 
 
 async def test_a_price_that_comes_to_light_later_is_paid_from_the_machines_creation_on(

@@ -178,6 +178,7 @@ BAD_TASKS = {
     "a queue's name that is none": NewTask("not a name"),
     "a payload that is not JSON": NewTask("q", payload="{'a': 1}"),
     "a payload that JSON cannot hold": NewTask("q", payload="NaN"),
+    "a payload nested beyond all": NewTask("q", payload="[" * 100_000 + "]" * 100_000),
     "no attempts": NewTask("q", max_attempts=0),
     "no time": NewTask("q", timeout_s=0),
     "a key that is too long": NewTask("q", unique_key="k" * 201),
@@ -196,6 +197,11 @@ async def test_a_bad_task_is_refused_and_nothing_is_added(store: Store, bad: New
         await store.enqueue_many([NewTask("q", unique_key="u"), bad])
     assert await store.tasks() == []
     assert await add(store) > 0
+
+
+async def test_a_number_of_more_digits_than_python_reads_is_a_payload(store: Store) -> None:
+    task_id = await store.enqueue(NewTask("q", payload="9" * 5_000))
+    assert (await task_of(store, task_id)).payload == "9" * 5_000
 
 
 # -------------------------------------------------------------------------------------------------------- claiming

@@ -186,6 +186,20 @@ def test_a_task_is_shown_with_its_story(windlass: CommandLine) -> None:
     assert (story["error_code"], [event["code"] for event in story["events"]]) == ("CANCELLED", ["TASK_CANCELLED"])
 
 
+@pytest.mark.parametrize("payload", ["[" * 3_000 + "]" * 3_000, "9" * 5_000], ids=["nested deeply", "a long number"])
+async def test_a_task_is_shown_whatever_the_database_holds(windlass: CommandLine, dsn: str, payload: str) -> None:
+    """Python reads neither; PostgreSQL takes both."""
+    await ask(dsn, f"select windlass.enqueue('q', '{payload}')")
+    await ask(dsn, "update windlass.tasks set result = payload")
+    shown = windlass("tasks", "show", 1)
+    assert (shown.code, shown.err) == (0, "")
+    assert f"payload        {payload}\n" in shown.out
+    assert f"result         {payload}\n" in shown.out
+    as_json = windlass("tasks", "show", 1, "--json").out
+    assert as_json.endswith(f',\n  "payload": {payload},\n  "result": {payload}\n}}\n')
+    assert json.loads(as_json.replace(payload, "0"))["payload"] == 0
+
+
 async def test_failed_tasks_are_retried_by_id_and_others_are_refused(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "-", stdin="1\n2\n3\n")
     await set_status(dsn, "failed", 1, 2)
@@ -225,6 +239,21 @@ async def test_a_list_says_when_a_task_is_due_and_how_far_it_has_come(windlass: 
     assert running.endswith("20 % half way")
     assert "progress       20 %" in windlass("tasks", "show", 2).out
     assert ["queues", "q"] in [line.split() for line in windlass("workers", "show", "w1").out.splitlines()]
+
+
+async def test_a_worker_is_shown_with_what_its_machine_is_and_where(windlass: CommandLine, dsn: str) -> None:
+    windlass("db", "migrate")
+    await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
+    await ask(
+        dsn,
+        "update windlass.workers set machine_id = 'm7', instance_type = 'NVIDIA RTX A5000', place = 'EU-RO-1'",
+    )
+    shown = [line.split(maxsplit=1) for line in windlass("workers", "show", "w1").out.splitlines()]
+    assert ["machine_id", "m7"] in shown
+    assert ["instance_type", "NVIDIA RTX A5000"] in shown
+    assert ["place", "EU-RO-1"] in shown
+    worker = windlass("workers", "show", "w1", "--json").json["worker"]
+    assert (worker["instance_type"], worker["place"]) == ("NVIDIA RTX A5000", "EU-RO-1")
 
 
 async def test_finished_tasks_cannot_be_cancelled(windlass: CommandLine, dsn: str) -> None:

@@ -70,6 +70,25 @@ async def test_waiting_for_a_task_that_fails_raises_what_happened(dsn: str) -> N
         assert (caught.value.task.id, caught.value.task.error_code) == (task_id, "DO_NOT_RETRY")
 
 
+async def test_a_result_that_python_does_not_read_is_named_and_its_text_is_to_be_had(dsn: str) -> None:
+    connection = await asyncpg.connect(dsn)
+    async with Client(dsn) as client:
+        for result in ("[" * 3_000 + "]" * 3_000, "9" * 5_000):
+            task_id = await client.enqueue("q")
+            await connection.execute(
+                "update windlass.tasks set status = 'complete', finished_at = now(), result = $2::text::jsonb"
+                " where id = $1",
+                task_id,
+                result,
+            )
+            with pytest.raises(WindlassError, match=f"the result of task {task_id} is JSON that Python does not read"):
+                await client.result(task_id, timeout_s=LIMIT_S)
+            task = await client.task(task_id)
+            assert task is not None
+            assert task.result == result
+    await connection.close()
+
+
 async def test_waiting_ends_with_its_time(dsn: str) -> None:
     async with Client(dsn) as client:
         task_id = await client.enqueue("nobody-serves-this")

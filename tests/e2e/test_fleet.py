@@ -6,6 +6,7 @@ import pty
 import re
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
@@ -20,7 +21,7 @@ from command_line import CommandLine, Done
 from crew import PATIENCE_S, is_alive, until
 from windlass.model.record import Cycle, Fleet
 from windlass.model.task import Task, TaskStatus, new_task
-from windlass.model.worker import Worker, WorkerStatus
+from windlass.model.worker import SAME_SIGNAL_S, Worker, WorkerStatus
 from windlass.store.control import PostgresControlStore
 
 QUEUE = "work"
@@ -298,8 +299,11 @@ async def test_a_second_signal_ends_it_at_once_and_leaves_who_is_at_work(host: H
     up = host.up()
     running = await host.until_status(TaskStatus.RUNNING, task)
     up.send_signal(signal.SIGTERM)
+    told_at = time.monotonic()
     await host.until_decided("winding down: 1 left")
     assert "told to stop again (Ctrl-C), we leave them to the next start" in host.log()
+    # One that comes sooner is the same again.
+    await until(lambda: time.monotonic() > told_at + 2 * SAME_SIGNAL_S, "the end of the moment")
     up.send_signal(signal.SIGTERM)
     await until(lambda: up.poll() is not None, f"up ends\n{host.log()}", 10.0)
     assert up.returncode == 0
@@ -307,6 +311,22 @@ async def test_a_second_signal_ends_it_at_once_and_leaves_who_is_at_work(host: H
     assert worker is not None
     assert worker.pid is not None
     assert is_alive(worker.pid)
+
+
+async def test_two_signals_of_one_moment_are_one_and_everybody_may_finish(host: Host) -> None:
+    """As `timeout` sends them: to the program, and to its group."""
+    host.configure()
+    gate = host.folder / "gate"
+    (task,) = await host.enqueue({"go": str(gate)})
+    up = host.up()
+    await host.until_status(TaskStatus.RUNNING, task)
+    for _ in range(2):
+        up.send_signal(signal.SIGTERM)
+    await host.until_decided("winding down: 1 left")
+    gate.touch()
+    await host.until_status(TaskStatus.COMPLETE, task)
+    await until(lambda: up.poll() is not None, f"up ends\n{host.log()}", 30.0)
+    assert await host.store.workers() == []
 
 
 async def test_a_file_that_breaks_while_it_runs_keeps_nobody_from_being_hired(host: Host) -> None:

@@ -194,6 +194,13 @@ async def _sigterm_to_all_its_processes(_crew: Crew, hand: Hand) -> None:
     hand.send_to_all(signal.SIGTERM)
 
 
+async def _two_signals_of_one_moment(_crew: Crew, hand: Hand) -> None:
+    # As `timeout` does with a program and its group.
+    hand.send(signal.SIGTERM)
+    hand.send(signal.SIGINT)
+    await until(lambda: '"event": "draining already' in hand.log(), "it has heard both")
+
+
 async def _set_terminating(crew: Crew, hand: Hand) -> None:
     row = await crew.row_of(hand)
     assert row is not None
@@ -203,7 +210,10 @@ async def _set_terminating(crew: Crew, hand: Hand) -> None:
 @pytest.mark.parametrize(
     ("tell", "kind"),
     [
-        *((tell, "--handler") for tell in (_sigint, _sigterm_to_all_its_processes, _set_terminating)),
+        (_sigint, "--handler"),
+        (_sigterm_to_all_its_processes, "--handler"),
+        (_two_signals_of_one_moment, "--handler"),
+        (_set_terminating, "--handler"),
         *((_sigterm, kind) for kind in KINDS),
     ],
 )
@@ -239,7 +249,7 @@ async def test_a_worker_told_twice_gives_its_task_back_and_leaves_at_once(
     task_id = await gate.enter()
     hand.send(signal.SIGTERM)
     await until(lambda: '"event": "draining"' in hand.log(), "the worker knows")
-    hand.send(second)
+    await hand.send_again(second)
     assert await hand.exit_code(timeout_s=10) == 0
     await _is_given_back(crew, hand, await crew.task(task_id))
 
@@ -324,7 +334,7 @@ async def test_inline_handlers_run_many_at_once_and_each_ends_in_its_own_way(cre
     assert statuses == {TaskStatus.RUNNING}
     hand.send(signal.SIGTERM)
     await until(lambda: '"event": "draining"' in hand.log(), "the worker knows")
-    hand.send(signal.SIGTERM)
+    await hand.send_again(signal.SIGTERM)
     assert await hand.exit_code(timeout_s=10) == 0
     assert {(await crew.task(task_id)).status for task_id in sleeping[1:]} == {TaskStatus.QUEUED}
 
@@ -346,7 +356,7 @@ async def test_an_inline_handler_that_cannot_be_ended_does_not_keep_the_process(
         await crew.running(task_id)
     hand.send(signal.SIGTERM)
     await until(lambda: "draining" in hand.log(), "it has heard the first signal")
-    hand.send(signal.SIGTERM)
+    await hand.send_again(signal.SIGTERM)
     assert await hand.exit_code(CANCEL_TIMEOUT_S + END_TIMEOUT_S + PATIENCE_S) == 0
     tasks = [await crew.task(task_id) for task_id in task_ids]
     assert {(task.status, task.attempts) for task in tasks} == {(TaskStatus.QUEUED, 0)}

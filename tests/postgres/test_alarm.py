@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import stat
 import threading
 from collections.abc import AsyncIterator
@@ -159,6 +160,38 @@ async def test_a_receiver_that_drips_its_answer_keeps_no_further_message_waiting
             with pytest.raises(NotDelivered, match="the webhook did not answer within 3 s"):
                 await slow.send(MESSAGE)
         assert len(callers) == 2
+
+
+async def test_a_name_that_is_looked_up_for_ever_keeps_no_message_beyond_its_time(
+    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "DEADLINE_S", 1.5)
+    look_up, is_over, asked = socket.getaddrinfo, threading.Event(), 0
+
+    def hang(host: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal asked
+        if host in ("localhost", b"localhost"):
+            asked += 1
+            is_over.wait(30)
+        return look_up(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    hook = Webhook(inbox.url.replace("127.0.0.1", "localhost"))
+    threads = threading.active_count()
+    try:
+        async with asyncio.timeout(10):
+            for _ in range(2):
+                with pytest.raises(NotDelivered, match=r"the webhook did not answer within 1\.5 s"):
+                    await hook.send(MESSAGE)
+        # Ours, the resolver's and the one that waits for it; nothing is looked up while it still is.
+        assert asked == 1
+        assert threading.active_count() - threads <= 3
+    finally:
+        is_over.set()
+    # And it is used again, as soon as names are found.
+    monkeypatch.setattr(webhook, "DEADLINE_S", 20.0)
+    await hook.send(MESSAGE)
+    assert inbox.received[-1]["code"] == "NO_LEADER"
 
 
 async def test_what_a_receiver_says_beyond_its_status_is_not_waited_for() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import asyncpg
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, DatabaseUnavailable
@@ -341,6 +342,46 @@ def test_a_program_that_has_the_database_open_brings_a_killed_server_back(
 
     assert asyncio.run(kill_it_and_look()) == 42
     assert not (filled_dir / "postgres" / "postmaster.pid").exists()
+
+
+@contextmanager
+def unable_to_start(data_dir: Path) -> Iterator[None]:
+    settings = data_dir / "postgres" / "postgresql.conf"
+    good = settings.read_text()
+    settings.write_text(good + "shared_buffers = nonsense\n")
+    yield
+    settings.write_text(good)
+
+
+def test_a_program_that_tried_in_vain_to_bring_the_server_back_still_counts_as_its_user(filled_dir: Path) -> None:
+    with EmbeddedPostgres(filled_dir) as postgres:
+        kill_server(filled_dir)
+        with unable_to_start(filled_dir), pytest.raises(DatabaseUnavailable, match="shared_buffers"):
+            postgres.open()
+        Program(filled_dir).wait_until_open().leave()
+        assert ask(postgres, "select n from kept") == 42
+    assert not (filled_dir / "postgres" / "postmaster.pid").exists()
+
+
+def test_a_server_that_does_not_start_again_is_told_once_and_so_is_its_return(
+    filled_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "LOOK_INTERVAL_S", 0.02)
+    log = filled_dir / "postgres.log"
+
+    async def kill_it_and_look() -> list[str]:
+        async with stores.database(Config(data_dir=filled_dir), is_migrating=False), asyncio.timeout(LIMIT_S):
+            with capture_logs() as lines:
+                with unable_to_start(filled_dir):
+                    await asyncio.to_thread(kill_server, filled_dir)
+                    while log.read_text().count("shared_buffers") < 3:
+                        await asyncio.sleep(0.01)
+                while "the database's server runs again" not in [line["event"] for line in lines]:
+                    await asyncio.sleep(0.01)
+            return [line["event"] for line in lines]
+
+    told = ["the database's server does not start again", "the database's server runs again"]
+    assert asyncio.run(kill_it_and_look()) == told
 
 
 def test_a_backend_busy_in_a_query_does_not_keep_a_killed_server_from_being_recovered(filled_dir: Path) -> None:

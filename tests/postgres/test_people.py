@@ -724,6 +724,75 @@ async def test_who_listens_hears_of_a_pause_and_misses_nothing(dsn: str) -> None
         assert (kind, data["code"]) == ("event", "FLEET_RESUMED")
 
 
+async def heard_until(bed: Bed, listener: Any, last: int) -> list[int]:
+    """The ids of the events that it is told of, up to that one; then nobody listens."""
+    heard: list[int] = []
+    async for kind, _, event_id in messages_of(listener.messages()):
+        if kind == "event":
+            heard.append(int(event_id or 0))
+        if last in heard:
+            break
+    listener.end()
+    while bed.live._watcher is not None:  # it notices that nobody listens
+        await asyncio.sleep(0.01)
+    return heard
+
+
+@pytest.mark.parametrize("is_heard_late", [True, False], ids=["heard late", "missed"])
+async def test_an_event_that_becomes_visible_after_later_ones_is_told_once(
+    dsn: str, monkeypatch: pytest.MonkeyPatch, is_heard_late: bool
+) -> None:
+    monkeypatch.setattr(live_module, "LOOK_INTERVAL_S", 0.01)
+    event = "insert into windlass.events (code, reason) values ('X', 'x') returning id"
+    async with (
+        bed_of(dsn) as bed,
+        connected(dsn, "slowly") as slow,
+        connected(dsn, "quickly") as quick,
+        asyncio.timeout(30),
+    ):
+        listener = await bed.live.listen(None)
+        transaction = slow.transaction()
+        await transaction.start()
+        late = await slow.fetchval(event)
+        early = await quick.fetchval(event)
+        if is_heard_late:
+            told = messages_of(listener.messages())
+            while (await anext(told))[2] != str(early):
+                pass
+            await transaction.commit()
+            assert await heard_until(bed, listener, late) == [late]
+        else:
+            assert await heard_until(bed, listener, early) == [early]
+            await transaction.commit()
+        seen = late if is_heard_late else early
+        last = await quick.fetchval(event)
+        again = await heard_until(bed, await bed.live.listen(seen), last)
+        assert again == ([last] if is_heard_late else [late, last])
+        # As it was heard, so it is remembered.
+        final = await quick.fetchval(event)
+        assert await heard_until(bed, await bed.live.listen(last), final) == [final]
+        # Whoever saw none of them hears of them all, and so does whoever was away for longer than is remembered.
+        everybody = sorted([late, early, last, final])
+        assert sorted(await heard_until(bed, await bed.live.listen(late - 1), final)) == everybody
+        bed.live._found.clear()
+        assert await heard_until(bed, await bed.live.listen(late - 1), final) == everybody
+
+
+async def test_who_was_away_for_more_events_than_are_remembered_hears_of_them_all(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LOOK_INTERVAL_S": 0.01, "LOOK_BACK": 2, "MAX_EVENTS": 20, "MAX_REMEMBERED": 5}.items():
+        monkeypatch.setattr(live_module, name, value)
+    async with bed_of(dsn) as bed, connected(dsn, "events") as connection, asyncio.timeout(30):
+        insert = "insert into windlass.events (code, reason) select 'X', 'x' from generate_series(1, $1) returning id"
+        first = await connection.fetchval(insert, 1)
+        assert (await bed.live.overview()).last_event_id == first
+        await connection.execute(insert.removesuffix(" returning id"), 11)
+        listener = await bed.live.listen(first)
+        last = await connection.fetchval(insert, 1)
+        assert await heard_until(bed, listener, last) == list(range(first + 1, last + 1))
+
+
 async def test_who_comes_again_hears_of_each_event_once_and_a_newcomer_of_no_old_one(
     dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -731,34 +800,22 @@ async def test_who_comes_again_hears_of_each_event_once_and_a_newcomer_of_no_old
     async with bed_of(dsn) as bed, asyncio.timeout(30):
         await hire(bed)
 
-        async def heard_until(listener: Any, last: int) -> list[int]:
-            heard: list[int] = []
-            async for kind, _, event_id in messages_of(listener.messages()):
-                if kind == "event":
-                    heard.append(int(event_id or 0))
-                if last in heard:
-                    break
-            listener.end()
-            while bed.live._watcher is not None:  # it notices that nobody listens
-                await asyncio.sleep(0.01)
-            return heard
-
         async def happens() -> int:
             await bed.store.pause_fleet("gpus", True)
             await bed.store.pause_fleet("gpus", False)
             return (await bed.store.events_page(limit=1)).rows[0].id
 
         first = await bed.live.listen(None)
-        seen = (await heard_until(first, await happens()))[-1]
+        seen = (await heard_until(bed, first, await happens()))[-1]
         # Nobody listens now.
         await happens()
         again = await bed.live.listen(seen)
         last = await happens()
-        assert await heard_until(again, last) == list(range(seen + 1, last + 1))
+        assert await heard_until(bed, again, last) == list(range(seen + 1, last + 1))
         since = (await bed.live.overview()).last_event_id
         newcomer = await bed.live.listen(None)
         last = await happens()
-        heard = await heard_until(newcomer, last)
+        heard = await heard_until(bed, newcomer, last)
         assert heard[0] > since
         assert heard == list(range(heard[0], last + 1))
 

@@ -694,6 +694,13 @@ async def test_no_two_components_of_the_health_view_have_the_same_name(connectio
     assert sorted(names) == [
         "worker:q@cheap:0", "worker:q@cheap:1", "worker:q@dear:0", "worker:q@dear:1", "worker:r:0",
     ]  # fmt: skip
+    # The row of a fleet stays when the fleet is no more: what is left of it counts, and then nothing.
+    await connection.execute("update windlass.workers set status = 'terminated' where id = 'a'")
+    left = [row["component"] for row in await rows_of(connection, clock, "health")]
+    assert sorted(left) == ["worker:q@cheap:1", "worker:q@dear:0", "worker:q@dear:1", "worker:r:0"]
+    await connection.execute("update windlass.slots set status = 'ok' where fleet = 'cheap'")
+    left = [row["component"] for row in await rows_of(connection, clock, "health")]
+    assert sorted(left) == ["worker:q:0", "worker:q:1", "worker:r:0"]
 
 
 async def test_a_machine_that_boots_for_longer_than_its_lease_is_starting(connection: Any, clock: Any) -> None:

@@ -1,6 +1,7 @@
 """What the faces show, out of a real PostgreSQL: pages, counts, charts, and that none of it reads everything."""
 
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from windlass.cost.meter import read_meter
 from windlass.model.access import FaceAddress
 from windlass.model.errors import BadInput
-from windlass.model.task import Finished, TaskStatus, new_task
+from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports.reading import MAX_QUEUES, Page, TaskList
 from windlass.store import control, reading
@@ -283,6 +284,20 @@ async def test_each_list_of_tasks_has_its_own_in_its_order(store: Store, sql: An
     of_a = await everything(store.tasks_page, queue="a", limit=2)
     assert {row.queue for row in of_a} == {"a"}
     assert len(of_a) == 4
+
+
+async def test_one_task_is_read_with_the_time_since_when_it_could_be_claimed(store: Store, clock: Any) -> None:
+    await store.register(Registration("hand", ("a",)))
+    due = clock() + timedelta(seconds=60)
+    task_id = await store.enqueue(new_task("a", {"b": 1}, run_after=due))
+    clock.advance(90)
+    await store.claim("hand", ["a"])
+    found, known = await store.task_in_full(task_id), await store.task(task_id)
+    assert found is not None
+    assert known is not None
+    assert {name: getattr(found, name) for name in Task.__dataclass_fields__} == asdict(known)
+    assert found.ready_at == due
+    assert await store.task_in_full(task_id + 1) is None
 
 
 async def test_tasks_are_found_by_id_key_code_and_words_of_the_error(store: Store, sql: Any, clock: Any) -> None:

@@ -15,14 +15,16 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from ray_bed import HANDLERS, until
+from ray_bed import HANDLERS, head_beside, until
 
 from windlass.emulate.hetzner import HetznerEmulator, Settings
 from windlass.emulate.process_host import ProcessHost
 from windlass.emulate.serve import serving
 from windlass.engine.versions import PYTHON_OF_IMAGE, our_versions
+from windlass.model.node import HEAD_LEASE
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import WorkerKind
+from windlass.ports.control import Candidate, Standby
 from windlass.store.engine import PostgresEngineStore
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(180)]
@@ -185,7 +187,8 @@ async def test_a_reload_gives_a_new_fleet_its_dispatcher_and_whoever_has_another
         ]
         second, third = others
         try:
-            (tmp_path / "windlass.toml").write_text(toml + more)
+            # What is read at the start only is no reason for the first dispatcher to start anew.
+            (tmp_path / "windlass.toml").write_text(f"[worker]\ntimeout_s = 77\n{toml}{more}")
             process.send_signal(signal.SIGHUP)
             task_id = await store.enqueue(new_task("r", {"number": 1}))
             (task,) = await until(all_over(store, [task_id]), "the task of the new fleet", RUN_TIMEOUT_S)
@@ -203,6 +206,28 @@ async def test_a_reload_gives_a_new_fleet_its_dispatcher_and_whoever_has_another
                     other.kill()
                     other.wait()
         assert (tmp_path / "up.log").read_text().count('"dispatching"') == 2  # the first went on undisturbed
+
+
+async def test_the_first_fleet_that_a_reload_brings_takes_the_right_to_the_head_that_was_given(
+    tmp_path: Path, dsn: str
+) -> None:
+    plain = '[fleets.plain]\nexec = "true"\n'
+    another = Candidate("another", 10.0, HEAD_LEASE)
+    with head_beside() as head:
+        given = {**head.env, "RAY_ADDRESS": head.address}
+        async with PostgresEngineStore(dsn) as store, up(tmp_path, dsn, plain, **given) as process:
+
+            async def is_said(words: str) -> bool:
+                return words in (tmp_path / "up.log").read_text()
+
+            await until(lambda: is_said('"cycle"'), "a first cycle", RUN_TIMEOUT_S)
+            # Whoever merely has RAY_ADDRESS keeps nobody from a head.
+            assert not isinstance(await store.lead(another), Standby)
+            await store.resign(another)
+            (tmp_path / "windlass.toml").write_text(plain + LOCAL + COMMON.format(chdir=HANDLERS))
+            process.send_signal(signal.SIGHUP)
+            await until(lambda: is_said('"dispatching"'), "its dispatcher", RUN_TIMEOUT_S)
+            assert isinstance(await store.lead(another), Standby)
 
 
 def _dispatcher(pid: int) -> psutil.Process:

@@ -26,6 +26,8 @@ SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
 # Small enough that two workers finish at about the same time.
 CHUNK = 5
+# Rough ones lived through before what nobody met is missing.
+MAX_ROUGH = 60
 
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, CHUNK))
@@ -108,14 +110,8 @@ def rough(seed: int) -> Scenario:
 
 
 def test_together_the_histories_see_trouble_of_every_kind() -> None:
-    """A bed in which nothing happens proves nothing."""
-    told: set[str] = set()
-    stories = ""
-    for seed in range(9):
-        history = HetznerHistory(rough(seed))
-        stories += history.run().story.text(limit=None)
-        told |= history.project.told
-    for trouble in (
+    """A bed in which nothing happens proves nothing. They go on until they have: which one meets what is chance."""
+    of_the_cloud = {
         "late",
         "answer lost",
         "POST silence",
@@ -135,9 +131,8 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "start_server failed",
         "delete_server failed",
         "forgotten address",
-    ):
-        assert trouble in told, f"nobody met: {trouble}"
-    for trouble in (
+    }
+    in_the_story = {
         "vanishes with its machine",
         "is killed",
         "the database is away",
@@ -147,5 +142,12 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "machine not deleted",
         "machines unknown",
         "holding",
-    ):
-        assert trouble in stories, f"nobody met: {trouble}"
+    }
+    for seed in range(MAX_ROUGH):
+        history = HetznerHistory(rough(seed))
+        story = history.run().story.text(limit=None)
+        in_the_story -= {trouble for trouble in in_the_story if trouble in story}
+        of_the_cloud -= history.project.told
+        if not of_the_cloud and not in_the_story:
+            return
+    pytest.fail(f"nobody met: {sorted(of_the_cloud | in_the_story)}")

@@ -17,6 +17,8 @@ SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
 # Small enough that two workers finish at about the same time.
 CHUNK = 5
+# Rough ones lived through before what nobody met is missing.
+MAX_ROUGH = 60
 
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, CHUNK))
@@ -34,22 +36,15 @@ def rough(seed: int) -> Scenario:
 
 
 def test_together_the_histories_see_trouble_of_every_kind() -> None:
-    """A bed in which nothing happens proves nothing."""
-    told: set[str] = set()
-    stories = ""
-    for seed in range(20):
-        history = RunpodHistory(rough(seed))
-        stories += history.run().story.text(limit=None)
-        told |= history.pods.told
+    """A bed in which nothing happens proves nothing. They go on until they have: which one meets what is chance."""
     unanswered = [f"{kind}{after}" for kind in NO_ANSWERS for after in AFTER]
-    for trouble in (
+    of_the_cloud = {
         "has_no_gpu", "never_has_runtime",
         "list old", "GET silence", "GET 5xx", "GET 429", "POST late", "POST answer lost",
         *(f"POST {kind}" for kind in (*unanswered, *REFUSALS)),
         *(f"DELETE {kind}" for kind in NOT_DELETED),
-    ):  # fmt: skip
-        assert trouble in told, f"nobody met: {trouble}"
-    for trouble in (
+    }  # fmt: skip
+    in_the_story = {
         "vanishes with its machine",
         "is killed",
         "the database is away",
@@ -60,5 +55,12 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "preparation unclear",
         "machines unknown",
         "holding",
-    ):
-        assert trouble in stories, f"nobody met: {trouble}"
+    }
+    for seed in range(MAX_ROUGH):
+        history = RunpodHistory(rough(seed))
+        story = history.run().story.text(limit=None)
+        in_the_story -= {trouble for trouble in in_the_story if trouble in story}
+        of_the_cloud -= history.pods.told
+        if not of_the_cloud and not in_the_story:
+            return
+    pytest.fail(f"nobody met: {sorted(of_the_cloud | in_the_story)}")

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from windlass.control.cycle import FleetCycle
 from windlass.control.up import END_S, FORGOTTEN_GRACE_S, FORGOTTEN_LOOK_S, STOP_MARGIN_S, SWEEP_INTERVAL_S, Up
-from windlass.model.errors import DatabaseUnavailable
+from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, Worker, WorkerStatus
@@ -532,9 +532,10 @@ def test_a_configuration_that_comes_too_late_changes_nothing() -> None:
         up = bed.start()
         await asyncio.sleep(SOON_S)
         up.up.stop()
-        up.up.reconfigure(bed.fleets)
-        await up.ends_within(10.0)
-        up.up.reconfigure(bed.fleets)
+        for _ in range(2):
+            with pytest.raises(WindlassError, match="too late, we are about to end"):
+                up.up.reconfigure(bed.fleets)
+            await up.ends_within(10.0)
         with suppress(asyncio.CancelledError):
             await up.task
         assert await bed.workers() == []

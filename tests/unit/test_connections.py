@@ -258,13 +258,17 @@ async def test_what_the_loop_and_the_server_log_becomes_lines_of_ours_and_not_to
         for _ in range(3 * MAX_LINES):
             logging.getLogger("asyncio").error("socket.accept() out of system resource")
     assert len(lines) == MAX_LINES
-    assert {(line["of"], line["message"]) for line in lines} == {("asyncio", "socket.accept() out of system resource")}
+    assert {(line["event"], line["log_level"], line["of"], line["message"]) for line in lines} == {
+        ("event loop", "error", "asyncio", "socket.accept() out of system resource")
+    }
     assert not logging.getLogger("asyncio").propagate
 
 
 async def test_nonsense_is_answered_and_the_next_request_too(port: int) -> None:
     async with httpx.AsyncClient(trust_env=False) as client, Crowd() as crowd:
         odd = await crowd.caller(port)
-        odd.say(b"\x16\x03\x01 is no HTTP\r\n\r\n")
-        assert (await odd.line()).startswith(b"HTTP/1.1 400 ")
+        with structlog.testing.capture_logs() as lines:
+            odd.say(b"\x16\x03\x01 is no HTTP\r\n\r\n")
+            assert (await odd.line()).startswith(b"HTTP/1.1 400 ")
+        assert [(line["event"], line["log_level"]) for line in lines] == [("http server", "warning")]
         assert (await client.get(f"http://127.0.0.1:{port}/")).text == "ok"

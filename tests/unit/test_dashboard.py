@@ -27,6 +27,7 @@ from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, QueueView, Snapshot
 from windlass.model.task import Task, TaskStatus, TaskSummary
 from windlass.model.worker import WorkerKind, WorkerStatus
+from windlass.policy.alerts import LOOK_INTERVAL_S, RESOLVE_AFTER_S
 from windlass.policy.plan import plan
 from windlass.ports.reading import (
     Burn,
@@ -260,11 +261,15 @@ def test_what_needs_attention_is_told_once_with_what_to_do(seen: Overview, told:
 
 
 def test_an_alert_that_is_not_seen_any_more_is_told_of_as_past() -> None:
-    seen_at = NOW - timedelta(seconds=40)
+    lately, seen_at = NOW - timedelta(seconds=2 * LOOK_INTERVAL_S), NOW - timedelta(seconds=RESOLVE_AFTER_S - 20)
+    alert = OpenAlert(1, "renders", "ALL_CRASHED", "critical", "all 3 workers crashed", lately, lately, None)
+    (matter,) = attention(overview(standing(fleet(), alerts=(alert,))))
+    assert (matter.what, matter.is_bad) == ("Fleet renders: all 3 workers crashed.", True)
     alert = OpenAlert(1, "renders", "ALL_CRASHED", "critical", "all 3 workers crashed", seen_at, seen_at, None)
     (matter,) = attention(overview(standing(fleet(), alerts=(alert,))))
     assert matter.what == f"Until {seen_at:%H:%M:%S} UTC: Fleet renders: all 3 workers crashed."
     assert not matter.is_bad
+    assert f"after {RESOLVE_AFTER_S:g} s without it" in matter.advice
     # And does not keep what lasts from being told.
     held = fleet(hold=Hold("ALL_CRASHED", "all 3 workers crashed", NOW))
     assert [matter.id for matter in attention(overview(standing(held, alerts=(alert,))))] == ["hold-renders", "alert-1"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+import structlog
 
 from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch
 from windlass.model.worker import HeldClaim, Pulse, Recovery, WorkerStatus
@@ -91,6 +92,14 @@ async def until(is_so: Callable[[], object], what: str) -> None:
     while not is_so():
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.01)
+
+
+async def test_what_is_bound_to_log_lines_when_it_starts_is_bound_to_those_of_its_thread() -> None:
+    seen: list[dict[str, Any]] = []
+    with structlog.contextvars.bound_contextvars(worker_id="w7"):
+        async with beating(Line(), vitals=lambda: seen.append(structlog.contextvars.get_contextvars()) or {}):
+            await until(lambda: seen, "no beat came")
+    assert seen[0] == {"worker_id": "w7"}
 
 
 @pytest.mark.parametrize(

@@ -156,8 +156,7 @@ async def working(
         yield scene
     finally:
         if not scene.ending.done():
-            for _ in range(2):
-                worker._on_signal("the end of the test")
+            worker.drain("the end of the test", 0.0)
         await asyncio.wait([scene.ending], timeout=PATIENCE_S)
         assert scene.ending.done()
         scene.ending.exception()
@@ -197,6 +196,71 @@ async def test_a_claim_whose_answer_is_lost_comes_back_after_the_lease_uncounted
         task = await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
         assert task.attempts == 1
         assert [event.code for event in finished(scene.store.events(task_id=task.id))] == ["TASK_RELEASED"]
+
+
+@pytest.mark.parametrize("is_loop_held_up", [False, True], ids=["a slow line", "a loop that is held up"])
+async def test_a_claim_that_arrives_when_it_was_taken_back_is_not_begun(is_loop_held_up: bool) -> None:
+    began: list[int] = []
+    is_taken_back = threading.Event()
+
+    async def notes(task: RunningTask) -> Any:
+        began.append(task.attempt)
+        return task.payload
+
+    async with working(notes, lease_s=1.0) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+        task_id = 0
+
+        async def take_note() -> None:
+            if any(event.code == "TASK_RELEASED" for event in finished(scene.store.events(task_id=task_id))):
+                is_taken_back.set()
+
+        async def answer_late() -> None:
+            if await _has_claimed(scene):
+                scene.line.after.pop("finish_and_claim")
+                if is_loop_held_up:
+                    assert is_taken_back.wait(PATIENCE_S)
+                else:
+                    await scene.until(is_taken_back.is_set, "the lease runs out")
+
+        scene.line.after |= {"finish_and_claim": answer_late, "heartbeat": take_note}
+        task_id = scene.enqueue(5)
+        task = await scene.until_status(task_id, TaskStatus.COMPLETE)
+        assert is_taken_back.is_set()
+        assert (began, task.attempts) == ([1], 1)
+        (worker,) = finished(scene.store.workers())
+        assert worker.late_results == 0
+
+
+async def test_results_alone_may_take_longer_than_half_a_lease() -> None:
+    """Nothing is claimed with them that could grow old, and large ones need their time."""
+    deliveries: list[int] = []
+
+    def take_note(_worker_id: str, results: Sequence[Finished], *_: object) -> None:
+        if results:
+            deliveries.append(len(results))
+
+    async with working(lease_s=0.4) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+        task_id = 0
+
+        async def answer_late() -> None:
+            if scene.task(task_id).status is TaskStatus.COMPLETE:
+                scene.line.after.clear()
+                beats = scene.line.count("heartbeat")
+                await scene.until(lambda: scene.line.count("heartbeat") > beats + 6, "more than half a lease")
+
+        async def drain() -> None:
+            if await _has_claimed(scene):
+                scene.runtime.drain("told to end")
+                scene.line.after["finish_and_claim"] = answer_late
+
+        scene.line.before["finish_and_claim"] = take_note
+        scene.line.after["finish_and_claim"] = drain
+        task_id = scene.enqueue(5)
+        assert await scene.end() is Ending.LEFT
+        assert scene.task(task_id).status is TaskStatus.COMPLETE
+        assert deliveries == [1]
 
 
 async def test_an_error_nobody_expected_does_not_cost_the_work_at_hand() -> None:
@@ -279,6 +343,99 @@ async def test_work_announced_while_the_worker_delivers_is_not_forgotten() -> No
         await scene.until_status(second[0], TaskStatus.COMPLETE)
 
 
+# ------------------------------------------------------------------------------------------- too much for one call
+
+
+@dataclass
+class Gathering:
+    """Handlers that wait for each other, so that their results are there in the same moment."""
+
+    size: int
+    at_once: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def together(self, task: RunningTask) -> Any:
+        self.at_once += 1
+        if self.at_once == self.size:
+            self.gate.set()
+        await self.gate.wait()
+        return task.payload
+
+
+def lengths(results: Sequence[Finished]) -> list[int]:
+    return [len(item.result or "") for item in results]
+
+
+async def test_more_results_than_one_call_carries_are_delivered_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "MAX_DELIVERY_BYTES", 100)
+    deliveries: list[list[int]] = []
+
+    def take_note(_worker_id: str, results: Sequence[Finished], *_: object) -> None:
+        if results:
+            deliveries.append(lengths(results))
+
+    async with working(Gathering(8).together, concurrency=8) as scene:
+        scene.line.before["finish_and_claim"] = take_note
+        # As JSON, with quotation marks, two more each; one is too large for any call and goes all the same.
+        sizes = [38, 38, 38, 38, 298, 18, 38, 38]
+        task_ids = [scene.enqueue("x" * size) for size in sizes]
+        for task_id in task_ids:
+            await scene.until_status(task_id, TaskStatus.COMPLETE)
+        assert sorted(itertools.chain(*deliveries)) == sorted(size + 2 for size in sizes)
+        assert [batch for batch in deliveries if len(batch) > 1 and sum(batch) > 100] == []
+        assert any(len(batch) > 1 for batch in deliveries)
+
+
+async def test_results_of_which_too_many_go_unanswered_are_delivered_in_smaller_portions_and_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "MAX_DELIVERY_BYTES", 1_000)
+    monkeypatch.setattr(runtime, "MIN_DELIVERY_BYTES", 10)
+    asked: list[tuple[int, int]] = []
+
+    def cut_off(_worker_id: str, results: Sequence[Finished], _queues: Sequence[str], limit: int) -> None:
+        if results:
+            asked.append((sum(lengths(results)), limit))
+            if asked[-1][0] > 100:
+                raise GONE
+
+    async with working(Gathering(8).together, concurrency=8) as scene:
+        scene.line.before["finish_and_claim"] = cut_off
+        for task_id in [scene.enqueue("x" * 38) for _ in range(8)]:
+            task = await scene.until_status(task_id, TaskStatus.COMPLETE)
+            assert task.attempts == 1
+        # What went unanswered is repeated as half of what a call may carry, and claims nothing.
+        assert [size for size, _ in asked][:4] == [320, 320, 240, 120]
+        assert [limit for size, limit in asked[1:5]] == [0, 0, 0, 0]
+
+
+async def test_claims_whose_answer_does_not_come_in_time_become_smaller_and_then_grow_again() -> None:
+    asked: list[int] = []
+    is_line_slow = True
+    gathering = Gathering(16)
+
+    def take_note(_worker_id: str, _results: Sequence[Finished], _queues: Sequence[str], limit: int) -> None:
+        asked.append(limit)
+
+    async with working(gathering.together, concurrency=16, lease_s=1.0) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+
+        async def carry_three() -> None:
+            if is_line_slow and asked[-1] > 3 and await _has_claimed(scene):
+                await asyncio.Event().wait()
+
+        scene.line.before["finish_and_claim"] = take_note
+        scene.line.after["finish_and_claim"] = carry_three
+        first = [scene.enqueue(number) for number in range(3)]
+        await scene.until(lambda: gathering.at_once == 3, "claims get through")
+        assert [limit for limit, _ in itertools.groupby(asked)][:3] == [8, 4, 2]
+        is_line_slow = False
+        asked.clear()
+        for task_id in first + [scene.enqueue(number) for number in range(100)]:
+            assert (await scene.until_status(task_id, TaskStatus.COMPLETE)).attempts == 1
+        assert max(asked) == 8
+
+
 # ---------------------------------------------------------------------------------------------- results refused
 
 
@@ -323,7 +480,37 @@ async def test_a_refused_result_costs_only_its_own_attempt(is_line_bad: bool) ->
 # -------------------------------------------------------------------------------------------------- being told
 
 
-async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_once() -> None:
+async def test_two_signals_of_one_moment_are_one() -> None:
+    """As `timeout` sends them: to the program, and to its group."""
+    may_finish = asyncio.Event()
+
+    async def waits(task: RunningTask) -> Any:
+        await may_finish.wait()
+        return task.payload
+
+    with capture_logs() as lines:
+        async with working(waits) as scene:
+            task_id = scene.enqueue(5)
+            await scene.until_status(task_id, TaskStatus.RUNNING)
+            # Of two kinds, as the system may make one of two of the same.
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            await scene.until(
+                lambda: (
+                    [line["event"].split(":")[0] for line in lines if "draining" in line["event"]]
+                    == ["draining", "draining already"]
+                ),
+                "both are heard",
+            )
+            may_finish.set()
+            assert await scene.end() is Ending.LEFT
+            assert scene.task(task_id).status is TaskStatus.COMPLETE
+
+
+async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "SAME_SIGNAL_S", 0.0)
     began = []
 
     async def sleeps(_task: RunningTask) -> None:
@@ -335,9 +522,10 @@ async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_onc
 
         async def tell_twice() -> None:
             if await _has_claimed(scene):
-                for number in (1, 2):
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    await scene.until(lambda: scene.runtime._signals_seen == number, "the signal is a call in the loop")  # noqa: B023
+                os.kill(os.getpid(), signal.SIGTERM)
+                await scene.until(lambda: scene.runtime._orders.is_draining, "the first is heard")
+                os.kill(os.getpid(), signal.SIGTERM)
+                await scene.until(scene.runtime._orders.is_urgent.is_set, "the second counts")
 
         scene.line.after["finish_and_claim"] = tell_twice
         task_id = scene.enqueue()
@@ -347,15 +535,13 @@ async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_onc
 
 
 async def test_a_result_that_is_there_when_the_worker_must_leave_is_delivered() -> None:
-    tell: list[Callable[[str], None]] = []
+    scenes: list[Scene] = []
 
     async def finishes_in_that_moment(task: RunningTask) -> Any:
-        for name in ("first", "second"):
-            tell[0](name)
+        scenes[0].runtime.drain("told twice", 0.0)
         return task.payload
 
-    async with working(finishes_in_that_moment) as scene:
-        tell.append(scene.runtime._on_signal)
+    async with working(finishes_in_that_moment, prepare=scenes.append) as scene:
         task_id = scene.enqueue(5)
         assert await scene.end() is Ending.LEFT
         task = scene.task(task_id)
@@ -374,8 +560,7 @@ async def test_a_result_is_delivered_although_the_handler_would_not_be_cancelled
         task_id = scene.enqueue()
         await scene.until_status(task_id, TaskStatus.RUNNING)
         await scene.until(lambda: scene.line.count("heartbeat") > 2, "the handler runs")
-        scene.runtime._on_signal("first")
-        scene.runtime._on_signal("second")
+        scene.runtime.drain("told twice", 0.0)
         assert await scene.end() is Ending.LEFT
         assert scene.task(task_id).result == '"saved"'
 
@@ -396,8 +581,7 @@ async def test_a_handler_that_cannot_be_cancelled_does_not_keep_the_worker_from_
     async with working(stubborn) as scene:
         task_id = scene.enqueue()
         await scene.until_status(task_id, TaskStatus.RUNNING)
-        scene.runtime._on_signal("first")
-        scene.runtime._on_signal("second")
+        scene.runtime.drain("told twice", 0.0)
         assert await scene.end() is Ending.LEFT
         task = scene.task(task_id)
         assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
@@ -417,6 +601,97 @@ async def test_a_drain_that_comes_while_a_result_is_being_delivered_is_obeyed_af
         statuses = [scene.task(first).status, scene.task(second).status]
         assert statuses == [TaskStatus.COMPLETE, TaskStatus.QUEUED]
         assert finished(scene.store.workers()) == []
+
+
+@asynccontextmanager
+async def past_its_drain_limit(
+    handler: Callable[[RunningTask], Any] = echo, **settings: Any
+) -> AsyncIterator[tuple[Scene, int]]:
+    """A worker that has claimed a task, whose database is gone since then and whose drain limit is over."""
+    async with working(handler, **settings) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+
+        async def die_and_drain() -> None:
+            if await _has_claimed(scene):
+                scene.line.is_dead = True
+                scene.runtime.drain("told to end", 0.05)
+
+        scene.line.after["finish_and_claim"] = die_and_drain
+        task_id = scene.enqueue(5)
+        await scene.until(lambda: scene.line.is_dead, "it has claimed")
+        yield scene, task_id
+
+
+async def deliveries_in_vain(scene: Scene) -> None:
+    deadline = scene.runtime._orders.drain_deadline
+    await scene.until(lambda: time.monotonic() > deadline, "the drain limit is over")
+    calls = scene.line.count("finish_and_claim")
+    await scene.until(lambda: scene.line.count("finish_and_claim") >= calls + 2, "it goes on trying")
+
+
+async def test_a_result_outlives_the_drain_limit_when_the_database_is_gone_in_that_moment() -> None:
+    async with past_its_drain_limit() as (scene, task_id):
+        await deliveries_in_vain(scene)
+        scene.line.is_dead = False
+        assert await scene.end() is Ending.LEFT
+        task = scene.task(task_id)
+        assert (task.status, task.result, task.attempts) == (TaskStatus.COMPLETE, "5", 1)
+        assert finished(scene.store.workers()) == []
+
+
+async def test_a_failure_outlives_the_drain_limit_too() -> None:
+    async def fails(_task: RunningTask) -> None:
+        raise ValueError("the cause")
+
+    async with past_its_drain_limit(fails) as (scene, task_id):
+        await scene.until(lambda: scene.line.count("fail") >= 3, "it goes on trying")
+        assert time.monotonic() > scene.runtime._orders.drain_deadline
+        scene.line.is_dead = False
+        assert await scene.end() is Ending.LEFT
+        assert "the cause" in (scene.task(task_id).error or "")
+
+
+async def test_who_is_told_again_waits_no_longer_for_the_database() -> None:
+    async with past_its_drain_limit() as (scene, task_id):
+        await deliveries_in_vain(scene)
+        scene.runtime.drain("told again", 0.0)
+        with pytest.raises(DatabaseUnavailable):
+            await scene.end()
+        assert scene.task(task_id).status is TaskStatus.RUNNING
+
+
+async def test_a_result_is_not_kept_for_longer_than_its_time_limit_after_the_drain_limit() -> None:
+    begun = time.monotonic()
+    async with past_its_drain_limit(delivery_timeout_s=0.5) as (scene, task_id):
+        with pytest.raises(DatabaseUnavailable):
+            await scene.end()
+        assert time.monotonic() - begun > 0.5
+        assert scene.task(task_id).status is TaskStatus.RUNNING
+
+
+async def test_nobody_stays_beyond_the_drain_limit_only_to_give_a_task_back() -> None:
+    async def sleeps(_task: RunningTask) -> None:
+        await asyncio.sleep(600)
+
+    async with past_its_drain_limit(sleeps) as (scene, task_id):
+        with pytest.raises(DatabaseUnavailable):
+            await scene.end()
+        assert scene.task(task_id).status is TaskStatus.RUNNING
+        assert scene.line.count("release") == 1
+
+
+async def test_nobody_stays_beyond_the_drain_limit_where_the_schema_is_another() -> None:
+    async with working(drain_timeout_s=0.05) as scene:
+        await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
+
+        def refuse_results(_worker_id: str, results: Sequence[Finished], *_: object) -> None:
+            if results:
+                raise SchemaMismatch("upgrade windlass on this machine.")
+
+        scene.line.before["finish_and_claim"] = refuse_results
+        scene.enqueue(5)
+        with pytest.raises(SchemaMismatch):
+            await scene.end()
 
 
 async def test_an_idle_worker_whose_database_is_gone_leaves_when_told() -> None:

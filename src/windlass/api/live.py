@@ -5,6 +5,11 @@ what was changed here is looked at as soon as that allows. So no number of calle
 quarter of one connection. Listeners are told of every event, and how things stand, while there are any; without them
 nothing is looked up. One that does not keep up, or may not look any more, is let go. It may come again: it names the
 last event it saw and misses none that are still kept.
+
+An event may become visible after later ones, when its transaction took longer. So all listeners are told in the order
+in which events were found here, which is mostly that of their ids, and the last event that one saw stands for all that
+were found before it. Another server may have found them in another order: whoever goes from one to the other, or comes
+back after a restart, is not told of an event that became visible meanwhile and bears an older id.
 """
 
 import asyncio
@@ -42,10 +47,13 @@ MAX_LISTENERS = 200
 MAX_LISTENERS_OF_CALLER = 20
 # Messages that a listener may be behind.
 MAX_BEHIND = 64
-# Events told at once; whoever missed more looks at the list.
+# Events looked up at once; whoever missed more looks at the list.
 MAX_EVENTS = 500
 # An event may become visible after later ones, by as many as are being written at once: so many are looked at again.
 LOOK_BACK = 200
+# Events remembered, in the order in which they were found: all that a look may find again (twice LOOK_BACK), and what
+# somebody misses who comes back soon.
+MAX_REMEMBERED = MAX_EVENTS + LOOK_BACK
 log = structlog.get_logger(__name__)
 
 _OVERVIEW = TypeAdapter(Overview)
@@ -73,8 +81,10 @@ class Live:
         self._listeners: set[Listener] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._poked = asyncio.Event()
-        self._told: OrderedDict[int, None] = OrderedDict()
+        # By id, in the order in which they were found; looked for by one at a time.
+        self._found: OrderedDict[int, Event] = OrderedDict()
         self._last_event_id = 0
+        self._finding = asyncio.Lock()
         self._is_closed = False
 
     @property
@@ -127,24 +137,29 @@ class Live:
         """
         self._check_room(caller)
         overview = await self.overview()
-        self._check_room(caller)  # others came meanwhile
-        listener = Listener(caller, may_look, self._listeners.discard)
-        # Before it is looked what it missed: what is told meanwhile waits for it.
-        self._listeners.add(listener)
-        if self._watcher is None:
-            self._told.clear()
-            self._last_event_id = overview.last_event_id
-            self._watcher = asyncio.create_task(self._watch())
-        known: list[Event] = []
-        if last_event_id is not None:
-            try:
-                known = await self._reading.events_after(last_event_id - LOOK_BACK, LOOK_BACK + MAX_EVENTS)
-            except BaseException:
-                self._listeners.discard(listener)
-                raise
-        # What there is up to the last one it saw, it saw.
-        listener.begin(known, [event for event in known if event.id > (last_event_id or 0)], overview)
+        async with self._finding:  # from here on nothing is found of which it is not told
+            if self._watcher is None:
+                await self._resume_finding(overview.last_event_id)
+            if last_event_id is None:
+                missed = [event for event in self._found.values() if event.id > overview.last_event_id]
+            else:
+                missed = await self._missed(last_event_id)
+            self._check_room(caller)  # others came meanwhile
+            listener = Listener(caller, may_look, self._listeners.discard, missed, overview)
+            self._listeners.add(listener)
+            if self._watcher is None:
+                self._watcher = asyncio.create_task(self._watch())
         return listener
+
+    async def _missed(self, last_event_id: int) -> list[Event]:
+        await self._find_events()  # it may come from another server, that has looked since we did
+        found = list(self._found.values())
+        if last_event_id in self._found:
+            return found[list(self._found).index(last_event_id) + 1 :]
+        older = await self._reading.events_after(last_event_id, MAX_EVENTS)
+        # What a look finds again is left to it: it is remembered, or everybody will be told.
+        beyond = [e for e in older if e.id <= self._last_event_id - LOOK_BACK and e.id not in self._found]
+        return beyond + [event for event in found if event.id > last_event_id]
 
     def _check_room(self, caller: str) -> None:
         if self._is_closed or len(self._listeners) >= MAX_LISTENERS:
@@ -167,12 +182,9 @@ class Live:
             started, rest_s = self._clock(), 0.0
             self._poked.clear()
             try:
-                events = await self._new_events()
+                async with self._finding:
+                    await self._find_events()
                 self._spend(started)
-                if events:
-                    self._is_stale = True
-                    for listener in list(self._listeners):
-                        listener.tell_events(events)
                 overview = await self.overview()
                 if self._fresh_until > told_until:
                     self._tell(_overview_message(overview))
@@ -189,22 +201,25 @@ class Live:
                 await asyncio.wait_for(self._poked.wait(), LOOK_INTERVAL_S - rest_s)
         self._watcher = None
 
-    async def _new_events(self) -> list[Event]:
+    async def _resume_finding(self, last_event_id: int) -> None:
+        """What happened while nobody listened is remembered, if it is not too much, and news to nobody who is new."""
+        if abs(last_event_id - self._last_event_id) > MAX_EVENTS:
+            self._found.clear()
+            self._last_event_id = last_event_id
+        await self._find_events()
+
+    async def _find_events(self) -> None:
+        """And tell everybody. For whoever holds `_finding`."""
         found = await self._reading.events_after(self._last_event_id - LOOK_BACK, LOOK_BACK + MAX_EVENTS)
-        is_first = not self._told
-        new = [event for event in found if event.id not in self._told]
-        if is_first:
-            # What was there before anybody listened is no news.
-            for event in found:
-                if event.id <= self._last_event_id:
-                    self._told[event.id] = None
-            new = [event for event in found if event.id > self._last_event_id]
-        for event in new:
-            self._told[event.id] = None
-        self._last_event_id = max([self._last_event_id, *(event.id for event in new)])
-        while len(self._told) > 2 * (LOOK_BACK + MAX_EVENTS):
-            self._told.popitem(last=False)
-        return new
+        new = [event for event in found if event.id not in self._found]
+        if not new:
+            return
+        self._found.update((event.id, event) for event in new)
+        self._last_event_id = max(self._last_event_id, *(event.id for event in new))
+        while len(self._found) > MAX_REMEMBERED:
+            self._found.popitem(last=False)
+        self._is_stale = True
+        self._tell("".join(map(_event_message, new)))
 
     def _tell(self, message: str) -> None:
         for listener in list(self._listeners):
@@ -219,34 +234,20 @@ class Listener:
         caller: str,
         may_look: Callable[[], Awaitable[bool]] | None,
         on_end: Callable[["Listener"], None],
+        missed: Sequence[Event],
+        overview: Overview,
     ) -> None:
-        """`on_end` is told as soon as it is over, whatever its connection does then."""
+        """It first hears of what it missed, and how things stand. `on_end` is told as soon as it is over, whatever its
+        connection does then."""
         self.caller = caller
         self._may_look = may_look
         self._on_end = on_end
         self._messages: asyncio.Queue[str | None] = asyncio.Queue(MAX_BEHIND)
-        self._first = ""
-        # Events that it need not be told of: it has them.
-        self._has: set[int] = set()
-        self._has_begun = False
+        self._first = f"retry: {RETRY_MS}\n\n{''.join(map(_event_message, missed))}{_overview_message(overview)}"
         self._looked_at = time.monotonic()
         self.is_let_go = False
         # Breaks off what is being sent; set by whoever sends.
         self.break_off: Callable[[], object] = lambda: None
-
-    def begin(self, known: Sequence[Event], missed: Sequence[Event], overview: Overview) -> None:
-        """It hears of what it missed, and how things stand. What is `known` is no news to it any more."""
-        new = [event for event in missed if event.id not in self._has]
-        self._first = f"retry: {RETRY_MS}\n\n{''.join(map(_event_message, new))}{_overview_message(overview)}"
-        self._has = {event.id for event in known}
-        self._has_begun = True
-
-    def tell_events(self, events: Sequence[Event]) -> None:
-        new = [event for event in events if event.id not in self._has]
-        if not self._has_begun:
-            self._has.update(event.id for event in new)
-        if new:
-            self.tell("".join(map(_event_message, new)))
 
     def tell(self, message: str) -> None:
         try:

@@ -238,9 +238,8 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
 
     @router.get("/tasks/{task_id}")
     async def task(request: Request, task_id: Annotated[int, Path(ge=1, le=MAX_TASK_ID)], _looker: Looker) -> Response:
-        found = await shown.store.task(task_id)
-        row = await shown.store.task_row(task_id) if found is not None else None
-        if found is None or row is None:
+        found = await shown.store.task_in_full(task_id)
+        if found is None:
             raise not_found(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
         story = await shown.explain(str(task_id))
         now = await shown.store.now()
@@ -250,7 +249,6 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
                 # Nothing more happens to one that is complete; a dead letter may be retried.
                 setting_of(face, request, now, is_live=found.status is not TaskStatus.COMPLETE),
                 found,
-                waited_s=pages.waited_s(row),
                 answer=story.answer,
                 history=story.history,
                 events=await shown.store.events(task_id=task_id),

@@ -102,10 +102,12 @@ class _Server(uvicorn.Server):
 
 
 class _ToOurLog(logging.Handler):
-    """What others log by themselves, as lines of ours, and no more of them than anybody reads."""
+    """What others log by themselves, as lines of ours that say what it is about, and no more of them than anybody
+    reads."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, about: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
+        self._about = about
         self._clock = clock
         self._since = float("-inf")
         self._lines = 0
@@ -118,14 +120,15 @@ class _ToOurLog(logging.Handler):
                 log.warning("lines left out", of=record.name, lines=left_out)
         self._lines += 1
         if self._lines <= MAX_LINES:
-            fields = {"message": record.getMessage(), "severity": record.levelname, "of": record.name}
-            log.warning("http server", **fields, **({"exc_info": record.exc_info} if record.exc_info else {}))
+            fields = {"message": record.getMessage(), "of": record.name}
+            error = {"exc_info": record.exc_info} if record.exc_info else {}
+            log.log(record.levelno, self._about, **fields, **error)
 
 
 def _pass_on_logs() -> None:
-    for name in ("uvicorn", "asyncio"):
+    for name, about in (("uvicorn", "http server"), ("asyncio", "event loop")):
         theirs = logging.getLogger(name)
         theirs.setLevel(logging.WARNING)
         theirs.propagate = False
         if not theirs.handlers:
-            theirs.addHandler(_ToOurLog())
+            theirs.addHandler(_ToOurLog(about))

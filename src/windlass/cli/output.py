@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,18 +21,20 @@ if TYPE_CHECKING:
 MAX_ROWS_FOR_LOOKS = 500
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(to_plain(value), indent=2, ensure_ascii=False))
+def print_json(value: Any, stored: Mapping[str, str] = MappingProxyType({})) -> None:
+    """`stored`: more members of the object, by name, as the JSON text that the database holds. They are printed as they
+    are: PostgreSQL takes what is nested more deeply, and longer numbers, than Python reads."""
+    text = json.dumps(to_plain(value), indent=2, ensure_ascii=False)
+    if stored:
+        members = "".join(f',\n  "{name}": {json_text}' for name, json_text in stored.items())
+        text = f"{text.removesuffix('}').rstrip()}{members}\n}}"
+    print(text)
 
 
 def to_plain(value: Any) -> Any:
-    """What JSON can hold, from our own types. JSON text in `payload` and `result` is shown as what it says."""
+    """What JSON can hold, from our own types."""
     if is_dataclass(value) and not isinstance(value, type):
-        plain = {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
-        for name in ("payload", "result"):
-            if isinstance(plain.get(name), str):
-                plain[name] = json.loads(plain[name])
-        return plain
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, Enum):

@@ -22,6 +22,7 @@ app = typer.Typer(help="Fleets whose tasks are placed by Ray.", no_args_is_help=
 @command
 async def dispatch(
     fleet: Annotated[str, typer.Option(help="Whose tasks to hand to Ray.", metavar="NAME")] = DEFAULT_FLEET,
+    settings: Annotated[str | None, typer.Option(hidden=True, help="The fleet's, as JSON.", metavar="JSON")] = None,
     log_format: LogFormat = "auto",
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -31,15 +32,17 @@ async def dispatch(
     One dispatcher of a fleet acts; others stand by until it is gone. Needs RAY_ADDRESS, and a Ray node on this host.
     """
     configure_logs(log_format)
+    from windlass.model.fleet import FleetConfig
     from windlass.wire.engine import run_dispatcher
 
-    loaded = load(config, data_dir)
-    chosen = loaded.config.fleets.get(fleet)
+    loaded = load(config, data_dir, has_fleets=settings is None)
+    # `windlass up` says by which it goes; whoever starts one by hand has a file.
+    chosen = loaded.config.fleets.get(fleet) if settings is None else FleetConfig.model_validate_json(settings)
     if chosen is None or chosen.engine != "ray":
         raise BadInput(f'there is no fleet {fleet} with engine = "ray": check windlass.toml and --fleet.')
     if loaded.config.ray_address is None:
         raise BadInput("there is no Ray cluster: set RAY_ADDRESS to its head, as 10.0.0.5:6379, or use `windlass up`.")
-    return await run_dispatcher(loaded.config, fleet, __version__)
+    return await run_dispatcher(loaded.config, fleet, chosen, __version__)
 
 
 @app.command(hidden=True)

@@ -131,15 +131,12 @@ async def show(
         cost = await task_cost(store, task_id, await store.now())
     plain = to_plain(task)
     if as_json:
-        print_json({**plain, "cost": plain_cost(cost) if cost is not None else None, "events": events})
+        stored = {"payload": plain.pop("payload"), "result": plain.pop("result") or "null"}
+        print_json({**plain, "cost": plain_cost(cost) if cost is not None else None, "events": events}, stored)
         return
-    import json
-
     for name, value in plain.items():
-        if value is not None or name == "payload":
-            text = json.dumps(value, ensure_ascii=False) if name in ("payload", "result") else str(value)
-            if name == "progress":
-                text = f"{value * 100:.0f} %"
+        if value is not None:
+            text = f"{value * 100:.0f} %" if name == "progress" else str(value)
             print(f"{name:<14} {printable(text)}")
     if cost is not None:
         mark = "~" if cost.is_estimate else ""

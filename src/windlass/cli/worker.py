@@ -92,7 +92,8 @@ async def worker(
 ) -> int:
     """Claim tasks and run a handler for each.
 
-    Goes on until it is told to stop. Ctrl-C or SIGTERM: it finishes what it has begun. Twice: it gives it back.
+    Goes on until it is told to stop. Ctrl-C or SIGTERM: it finishes what it has begun. Again,
+    half a second later or more: it gives it back.
     """
     configure_logs(log_format)
     from windlass.configure import secrets_of

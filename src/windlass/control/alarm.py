@@ -17,13 +17,10 @@ import structlog
 from windlass.control.summary import Summary
 from windlass.model.alert import Message, Watched
 from windlass.model.errors import DatabaseUnavailable, WindlassError
-from windlass.policy.alerts import firing
+from windlass.policy.alerts import LOOK_INTERVAL_S, RESOLVE_AFTER_S, firing
 from windlass.policy.backoff import retry_delay_s
 from windlass.ports.alarm import AlarmStore, NotDelivered, Receiver
 
-LOOK_INTERVAL_S = 5.0
-# What has not been seen for this long is over. Longer than a cause takes that comes and goes with every other cycle.
-RESOLVE_AFTER_S = 60.0
 # Errors in a row that ended with nobody calling again are over after this time: longer than a refusal keeps a cycle
 # from asking again, short enough that a fleet without demand does not seem broken.
 STREAK_FORGOTTEN_S = 900.0
@@ -59,7 +56,6 @@ class Alarm:
         ignored: Sequence[str] = (),
         on_message: Callable[[str, str], None] = lambda _receiver, _outcome: None,
         rng: random.Random | None = None,
-        resolve_after_s: float = RESOLVE_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -69,7 +65,6 @@ class Alarm:
         self._ignored = frozenset(ignored)
         self._on_message = on_message
         self._rng = rng or random.Random()  # noqa: S311
-        self._resolve_after_s = resolve_after_s
         self._clock = clock
         # By fleet and call, of the fleets that we lead.
         self._streaks: dict[str, dict[str, _Streak]] = {}
@@ -114,7 +109,7 @@ class Alarm:
         watched = _with_errors(await self._store.watch(), self._errors_in_a_row())
         found = firing(watched, self._dead_letters_allowed, self._leader_grace_s)
         problems = [problem for problem in found if problem.code not in self._ignored]
-        changes = await self._store.note_alerts(problems, tuple(self._receivers), self._resolve_after_s)
+        changes = await self._store.note_alerts(problems, tuple(self._receivers), RESOLVE_AFTER_S)
         for kind, fleet, code, reason in changes:
             log.warning(f"alert {kind}", fleet=fleet, code=code, reason=reason)
 

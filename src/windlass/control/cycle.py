@@ -185,6 +185,8 @@ class FleetCycle:
             hired=sum(worker.slot is not None for worker in snapshot.workers),
             machines=count_machines(snapshot),
             failures=failures_of(decided, [*late, *outcomes]),
+            # Asked again: what was refused in this cycle is told of now, by one that may be the last of its process.
+            refused_choices=self._provider.traits.refused_choices,
             alerts=alerts_of(decided),
             provider_calls=count_calls(snapshot.machines is not None, [*late, *outcomes]),
         )

@@ -51,6 +51,8 @@ class Summary:
     machines: int | None = None
     # Who was found broken, or was refused, and why: worker id, code, reason.
     failures: tuple[tuple[str, str, str], ...] = ()
+    # Which of the fleet's choices of machine were refused lately, while others could be had: choice, why.
+    refused_choices: tuple[tuple[str, str], ...] = ()
     # What a person should know: code, reason.
     alerts: tuple[tuple[str, str], ...] = ()
     # What was asked of the provider, and how it went: call, outcome (ok, refused, error), how often.
@@ -68,6 +70,7 @@ class Summary:
             "decision": self.decision or self._why_nothing(),
             "hold": self.hold,
             "failures": [{"worker_id": id_, "code": code, "reason": reason} for id_, code, reason in self.failures],
+            "refused_choices": [{"choice": choice, "reason": words} for choice, words in self.refused_choices],
             "duration_s": round(self.duration_s, 3),
         }
 

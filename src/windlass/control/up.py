@@ -113,11 +113,10 @@ class Up:
         """From the next cycle on: changed fleets change, new ones start, those left out are wound down.
 
         `has_new_accounts`: providers that are made now are others, also of fleets that have not changed. Raises what
-        making a provider raises; nothing is changed then.
+        making a provider raises, and WindlassError when we are about to end; nothing is changed then.
         """
         if self._is_stopping:
-            log.warning("configuration not taken over: we are about to end")
-            return
+            raise WindlassError("taking a configuration over: it is too late, we are about to end")
         running = self._daemon.fleets
         # All of them before anything is changed: one that cannot be made must not leave us half-way.
         new: dict[str, FleetCycle] = {}

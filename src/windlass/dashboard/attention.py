@@ -6,16 +6,16 @@ from datetime import datetime, timedelta
 
 from windlass.dashboard.words import counted, duration
 from windlass.model.alert import Severity
-from windlass.policy.alerts import ADVICE
+from windlass.policy.alerts import ADVICE, LOOK_INTERVAL_S, RESOLVE_AFTER_S
 from windlass.ports.reading import FleetStanding, OpenAlert, Overview
 
 # The rest of an advice that fits any matter.
 IN_GENERAL = "it is over by itself when the cause is gone"
 # What a restart of the fleet ends, once the cause is mended.
 MENDED_BY_RESTART = ("FAILURE_RATE", "SLOT_FAILED")
-# An alert is looked at every 5 s while it lasts; one that has not been seen for longer than this is no news of now.
-SEEN_LATELY = timedelta(seconds=15)
-NOT_SEEN = "Not seen any more since then: it counts as over after a minute without it"
+# An alert is seen at every look while it lasts; one that was not seen by three of them is no news of now.
+SEEN_LATELY = timedelta(seconds=3 * LOOK_INTERVAL_S)
+NOT_SEEN = f"Not seen any more since then: it counts as over after {RESOLVE_AFTER_S:g} s without it"
 RETRY = "see why they failed, mend it, then retry them"
 
 

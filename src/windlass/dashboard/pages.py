@@ -19,10 +19,10 @@ from windlass.model.action import Alert, DeleteStray, FailSlot, Spawn, actions_t
 from windlass.model.cost import Cost
 from windlass.model.event import Event
 from windlass.model.record import Cycle, CycleInFull
-from windlass.model.task import Task, TaskSummary
+from windlass.model.task import TaskSummary
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import LONG_UNIT_S
-from windlass.ports.reading import Burn, FleetStanding, Overview, Page, Sample, TaskRow, Work, WorkerRow
+from windlass.ports.reading import Burn, FleetStanding, Overview, Page, Sample, TaskInFull, TaskRow, Work, WorkerRow
 
 # By its `which` in the address, and what its tab is called.
 TASK_LISTS = (
@@ -263,7 +263,7 @@ def tasks_page(
     )
 
 
-def waited_s(task: TaskRow) -> float | None:
+def waited_s(task: TaskRow | TaskInFull) -> float | None:
     """From when it could have begun until it began. Of the first attempt only: a later one waited for other reasons."""
     # Begun before it was ready: it is ready for its second one.
     if task.attempts != 1 or task.started_at is None or task.started_at < task.ready_at:
@@ -279,9 +279,8 @@ def _history(events: Sequence[Event]) -> tuple[int, list[tuple[datetime, str]]]:
 
 def task_page(
     setting: Setting,
-    task: Task,
+    task: TaskInFull,
     *,
-    waited_s: float | None,
     answer: Sequence[str],
     history: Sequence[tuple[datetime, str]],
     events: Sequence[Event],
@@ -292,7 +291,7 @@ def task_page(
         setting,
         here="tasks",
         task=task,
-        waited_s=waited_s,
+        waited_s=waited_s(task),
         answer=answer,
         history=history,
         attempts=attempts_of(task, events),

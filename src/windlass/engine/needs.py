@@ -20,7 +20,10 @@ def needs_of(claim: Claim, settings: RaySettings) -> Resources:
     # Nearly all payloads need not be read to see that.
     if f'"{KEY}"' not in claim.payload:
         return usual.as_resources()
-    payload: Any = json.loads(claim.payload)
+    try:
+        payload: Any = json.loads(claim.payload)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"the task's payload, and its {KEY}, is JSON that Python does not read ({error}).") from None
     own = payload.get(KEY) if isinstance(payload, dict) else None
     if own is None:
         return usual.as_resources()

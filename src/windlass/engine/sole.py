@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -36,29 +36,34 @@ class Leases(Protocol):
 
 
 @asynccontextmanager
-async def sole_head(leases: Leases, lease_s: float = LEASE_S) -> AsyncIterator[None]:
+async def sole_head(
+    leases: Leases, lease_s: float = LEASE_S, owner: "asyncio.Task[Any] | None" = None
+) -> AsyncIterator[None]:
     """For as long as this is open, nobody else may keep a head, or use one that was given. Raises ConfigError if
-    another does so and goes on.
+    another does so and goes on. `owner`: the task that goes on in here, and leaves; without it, the one that enters.
 
     When the right is lost all the same (we were cut off from the database for longer than the lease, and another was
-    not), what goes on in here is cancelled, and WindlassError raised.
+    not), or can no longer be asked for, what goes on in here is cancelled, and WindlassError raised.
     """
-    async with _held(leases, Candidate(holder_of_this_process(), lease_s, HEAD_LEASE)):
+    async with _held(leases, Candidate(holder_of_this_process(), lease_s, HEAD_LEASE), owner):
         yield
 
 
 @asynccontextmanager
-async def given_head(leases: Leases, lease_s: float = LEASE_S) -> AsyncIterator[None]:
+async def given_head(
+    leases: Leases, lease_s: float = LEASE_S, owner: "asyncio.Task[Any] | None" = None
+) -> AsyncIterator[None]:
     """For as long as this is open, nobody may keep a head of its own; others may use one that was given, as we do.
     Raises as sole_head does. Afterwards it is over with the lease, which others may hold too."""
-    async with _held(leases, Candidate(_GIVEN, lease_s, HEAD_LEASE)):
+    async with _held(leases, Candidate(_GIVEN, lease_s, HEAD_LEASE), owner):
         yield
 
 
 @asynccontextmanager
-async def _held(leases: Leases, ourselves: Candidate) -> AsyncIterator[None]:
+async def _held(leases: Leases, ourselves: Candidate, owner: "asyncio.Task[Any] | None") -> AsyncIterator[None]:
     term = await _wait_for(leases, ourselves)
-    owner, keeper = asyncio.current_task(), asyncio.create_task(_keep(leases, ourselves, term))
+    owner = owner or asyncio.current_task()
+    keeper = asyncio.create_task(_keep(leases, ourselves, term))
     if owner is None:
         raise AssertionError("contexts are entered by tasks")
     is_lost = False
@@ -76,6 +81,8 @@ async def _held(leases: Leases, ourselves: Candidate) -> AsyncIterator[None]:
         if not is_lost:
             raise
         owner.uncancel()
+        if (error := keeper.exception()) is not None:
+            raise WindlassError(f"the right to keep a Ray head could not be renewed ({error}).") from error
         raise WindlassError(
             "another `windlass up` has a Ray head of its own, or by RAY_ADDRESS, since the database was away from "
             f"here: {_FIX}."

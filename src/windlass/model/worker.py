@@ -15,6 +15,9 @@ DEFAULT_FLEET = "default"
 MAX_CONCURRENCY = 10_000
 # Of workers: far beyond any fleet, and few enough to be counted one by one in every cycle.
 MAX_COUNT = 100_000
+# `timeout` tells a program and then its whole group, and wrappers pass on a Ctrl-C that everybody has had: signals this
+# soon after the first are one with it. Half of the second after which the local provider asks again, and means it.
+SAME_SIGNAL_S = 0.5
 
 
 class WorkerStatus(StrEnum):
@@ -97,6 +100,10 @@ class Worker:
     kind: WorkerKind = WorkerKind.WORKER
     # Of a node: what its engine last said of it.
     node: NodeView | None = None
+    # Of one whose machine was hired: what it is and where, in its provider's words.
+    machine_id: str | None = None
+    instance_type: str | None = None
+    place: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

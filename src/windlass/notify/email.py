@@ -10,7 +10,9 @@ from windlass.notify.aside import Aside
 from windlass.notify.plain import to_sentences
 from windlass.ports.alarm import NotDelivered
 
+# For each step of it, and for all of it.
 TIMEOUT_S = 20.0
+DEADLINE_S = 50.0
 _PORTS = {"smtp": 587, "smtps": 465}
 
 
@@ -34,7 +36,7 @@ class Email:
     async def send(self, message: Message) -> None:
         letter = self._letter(message)
         try:
-            await self._aside.call(lambda: self._send(letter))
+            await self._aside.call(lambda: self._send(letter), DEADLINE_S)
         except (smtplib.SMTPException, OSError, ssl.SSLError) as error:
             # What the server says may repeat what we said.
             raise NotDelivered(f"the mail server at {self._host} did not take it ({type(error).__name__})") from None

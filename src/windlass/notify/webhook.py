@@ -1,7 +1,8 @@
 """Messages by HTTP: as JSON for programs, or as Slack and what speaks like it wants them.
 
 Of an answer only its status is read, and all of it has one time limit: a receiver that sends a byte now and then, for
-ever, is as good as one that does not answer, and keeps the next message no longer than that.
+ever, is as good as one that does not answer, and keeps the next message no longer than that. So is one whose name is
+being looked up for ever: that cannot be broken off, but nobody waits for it any longer.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ class Webhook:
         body = self._body(message)
         # The address may hold a secret: no error repeats it.
         try:
-            status = await self._aside.call(lambda: asyncio.run(self._post(body, headers)))
+            status = await self._aside.call(lambda: asyncio.run(self._post(body, headers)), DEADLINE_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NotDelivered(f"the {self.name} cannot be reached ({type(error).__name__})") from None
         except TimeoutError:

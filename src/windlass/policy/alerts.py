@@ -9,6 +9,10 @@ from collections.abc import Iterator, Mapping
 from windlass.model.alert import Firing, Severity, Watched, WatchedFleet
 from windlass.model.snapshot import Hold
 
+# It is looked so often, and what has not been seen for so long is over: longer than a cause takes that comes and
+# goes with every other cycle.
+LOOK_INTERVAL_S = 5.0
+RESOLVE_AFTER_S = 60.0
 # Errors of one kind of call in a row.
 PROVIDER_ERRORS = 3
 # Of one code in one fleet, told apart; more are told as one: whoever hears of a thousand hears nothing.

@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from windlass.model.cost import Bill
 from windlass.model.event import Event
 from windlass.model.record import Cycle, Fleet
-from windlass.model.task import TaskSummary
+from windlass.model.task import Task, TaskSummary
 from windlass.model.worker import Worker, WorkerStatus
 
 # Nobody needs to know more exactly how many wait.
@@ -174,10 +174,6 @@ class Measures:
 class WorkerRow(Worker):
     """A worker with what it has at hand. What its machine costs follows from `bill`: see cost/meter.py."""
 
-    instance_type: str | None
-    # Where its machine is, in the provider's words.
-    place: str | None
-    machine_id: str | None
     terminating_at: datetime | None
     # None for one that never beat.
     heartbeat_age_s: float | None
@@ -213,6 +209,12 @@ class TaskRow(TaskSummary):
     # What is in the ledger for it; None if it ran on nothing that has a price, or nothing is settled yet.
     cost_micros: int | None
     currency: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskInFull(Task):
+    # As of a TaskRow.
+    ready_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ class Reading(Protocol):
     async def tasks_at_hand_of(self, worker_id: str, limit: int) -> list[TaskRow]:
         """What a worker runs now, the oldest task first."""
 
-    async def task_row(self, task_id: int) -> TaskRow | None: ...
+    async def task_in_full(self, task_id: int) -> TaskInFull | None: ...
 
     async def tasks_page(
         self,

@@ -123,19 +123,20 @@ class EmbeddedPostgres:
         return f"postgresql://windlass@/windlass?host={host}&port={PORT}&sslmode=disable"
 
     def open(self) -> None:
-        """Make the server run and count as its user. Opening again revives a server that died meanwhile."""
+        """Make the server run and count as its user. Opening again revives a server that died meanwhile; where that
+        fails we count as before, for another program may start the server that we go on to use."""
         with _explained(self.data_dir):
             _make_data_dir(self.data_dir)
             with self._starting_or_stopping():
-                if self._in_use is None:
-                    self._in_use = _open_lock(self.data_dir / "in-use.lock")
+                in_use = _open_lock(self.data_dir / "in-use.lock") if self._in_use is None else self._in_use
                 try:
-                    fcntl.flock(self._in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    fcntl.flock(in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     self._ensure_running()
                 except BaseException:
-                    os.close(self._in_use)
-                    self._in_use = None
+                    if self._in_use is None:
+                        os.close(in_use)
                     raise
+                self._in_use = in_use
 
     def is_running(self) -> bool:
         """Whether a server runs here now, whoever opened it."""

@@ -126,7 +126,7 @@ select
 select
   id, fleet, slot, status, paused, queues, concurrency, lease_s, created_at, activated_at, last_heartbeat,
   first_claimed_at, terminated_at, code, reason, host, pid, version, vram_total_mb, vram_used_mb, late_results, metadata,
-  kind, node
+  kind, node, machine_id, instance_type, place
 from windlass.workers
 where ($1::text is null or id = $1)
   and ($2 or status <> 'terminated')

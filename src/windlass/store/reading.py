@@ -37,6 +37,7 @@ from windlass.ports.reading import (
     Overview,
     Page,
     Sample,
+    TaskInFull,
     TaskList,
     TaskRow,
     Work,
@@ -216,8 +217,10 @@ class PostgresReadingStore(PostgresAccessStore):
         ids, next_cursor = await self._task_ids(queue, which, search, limit, cursor)
         return Page(tuple(await self._task_rows(list(dict.fromkeys([*found, *ids])))), next_cursor)
 
-    async def task_row(self, task_id: int) -> TaskRow | None:
-        return next(iter(await self._task_rows([task_id])), None)
+    async def task_in_full(self, task_id: int) -> TaskInFull | None:
+        async with self._connection("reading a task") as connection:
+            row = await connection.fetchrow(QUERIES["task_in_full"], task_id)
+        return TaskInFull(**{**row, "status": TaskStatus(row["status"])}) if row is not None else None
 
     async def _task_rows(self, ids: Sequence[int]) -> list[TaskRow]:
         async with self._connection("listing tasks") as connection:

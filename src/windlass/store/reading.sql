@@ -446,7 +446,7 @@ join windlass.tasks t on t.queue = q.name and t.unique_key = $1
 limit 100;
 
 -- name: task_rows
--- tasks_page, task_row; primary keys, charges_task.
+-- tasks_page, tasks_at_hand_of; primary keys, charges_task.
 select
   t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,
   t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error,
@@ -462,6 +462,15 @@ left join lateral (
   limit 1
 ) as c on true
 order by wanted.place;
+
+-- name: task_in_full
+-- A task's page; primary key.
+select
+  id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
+  worker_id, unique_key, progress, progress_note, error_code, error, payload, result,
+  coalesce(ready_at, created_at) as ready_at
+from windlass.tasks
+where id = $1;
 
 -- name: events_page
 -- events_page; events_task, events_worker or the primary key backwards, over at most $7 rows.

@@ -3,21 +3,20 @@
 import asyncio
 import contextlib
 import os
-import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.postgres import PostgresStore
+from windlass.wire.signals import on_stop_signals
 from windlass.wire.stores import data_dir, database
 
 if TYPE_CHECKING:
-    from windlass.configure import Loaded
     from windlass.engine.node import NodeSettings
     from windlass.engine.supervise import Program, Programs
     from windlass.model.order import RayHead
@@ -28,10 +27,10 @@ GREETING_LIMIT_S = 20.0
 # What lets a machine into a cluster, by Ray's own names.
 _RAY_CREDENTIALS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_gcs_rpc_server_reconnect_timeout_s")
 
-# What a dispatcher goes by of its fleet's settings (Dispatcher, and run_dispatcher below). The rest, as how many are
-# hired, is not its business and may change under it.
+# What a dispatcher goes by of its fleet's settings (Dispatcher, and run_dispatcher below), and so is told. The rest, as
+# how many are hired, is not its business and may change under it.
 _OF_DISPATCHERS = (
-    *("provider", "queues", "handler", "exec", "chdir", "ray", "concurrency"),
+    *("provider", "engine", "queues", "handler", "exec", "chdir", "ray", "concurrency"),
     *("heartbeat_interval_s", "heartbeat_timeout_s", "stop_timeout_s"),
 )
 
@@ -44,8 +43,11 @@ async def run_node(config: Config, settings: "NodeSettings") -> "Ending":
         return await Node(settings, lambda: PostgresStore(dsn, retention=config.retention, max_connections=2)).run()
 
 
-async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
-    """A fleet's dispatcher, until told to stop. Returns the exit code: after 3 it is to be started again."""
+async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, version: str) -> int:
+    """A fleet's dispatcher, until told to stop. Returns the exit code: after 3 it is to be started again.
+
+    `chosen`: the fleet's settings.
+    """
     import structlog
 
     from windlass.engine.dispatcher import Dispatch, Dispatcher, HeadLost
@@ -53,7 +55,6 @@ async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
     from windlass.ports.control import LeaseLost
     from windlass.store.engine import PostgresEngineStore
 
-    chosen = config.fleets[fleet]
     if config.ray_address is None:
         raise AssertionError("whoever dispatches has a cluster")
     if chosen.chdir is not None:
@@ -82,9 +83,7 @@ async def run_dispatcher(config: Config, fleet: str, version: str) -> int:
         )
         await dispatcher.connect()
         # Now, because Ray takes signals for itself when it connects.
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, dispatcher.stop)
+        on_stop_signals(dispatcher.stop)
         try:
             await dispatcher.run()
         except (HeadLost, LeaseLost) as error:
@@ -120,16 +119,26 @@ async def check_ray(config: Config) -> None:
 
 
 class RayBeside:
-    """What fleets with engine = "ray" need beside their cycles: a head, if there is none, and a dispatcher each."""
+    """What fleets with engine = "ray" need beside their cycles: a head, one for all who share the database, and a
+    dispatcher each."""
 
-    def __init__(self, programs: "Programs", address: str | None) -> None:
+    def __init__(
+        self,
+        programs: "Programs",
+        use_head: Callable[[Config], AbstractAsyncContextManager[str]],
+        until_end: contextlib.AsyncExitStack,
+    ) -> None:
+        """`use_head`: gives the address of the head that was given, or of our own, and the right to it. Entered for the
+        first fleet that needs one, not before: RAY_ADDRESS may be there for others. Left with `until_end`."""
         self._programs = programs
+        self._use_head = use_head
+        self._until_end = until_end
         self._arranged: dict[str, FleetConfig] = {}
-        # Of the head, given or started.
-        self.address = address
+        # Of the head in use.
+        self.address: str | None = None
 
     async def check(self, config: Config) -> None:
-        """Before it is arranged. Raises ConfigError, WindlassError."""
+        """Before it is rearranged. Raises ConfigError, WindlassError."""
         fleets = placed_by_ray(config)
         if fleets and (config.ray_address or self.address) is None:
             raise ConfigError(
@@ -141,17 +150,23 @@ class RayBeside:
                 f"nodes join the Ray head at {self.address}, and ray_address is now {config.ray_address}: start "
                 "`windlass up` again to change clusters."
             )
-        address = self.address or config.ray_address
         if fleets != self._arranged:
-            await check_ray(config.model_copy(update={"ray_address": address}))
-        self.address = address
+            await check_ray(config.model_copy(update={"ray_address": self.address or config.ray_address}))
 
-    def arrange(self, loaded: "Loaded") -> None:
-        """A dispatcher for each fleet: those whose settings have changed, and those not wanted any more, end in good
-        order."""
-        self._arranged = placed_by_ray(loaded.config)
-        if self.address is not None:
-            self._programs.arrange(dispatchers(loaded, self.address))
+    @asynccontextmanager
+    async def rearranged(self, config: Config) -> AsyncIterator[str | None]:
+        """The address of the head for these fleets, if one is known. When this ends well each of them has a dispatcher:
+        those whose settings have changed, and those not wanted any more, end in good order. Otherwise nothing has
+        changed. Raises ConfigError if another orchestrator has a head of its own."""
+        address = self.address
+        async with contextlib.AsyncExitStack() as taken:
+            if address is None and placed_by_ray(config):
+                address = await taken.enter_async_context(self._use_head(config))
+            programs = dispatchers(config, address) if address is not None else {}
+            yield address or config.ray_address
+            self._until_end.push_async_exit(taken.pop_all())
+        self.address, self._arranged = address, placed_by_ray(config)
+        self._programs.arrange(programs)
 
     def head(self) -> "RayHead | None":
         """For machines that join it. Its versions are ours: that was checked."""
@@ -166,77 +181,60 @@ class RayBeside:
 
 
 @asynccontextmanager
-async def ray_beside(loaded: "Loaded", dsn: str) -> AsyncIterator[RayBeside]:
+async def ray_beside(config: Config, dsn: str) -> AsyncIterator[RayBeside]:
     """For as long as this is open. Raises ConfigError if the cluster is not one we can work with, or if another
     orchestrator has one of its own."""
     from windlass.engine.supervise import Programs
 
-    config = loaded.config
+    owner, programs = asyncio.current_task(), Programs()
     await check_ray(config)
-    async with contextlib.AsyncExitStack() as stack:
-        address = config.ray_address
-        if placed_by_ray(config):
-            address = await stack.enter_async_context(_one_head(config, dsn))
-        programs = Programs()
-        stack.push_async_callback(programs.close)
-        beside = RayBeside(programs, address)
-        beside.arrange(loaded)
-        yield beside
+    async with contextlib.AsyncExitStack() as until_end:
+        beside = RayBeside(programs, lambda needed: _one_head(needed, dsn, owner), until_end)
+        try:
+            async with beside.rearranged(config):
+                pass
+            yield beside
+        finally:
+            # Before the head goes, and the right to it: they finish what runs.
+            await programs.close()
 
 
 @asynccontextmanager
-async def _one_head(config: Config, dsn: str) -> AsyncIterator[str]:
-    """The address of the one that was given, or of our own."""
+async def _one_head(config: Config, dsn: str, owner: "asyncio.Task[Any] | None") -> AsyncIterator[str]:
+    """The address of the one that was given, or of our own. `owner`: as sole_head has it."""
     from windlass.engine.head import kept_head
     from windlass.engine.sole import given_head, sole_head
     from windlass.store.control import PostgresControlStore
 
     async with PostgresControlStore(dsn, retention=config.retention, max_connections=1) as store:
         if config.ray_address is not None:
-            async with given_head(store):
+            async with given_head(store, owner=owner):
                 yield config.ray_address
         else:
-            async with sole_head(store), kept_head(config.control_plane_ip) as head:
+            async with sole_head(store, owner=owner), kept_head(config.control_plane_ip) as head:
                 yield head.address
 
 
-def dispatchers(loaded: "Loaded", address: str) -> "dict[str, Program]":
-    """By the fleet's name, with all that each reads of the configuration when it starts."""
+def dispatchers(config: Config, address: str) -> "dict[str, Program]":
+    """By the fleet's name. Each is told all that it goes by and reads no file, which might have changed since."""
+    from windlass.configure import environment_of
     from windlass.engine.supervise import Program
 
-    config = loaded.config
+    told = environment_of(config, "worker", "retention", "max_payload_bytes", "logs")
+    environment = {**os.environ, **told, "RAY_ADDRESS": address}
+    if config.database_url is not None:
+        # Not on the command line, which everybody on this host can read.
+        environment["DATABASE_URL"] = config.database_url.get_secret_value()
+        environment.pop("WINDLASS_DATABASE_URL", None)
     return {
-        name: Program(
-            tuple(_dispatch_command(loaded, name)),
-            {**os.environ, **_given_on_command_line(loaded, name), "RAY_ADDRESS": address},
-            fleet.stop_timeout_s,
-            ({key: getattr(fleet, key) for key in _OF_DISPATCHERS}, config.worker, config.max_payload_bytes),
-        )
+        name: Program(tuple(_dispatch_command(name, fleet, config)), environment, fleet.stop_timeout_s)
         for name, fleet in placed_by_ray(config).items()
     }
 
 
-def _dispatch_command(loaded: "Loaded", fleet: str) -> list[str]:
-    command = [sys.executable, "-P", "-m", "windlass", "ray", "dispatch", "--fleet", fleet, "--log-format", "json"]
-    if loaded.file is not None:
-        command += ["--config", str(loaded.file.absolute())]
-    if loaded.config.database_url is None:
-        command += ["--data-dir", str(data_dir(loaded.config).absolute())]
+def _dispatch_command(name: str, fleet: FleetConfig, config: Config) -> list[str]:
+    command = [sys.executable, "-P", "-m", "windlass", "ray", "dispatch", "--fleet", name, "--log-format", "json"]
+    command += ["--settings", fleet.model_dump_json(include=set(_OF_DISPATCHERS)), "--config", os.devnull]
+    if config.database_url is None:
+        command += ["--data-dir", str(data_dir(config).absolute())]
     return command
-
-
-def _given_on_command_line(loaded: "Loaded", fleet: str) -> dict[str, str]:
-    """What `up` was told of the fleet beyond its file, as environment."""
-    from windlass.configure import variable_of
-
-    section = loaded.config.fleets[fleet]
-    plain = section.model_dump(mode="json")
-    told = {
-        key[2]: plain[key[2]]
-        for key, source in loaded.sources.items()
-        if key[:2] == ("fleets", fleet) and source == "command line"
-    }
-    return {
-        variable_of(("fleets", fleet, name)): ",".join(value) if isinstance(value, list) else str(value)
-        for name, value in told.items()
-    }

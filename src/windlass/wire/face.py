@@ -15,6 +15,7 @@ from windlass.model.access import FACE_TTL_S, FaceAddress
 from windlass.model.address import LOOPBACK
 from windlass.model.config import ApiConfig, Config, Retention
 from windlass.model.errors import BadInput, DatabaseUnavailable, WindlassError
+from windlass.wire.beside import beside
 from windlass.wire.providers import worker_log
 from windlass.wire.stores import access_store
 
@@ -140,20 +141,19 @@ async def http_face(
             shown=shown,
             ray_head=ray_head,
         )
-        sampling = asyncio.create_task(take_samples(people, shown.live))
-        try:
-            url = _browser_url(config, listener.getsockname()[1])
-            async with serving(make_app(face), listener), _told_where(people, url):
-                on_link(await new_link(people, url))
-                try:
-                    yield Counts(metrics.note_message, metrics.note_dropped_lines)
-                finally:
-                    # Before the server ends, or it would wait for those who wait.
-                    await shown.live.close()
-                    await doorbell.close()
-        finally:
-            sampling.cancel()
-            await asyncio.gather(sampling, return_exceptions=True)
+        url = _browser_url(config, listener.getsockname()[1])
+        async with (
+            beside(take_samples(people, shown.live)),
+            serving(make_app(face), listener),
+            _told_where(people, url),
+        ):
+            on_link(await new_link(people, url))
+            try:
+                yield Counts(metrics.note_message, metrics.note_dropped_lines)
+            finally:
+                # Before the server ends, or it would wait for those who wait.
+                await shown.live.close()
+                await doorbell.close()
 
 
 def _shown(
@@ -239,12 +239,10 @@ async def _told_where(store: "PostgresAccessStore", url: str) -> AsyncIterator[N
     """For as long as this is open, whoever has the database learns from it where people are served."""
     face = FaceAddress(url, socket.gethostname())
     await store.note_face(face)
-    noting = asyncio.create_task(_note_again(store, face))
     try:
-        yield
+        async with beside(_note_again(store, face)):
+            yield
     finally:
-        noting.cancel()
-        await asyncio.gather(noting, return_exceptions=True)
         with contextlib.suppress(DatabaseUnavailable):
             await store.forget_face(face)
 

@@ -17,6 +17,7 @@ from windlass.model.errors import BadInput, WindlassError
 from windlass.store.connect import connected
 from windlass.store.migrate import applied_migrations, migrate
 from windlass.store.postgres import PostgresStore
+from windlass.wire.beside import beside
 
 if TYPE_CHECKING:
     from windlass.store.access import PostgresAccessStore
@@ -110,27 +111,33 @@ async def database(config: Config, *, is_migrating: bool = True, may_create: boo
         await _in_thread(server.open)
         if is_migrating:
             await migrate(server.dsn)
-        reviving = asyncio.create_task(_keep_running(server, config))
-        try:
+        async with beside(_keep_running(server, config)):
             yield server.dsn
-        finally:
-            reviving.cancel()
-            await asyncio.gather(reviving, return_exceptions=True)
     finally:
         await _in_thread(server.close)
 
 
 async def _keep_running(server: "EmbeddedPostgres", config: Config) -> None:
-    """A server that was killed has nobody but us, its users, to start it again."""
+    """A server that was killed has nobody but us, its users, to start it again. Whatever happens, we go on looking."""
+    import structlog
+
+    log = structlog.get_logger(__name__)
+    is_trouble_told = False
     while True:
         # Not all of its users at the same moment.
         await asyncio.sleep(LOOK_INTERVAL_S * random.uniform(0.5, 1.5))  # noqa: S311
         try:
             await _in_thread(lambda: _revive(server, config))
-        except (WindlassError, OSError) as error:
-            import structlog
-
-            structlog.get_logger(__name__).error("the database's server does not start again", error=str(error))
+        except Exception as error:
+            # Once: we look every few seconds, and what is the matter may last for days.
+            if not is_trouble_told:
+                is_defect = not isinstance(error, WindlassError | OSError)
+                log.error("the database's server does not start again", error=str(error), exc_info=is_defect)
+            is_trouble_told = True
+        else:
+            if is_trouble_told:
+                log.info("the database's server runs again")
+            is_trouble_told = False
 
 
 def _revive(server: "EmbeddedPostgres", config: Config) -> None:

@@ -5,19 +5,20 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
-from windlass.model.errors import DatabaseUnavailable, WindlassError
+from windlass.model.errors import DatabaseUnavailable
 from windlass.store.migrate import migrate
-from windlass.wire.engine import RayBeside, check_ray, ray_beside
+from windlass.wire.beside import beside
+from windlass.wire.engine import check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
-from windlass.wire.handlers import check_handlers
 from windlass.wire.providers import check_keys, check_machines_can_call, hiring_fleets, provider
 from windlass.wire.receivers import receivers
+from windlass.wire.reload import Current, check_hiring, reloading
+from windlass.wire.signals import on_stop_signals
 from windlass.wire.stores import control_store, database, described_database
 
 if TYPE_CHECKING:
@@ -32,15 +33,6 @@ if TYPE_CHECKING:
 
 # Without a leader for so many leases before people are told: a restart and a failover take one.
 LEADER_GRACE_LEASES = 2
-# The settings with which machines are rented, beside those of their fleet.
-ACCOUNTS = (
-    "hetzner_api_token",
-    "hetzner_endpoint",
-    "hetzner_network_id",
-    "runpod_api_key",
-    "runpod_endpoint",
-    "runpod_ssh_key_file",
-)
 # Hands every log line to whoever asks, until they call what they got for it.
 Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
@@ -65,17 +57,6 @@ async def run_cycles(config: Config) -> "list[Summary]":
             await store.resign(ourselves)
 
 
-@dataclass
-class _Current:
-    """What providers are made with: a reload changes the fleets, and what their machines are rented with. All else is
-    as at the start: it is in use."""
-
-    config: Config
-
-    def with_changes_of(self, loaded: Config) -> Config:
-        return self.config.model_copy(update={name: getattr(loaded, name) for name in ("fleets", *ACCOUNTS)})
-
-
 async def run_up(
     load: "Callable[[], Loaded]",
     on_summary: "Callable[[Summary], None]",
@@ -92,50 +73,31 @@ async def run_up(
     """
     import structlog
 
-    from windlass.control.up import Up
     from windlass.store.control import PostgresControlStore
 
     loop = asyncio.get_running_loop()
     # Before the file is read: whoever changes it while we start, and says so, is heard once we are up.
     is_reload_wanted = asyncio.Event()
     loop.add_signal_handler(signal.SIGHUP, is_reload_wanted.set)
-    loaded = load()
-    config = loaded.config
-    check_machines_can_call(config)
-    check_keys(config)
-    await check_handlers(config)
+    config = load().config
+    await check_hiring(config)
     # Before anything else: a port that is taken ends the matter.
     listener = open_listener(config)
     async with (
         database(config) as dsn,
         _migrated(dsn),
-        ray_beside(loaded, dsn) as ray,
+        ray_beside(config, dsn) as ray,
         PostgresControlStore(dsn, retention=config.retention) as opened,
     ):
         ourselves, instance_id = candidate(config), await opened.instance_id()
         watchers, told = [on_summary], receivers(config)
-
-        def tell_all(summary: "Summary") -> None:
-            for tell in watchers:
-                tell(summary)
-
-        current = _Current(config)
-
-        def with_ray() -> Config:
-            return current.config.model_copy(update={"ray_address": ray.address})
-
-        up = Up(
-            opened,
-            lambda name, fleet: fleet_cycle(name, fleet, with_ray(), opened, ourselves, instance_id),
-            lambda name, fleet: provider(name, fleet, with_ray(), instance_id),
-            tell_all,
-        )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, lambda: up.stop(is_leaving_workers=is_leaving_workers))
+        current = Current(config, ray.address or config.ray_address)
+        up = _make_up(opened, current, ourselves, instance_id, watchers)
+        on_stop_signals(lambda: up.stop(is_leaving_workers=is_leaving_workers))
         log = structlog.get_logger("windlass.up")
         log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
-            _reloading(up, current, load, ray, is_reload_wanted),
+            reloading(up, current, load, ray, is_reload_wanted),
             http_face(config, dsn, up, listener, version, watchers, on_link, ray.head, told) as counts,
             _alarm(config, dsn, watchers, told, counts.on_message),
             _logs_in_database(config, dsn, tap, counts.on_dropped),
@@ -151,6 +113,28 @@ async def run_up(
 async def _migrated(dsn: str) -> AsyncIterator[None]:
     await migrate(dsn)
     yield
+
+
+def _make_up(
+    store: "PostgresControlStore",
+    current: Current,
+    ourselves: "Candidate",
+    instance_id: str,
+    watchers: "Sequence[Callable[[Summary], None]]",
+) -> "Up":
+    """Which hires by what is current, and tells of each cycle whoever then watches."""
+    from windlass.control.up import Up
+
+    def tell_all(summary: "Summary") -> None:
+        for tell in watchers:
+            tell(summary)
+
+    return Up(
+        store,
+        lambda name, fleet: fleet_cycle(name, fleet, current.of_providers(), store, ourselves, instance_id),
+        lambda name, fleet: provider(name, fleet, current.of_providers(), instance_id),
+        tell_all,
+    )
 
 
 def fleet_cycle(
@@ -198,12 +182,8 @@ async def _alarm(
             on_message=on_message,
         )
         watchers.append(alarm.note)
-        telling = asyncio.create_task(alarm.run())
-        try:
+        async with beside(alarm.run()):
             yield
-        finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -218,13 +198,12 @@ async def _logs_in_database(
 
     async with PostgresLogStore(dsn, retention=config.retention, max_connections=1) as store:
         sink = LogSink(store, on_dropped)
-        untap, writing = tap(sink.take), asyncio.create_task(sink.run())
-        try:
-            yield
-        finally:
-            untap()
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
+        async with beside(sink.run()):
+            untap = tap(sink.take)
+            try:
+                yield
+            finally:
+                untap()
 
 
 @asynccontextmanager
@@ -250,46 +229,3 @@ async def _traced_cycles(
         yield
     finally:
         await asyncio.to_thread(traces.close)
-
-
-@asynccontextmanager
-async def _reloading(
-    up: "Up", current: _Current, load: "Callable[[], Loaded]", ray: RayBeside, is_wanted: asyncio.Event
-) -> AsyncIterator[None]:
-    """The configuration is taken over as it is when that is wanted; wanted several times, while one is heeded, it is
-    once more."""
-
-    async def heed() -> None:
-        while True:
-            await is_wanted.wait()
-            is_wanted.clear()
-            await _reconfigure(up, current, load, ray)
-
-    heeding = asyncio.create_task(heed())
-    try:
-        yield
-    finally:
-        heeding.cancel()
-        await asyncio.gather(heeding, return_exceptions=True)
-
-
-async def _reconfigure(up: "Up", current: _Current, load: "Callable[[], Loaded]", ray: RayBeside) -> None:
-    """Fleets and their dispatchers as the configuration now is; where it cannot be used, all goes on as before."""
-    import structlog
-
-    before = current.config
-    try:
-        loaded = load()
-        config = current.with_changes_of(loaded.config)
-        check_machines_can_call(config)
-        check_keys(config)
-        await check_handlers(config)
-        await ray.check(loaded.config)
-        current.config = config
-        has_new_accounts = any(getattr(config, name) != getattr(before, name) for name in ACCOUNTS)
-        up.reconfigure(hiring_fleets(config), has_new_accounts=has_new_accounts)
-    except WindlassError as error:
-        current.config = before
-        structlog.get_logger(__name__).error("configuration not reloaded, nothing changed", error=str(error))
-    else:
-        ray.arrange(loaded)

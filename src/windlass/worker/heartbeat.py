@@ -66,12 +66,11 @@ class Heartbeat:
         self._has_news = False
         self._is_stopped = False
         self._failures = 0
-        self._context = contextvars.copy_context()
-        self._thread = threading.Thread(target=self._run, name="windlass-heartbeat", daemon=True)
 
     def start(self) -> None:
         # What is bound to log lines by now is bound to those of the thread too.
-        self._context = contextvars.copy_context()
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="windlass-heartbeat", daemon=True)
         self._thread.start()
 
     def beat_soon(self) -> None:
@@ -97,7 +96,7 @@ class Heartbeat:
             pass  # the loop has just ended, and with it the need to tell
 
     def _run(self) -> None:
-        self._context.run(asyncio.run, self._keep_beating())
+        asyncio.run(self._keep_beating())
 
     async def _keep_beating(self) -> None:
         self._loop = asyncio.get_running_loop()

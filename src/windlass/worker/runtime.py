@@ -37,7 +37,7 @@ from windlass.model.errors import (
     WindlassError,
 )
 from windlass.model.task import Claim, Finished, Turn
-from windlass.model.worker import LIVE, HeldClaim, Pulse, Registration, WorkerKind, WorkerStatus
+from windlass.model.worker import LIVE, SAME_SIGNAL_S, HeldClaim, Pulse, Registration, WorkerKind, WorkerStatus
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
 from windlass.worker.executor import Executor, Failure, NotBegun, Outcome, Success
@@ -52,6 +52,10 @@ POLL_INTERVAL_S = 5.0
 POLL_MIN_INTERVAL_S = 0.05
 # A cancelled attempt has ended by then, or is an inline handler that will not; leaving does not wait for that one.
 CANCEL_TIMEOUT_S = 15.0
+# Of results in one call: a second's worth on any good line, where everything at once would never get through.
+MAX_DELIVERY_BYTES = 16 << 20
+# What any line carries. Thousands of small results fit into it.
+MIN_DELIVERY_BYTES = 64 << 10
 FOREVER = float("inf")
 NOT_FINISHED = "its worker could not finish it"
 News = TypeVar("News", Pulse, SchemaMismatch)
@@ -159,7 +163,8 @@ class WorkerRuntime:
         if settings.storage_path is not None:
             self._readers.append(StorageReader(settings.storage_path))
         self._orders = _Orders()
-        self._signals_seen = 0
+        # When the first signal came, by the loop's clock.
+        self._told_at: float | None = None
 
     async def run(self) -> Ending:
         """Work until told to end. Raises HandlerNotFound, SchemaMismatch or DatabaseUnavailable if it cannot go on."""
@@ -211,10 +216,15 @@ class WorkerRuntime:
         self.look_again()
 
     def _on_signal(self, name: str) -> None:
-        self._signals_seen += 1
-        # Whoever asks twice does not want to wait.
-        limit_s = self._settings.drain_timeout_s if self._signals_seen == 1 else 0.0
-        self._orders.context.run(self._orders.drain, name, limit_s)
+        now = asyncio.get_running_loop().time()
+        if self._told_at is None:
+            self._told_at = now
+            self._orders.context.run(self._orders.drain, name, self._settings.drain_timeout_s)
+        elif now - self._told_at < SAME_SIGNAL_S:
+            self._orders.context.run(log.info, "draining already: this soon, a signal is the same again", why=name)
+        else:
+            # Whoever asks twice does not want to wait.
+            self._orders.context.run(self._orders.drain, name, 0.0)
 
     async def _start_executor(self) -> bool:
         """False when told to end meanwhile: importing a handler may take minutes."""
@@ -313,6 +323,25 @@ class _Outbox:
         return bool(self.finished or self.failed or self.given_back)
 
 
+@dataclass(slots=True)
+class _Portion:
+    """How much one call carries: half as much after one that was not answered, a little more after each full one."""
+
+    most: int
+    least: int = 1
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.size = self.most
+
+    def shrink(self) -> None:
+        self.size = max(self.size // 2, self.least)
+
+    def grow(self) -> None:
+        # Slowly: what was too much once is asked for again, and costs a lease of waiting if it still is.
+        self.size = min(self.size + max(self.size // 8, 1), self.most)
+
+
 class _Life:
     """One incarnation, from registration to its ending."""
 
@@ -333,7 +362,8 @@ class _Life:
         # Places that a claim under way is for.
         self._asked = 0
         # One call claims for at most half of the places: the other half works while the database does.
-        self._claim_limit = (settings.concurrency + 1) // 2
+        self._claim_limit = _Portion((settings.concurrency + 1) // 2)
+        self._delivery_bytes = _Portion(MAX_DELIVERY_BYTES, MIN_DELIVERY_BYTES)
         self._orders = orders
         self._transport = transport
         self._executor = executor
@@ -423,8 +453,11 @@ class _Life:
                 return Ending.LOST
             if time.monotonic() >= self._orders.drain_deadline:
                 await self._end_attempts()
-                await self._deliver_all()
-                return Ending.LEFT
+                if not self._keeps_results():
+                    await self._deliver_all()
+                    return Ending.LEFT
+                await self._take_turn()
+                continue
             free = self._free_places()
             if self._outbox or (free and self._may_find_work):
                 await self._take_turn()
@@ -432,6 +465,13 @@ class _Life:
                 return Ending.LEFT
             else:
                 await self._wait_for_change(is_looking_for_work=free > 0)
+
+    def _keeps_results(self) -> bool:
+        """Whether it stays for what it has to deliver, although its time is up: work that is done is not done again.
+        For giving back alone nobody stays, as the lease does that too; nor where the schema is another."""
+        if self._orders.is_urgent.is_set() or isinstance(self._cannot_go_on, SchemaMismatch):
+            return False
+        return bool(self._outbox.finished or self._outbox.failed)
 
     def _free_places(self) -> int:
         if self._orders.is_draining or self._is_paused or not self._may_claim():
@@ -475,7 +515,9 @@ class _Life:
 
     async def _take_turn(self) -> None:
         """Deliver and claim. Results are what users waited for, and an outage of the database does not cost them."""
-        self._asked = min(self._free_places(), self._claim_limit)
+        # After a call without an answer results go alone: nothing then grows old while they are on their way.
+        is_results_first = bool(self._unanswered and self._outbox)
+        self._asked = 0 if is_results_first else min(self._free_places(), self._claim_limit.size)
         self._hold_places()
         try:
             turn = await self._deliver(self._asked)
@@ -508,14 +550,10 @@ class _Life:
         await self._orders.pause(reconnect_delay_s(self._unanswered, random.random()))  # noqa: S311
 
     async def _deliver(self, places: int) -> Turn:
-        """Empty the outbox, and claim as many tasks as there are places."""
-        while self._outbox.failed:
-            await self._report_failure(*self._outbox.failed[0])
-            del self._outbox.failed[0]
-        while self._outbox.given_back:
-            await self._give_back(self._outbox.given_back[0])
-            del self._outbox.given_back[0]
-        finished = tuple(self._outbox.finished)
+        """Empty the outbox as far as one call carries it, and claim as many tasks as there are places."""
+        await self._report_failures()
+        finished = self._next_delivery()
+        is_rest_left = len(finished) < len(self._outbox.finished)
         if not finished and not places:
             return Turn([], [])
         turn: Turn | None = None
@@ -523,17 +561,64 @@ class _Life:
             # Before asking: what is announced while we wait is not in the answer, and must not be forgotten after it.
             self._may_find_work = False
         try:
-            turn = await self._transport.finish_and_claim(self._id, finished, self._settings.queues, places)
+            turn = await self._finish_and_claim(finished, places)
         except BadInput:
             if not finished:
                 raise
             return await self._finish_singly(finished)
+        except DatabaseUnavailable:
+            if finished:
+                self._delivery_bytes.shrink()
+            if places:
+                self._claim_limit.shrink()
+            raise
         finally:
             # No answer says nothing, and a full one means that there may be more; a short one: now there is none.
             if turn is None or 0 < places == len(turn.claims):
                 self._may_find_work = True
+        if is_rest_left:
+            self._delivery_bytes.grow()
+        if self._claim_limit.size == places == len(turn.claims):
+            self._claim_limit.grow()
         self._settle(finished, turn)
         return turn
+
+    async def _report_failures(self) -> None:
+        """And give back what is to be given back."""
+        while self._outbox.failed:
+            await self._report_failure(*self._outbox.failed[0])
+            del self._outbox.failed[0]
+        while self._outbox.given_back:
+            await self._give_back(self._outbox.given_back[0])
+            del self._outbox.given_back[0]
+
+    def _next_delivery(self) -> list[Finished]:
+        """Those that have waited longest: at least one, if there are any, and as many as fit into a call."""
+        room = self._delivery_bytes.size
+        batch: list[Finished] = []
+        for item in self._outbox.finished:
+            # Characters for bytes: exact ones would cost a copy of each, and a few times as much still gets through.
+            room -= len(item.result or "")
+            if batch and room < 0:
+                break
+            batch.append(item)
+        return batch
+
+    async def _finish_and_claim(self, finished: Sequence[Finished], places: int) -> Turn:
+        """Claims that come later than half a lease count as not come: after a whole one others may have them."""
+        if not places:
+            return await self._transport.finish_and_claim(self._id, finished, self._settings.queues, 0)
+        limit_s = self._settings.lease_s / 2
+        deadline = time.monotonic() + limit_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                turn = await self._transport.finish_and_claim(self._id, finished, self._settings.queues, places)
+            # Reading a large answer, or a handler that holds up the loop, keeps the clock of the loop from striking.
+            if time.monotonic() < deadline:
+                return turn
+        raise DatabaseUnavailable(
+            f"claiming tasks: no answer within {limit_s:g} s, half of the lease: is the database or the way to it slow?"
+        )
 
     async def _deliver_all(self) -> None:
         while self._outbox:  # each round delivers or raises; a refused result comes back once, as a failure

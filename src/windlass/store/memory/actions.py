@@ -18,6 +18,7 @@ from windlass.model.action import (
     Requeue,
     Spawn,
 )
+from windlass.model.machine import Machine
 from windlass.model.snapshot import Snapshot
 from windlass.model.worker import WorkerStatus
 from windlass.store.memory.ledger import open_bill
@@ -88,12 +89,16 @@ def _adopt(tables: Tables, action: Adopt, snapshot: Snapshot) -> None:
         hired.machine_id, hired.machine_at, hired.creation = action.machine_id, now, "created"
         if action.is_prepared:
             hired.prepared_at = hired.prepared_at or now
+        if (machine := _listed(snapshot, action.machine_id)) is not None:
+            hired.instance_type, hired.place = machine.instance_type, machine.place
         _price(tables, action, snapshot)
         tables.journal.note("MACHINE_ADOPTED", action.reason, fleet=snapshot.fleet, worker_id=worker.id)
 
 
 def _price(tables: Tables, action: Adopt | Price, snapshot: Snapshot) -> None:
-    worker = tables.workers.get(action.worker_id)
-    for machine in snapshot.machines or ():
-        if machine.id == action.machine_id:
-            open_bill(worker, machine, snapshot.traits.billing_unit_s, tables.now())
+    if (machine := _listed(snapshot, action.machine_id)) is not None:
+        open_bill(tables.workers.get(action.worker_id), machine, snapshot.traits.billing_unit_s, tables.now())
+
+
+def _listed(snapshot: Snapshot, machine_id: str) -> Machine | None:
+    return next((machine for machine in snapshot.machines or () if machine.id == machine_id), None)

@@ -25,11 +25,13 @@ def check_new(doing: str, task: NewTask) -> None:
 
 
 def check_json(doing: str, text: str | None) -> None:
+    """PostgreSQL's limits are its own: of nesting it takes some thousand levels, where this takes what Python reads."""
     if text is None:
         return
     try:
-        json.loads(text, parse_constant=_refuse_constant)
-    except ValueError as error:
+        # A number may have more digits than Python makes an integer of.
+        json.loads(text, parse_constant=_refuse_constant, parse_int=str)
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{doing}: {text[:80]!r} is not JSON ({error}).") from None
 
 

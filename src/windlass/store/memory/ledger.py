@@ -29,6 +29,8 @@ from windlass.store.memory.workers import WorkerRow
 MAX_SPANS = 20_000
 FIRST_SETTLED_AFTER = timedelta(hours=1, minutes=1)
 SETTLED_AFTER_END = timedelta(minutes=1)
+# ISO 4217 for no currency: a price whose provider does not say in what it is paid is added to no other.
+NO_CURRENCY = "XXX"
 
 # A fleet, an hour of the clock, a currency, and a queue or none.
 _Hour = tuple[str, datetime, str, str]
@@ -111,7 +113,7 @@ def open_bill(worker: WorkerRow | None, machine: Machine, unit_s: int, now: date
         return
     hired = worker.hired
     if machine.price_micros_per_hour is not None and hired.bill is None:
-        tariff = Tariff(machine.price_micros_per_hour, machine.currency or "XXX", unit_s, machine.price_parts)
+        tariff = Tariff(machine.price_micros_per_hour, machine.currency or NO_CURRENCY, unit_s, machine.price_parts)
         hired.bill = Bill(tariff, machine.created_at or now)
         hired.settle_at = hired.bill.since + FIRST_SETTLED_AFTER
 

@@ -62,6 +62,7 @@ def _created(tables: Tables, outcome: Created) -> None:
     if worker is not None and worker.hired.machine_id in (None, machine.id):
         hired = worker.hired
         hired.machine_id, hired.creation = machine.id, "created"
+        hired.instance_type, hired.place = machine.instance_type, machine.place
         hired.machine_at = hired.machine_at or now
         if outcome.is_prepared:
             hired.prepared_at = hired.prepared_at or now

@@ -32,11 +32,13 @@ _NUMBERED_VITALS = ("pid", "vram_total_mb", "vram_used_mb")
 
 @dataclass(slots=True)
 class Hired:
-    """The columns of a worker that only the control loop reads."""
+    """The columns of a worker that only the control loop writes."""
 
     terminating_at: datetime | None = None
     provider: str | None = None
     machine_id: str | None = None
+    instance_type: str | None = None
+    place: str | None = None
     machine_at: datetime | None = None
     creation: str | None = None
     preparing_at: datetime | None = None
@@ -186,6 +188,9 @@ class WorkerRow:
             metadata=dict(self.metadata),
             kind=self.kind,
             node=self.node,
+            machine_id=self.hired.machine_id,
+            instance_type=self.hired.instance_type,
+            place=self.hired.place,
         )
 
 

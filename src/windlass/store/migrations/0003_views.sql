@@ -153,7 +153,8 @@ cross join lateral (
 ) as r
 where w.price_micros_per_hour is not null;
 
--- What health calls a slot of a fleet that serves these queues.
+-- What health calls a slot of a fleet that serves these queues. A fleet's row outlives the fleet: only one that has
+-- something in health makes another's name longer.
 create function windlass.component_name(p_fleet text, p_queues text[], p_slot integer) returns text
 language sql
 stable
@@ -163,7 +164,15 @@ as $$
     || case
       when exists (
         select from windlass.fleets o
-        where o.name <> p_fleet and coalesce(o.queues[1], o.name) = coalesce(p_queues[1], p_fleet)
+        where o.name <> p_fleet
+          and coalesce(o.queues[1], o.name) = coalesce(p_queues[1], p_fleet)
+          and (
+            exists (
+              select from windlass.workers w
+              where w.fleet = o.name and w.slot is not null and w.status <> 'terminated'
+            )
+            or exists (select from windlass.slots s where s.fleet = o.name and s.status = 'failed')
+          )
       ) then '@' || p_fleet
       else ''
     end
@@ -172,7 +181,7 @@ $$;
 
 -- Per slot, in the words of a process supervisor: starting, healthy, stopping, crashed, failed. Times are Unix
 -- seconds. Workers started by hand have no slot and are numbered by their id. A component is named by its queue and slot,
--- and by its fleet too (worker:renders@gpus:0) where another fleet serves that queue first: no two have the same name.
+-- and by its fleet too (worker:renders@gpus:0) while another fleet serves that queue first: no two have the same name.
 create view windlass.health as
 select
   coalesce(

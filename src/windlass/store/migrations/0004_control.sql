@@ -602,7 +602,7 @@ as $$
   update windlass.workers w
   set price_micros_per_hour = (p_machine ->> 'price_micros_per_hour')::bigint,
       price_parts = coalesce(p_machine -> 'price_parts', '[]'),
-      -- ISO 4217 for no currency.
+      -- ISO 4217 for no currency: a price whose provider does not say in what it is paid is added to no other.
       currency = coalesce(p_machine ->> 'currency', 'XXX'),
       billing_unit_s = coalesce(p_unit_s, 1),
       billed_since = b.since,

@@ -1,0 +1,141 @@
+"""`windlass up` that is told to reload: all of the new configuration, or nothing of it, whatever goes wrong."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from structlog.testing import capture_logs
+
+from windlass.configure import Loaded
+from windlass.model.config import AlertsConfig, Config, WorkerConfig
+from windlass.model.fleet import FleetConfig
+from windlass.wire import up as wire_up
+from windlass.wire.up import run_up
+
+LIMIT_S = 30.0
+FLEET = FleetConfig(provider="local", exec="true", queues=("nothing-comes",), poll_interval_s=0.2)
+
+
+class Running:
+    """An `up` in this process, with what it has logged. `config` is what it finds when it loads."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.defect: Exception | None = None
+        self.lines: list[Any] = []
+        self.has_begun = asyncio.Event()
+
+    def load(self) -> Loaded:
+        defect, self.defect = self.defect, None
+        if defect is not None:
+            raise defect
+        return Loaded(self.config, {})
+
+    def told(self, event: str) -> list[Any]:
+        return [line for line in self.lines if line["event"].startswith(event)]
+
+    async def reload(self, event: str, **changes: Any) -> Any:
+        """Its line that begins so, the next one."""
+        self.config = self.config.model_copy(update=changes)
+        before = len(self.told(event))
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: len(self.told(event)) > before, f"{event}: {self.lines}")
+        return self.told(event)[-1]
+
+
+async def until(is_so: Callable[[], bool], what: str) -> None:
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while not is_so():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pytest.fail(what)
+
+
+@pytest.fixture
+async def up(dsn: str, tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(
+        Config.model_validate({"database_url": dsn, "data_dir": tmp_path, "fleets": {"a": FLEET}})
+    ) as it:
+        yield it
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Running]:
+    """Ended in good order."""
+    it = Running(config)
+    with capture_logs() as it.lines:
+        task = asyncio.create_task(run_up(it.load, lambda _: it.has_begun.set(), is_leaving_workers=False, version="0"))
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await it.has_begun.wait()
+            yield it
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(LIMIT_S):
+                await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_whatever_goes_wrong_once_the_next_reload_is_heeded(up: Running) -> None:
+    up.defect = RuntimeError("nobody foresaw it")
+    told = await up.reload("configuration not reloaded, nothing changed")
+    assert (told["log_level"], told["exc_info"]) == ("error", True)
+    await up.reload("configuration reloaded: no fleet has changed")
+
+
+async def test_what_a_failed_reload_would_have_changed_is_changed_by_the_next(
+    up: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = "http://127.0.0.1:9/v1"
+    made: list[str] = []
+
+    def fail_at_first(name: str, fleet: FleetConfig, config: Config, instance_id: str) -> Any:
+        made.append(config.hetzner_endpoint)
+        if len(made) == 1:
+            raise RuntimeError("nobody foresaw it")
+        return provider(name, fleet, config, instance_id)
+
+    provider = wire_up.provider
+    monkeypatch.setattr(wire_up, "provider", fail_at_first)
+    await up.reload("configuration not reloaded, nothing changed", hetzner_endpoint=endpoint)
+    await up.reload("configuration reloaded")
+    # Its fleet is as it was, but what it rents with is not: its provider is another.
+    assert made == [endpoint] * 2
+
+
+async def test_settings_that_are_read_at_the_start_only_are_named_and_the_rest_is_taken_over(up: Running) -> None:
+    alerts = AlertsConfig(webhook_url=SecretStr("https://example.com/hush"))
+    told = await up.reload(
+        "settings have changed that are read at the start only: start `windlass up` again",
+        worker=WorkerConfig(timeout_s=77),
+        alerts=alerts,
+        ray_address="10.0.0.5:6379",
+        hetzner_endpoint="http://127.0.0.1:9/v1",
+        fleets={"a": FLEET.model_copy(update={"max_workers": 2})},
+    )
+    assert (told["log_level"], told["settings"]) == ("warning", ["worker.timeout_s", "alerts.webhook_url"])
+    assert "hush" not in str(told)
+    await until(lambda: bool(up.told("configuration reloaded")), str(up.lines))
+    assert up.told("configuration reloaded")[0]["changed"] == ["a (max_workers)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("database_url", SecretStr("postgresql://me:hush@elsewhere/db")), ("data_dir", Path("/elsewhere"))],
+)
+async def test_a_reload_that_names_another_place_for_the_data_is_refused(up: Running, name: str, value: Any) -> None:
+    fleets = {"b": FLEET}
+    told = await up.reload("configuration not reloaded, nothing changed", **{name: value, "fleets": fleets})
+    assert told["error"] == (
+        f"{name} is not what it was at the start, and all that runs keeps what it knows there: put it back, or stop "
+        "`windlass up` and start it again."
+    )
+    assert not up.told("configuration reloaded")
