@@ -485,6 +485,14 @@ def test_a_seat_that_has_to_load_the_handler_says_so_first(monkeypatch: pytest.M
         ours.close()
 
 
+def test_a_payload_that_python_does_not_read_fails_its_attempt_alone() -> None:
+    job = seat.Job(("127.0.0.1", 1), "json:dumps", None, 1000)
+    unreadable = replace(claim({}), payload="[" * 200_000 + "]" * 200_000)
+    outcome = seat._runner_of(job)(unreadable, lambda _fraction, _note: None)
+    assert isinstance(outcome, Failure)
+    assert (outcome.code, outcome.retry) == ("BAD_PAYLOAD", False)
+
+
 # ----------------------------------------------------------------------------------------------------- placements
 
 

@@ -28,7 +28,7 @@ from windlass.model.errors import HandlerNotFound
 from windlass.model.task import Claim
 from windlass.worker.attempt import run_handler
 from windlass.worker.command import CommandExecutor
-from windlass.worker.executor import Failure, Outcome
+from windlass.worker.executor import Failure, Outcome, unreadable_payload
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
 CONNECT_TIMEOUT_S = 10.0
@@ -189,9 +189,15 @@ def _runner_of(job: Job) -> Callable[[Claim, ReportProgress], Outcome]:
             "HANDLER_ERROR", "there is neither a handler nor a command to run", retry=False
         )
     handler = _handler(job.handler)
-    return lambda claim, report: run_handler(
-        handler, _task(claim, report), job.max_result_bytes, lambda result: _loop().run(_awaited(result))
-    )
+
+    def run(claim: Claim, report: ReportProgress) -> Outcome:
+        try:
+            task = _task(claim, report)
+        except (ValueError, RecursionError) as error:
+            return unreadable_payload(error)
+        return run_handler(handler, task, job.max_result_bytes, lambda result: _loop().run(_awaited(result)))
+
+    return run
 
 
 def _task(claim: Claim, report: ReportProgress) -> RunningTask:
