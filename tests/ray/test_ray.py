@@ -14,8 +14,11 @@ import psutil
 import pytest
 from ray_bed import WAIT_S, Bed, head_beside, made_bed, until
 
+from servers import Server
+from windlass.engine.dispatcher import RENEWALS_PER_LEASE
 from windlass.engine.head import HeadAddress
 from windlass.engine.versions import our_versions
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import WorkerKind, WorkerStatus
 
@@ -258,6 +261,37 @@ async def test_a_dispatcher_that_is_gone_is_replaced_by_the_one_that_stands_by(
         assert [(task.result, task.attempts) for task in again] == [(task.result, task.attempts) for task in tasks]
     dispatchers = [w for w in await bed.store.workers(include_terminated=True) if w.kind is WorkerKind.DISPATCHER]
     assert sorted(worker.status for worker in dispatchers) == [WorkerStatus.ACTIVE, WorkerStatus.TERMINATED]
+
+
+async def test_a_database_that_is_away_for_longer_than_the_lease_costs_what_runs_nothing(
+    bed: Bed, embedded_server: Server, tmp_path: Path
+) -> None:
+    await bed.hire("n1")
+    dispatcher, gate = bed.dispatch(), tmp_path / "gate"
+    held = await bed.add(new_task("q", {"do": "progress", "until": str(gate)}))
+    await until(lambda: bed.running_on("n1"), "its beginning")
+    await asyncio.to_thread(embedded_server.crash)
+    try:
+
+        async def is_long_away() -> bool:
+            return bed.log("dispatcher").count("lease not renewed") > RENEWALS_PER_LEASE
+
+        await until(is_long_away, "the end of the lease")
+    finally:
+        await asyncio.to_thread(embedded_server.start)
+    gate.touch()
+    await until(lambda: _answers(bed), "the database's answer")
+    (task,) = await bed.finished([held])
+    assert (task.status, task.attempts) == (TaskStatus.COMPLETE, 1)
+    (after,) = await bed.finished(await bed.enqueue(1))
+    assert (after.status, dispatcher.poll()) == (TaskStatus.COMPLETE, None)
+
+
+async def _answers(bed: Bed) -> bool:
+    with contextlib.suppress(DatabaseUnavailable):
+        await bed.store.workers()
+        return True
+    return False
 
 
 async def test_a_worker_that_is_to_end_gets_no_more_finishes_and_ends(bed: Bed) -> None:

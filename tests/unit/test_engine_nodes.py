@@ -13,7 +13,7 @@ import pytest
 from windlass.engine.cluster import FLEET_LABEL, WORKER_LABEL, ClusterNode, label_value
 from windlass.engine.executor import RayExecutor
 from windlass.engine.nodes import AVOIDANCE_S, REFUSAL_S, Nodes, Outlook
-from windlass.engine.room import NodeRoom
+from windlass.engine.room import Needs, NodeRoom
 from windlass.engine.seat import NoHandler, Parting
 from windlass.engine.seats import MISFIT_DELAY_S, Seats
 from windlass.model.errors import HandlerNotFound
@@ -76,7 +76,7 @@ def test_a_node_that_cannot_run_our_tasks_is_passed_over_for_a_while_and_all_tog
     nodes = hired("n1", "n2", clock=clock)
     assert nodes.refuse("id-n1", "no handler there")
     assert not nodes.refuse("id-n1", "no handler there")
-    assert (nodes.closed, nodes.rooms().keys()) == ({"id-n1"}, {"id-n2"})
+    assert (nodes.closed(ONE_CPU), nodes.rooms().keys()) == ({"id-n1"}, {"id-n2"})
     assert nodes.outlook(ONE_CPU) is Outlook.FITS
     nodes.refuse("id-n2", "nor there")
     assert nodes.outlook(ONE_CPU) is Outlook.REFUSED
@@ -89,7 +89,7 @@ def test_a_node_that_the_database_bars_is_avoided_until_we_know_better() -> None
     clock = [0.0]
     nodes = hired("n1", "n2", clock=clock)
     nodes.avoid("id-n1")
-    assert (nodes.closed, nodes.rooms().keys()) == ({"id-n1"}, {"id-n2"})
+    assert (nodes.closed(ONE_CPU), nodes.rooms().keys()) == ({"id-n1"}, {"id-n2"})
     assert [nodes.worker_of(node_id) for node_id in ("id-n1", "id-n2", "id-unseen")] == [None, "n2", None]
     nodes.avoid("id-n2")
     assert nodes.outlook(ONE_CPU) is Outlook.LATER
@@ -105,7 +105,7 @@ def test_a_node_that_is_lost_is_kept_in_mind_and_one_that_was_to_end_is_not() ->
     assert not nodes.see([n1, n2, n3], {})
     assert not nodes.see([n1, n2], {})
     assert nodes.see([n2], {})
-    assert nodes.closed == {"id-n1"}
+    assert nodes.closed(ONE_CPU) == {"id-n1"}
     assert not nodes.see([n2], {})
 
 
@@ -115,8 +115,22 @@ def test_nodes_of_others_that_hold_any_of_our_queues_are_told_of_and_no_other() 
     assert [(told.worker_id, told.places) for told in nodes.report()] == [("ray-many-id-1", 3)]
     assert nodes.worker_of("id-1") == "ray-many-id-1"
     assert nodes.worker_of("id-head") is None
-    # A task that needs nothing would fit there too.
-    assert nodes.closed == {"id-head"}
+    # A task that needs nothing would fit there too. For others Ray need not be told.
+    assert (nodes.closed(frozen({})), nodes.closed(ONE_CPU)) == ({"id-head"}, set())
+
+
+def test_nodes_that_could_not_hold_a_task_anyway_are_not_named_to_ray() -> None:
+    """On a cluster of thousands of others' nodes every seat would carry their names."""
+    gpu, settings = frozen({"CPU": 1.0, "GPU": 1.0}), RaySettings(num_gpus=1)
+    strange = [node(f"id-{number}") for number in range(1000)]
+    ours = ClusterNode("id-gpu", True, {}, "127.0.0.1", {"CPU": 2.0, "GPU": 1.0}, {}, is_head=False)
+    nodes = foreign(*strange, ours, settings=settings)
+    assert nodes.closed(gpu) == set()
+    nodes.refuse("id-gpu", "no handler there")
+    assert nodes.closed(gpu) == {"id-gpu"}
+    nodes.see(strange, {})
+    assert nodes.closed(gpu) == {"id-gpu"}  # lost, and Ray may still try to reach it
+    assert len(nodes.closed(ONE_CPU)) == 1001
 
 
 def test_what_others_use_counts_from_the_first_look_and_a_moment_between_two_does_not() -> None:
@@ -164,8 +178,12 @@ class Ray:
     called_back: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
+    # What it says to needs that it does not like.
+    refusals: dict[Needs, Exception] = field(default_factory=dict)
 
-    def submit(self, seat_id: str, _needs: Resources, closed: Collection[str]) -> Any:
+    def submit(self, seat_id: str, needs: Resources, closed: Collection[str]) -> Any:
+        if frozen(needs) in self.refusals:
+            raise self.refusals[frozen(needs)]
         self.closed[seat_id] = set(closed)
         self.partings[seat_id] = asyncio.get_running_loop().create_future()
         return seat_id
@@ -240,6 +258,33 @@ async def test_a_task_that_no_node_of_the_fleet_could_ever_hold_fails_at_once() 
     assert not bench.ray.seats
 
 
+async def test_amounts_that_ray_refuses_fail_the_tasks_that_ask_for_them_and_no_other() -> None:
+    bench = Bench(foreign(node("id-1")))
+    bench.ray.refusals[frozen({"CPU": 1.0, "TPU": 3.0})] = ValueError("TPU must be 1, 2 or a multiple of 4")
+    neighbour = await bench.begin()
+    claim = await bench.seats.arrive(bench.ray.seats[0], "id-1")
+    assert claim is not None
+    outcome = await is_over(await bench.begin({"ray_resources": {"resources": {"TPU": 3}}}))
+    assert isinstance(outcome, Failure)
+    assert (outcome.code, outcome.retry) == ("BAD_RESOURCES", False)
+    assert "CPU 1, TPU 3 (TPU must be 1, 2 or" in outcome.error
+    bench.seats.look()
+    await bench.seats.finish(bench.ray.seats[0], claim.token, Success("1"))
+    assert await is_over(neighbour) == Success("1")
+    assert not bench.seats.counts
+
+
+async def test_a_seat_that_ray_cannot_take_at_all_is_not_its_tasks_fault() -> None:
+    bench = Bench(hired("n1"))
+    bench.ray.refusals[ONE_CPU] = RuntimeError("the driver is not connected")
+    with pytest.raises(NotBegun, match="not connected") as given_back:
+        await is_over(await bench.begin())
+    assert given_back.value.delay_s > 0
+    del bench.ray.refusals[ONE_CPU]
+    await bench.begin()
+    assert len(bench.ray.seats) == 1
+
+
 async def test_a_task_that_a_larger_node_might_hold_is_given_back_for_a_while() -> None:
     with pytest.raises(NotBegun, match="memory") as given_back:
         await is_over(await Bench(hired("n1")).begin({"ray_resources": {"memory_mb": 1 << 20}}))
@@ -263,6 +308,20 @@ async def test_of_tasks_that_wait_for_a_cluster_to_grow_only_the_margin_does() -
     await turns()
     assert set(bench.ray.called_back) == set(bench.ray.seats)
     assert not bench.seats.counts
+
+
+async def test_tasks_that_never_fit_take_the_margin_of_their_like_and_of_no_queue() -> None:
+    settings = RaySettings(margin=2, num_gpus=1)
+    bench = Bench(foreign(node("id-1"), settings=settings))
+    absurd = [await bench.begin({"ray_resources": {"num_cpus": 1e6 + number}}) for number in range(2)]
+    with pytest.raises(NotBegun) as given_back:
+        await is_over(await bench.begin({"ray_resources": {"num_cpus": 1e7}}))
+    assert given_back.value.delay_s >= MISFIT_DELAY_S
+    usual = [await bench.begin() for _ in range(2)]
+    with pytest.raises(NotBegun):
+        await is_over(await bench.begin())
+    assert not any(running.done() for running in (*absurd, *usual))
+    assert len(bench.ray.seats) == 4
 
 
 async def test_a_seat_runs_one_attempt_after_another_each_placed_before_it_begins() -> None:
@@ -374,6 +433,21 @@ async def test_a_handler_that_no_node_has_is_the_end() -> None:
         await is_over(running)
 
 
+async def test_a_handler_that_only_the_nodes_of_some_tasks_lack_is_not_the_end_of_the_others() -> None:
+    bench = Bench(foreign(node("id-small"), node("id-large", cpus=8.0)))
+    running, large = await bench.begin(), await bench.begin({"ray_resources": {"num_cpus": 8}})
+    assert await bench.seats.arrive(bench.ray.seats[0], "id-small") is not None
+    bench.ray.part(bench.ray.seats[1], NoHandler("no handler there", "id-large"))
+    await turns()
+    bench.seats.look()
+    with pytest.raises(NotBegun, match="it needs CPU 8") as given_back:
+        await is_over(large)
+    assert given_back.value.delay_s >= MISFIT_DELAY_S
+    assert not running.done()
+    # And none of its kind is claimed for a node that would refuse it.
+    assert bench.nodes.outlook(frozen({"CPU": 8.0})) is Outlook.LATER
+
+
 async def test_a_node_that_the_database_bars_gets_no_attempt_and_no_further_seat() -> None:
     bench = Bench(hired("n1", "n2"), Verdict.BARRED)
     running = await bench.begin()
@@ -436,6 +510,23 @@ async def test_an_attempt_on_a_node_that_ray_has_given_up_is_over() -> None:
     assert isinstance(outcome, Failure) and (outcome.code, outcome.retry) == ("NODE_LOST", True)
 
 
+async def test_an_attempt_that_is_being_placed_on_a_node_that_is_lost_goes_to_another() -> None:
+    bench = Bench(hired("n1", "n2"))
+    running, bench.database = await bench.begin(), asyncio.Event()
+    arriving = asyncio.create_task(bench.seats.arrive(bench.ray.seats[0], "id-n1"))
+    await turns()
+    bench.nodes.see([one for one in bench.nodes.alive.values() if one.node_id != "id-n1"], {})
+    for _ in range(2):
+        bench.seats.look()
+        await turns()
+    assert (running.done(), bench.ray.called_back) == (False, [bench.ray.seats[0]])
+    bench.database.set()
+    assert await arriving is None
+    assert await bench.seats.arrive(bench.ray.seats[1], "id-n2") is not None
+    assert [placement.worker_id for placement in bench.placed] == ["n1", "n2"]
+    assert not running.done()
+
+
 async def test_seats_that_wait_when_a_node_is_lost_are_replaced_and_who_waits_goes_on_waiting() -> None:
     """Ray may be about to place them there, and would wait for that node."""
     bench = Bench(hired("n1", "n2"))
@@ -452,21 +543,51 @@ async def test_seats_that_wait_when_a_node_is_lost_are_replaced_and_who_waits_go
     assert not running.done()
 
 
+async def test_a_seat_that_loads_the_handler_is_let_be_for_as_long_as_its_node_lives() -> None:
+    bench = Bench(hired("n1", "n2"))
+    running, later = await bench.begin(), asyncio.get_running_loop().time() + 60
+    first = bench.ray.seats[0]
+    bench.seats.loading(first, "id-n1")
+    bench.seats.loading("made up", "id-n1")
+    bench.seats.look(stuck_since=later)
+    assert bench.ray.called_back == []
+    claim = await bench.seats.arrive(first, "id-n1")
+    assert claim is not None
+    await bench.seats.finish(first, claim.token, Success("1"))
+    assert await is_over(running) == Success("1")
+    # Nor if nobody waits any more; but it goes with its node.
+    unwanted = await bench.begin()
+    second = bench.ray.seats[1]
+    bench.seats.loading(second, "id-n1")
+    unwanted.cancel()
+    await asyncio.gather(unwanted, return_exceptions=True)
+    bench.seats.look()
+    await turns()
+    assert bench.ray.called_back == []
+    bench.nodes.see([one for one in bench.nodes.alive.values() if one.node_id != "id-n1"], {})
+    bench.seats.look()
+    await turns()
+    assert bench.ray.called_back == [second]
+
+
 async def test_the_time_limit_counts_from_the_beginning_and_ends_the_seat() -> None:
     bench = Bench(hired("n1"))
     running, innocent = await bench.begin(timeout_s=0.05), await bench.begin()
-    first = bench.ray.seats[0]
+    first, hung_up = bench.ray.seats[0], asyncio.Event()
     bench.ray.may_end.clear()
-    claim = await bench.seats.arrive(first, "id-n1")
+    claim = await bench.seats.arrive(first, "id-n1", hung_up.set)
     assert claim is not None
     async with asyncio.timeout(LIMIT_S):
         while not bench.ray.ended:
             await asyncio.sleep(0.01)
     # It is too late to finish, and what is about to be ended gets nothing more.
     assert await bench.seats.finish(first, claim.token, Success("late")) is None
+    assert not hung_up.is_set()
     bench.ray.may_end.set()
     outcome = await is_over(running)
     assert isinstance(outcome, Failure) and outcome.code == "TIMEOUT"
+    # Ray may have been unable to end it, which it does not say.
+    assert hung_up.is_set()
     assert (bench.ray.ended, innocent.done()) == ([first], False)
 
 

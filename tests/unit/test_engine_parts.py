@@ -3,7 +3,11 @@
 import asyncio
 import contextlib
 import json
+import socket
+import threading
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -13,16 +17,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine import line
+from windlass.engine import line, seat
 from windlass.engine.cluster import label_value
 from windlass.engine.gate import Gate
 from windlass.engine.needs import needs_of
+from windlass.engine.placing import Placer
 from windlass.engine.room import Flight, Needs, NodeRoom, capacity, free_places, places
 from windlass.engine.roster import Roster
 from windlass.engine.versions import Versions, check_node_image, check_versions
 from windlass.model.errors import BadInput, ConfigError
+from windlass.model.node import Placement, Verdict
 from windlass.model.ray import RaySettings, TaskNeeds, frozen
 from windlass.model.task import Claim
+from windlass.sim.loop import run
 from windlass.worker.executor import Failure, Outcome, Success
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -61,7 +68,22 @@ def test_what_a_task_needs(payload: object, queue: str, needs: dict[str, float])
     assert needs_of(claim(payload, queue), RaySettings(queues={"big": big})) == needs
 
 
-@pytest.mark.parametrize("own", [{"num_cpus": -1}, {"cpus": 1}, {"resources": {"CPU": 1}}, "much", 4])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"num_cpus": -1},
+        {"num_cpus": float("inf")},
+        {"num_gpus": 1.5},
+        {"num_gpus": float("inf")},
+        {"memory_mb": 10**400},
+        {"cpus": 1},
+        {"resources": {"CPU": 1}},
+        {"resources": {"disk": float("inf")}},
+        "much",
+        4,
+    ],
+    ids=str,
+)
 def test_a_task_that_asks_for_what_is_no_amount_is_told_so(own: object) -> None:
     with pytest.raises(BadInput, match="the task's ray_resources.* cannot be used"):
         needs_of(claim({"ray_resources": own}), RaySettings())
@@ -142,6 +164,9 @@ def test_of_a_cluster_that_may_grow_as_many_as_the_margin_wait_for_a_node() -> N
     waiting = [{Flight(frozen(CPU)): count} for count in range(4)]
     assert [free_places({}, flights, CPU, margin=2, is_awaited=True) for flights in waiting] == [2, 1, 0, 0]
     assert free_places({}, {}, CPU, margin=0, is_awaited=True) == 1
+    # It may never grow for others that wait, and for these it may.
+    others = {Flight(frozen({"CPU": 1e6})): 8, Flight(frozen({"GPU": 1.0})): 1}
+    assert free_places({}, others, {"GPU": 1.0}, margin=8, is_awaited=True) == 7
     # Full is not awaited: its places become free.
     full = {"a": NodeRoom(CPU, CPU)}
     assert free_places(full, {}, CPU, margin=2, is_awaited=False) == 2
@@ -262,8 +287,8 @@ def test_ray_has_a_seat_for_each_that_waits(waiting: int, seats: list[int], miss
     roster: Roster[int, int] = Roster()
     for attempt in range(waiting):
         roster.wait(ONE, attempt)
-    for seat in seats:
-        roster.submitted(ONE, seat)
+    for each in seats:
+        roster.submitted(ONE, each)
     # Those of another kind are another matter.
     roster.wait(TWO, 100)
     roster.submitted(TWO, 100)
@@ -294,9 +319,9 @@ def test_whatever_happens_seats_are_not_too_few_and_after_a_look_not_too_many(st
                 roster.submitted(each, 1000 * (number + 1) + 100 * is_large + count)
             assert not roster.missing(each)
         if step == "look":
-            for seat in roster.surplus():
+            for extra in roster.surplus():
                 for each in waiting:
-                    roster.started(each, seat)
+                    roster.started(each, extra)
             assert len(list(roster.unstarted())) == sum(map(len, waiting.values()))
     assert set(roster.kinds()) == {kind for kind, queue in waiting.items() if queue}
 
@@ -345,7 +370,11 @@ class Desk:
         self.claims = list(claims)
         self.told: list[Any] = []
 
-    async def arrive(self, seat_id: str, node_id: str) -> Claim | None:
+    def loading(self, *loading: str) -> None:
+        self.told.append(loading)
+
+    async def arrive(self, seat_id: str, node_id: str, hang_up: Callable[[], None]) -> Claim | None:
+        self.hang_up = hang_up
         return self.claims.pop(0) if (seat_id, node_id) == ("s", "n") else None
 
     async def finish(self, seat_id: str, token: UUID, outcome: Outcome) -> Claim | None:
@@ -371,7 +400,7 @@ async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> 
 
         writer.write(line.arrival("stranger", "n"))
         assert await orders() is None
-        writer.write(line.arrival("s", "n"))
+        writer.write(line.loading("s", "n") + line.arrival("s", "n"))
         assert await orders() == first
         writer.write(line.progress("s", first.token, 0.5, "half") + line.done("s", first.token, Success(result)))
         assert await orders() == second
@@ -385,6 +414,7 @@ async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> 
         writer.write(line.done("s", second.token, Failure("X", "why")))
         assert await orders() is None
         assert desk.told == [
+            ("s", "n"),
             ("s", first.token, 0.5, "half"),
             ("s", first.token, Success(result)),
             ("s", second.token, Failure("X", "why")),
@@ -392,3 +422,93 @@ async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> 
         writer.close()
     finally:
         await gate.close()
+
+
+@pytest.mark.parametrize("is_at_work", [True, False], ids=["at work", "told to end"])
+async def test_the_gate_hangs_up_on_a_seat_that_must_end_and_on_no_process_that_is_free(is_at_work: bool) -> None:
+    one = claim({})
+    desk = Desk(one)
+    gate = Gate(desk, 1000)
+    reader, writer = await asyncio.open_connection(*await gate.open("127.0.0.1"))
+    try:
+        writer.write(line.arrival("s", "n"))
+        await reader.readuntil(b"\n{}")
+        if not is_at_work:
+            writer.write(line.done("s", one.token, Success("1")))
+            assert json.loads(await reader.readline()) == {"run": None}
+        desk.hang_up()
+        if is_at_work:
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+        else:
+            # It may be another seat's by now.
+            writer.write(line.arrival("another", "n"))
+            assert json.loads(await reader.readline()) == {"run": None}
+    finally:
+        writer.close()
+        await gate.close()
+
+
+@pytest.mark.parametrize("end", [-1, -50, 30], ids=["at the payload's end", "in the payload", "in the line"])
+def test_orders_that_were_cut_are_not_run_and_the_process_ends(monkeypatch: pytest.MonkeyPatch, end: int) -> None:
+    orders, ended = line.orders(claim("x" * 100)), threading.Event()
+    monkeypatch.setattr("windlass.engine.seat.os._exit", lambda _code: ended.set())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        its_end = seat._Line(server.getsockname())
+        ours, _ = server.accept()
+        with ours:
+            ours.sendall(orders[:end])
+        assert ended.wait(10)
+        assert its_end._orders.empty()
+        its_end.close()
+
+
+def test_a_seat_that_has_to_load_the_handler_says_so_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seat, "_node_id", lambda: "n")
+    monkeypatch.setattr(seat, "_handlers", {})
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as process:
+        job = seat.Job(server.getsockname(), "json:dumps", None, 1000)
+        try:
+            for number, words in enumerate(
+                [[line.loading("0", "n"), line.arrival("0", "n")], [line.arrival("1", "n")]]
+            ):
+                parting = process.submit(seat.run_seat, str(number), job)
+                if not number:
+                    ours, _ = server.accept()
+                    said = ours.makefile("rb")
+                assert [said.readline() for _ in words] == words
+                ours.sendall(line.orders(None))
+                assert parting.result(10) is None
+        finally:
+            seat._hang_up(job.gate)
+        said.close()
+        ours.close()
+
+
+# ----------------------------------------------------------------------------------------------------- placements
+
+
+class Placements:
+    """A database that fails on the first call, as one does that threw it out for a deadlock."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[Placement]] = []
+
+    async def place(self, placements: list[Placement]) -> dict[UUID, Verdict]:
+        self.calls.append(placements)
+        if len(self.calls) == 1:
+            raise RuntimeError("deadlock detected")
+        return {placement.token: Verdict.PLACED for placement in placements}
+
+
+def test_placements_that_the_database_fails_to_write_are_written_at_the_next_try() -> None:
+    async def place() -> None:
+        database = Placements()
+        placer = Placer(database)  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            answers = [placer.place(Placement(number, uuid4(), "n1")) for number in range(3)]
+            assert await asyncio.gather(*answers) == 3 * [Verdict.PLACED]
+        assert [len(placements) for placements in database.calls] == [3, 3]
+        await placer.close()
+
+    run(place())

@@ -63,6 +63,18 @@ async def test_who_loses_the_right_stops(store: MemoryEngineStore) -> None:
             await asyncio.Event().wait()
 
 
+async def test_a_right_that_cannot_be_asked_for_any_more_is_not_taken_for_another_orchestrator(
+    store: MemoryEngineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lead(_candidate: Candidate) -> int:
+        raise WindlassError("the database has another schema")
+
+    with pytest.raises(WindlassError, match=r"could not be renewed \(the database has another schema\)"):
+        async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
+            monkeypatch.setattr(store, "lead", lead)
+            await asyncio.Event().wait()
+
+
 async def test_being_cancelled_by_others_is_not_taken_for_that(store: MemoryEngineStore) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(LEASE_S / 4), sole_head(store, LEASE_S):

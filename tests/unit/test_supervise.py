@@ -1,15 +1,19 @@
 """Programs that are kept running: real processes that note what becomes of them in a file."""
 
 import asyncio
+import fcntl
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from windlass.engine import supervise
+from windlass.engine import folder, head, supervise
 from windlass.engine.supervise import Program, Programs, kept_running
+from windlass.model.errors import WindlassError
+from windlass.worker.process import Group, start_group
 
 LIMIT_S = 20.0
 POLL_S = 0.02
@@ -59,6 +63,57 @@ async def test_one_that_never_stops_is_ended(tmp_path: Path, monkeypatch: pytest
     assert lines(notes) == ["a started"]
 
 
+class Host:
+    """Has no process to spare the first time it is asked; then it starts what is to be started."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def start_group(self, command: Sequence[str], **how: Any) -> Group:
+        self.asked += 1
+        if self.asked == 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await start_group(command, **how)
+
+
+async def test_one_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "start_group", Host().start_group)
+    notes = tmp_path / "notes"
+    async with kept_running("a", noter(notes, "a")):
+        await until(lambda: lines(notes) == ["a started"])
+    assert lines(notes) == ["a started", "a stopped"]
+
+
+async def test_a_head_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, greeted = Host(), asyncio.Event()
+
+    async def start(_command: Sequence[str], **how: Any) -> Group:
+        return await host.start_group(("sleep", "60"), **how)
+
+    async def greet(*_: Any) -> None:
+        greeted.set()
+
+    monkeypatch.setattr(head, "start_group", start)
+    monkeypatch.setattr(head, "greet", greet)
+    died = await start_group(("false",), env=os.environ)
+    keeping = asyncio.create_task(head._keep(head.HeadAddress("127.0.0.1:1", {}), tmp_path, dict(os.environ), died))
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await greeted.wait()
+        assert (host.asked, keeping.done()) == (2, False)
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_head_that_cannot_be_started_at_first_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "start_group", Host().start_group)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(WindlassError, match="the Ray head cannot be started on this host .*temporarily unavailable"):
+        async with head.kept_head("127.0.0.1"):
+            pytest.fail("no process")
+
+
 async def test_new_ones_start_changed_ones_start_anew_and_others_end(tmp_path: Path) -> None:
     same, changed, gone, new = (tmp_path / name for name in ("same", "changed", "gone", "new"))
     programs = Programs()
@@ -76,3 +131,24 @@ async def test_new_ones_start_changed_ones_start_anew_and_others_end(tmp_path: P
         await programs.close()
     assert lines(same) == ["same started", "same stopped"]
     assert lines(changed)[-1] == "third stopped"
+
+
+def test_rays_folder_is_not_taken_for_abandoned_by_one_that_looks_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def meddle(file: Any, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            folder._delete_abandoned()
+        lock(file, how)
+
+    abandoned = tmp_path / "wl-ray-abandoned"
+    abandoned.mkdir()
+    (abandoned / "owner.lock").touch()
+    monkeypatch.setattr(folder, "_PLACE", tmp_path)
+    monkeypatch.setattr(fcntl, "flock", meddle)
+    with folder.ray_folder() as ours:
+        folder._delete_abandoned()
+        assert list(tmp_path.iterdir()) == [ours]
+    assert not ours.exists()

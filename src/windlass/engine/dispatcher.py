@@ -91,8 +91,8 @@ class Dispatcher:
         self._places: list[_Places] = []
         self._drained: set[str] = set()
         self._head_silent_since: float | None = None
-        # When a node was last lost, until the seats that wait since then have been replaced.
-        self._lost_at: float | None = None
+        # When nodes were lost, until the seats that wait since then have been replaced.
+        self._losses: deque[float] = deque()
 
     def stop(self) -> None:
         """Let what runs finish, give back what has not begun, and end. A second time: give everything back."""
@@ -174,9 +174,13 @@ class Dispatcher:
             await placer.close()
 
     async def _run_beside(self, *watches: Coroutine[Any, Any, None]) -> None:
-        """The runtimes, until all have ended, or one of them or of the watches fails: then all end at once."""
+        """The runtimes, until all have ended, or one of them or of the watches fails: then all end at once.
+
+        One that was told to end by others leaves its queues unserved: the others drain too, and LeaseLost is raised.
+        """
         working = [asyncio.create_task(runtime.work()) for runtime in self._runtimes]
         watching = [asyncio.create_task(watch) for watch in watches]
+        is_let_go = False
         try:
             pending: set[asyncio.Task[Any]] = {*working, *watching}
             while not all(task.done() for task in working):
@@ -184,6 +188,12 @@ class Dispatcher:
                 for task in done:
                     if task.result() is Ending.LOST:
                         raise LeaseLost(f"dispatcher {self._name} was declared lost, or replaced")
+                    if task.result() is Ending.LEFT and not self._stop.is_set():
+                        is_let_go = True
+                        for runtime in self._runtimes:
+                            runtime.drain("a part of this dispatcher was told to end")
+            if is_let_go:
+                raise LeaseLost(f"dispatcher {self._name} was told to end: start another")
         finally:
             for task in watching:
                 task.cancel()
@@ -238,7 +248,8 @@ class Dispatcher:
             try:
                 led = await self._ask_for_lease()
             except DatabaseUnavailable as error:
-                # Nobody else can get it either. Nothing is claimed meanwhile; what runs goes on.
+                # Away for all, or for us alone: then another takes over, and what runs here runs for nothing. We cannot
+                # tell, and to end it whenever the database is away would cost more. Nothing is claimed meanwhile.
                 log.warning("lease not renewed: the database is away", error=str(error))
                 continue
             if led != term:
@@ -251,7 +262,7 @@ class Dispatcher:
             await self._look(seats, term)
 
     async def _look(self, seats: Seats, term: int) -> None:
-        """At Ray's nodes: remember, tell the store, drain. Raises HeadLost, LeaseLost."""
+        """At Ray's nodes: remember, tell the store, drain. Raises HeadLost."""
         now = asyncio.get_running_loop().time()
         try:
             nodes = await self._cluster.nodes()
@@ -266,12 +277,14 @@ class Dispatcher:
         self._head_silent_since = None
         before = set(self._nodes.alive)
         if self._nodes.see(nodes, _used_by(seats.counts)):
-            self._lost_at = now
-        if self._lost_at is not None and now >= self._lost_at + STUCK_S:
-            seats.look(stuck_since=self._lost_at)
-            self._lost_at = None
-        else:
-            seats.look()
+            self._losses.append(now)
+        stuck_since = None
+        while self._losses and now >= self._losses[0] + STUCK_S:
+            stuck_since = self._losses.popleft()
+        seats.look(stuck_since)
+        if not self._trust.is_valid:
+            # After an outage the lease has run out, and perhaps nobody took it: what runs is not to end for that.
+            return
         config = self._dispatch.config
         try:
             barred = await self._store.report_nodes(
@@ -283,6 +296,11 @@ class Dispatcher:
                 self._nodes.report(),
             )
         except DatabaseUnavailable as error:
+            log.warning("nodes not reported", error=str(error))
+            return
+        except LeaseLost as error:
+            # It took too long to ask, or another has it: the next renewal says which.
+            self._trust.lost()
             log.warning("nodes not reported", error=str(error))
             return
         self._nodes.bar(barred)

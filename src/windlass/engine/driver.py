@@ -97,7 +97,7 @@ class Driver:
         return parting
 
     async def end(self, reference: Any) -> None:
-        """End a seat, waiting or running, and wait until it is gone or out of reach."""
+        """End a seat, waiting or running, and wait until it is gone or out of reach. Which of the two is not said."""
         import ray  # noqa: PLC0415
 
         # Whatever Ray says against it (it has ended, it is nobody's): what counts is that it is over.

@@ -20,8 +20,11 @@ _LOCK = "owner.lock"
 def ray_folder() -> Iterator[Path]:
     _delete_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PLACE))
-    with (folder / _LOCK).open("wb") as lock:
+    unlocked = folder / f"{_LOCK}.new"
+    with unlocked.open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # By this name others find it: not before it is locked, or they would take it for abandoned.
+        unlocked.rename(folder / _LOCK)
         try:
             yield folder
         finally:

@@ -8,6 +8,8 @@ replaced, and whatever it had placed must make room.
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 from uuid import UUID
 
@@ -24,8 +26,12 @@ log = structlog.get_logger(__name__)
 class Desk(Protocol):
     """Who knows the seats: seats.py. Of one it does not know it wants to hear nothing, and has nothing for it."""
 
-    async def arrive(self, seat_id: str, node_id: str) -> Claim | None:
-        """A seat has started. Returns what it is to run; None: nothing."""
+    def loading(self, seat_id: str, node_id: str) -> None:
+        """A seat gets ready on this node, which may take long."""
+
+    async def arrive(self, seat_id: str, node_id: str, hang_up: Callable[[], None]) -> Claim | None:
+        """A seat has started. Returns what it is to run; None: nothing. `hang_up` ends its process, if it can be
+        reached and has not been told to end."""
 
     async def finish(self, seat_id: str, token: UUID, outcome: Outcome) -> Claim | None:
         """A seat has run it. Returns what it is to run next; None: nothing."""
@@ -80,17 +86,30 @@ class Gate:
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # The seat that its process is busy with; once told to end, it may be anybody's.
+        busy_with: str | None = None
+
+        def hang_up_on(seat_id: str) -> None:
+            if busy_with == seat_id:
+                writer.transport.abort()
+
         while text := await reader.readline():
             said = json.loads(text)
             size = size_of(said, self._max_body_bytes)
             body = None if size is None else await reader.readexactly(size)
             seat_id = said["seat"]
+            if "loading" in said:
+                self._desk.loading(seat_id, said["loading"])
+                continue
             if "progress" in said:
                 self._desk.progress(seat_id, UUID(said["progress"]), float(said["fraction"]), said["note"])
                 continue
             if "done" in said:
                 claim = await self._desk.finish(seat_id, UUID(said["done"]), read_outcome(said, body))
             else:
-                claim = await self._desk.arrive(seat_id, said["node"])
+                busy_with = seat_id
+                claim = await self._desk.arrive(seat_id, said["node"], partial(hang_up_on, seat_id))
+            if claim is None:
+                busy_with = None
             writer.write(orders(claim))
             await writer.drain()

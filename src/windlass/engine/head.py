@@ -90,6 +90,15 @@ async def _keep(head: HeadAddress, folder: Path, env: dict[str, str], group: Gro
 
 
 async def _start(head: HeadAddress, folder: Path, env: dict[str, str]) -> Group:
+    """Raises WindlassError."""
+    try:
+        return await _start_and_greet(head, folder, env)
+    except OSError as error:
+        # This host has no process, or no memory, to spare.
+        raise WindlassError(f"the Ray head cannot be started on this host ({error}).") from error
+
+
+async def _start_and_greet(head: HeadAddress, folder: Path, env: dict[str, str]) -> Group:
     host, _, port = head.address.rpartition(":")
     # Where the last head was. Ray starts none at the same address while raylets of the old one still look for it there.
     (folder / "ray_current_cluster").unlink(missing_ok=True)

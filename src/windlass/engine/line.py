@@ -2,6 +2,7 @@
 
 Lines of JSON; one that announces a `size` is followed by as many bytes: a payload, a result, the words of an error.
 
+    -> {"seat": id, "loading": node id}                          I load what runs attempts: more of me soon
     -> {"seat": id, "node": node id}                             here I am
     -> {"seat": id, "done": token, "is_ok": true, "size": 9}     the result follows, and: what is next?
     -> {"seat": id, "progress": token, "fraction": 0.5, "note": null}
@@ -40,6 +41,10 @@ def size_of(said: dict[str, Any], limit_bytes: int) -> int | None:
     if size is not None and not (isinstance(size, int) and 0 <= size <= limit_bytes):
         raise ValueError(f"{size} bytes are announced, and {limit_bytes} are the limit")
     return size
+
+
+def loading(seat_id: str, node_id: str) -> bytes:
+    return framed({"seat": seat_id, "loading": node_id})
 
 
 def arrival(seat_id: str, node_id: str) -> bytes:

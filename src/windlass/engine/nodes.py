@@ -32,7 +32,7 @@ class Outlook(enum.Enum):
     FITS = "an open node could hold it"
     AWAITED = "none could, but the cluster is not ours and may grow"
     LATER = "no open node could hold it now"
-    REFUSED = "those that could hold it cannot run it"
+    REFUSED = "no node of the fleet can run our tasks"
     NEVER = "it needs more than any node of the fleet has"
 
 
@@ -64,6 +64,7 @@ class Nodes:
     # Of what was seen last; thousands of tasks ask the same.
     _rooms: dict[str, NodeRoom] | None = None
     _outlooks: dict[Needs, Outlook] = field(default_factory=dict)
+    _closed: dict[Needs, frozenset[str]] = field(default_factory=dict)
 
     # --------------------------------------------------------------------------------------------- what is learned
 
@@ -111,6 +112,7 @@ class Nodes:
     def _forget(self) -> None:
         self._rooms = None
         self._outlooks.clear()
+        self._closed.clear()
 
     # ---------------------------------------------------------------------------------------------- what is asked
 
@@ -131,10 +133,16 @@ class Nodes:
             }
         return self._rooms
 
-    @property
-    def closed(self) -> set[str]:
-        """Where Ray could place a task, or try to, that is not to run there."""
-        return (self.alive.keys() - self.rooms().keys()) | self._lost.keys()
+    def closed(self, needs: Needs) -> frozenset[str]:
+        """Where Ray could place such a task, or try to, that is not to run there."""
+        if needs not in self._closed:
+            # Only those that could hold it: on a cluster of thousands that are not for us, each seat would carry them.
+            wanted = dict(needs)
+            shut = (node_id for node_id in self.alive if node_id not in self.rooms())
+            self._closed[needs] = frozenset(
+                node_id for node_id in shut if places(self.alive[node_id].total, wanted)
+            ).union(self._lost)
+        return self._closed[needs]
 
     def outlook(self, needs: Needs) -> Outlook:
         if needs not in self._outlooks:
@@ -147,7 +155,9 @@ class Nodes:
         if left - self._refusals.keys():
             return Outlook.FITS
         if left:
-            return Outlook.REFUSED
+            # Where others run our tasks, these are not the end of it: tasks that only these could hold wait for better.
+            admitted = {node_id for node_id, node in self.alive.items() if self._is_admitted(node)}
+            return Outlook.LATER if admitted - self._refusals.keys() else Outlook.REFUSED
         if self.offer is None:
             return Outlook.LATER if fitting else Outlook.AWAITED
         return Outlook.NEVER if self.offer.lacking(needs) else Outlook.LATER

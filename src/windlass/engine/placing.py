@@ -5,7 +5,6 @@ import random
 
 import structlog
 
-from windlass.model.errors import DatabaseUnavailable
 from windlass.model.node import Placement, Verdict
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.engine import EngineStore
@@ -22,7 +21,7 @@ class Placer:
         self._writer: asyncio.Task[None] | None = None
 
     def place(self, placement: Placement) -> asyncio.Future[Verdict]:
-        """Answered when the database has said it. A database that is away is asked again for as long as it takes."""
+        """Answered when the database has said it. One that does not is asked again for as long as it takes."""
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._waiting.append((placement, answer))
         if self._writer is None or self._writer.done():
@@ -42,9 +41,9 @@ class Placer:
             batch = self._waiting[:MAX_BATCH]
             try:
                 verdicts = await self._store.place([placement for placement, _ in batch])
-            except DatabaseUnavailable as error:
+            except Exception as error:  # also a deadlock, or what no driver should say: attempts wait for the answer
                 failures += 1
-                log.warning("not placed, trying again", error=str(error), failures=failures)
+                log.warning("not placed, trying again", error=f"{type(error).__name__}: {error}", failures=failures)
                 await asyncio.sleep(reconnect_delay_s(failures, random.random()))  # noqa: S311
                 continue
             failures = 0

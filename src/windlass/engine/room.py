@@ -66,10 +66,14 @@ def free_places(
     """How many more tasks with these needs to claim.
 
     Where no node could ever hold one: none, whatever the margin. But if one is awaited (`is_awaited`), as many as the
-    margin, and one at least: what waits in Ray is the demand that a cluster grows by.
+    margin, and one at least: what waits in Ray is the demand that a cluster grows by. Others that wait for it to grow
+    do not count: it may never grow for those.
     """
     if not capacity(nodes, needs):
-        return max(0, max(margin, 1) - homeless(nodes, flights)) if is_awaited else 0
+        waiting = sum(
+            count for flight, count in flights.items() if flight.node_id is None and dict(flight.needs) == needs
+        )
+        return max(0, max(margin, 1) - waiting) if is_awaited else 0
     free = {
         node_id: {_SEATS: MAX_PLACES_PER_NODE, **_minus(node.total, node.others)} for node_id, node in nodes.items()
     }

@@ -94,9 +94,12 @@ class _Line:
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("rb") as stream:
-            while text := stream.readline():
+            # A line that was cut ends in the middle of what was said: that is not to be run.
+            while (text := stream.readline()).endswith(b"\n"):
                 said = json.loads(text)
                 body = stream.read(said["size"]) if "size" in said else None
+                if body is not None and len(body) < said["size"]:
+                    break
                 if "run" in said:
                     self._orders.put(line.read_orders(said, body))
         if not self._is_closed:
@@ -139,15 +142,16 @@ def portable() -> Callable[[bytes], Any]:
 
 def run_seat(seat_id: str, job: Job) -> Parting:
     node_id = _node_id()
-    # Loaded before anything is asked for: the time of a task is not to be spent on its handler's imports.
-    try:
-        run = _runner_of(job)
-    except HandlerNotFound as error:
-        return NoHandler(str(error), node_id)
     try:
         gate_line = _line(job.gate)
+        if not _is_loaded(job):
+            gate_line.say(line.loading(seat_id, node_id))
+        # Loaded before anything is asked for: the time of a task is not to be spent on its handler's imports.
+        run = _runner_of(job)
         gate_line.say(line.arrival(seat_id, node_id))
         claim = gate_line.orders()
+    except HandlerNotFound as error:
+        return NoHandler(str(error), node_id)
     except OSError as error:
         return _not_told(job, error)
     while claim is not None:
@@ -167,6 +171,10 @@ def run_seat(seat_id: str, job: Job) -> Parting:
 def _not_told(job: Job, error: OSError) -> NotTold:
     _hang_up(job.gate)
     return NotTold(f"the dispatcher at {job.gate[0]}:{job.gate[1]} could not be asked ({error})")
+
+
+def _is_loaded(job: Job) -> bool:
+    return job.command is not None or job.handler is None or job.handler in _handlers
 
 
 def _runner_of(job: Job) -> Callable[[Claim, ReportProgress], Outcome]:

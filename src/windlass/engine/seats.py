@@ -68,8 +68,7 @@ class Hands(Protocol):
 class Nodes(Protocol):
     """Where attempts may run: nodes.py."""
 
-    @property
-    def closed(self) -> Collection[str]: ...
+    def closed(self, needs: Needs) -> Collection[str]: ...
 
     def is_alive(self, node_id: str) -> bool: ...
 
@@ -84,6 +83,10 @@ class Nodes(Protocol):
     def refuse(self, node_id: str, why: str) -> bool: ...
 
     def why_refused(self) -> str: ...
+
+
+def _nobody() -> None:
+    """Nobody is on the line."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,11 +135,15 @@ class _Seat:
     # By the clock of the event loop, as all times here.
     submitted_at: float
     started_at: float = 0.0
-    # None: Ray has not started it yet.
+    # None: it has not reported yet.
     node_id: str | None = None
+    # Where Ray has started it, and it imports the handler, which may take minutes.
+    loading_on: str | None = None
     attempt: Attempt | None = None
     has_served: bool = False
     is_over: bool = False
+    # Ends its process by another way than Ray's.
+    hang_up: Callable[[], None] = _nobody
 
 
 class Seats:
@@ -152,6 +159,8 @@ class Seats:
         self._hands = hands
         self._nodes = nodes
         self._settings = settings
+        # What tasks of any queue need that do not say so themselves.
+        self._usual = {frozen(needs.as_resources()) for needs in (settings, *settings.queues.values())}
         self._place = place
         self._roster: Roster[Attempt, _Seat] = Roster()
         # Those that may report.
@@ -170,21 +179,30 @@ class Seats:
     def admit(self, attempt: Attempt) -> None:
         """It waits for a seat from here on, if it may expect one."""
         self.counts[attempt.kind] += 1
-        is_one_too_many = self._nodes.outlook(attempt.needs) is Outlook.AWAITED and (
-            homeless(self._nodes.rooms(), self.counts) > max(self._settings.margin, 1)
-        )
-        if is_one_too_many:
+        if self._nodes.outlook(attempt.needs) is Outlook.AWAITED and self._is_one_too_many(attempt):
             attempt.settle(self._not_now(attempt))
         elif self._may_wait(attempt):
             self._roster.wait(attempt.needs, attempt)
             self._supply(attempt.needs)
+
+    def _is_one_too_many(self, attempt: Attempt) -> bool:
+        """Of its kind; those that ask for something of their own count together, whatever that is."""
+        if attempt.needs in self._usual:
+            waiting = self.counts[Flight(attempt.needs)]
+        else:
+            own = {flight: count for flight, count in self.counts.items() if flight.needs not in self._usual}
+            waiting = homeless(self._nodes.rooms(), own)
+        return waiting > max(self._settings.margin, 1)
 
     async def end(self, attempt: Attempt) -> None:
         """Whoever waited for it does so no longer: it is ended, with its seat if it has one."""
         if attempt.seat is None:
             self._roster.leave(attempt.needs, attempt)
         else:
-            await self._hands.end(attempt.seat.reference)
+            seat = attempt.seat
+            await self._hands.end(seat.reference)
+            # Where Ray could not end it in time, this may: the attempt is about to be made again elsewhere.
+            seat.hang_up()
 
     def dismiss(self, attempt: Attempt) -> None:
         """It is over, whatever came of it."""
@@ -209,7 +227,7 @@ class Seats:
         is_usual = attempt.needs == frozen(self._settings.needs_of(attempt.claim.queue).as_resources())
         # Where no usual task of its queue has a place, none is claimed, and it is seen by whoever hires.
         delay_s = 0.0 if is_usual else MISFIT_DELAY_S * (1.0 + random.random() / 2)  # noqa: S311
-        return NotBegun(f"no node can hold it now: it needs {_words(attempt.needs)}", delay_s)
+        return NotBegun(f"no node can take it now: it needs {_words(attempt.needs)}", delay_s)
 
     def _seat(self, attempt: Attempt, seat: _Seat) -> None:
         self._uncount(attempt.kind)
@@ -236,11 +254,15 @@ class Seats:
 
     # --------------------------------------------------------------------------------------- what the gate brings
 
-    async def arrive(self, seat_id: str, node_id: str) -> Claim | None:
+    def loading(self, seat_id: str, node_id: str) -> None:
+        if (seat := self._seats.get(seat_id)) is not None:
+            seat.loading_on = node_id
+
+    async def arrive(self, seat_id: str, node_id: str, hang_up: Callable[[], None] = _nobody) -> Claim | None:
         seat = self._seats.get(seat_id)
         if seat is None or seat.node_id is not None:
             return None
-        seat.node_id, seat.started_at = node_id, asyncio.get_running_loop().time()
+        seat.node_id, seat.started_at, seat.hang_up = node_id, asyncio.get_running_loop().time(), hang_up
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(UNSEEN_S):
                 while not self._nodes.is_alive(node_id):
@@ -313,27 +335,59 @@ class Seats:
             if self._nodes.outlook(kind) not in (Outlook.FITS, Outlook.AWAITED):
                 for attempt in self._roster.take_all(kind):
                     self._may_wait(attempt)
-        for seat in self._seats.values():
-            if seat.attempt is not None and seat.node_id is not None and not self._nodes.is_alive(seat.node_id):
-                seat.attempt.give_up(Failure("NODE_LOST", "its node was lost: Ray has given it up"))
+        self._give_up_lost()
         if stuck_since is not None:
-            self._call_back([seat for seat in self._roster.unstarted() if seat.submitted_at < stuck_since])
-        self._call_back(self._roster.surplus())
+            self._call_back_idle([seat for seat in self._roster.unstarted() if seat.submitted_at < stuck_since])
+        self._call_back_idle(self._roster.surplus())
         for kind in self._roster.kinds():
             self._supply(kind)
+
+    def _give_up_lost(self) -> None:
+        """What runs on nodes that are gone. What is only being placed there has not begun, and goes elsewhere."""
+        for seat in list(self._seats.values()):
+            attempt = seat.attempt
+            if attempt is None or seat.node_id is None or self._nodes.is_alive(seat.node_id):
+                continue
+            if attempt.has_begun:
+                attempt.give_up(Failure("NODE_LOST", "its node was lost: Ray has given it up"))
+            else:
+                # Whoever waits for the database's answer finds the seat over.
+                self._call_back([seat])
 
     def _supply(self, kind: Needs) -> None:
         """As many seats as there are attempts that wait."""
         count = self._roster.missing(kind)
         if not count:
             return
-        closed, now = self._nodes.closed, asyncio.get_running_loop().time()
+        closed, now = self._nodes.closed(kind), asyncio.get_running_loop().time()
         for _ in range(count):
             seat_id = secrets.token_hex(16)
-            seat = _Seat(seat_id, kind, self._hands.submit(seat_id, dict(kind), closed), now)
+            try:
+                reference = self._hands.submit(seat_id, dict(kind), closed)
+            except Exception as error:  # whatever it is, others are not to suffer from it
+                self._turn_away(kind, error)
+                return
+            seat = _Seat(seat_id, kind, reference, now)
             self._seats[seat_id] = seat
             self._roster.submitted(kind, seat)
             self._do(self._see_out(seat))
+
+    def _turn_away(self, kind: Needs, error: Exception) -> None:
+        said = f"Ray takes nothing that needs {_words(kind)} ({error})"
+        log.warning("Ray takes no seat", needs=_words(kind), error=f"{type(error).__name__}: {error}")
+        for attempt in self._roster.take_all(kind):
+            # So it says that it does not like the amounts. Its rules for them are its own, and differ by their names.
+            if isinstance(error, ValueError | TypeError | OverflowError):
+                attempt.settle(Failure("BAD_RESOURCES", said, retry=False))
+            else:
+                attempt.settle(NotBegun(said, IN_VAIN_DELAY_S))
+
+    def _call_back_idle(self, seats: Iterable[_Seat]) -> None:
+        """Those that wait in Ray. One that loads the handler is let be: the next would begin that from the start, and
+        its process stays warm for whoever comes later."""
+        self._call_back(
+            [seat for seat in seats if seat.loading_on is None or not self._nodes.is_alive(seat.loading_on)]
+        )
 
     def _call_back(self, seats: Iterable[_Seat]) -> None:
         # Forgotten first: one that Ray starts just now reports in vain, so that nothing runs in what is being ended.

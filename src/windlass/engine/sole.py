@@ -41,7 +41,7 @@ async def sole_head(leases: Leases, lease_s: float = LEASE_S) -> AsyncIterator[N
     another does so and goes on.
 
     When the right is lost all the same (we were cut off from the database for longer than the lease, and another was
-    not), what goes on in here is cancelled, and WindlassError raised.
+    not), or can no longer be asked for, what goes on in here is cancelled, and WindlassError raised.
     """
     async with _held(leases, Candidate(holder_of_this_process(), lease_s, HEAD_LEASE)):
         yield
@@ -76,6 +76,8 @@ async def _held(leases: Leases, ourselves: Candidate) -> AsyncIterator[None]:
         if not is_lost:
             raise
         owner.uncancel()
+        if (error := keeper.exception()) is not None:
+            raise WindlassError(f"the right to keep a Ray head could not be renewed ({error}).") from error
         raise WindlassError(
             "another `windlass up` has a Ray head of its own, or by RAY_ADDRESS, since the database was away from "
             f"here: {_FIX}."

@@ -99,19 +99,28 @@ class _Keeper:
         failures = 0
         while not self._is_stopping:
             started = time.monotonic()
-            self._group = await start_group(self._program.command, env=self._program.env, max_output_bytes=math.inf)
-            try:
-                code = await self._group.wait()
-            finally:
-                await self._group.end()
+            how = await self._run()
             if self._is_stopping:
                 return
             failures = 1 if time.monotonic() - started > PROVEN_S else failures + 1
             pause_s = reconnect_delay_s(failures, random.random())  # noqa: S311
-            log.warning(
-                "ended; starting it again", program=self._name, how=describe_exit(code), pause_s=round(pause_s, 1)
-            )
+            log.warning("ended; starting it again", program=self._name, how=how, pause_s=round(pause_s, 1))
             await asyncio.sleep(pause_s)
+
+    async def _run(self) -> str:
+        """From its start to its end. Returns how it ended."""
+        try:
+            group = self._group = await start_group(
+                self._program.command, env=self._program.env, max_output_bytes=math.inf
+            )
+        except OSError as error:
+            # This host has no process, or no memory, to spare. It may have later.
+            return f"did not start ({error})"
+        try:
+            code = await group.wait()
+        finally:
+            await group.end()
+        return describe_exit(code)
 
     async def stop(self, timeout_s: float) -> None:
         self._is_stopping = True

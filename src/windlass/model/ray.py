@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from windlass.model.node import Resources
 
 _MB = 1 << 20
+# An exabyte. Ray counts memory in whole bytes, of which there may not be more than a number has room for.
+_MAX_MEMORY_MB = 1 << 40
 # Ray counts in steps of this size.
 SMALLEST_AMOUNT = 0.0001
 _RESERVED = ("CPU", "GPU", "memory", "object_store_memory")
@@ -26,10 +28,25 @@ class _Section(BaseModel):
 
 
 class TaskNeeds(_Section):
-    num_cpus: float = Field(default=1.0, ge=0, description="CPUs of a task.")
-    num_gpus: float = Field(default=0.0, ge=0, description="GPUs of a task; a part of one is possible.")
-    memory_mb: int | None = Field(default=None, gt=0, description="Memory of a task, reserved on its node.")
+    num_cpus: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="CPUs of a task.")
+    num_gpus: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="GPUs of a task; a part of one is possible, beyond one whole ones.",
+    )
+    memory_mb: int | None = Field(
+        default=None, gt=0, le=_MAX_MEMORY_MB, description="Memory of a task, reserved on its node."
+    )
     resources: dict[str, float] = Field(default={}, description="Other amounts by name, as nodes were started with.")
+
+    @field_validator("num_gpus")
+    @classmethod
+    def _is_a_part_or_whole(cls, num_gpus: float) -> float:
+        # Ray refuses it when a task is submitted.
+        if num_gpus > 1 and not num_gpus.is_integer():
+            raise ValueError(f"beyond one, GPUs are whole ones, and it is {num_gpus:g}")
+        return num_gpus
 
     @field_validator("resources")
     @classmethod

@@ -853,6 +853,8 @@ declare
   v_gapless_s double precision;
   v_leaderless_s double precision;
   v_lost record;
+  v_holder_ids text[];
+  v_is_over boolean;
   v_reason text;
 begin
   select w.lease_s, extract(epoch from v_now - w.heartbeat_gapless_since)
@@ -883,14 +885,38 @@ begin
     for update of w skip locked
   loop
     v_reason := format('no heartbeat for %s s', round(v_lost.silent_s));
-    perform windlass.note('WORKER_LOST', v_reason, v_lost.fleet, v_lost.id, null, jsonb_build_object('judge', p_judge_id));
+    v_holder_ids := case
+      when v_lost.kind = 'dispatcher' then windlass.with_nodes_of(v_lost.id, v_lost.fleet) else array[v_lost.id]
+    end;
+    -- What a node has, nobody but its dispatcher accounts for. While somebody has such a task locked, the dispatcher is
+    -- not over: by its row the next call finds the rest.
+    v_is_over := v_lost.kind <> 'dispatcher' or not exists (
+      select from windlass.tasks t
+      where t.worker_id = any (v_holder_ids)
+        and t.worker_id <> v_lost.id
+        and t.status = 'running'
+        and t.id <> all (array(
+          select f.id
+          from windlass.tasks f
+          where f.worker_id = any (v_holder_ids)
+            and f.status = 'running'
+          order by f.id
+          for update skip locked
+        ))
+    );
+    if v_is_over then
+      perform windlass.note('WORKER_LOST', v_reason, v_lost.fleet, v_lost.id, null, jsonb_build_object('judge', p_judge_id));
+    end if;
     worker_id := v_lost.id;
     select r.requeued, r.failed
     into tasks_requeued, tasks_failed
-    from windlass.requeue_tasks_of(
-      case when v_lost.kind = 'dispatcher' then windlass.with_nodes_of(v_lost.id, v_lost.fleet) else array[v_lost.id] end,
-      'WORKER_LOST', format('worker %s was lost', v_lost.id)
-    ) r;
+    from windlass.requeue_tasks_of(v_holder_ids, 'WORKER_LOST', format('worker %s was lost', v_lost.id)) r;
+    if not v_is_over then
+      if tasks_requeued + tasks_failed > 0 then
+        return next;
+      end if;
+      continue;
+    end if;
     if v_lost.slot is null then
       -- Nobody hired it, so there is no machine to clean up: it is over.
       update windlass.workers

@@ -91,16 +91,30 @@ create function windlass.take_over_nodes(p_holder text, p_term bigint, p_fleet t
 language plpgsql
 as $$
 declare
+  v_node_ids text[];
+  v_dispatcher_ids text[];
   v_taken integer;
   v_given_back integer;
 begin
   perform windlass.require_lease('ray:' || p_fleet, p_holder, p_term);
+  select
+    coalesce(array_agg(w.id) filter (where w.kind = 'node'), '{}'),
+    coalesce(array_agg(w.id) filter (where w.kind = 'dispatcher'), '{}')
+  into v_node_ids, v_dispatcher_ids
+  from windlass.workers w
+  where w.fleet = p_fleet
+    and w.status <> 'terminated';
+
+  -- All of them, also those that somebody has locked: one that is passed over here would be its node's for ever, for the
+  -- node lives on. Who waits too long for it begins its term anew. And nothing is placed any more by those before it.
+  perform from windlass.tasks t
+  where t.worker_id = any (v_node_ids || v_dispatcher_ids)
+    and t.status = 'running'
+  order by t.id
+  for update;
 
   select r.requeued + r.failed into v_taken
-  from windlass.requeue_tasks_of(
-    array(select w.id from windlass.workers w where w.fleet = p_fleet and w.kind = 'node' and w.status <> 'terminated'),
-    'DISPATCHER_LOST', 'the dispatcher that had placed it was lost'
-  ) as r;
+  from windlass.requeue_tasks_of(v_node_ids, 'DISPATCHER_LOST', 'the dispatcher that had placed it was lost') as r;
 
   select count(*) into v_given_back
   from windlass.tasks t
