@@ -810,6 +810,36 @@ async def test_registering_again_renews_what_the_worker_says_of_itself(store: St
     )
 
 
+@pytest.mark.parametrize("is_hired", [False, True], ids=["started by hand", "hired"])
+@pytest.mark.parametrize(
+    "starts", [("one", "two", "three"), (None, None, None)], ids=["starts with an id", "starts without an id"]
+)
+async def test_a_task_that_kills_a_worker_which_is_always_started_again_ends_as_a_dead_letter(
+    store: Store, hire: Any, clock: Any, starts: tuple[str | None, ...], is_hired: bool
+) -> None:
+    if is_hired:
+        await hire("w1", "gpus", 0)
+    poison = await add(store, max_attempts=2)
+    for start_id, (attempts, status) in zip(
+        starts, [(0, TaskStatus.QUEUED), (1, TaskStatus.QUEUED), (2, TaskStatus.FAILED)], strict=True
+    ):
+        # In a container, host and pid are the same again.
+        await register(store, "w1", host="pod", pid=1, start_id=start_id)
+        task = await task_of(store, poison)
+        assert (task.attempts, task.status) == (attempts, status)
+        await store.heartbeat("w1")
+        await store.claim("w1", ("q",))
+        clock.advance(10)
+    assert (task.worker_id, task.error_code, task.error) == ("w1", "WORKER_LOST", "its worker was started again")
+    assert await codes(store, task_id=poison) == ["TASK_REQUEUED", "TASK_FAILED"]
+
+
+async def test_a_registration_that_comes_twice_takes_nothing_from_its_worker(store: Store) -> None:
+    claim = await claimed(store)
+    await register(store, "w1")
+    assert await complete(store, claim) == []
+
+
 async def test_a_worker_that_has_ended_stays_ended(store: Store) -> None:
     await register(store, "w1")
     await store.leave("w1", "done")

@@ -242,7 +242,7 @@ class PostgresStore:
         r = registration
         async with self._connection("registering the worker") as connection:
             status = await connection.fetchval(
-                "select windlass.register_worker($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+                "select windlass.register_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
                 r.worker_id,
                 r.fleet,
                 list(r.queues),
@@ -252,6 +252,7 @@ class PostgresStore:
                 r.pid,
                 r.version,
                 r.kind,
+                r.start_id,
             )
         return WorkerStatus(status)
 

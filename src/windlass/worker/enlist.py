@@ -52,7 +52,9 @@ class EnlistedTransport(HttpTransport):
             token = new_token(WORKER_PREFIX, SystemRandom())
             # Before it asks: if the answer is lost, it asks again with the same two.
             enlistment.membership = Membership(r.worker_id, enlistment.url, token)
-        call = http.EnlistCall(token, r.worker_id, r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version)
+        call = http.EnlistCall(
+            token, r.worker_id, r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.start_id
+        )
         plane = ControlPlane(enlistment.url, enlistment.api_token, enlistment.tls, enlistment.carrier)
         try:
             doing = "registering the worker"

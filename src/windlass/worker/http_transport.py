@@ -172,7 +172,7 @@ class HttpTransport:
     async def register(self, registration: Registration) -> WorkerStatus:
         self._check_name(registration.worker_id)
         r = registration
-        call = http.RegisterCall(r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.kind)
+        call = http.RegisterCall(r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.kind, r.start_id)
         try:
             registered = await self._post("registering the worker", http.REGISTER, call, _REGISTERED)
         except TokenRefused:

@@ -128,10 +128,13 @@ class MemoryStore:
             self._workers.add(row)
         elif row.status not in LIVE:
             return row.status
+        is_same_start = row.start_id is not None and row.start_id == registration.start_id
         row.introduce(registration)
         where = row.host if row.host is not None else "an unknown host"
         reason = f"registered on {where}, serving {', '.join(row.queues)}"
         self._note("WORKER_REGISTERED", reason, fleet=row.fleet, worker_id=row.id)
+        if row.kind is WorkerKind.WORKER and not is_same_start:
+            self._tables.requeue_tasks_of(row.id, "WORKER_LOST", "its worker was started again")
         return row.status
 
     def hire(self, worker_id: str, fleet: str, slot: int) -> None:

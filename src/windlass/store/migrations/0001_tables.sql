@@ -99,6 +99,8 @@ create table windlass.workers (
   reason text,
   host text,
   pid integer,
+  -- Made up anew whenever the worker's program starts. A pid may be the same again, in a container nearly always.
+  start_id text,
   version text,
   instance_type text,
   -- Where its machine is, in the provider's words: nbg1.

@@ -233,6 +233,10 @@ $$;
 
 -- A worker announces itself. One that was hired finds the row of its intent and keeps fleet, slot and status; one
 -- started by hand gets a row without a slot, active at once. An id that has ended stays ended: returns its status.
+--
+-- A program that was started again under its id (by a service, in a container) holds nothing: what its last start had
+-- claimed is requeued, and the attempt counts, for it may be what killed it. The same p_start_id says that it is the same
+-- program, whose call was late or came twice; without one, every call is a new start.
 create function windlass.register_worker(
   p_worker_id text,
   p_fleet text default 'default',
@@ -242,26 +246,33 @@ create function windlass.register_worker(
   p_host text default null,
   p_pid integer default null,
   p_version text default null,
-  p_kind text default 'worker'
+  p_kind text default 'worker',
+  p_start_id text default null
 ) returns text
 language plpgsql
 as $$
 declare
   v_status text;
   v_fleet text;
+  v_is_same_start boolean;
 begin
+  select w.start_id = p_start_id into v_is_same_start
+  from windlass.workers w
+  where w.id = p_worker_id
+  for no key update;
+
   insert into windlass.fleets (name) values (p_fleet) on conflict do nothing;
 
   insert into windlass.workers as w (
-    id, fleet, status, paused, queues, kind, concurrency, lease_s, activated_at, host, pid, version
+    id, fleet, status, paused, queues, kind, concurrency, lease_s, activated_at, host, pid, version, start_id
   )
   select p_worker_id, p_fleet, 'active', f.paused, p_queues, p_kind, p_concurrency, p_lease_s, windlass.now(), p_host, p_pid,
-    p_version
+    p_version, p_start_id
   from windlass.fleets f
   where f.name = p_fleet
   on conflict (id) do update
     set queues = excluded.queues, kind = excluded.kind, concurrency = excluded.concurrency, lease_s = excluded.lease_s,
-        host = excluded.host, pid = excluded.pid, version = excluded.version
+        host = excluded.host, pid = excluded.pid, version = excluded.version, start_id = excluded.start_id
     where w.status in ('spawning', 'active', 'terminating')
   returning w.status, w.fleet into v_status, v_fleet;
 
@@ -270,6 +281,10 @@ begin
   else
     perform windlass.note('WORKER_REGISTERED', format('registered on %s, serving %s', coalesce(p_host, 'an unknown host'),
       array_to_string(p_queues, ', ')), v_fleet, p_worker_id, null);
+    -- What runs on nodes outlives the start of a dispatcher, and of the node's own program.
+    if p_kind = 'worker' and v_is_same_start is not true then
+      perform windlass.requeue_tasks_of(array[p_worker_id], 'WORKER_LOST', 'its worker was started again');
+    end if;
   end if;
   return v_status;
 end
