@@ -9,7 +9,6 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from over_http import OverHttp
 
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, new_task
@@ -1240,14 +1239,11 @@ async def test_a_hired_worker_that_was_never_heard_may_still_be_booting(store: S
 async def test_upkeep_recovers_and_sweeps(store: Store, clock: Any) -> None:
     claim = await claimed(store, "judge")
     await complete(store, claim, "judge")
-    await register(store, "lost")
+    left_behind = await claimed(store, "lost")
     await beat(store, clock, "judge", 7200, every_s=10)
-    if isinstance(store, OverHttp):
-        # Where there is a control plane, that is its work.
-        assert await store.upkeep("judge") == []
-        return
-    assert [recovery.worker_id for recovery in await store.upkeep("judge")] == ["lost"]
+    assert await store.upkeep("judge") == [Recovery("lost", tasks_requeued=1, tasks_failed=0)]
     assert await store.task(claim.task_id) is None
+    assert await status_of(store, left_behind) is TaskStatus.QUEUED
 
 
 # --------------------------------------------------------------------------------------------------- pause and end

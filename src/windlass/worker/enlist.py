@@ -13,7 +13,7 @@ import httpx
 from pydantic import TypeAdapter
 
 from windlass.model.access import WORKER_PREFIX, new_token
-from windlass.model.worker import Recovery, Registration, WorkerStatus
+from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports import http
 from windlass.worker.http_transport import ControlPlane, HttpTransport, Membership, read_answer, write
 
@@ -67,12 +67,6 @@ class EnlistedTransport(HttpTransport):
         self._check_name(r.worker_id)
         return enlisted.status
 
-    async def upkeep(self, worker_id: str) -> list[Recovery]:
-        """No control loop hired those like us: we look after each other, as workers with a database do."""
-        self._check_name(worker_id)
-        doing = "looking after other workers"
-        return read_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.UPKEEP)).recoveries
-
     def _check_name(self, worker_id: str) -> None:
         if self._membership is not self._enlistment.membership:
             self._membership = self._enlistment.membership
@@ -81,4 +75,3 @@ class EnlistedTransport(HttpTransport):
 
 
 _ENLISTED = TypeAdapter(http.Enlisted)
-_RECOVERED = TypeAdapter(http.Recovered)
