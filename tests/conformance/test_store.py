@@ -1043,7 +1043,7 @@ async def test_the_tasks_of_a_lost_worker_go_to_others(store: Store, clock: Any)
     await register(store, "lost", "judge", lease_s=30)
     task_id = await add(store)
     claim = await claim_one(store, "lost")
-    await store.heartbeat("lost", [held(claim)])
+    await store.heartbeat("lost", [held(claim, 0.5, "half")])
     await beat(store, clock, "judge", 30)
     assert await store.recover_lost_workers("judge") == []
     clock.advance(1)
@@ -1051,6 +1051,7 @@ async def test_the_tasks_of_a_lost_worker_go_to_others(store: Store, clock: Any)
     task = await task_of(store, task_id)
     assert (task.status, task.attempts, task.worker_id) == (TaskStatus.QUEUED, 1, None)
     assert (task.error_code, task.error) == ("WORKER_LOST", "worker lost was lost")
+    assert (task.started_at, task.progress, task.progress_note) == (None, None, None)
     worker = await store.worker("lost")
     assert worker is not None
     assert (worker.status, worker.terminated_at) == (WorkerStatus.TERMINATED, clock())
@@ -1375,8 +1376,39 @@ async def test_queue_depths_count_what_is_not_finished(store: Store, clock: Any)
     assert b.oldest_queued_age_s is None
     clock.advance(60)
     a, b = await store.queue_depths()
-    assert (b.queued, b.scheduled, b.oldest_queued_age_s) == (1, 0, 60)
+    assert (b.queued, b.scheduled, b.oldest_queued_age_s) == (1, 0, 0)
     assert (a.queued, a.waiting_for_retry) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "way", ["its time came", "given back", "retried by hand", "its back-off is over", "worker lost"]
+)
+async def test_a_task_is_as_old_as_the_time_since_which_it_could_have_been_claimed(
+    store: Store, clock: Any, way: str
+) -> None:
+    if way == "its time came":
+        await add(store, run_after=clock() + timedelta(days=7))
+        clock.advance(7 * 86_400)
+    else:
+        claim = await claimed(store)
+        await store.heartbeat("w1", [held(claim, 0.5, "half")])
+        clock.advance(600)
+        if way == "given back":
+            await store.release("w1", claim.task_id, claim.token, "no room")
+        elif way == "retried by hand":
+            await fail(store, claim, retry=False)
+            await store.retry_task(claim.task_id)
+        elif way == "its back-off is over":
+            await fail(store, claim, jitter=0.0)
+            clock.advance(RETRY_FIRST_S)
+            await register(store, "other")
+            # Whoever asks makes it ready; nobody takes it.
+            await store.claim("other", ("q",), 0)
+        else:
+            await register(store, "w1", start_id="another")
+    clock.advance(2)
+    (depth,) = await store.queue_depths()
+    assert (depth.queued, depth.oldest_queued_age_s) == (1, 2)
 
 
 async def test_finished_tasks_are_counted_by_how_long_ago(store: Store, clock: Any) -> None:

@@ -88,8 +88,8 @@ class MemoryStore:
         row = self._tasks.rows.get(task_id)
         if row is None or row.status not in (TaskStatus.ERROR, TaskStatus.FAILED):
             return False
-        row.attempts, row.progress, row.progress_note = 0, None, None
-        self._tasks.reopen(row)
+        row.attempts = 0
+        self._tasks.put_back(row, self._clock())
         self._note("TASK_RETRIED", "put back into the queue by hand", task_id=task_id)
         self._tables.bell.ring(row.queue)
         return True

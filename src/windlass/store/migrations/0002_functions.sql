@@ -558,7 +558,7 @@ begin
   -- Tasks whose time has come join the ready ones. Bounded: the rest is taken by the next claims.
   if v_worker.is_due then
     update windlass.tasks t
-    set status = 'queued', run_after = null, ready_at = t.run_after
+    set status = 'queued', run_after = null, ready_at = greatest(t.run_after, t.created_at)
     where t.id = any (array(
       select d.id
       from windlass.tasks d
@@ -810,6 +810,10 @@ begin
     set status = case when t.attempts < t.max_attempts then 'queued' else 'failed' end,
         finished_at = case when t.attempts < t.max_attempts then null else v_now end,
         worker_id = case when t.attempts < t.max_attempts then null else t.worker_id end,
+        ready_at = case when t.attempts < t.max_attempts then v_now else t.ready_at end,
+        started_at = case when t.attempts < t.max_attempts then null else t.started_at end,
+        progress = case when t.attempts < t.max_attempts then null else t.progress end,
+        progress_note = case when t.attempts < t.max_attempts then null else t.progress_note end,
         claim_token = null, error_code = p_code, error = p_reason
     from taken
     where t.id = taken.id
