@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -180,6 +181,10 @@ BAD_TASKS = {
     "a payload nested beyond all": NewTask("q", payload="[" * 100_000 + "]" * 100_000),
     "no attempts": NewTask("q", max_attempts=0),
     "no time": NewTask("q", timeout_s=0),
+    "a time that is no number": NewTask("q", timeout_s=math.nan),
+    "time without end": NewTask("q", timeout_s=math.inf),
+    "a day that is in no calendar": NewTask("q", run_after=datetime(9999, 1, 1, tzinfo=UTC)),
+    "a day before all calendars": NewTask("q", run_after=datetime(1, 12, 31, tzinfo=UTC)),
     "a key that is too long": NewTask("q", unique_key="k" * 201),
     "a key that is empty": NewTask("q", unique_key=""),
     "a priority out of range": NewTask("q", priority=2**31),
@@ -852,6 +857,7 @@ async def test_a_worker_that_has_ended_stays_ended(store: Store) -> None:
         pytest.param(Registration("w1", ("q",), fleet="no name"), id="a fleet's name that is none"),
         pytest.param(Registration("w1", ("q",), concurrency=0), id="no concurrency"),
         pytest.param(Registration("w1", ("q",), lease_s=0), id="no lease"),
+        pytest.param(Registration("w1", ("q",), lease_s=math.inf), id="a lease without end"),
     ],
 )
 async def test_a_bad_registration_is_refused(store: Store, bad: Registration) -> None:

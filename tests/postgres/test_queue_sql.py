@@ -321,6 +321,31 @@ async def test_a_task_enqueued_in_a_transaction_vanishes_when_it_is_rolled_back(
     assert await store.enqueue(NewTask("q", unique_key="k")) != task_id
 
 
+@pytest.mark.parametrize(
+    "what",
+    [
+        "p_run_after => 'infinity'",
+        "p_run_after => '-infinity'",
+        "p_run_after => '20000-01-01'",
+        "p_run_after => '0044-03-15 BC'",
+        "p_timeout_s => 'NaN'",
+        "p_timeout_s => 'infinity'",
+    ],
+)
+async def test_a_time_that_not_everybody_could_read_is_refused_in_sql_too(connection: Any, what: str) -> None:
+    with pytest.raises(asyncpg.CheckViolationError):
+        await connection.execute(f"select windlass.enqueue('q', {what})")
+
+
+async def test_the_last_time_that_is_accepted_can_be_read(connection: Any, store: PostgresStore) -> None:
+    last = await connection.fetchval("select windlass.enqueue('q', p_run_after => '9998-12-31 23:59:59+00')")
+    first = await connection.fetchval("select windlass.enqueue('r', p_run_after => '0002-01-01 00:00+00')")
+    assert {task.id for task in await store.task_summaries()} == {first, last}
+    due = await store.next_run_after(["q"])
+    assert due is not None
+    assert due.year == 9998
+
+
 async def test_a_payload_beyond_the_callers_limit_is_refused_in_sql_too(connection: Any) -> None:
     with pytest.raises(asyncpg.ProgramLimitExceededError, match="has 12 bytes and at most 10 are accepted"):
         await connection.fetchval(
