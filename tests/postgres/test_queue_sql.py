@@ -1038,6 +1038,41 @@ async def test_a_worker_needs_no_more_than_its_role_from_the_first_call_to_the_l
                 await sql.execute(refused)
 
 
+@asynccontextmanager
+async def stopped_before_it_locks(
+    restricted: Restricted, connection: Any, other: Any, call: str
+) -> AsyncIterator[None]:
+    """Within, a worker's call stands still: it has its view of the tasks, and has locked none of them."""
+    # Who reads as neither owner nor superuser is asked to stand still at each row.
+    await connection.execute(
+        "create function public.stand_still() returns boolean language plpgsql"
+        " as 'begin perform pg_advisory_xact_lock_shared(7); return true; end';"
+        "create policy stand_still on windlass.tasks using (public.stand_still());"
+        "alter table windlass.tasks enable row level security;"
+        "select pg_advisory_lock(7)"
+    )
+    async with connected(restricted("hand")) as hand:
+        calling = asyncio.create_task(hand.fetch(call))
+        await eventually(lambda: is_blocked(other), "the call stands still")
+        yield
+        await connection.execute("select pg_advisory_unlock(7)")
+        await asyncio.wait_for(calling, LIMIT_S)
+
+
+async def test_a_heartbeat_gives_back_no_claim_that_was_made_while_it_looked(
+    restricted: Restricted, connection: Any, other: Any, store: PostgresStore
+) -> None:
+    await register(store, "w1")
+    await store.enqueue(NewTask("q"))
+    (old,) = await store.claim("w1", ("q",))
+    await connection.execute("update windlass.tasks set started_at = now() - interval '1 hour'")
+    async with stopped_before_it_locks(restricted, connection, other, "select status from windlass.heartbeat('w1')"):
+        await store.release("w1", old.task_id, old.token, "not now")
+        (new,) = await store.claim("w1", ("q",))
+    turn = await store.finish_and_claim("w1", [Finished(new.task_id, new.token, None)], (), 0)
+    assert turn.lost == []
+
+
 async def test_a_role_taken_on_for_one_call_is_enough_as_for_supabase_rpc(
     restricted: Restricted, connection: Any
 ) -> None:

@@ -753,8 +753,10 @@ begin
           from unnest(v_ids, v_tokens) as h (task_id, token)
         ) as u
       ))
+      -- Of the row as it is when it is locked: it may have been given back and claimed anew since we looked.
       and r.worker_id = p_worker_id
       and r.finished_at is null
+      and r.started_at < v_now - v_lease
     for no key update of r skip locked
   ) as t;
 end
