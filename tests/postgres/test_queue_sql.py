@@ -1073,6 +1073,21 @@ async def test_a_heartbeat_gives_back_no_claim_that_was_made_while_it_looked(
     assert turn.lost == []
 
 
+async def test_an_acquittal_takes_no_task_that_somebody_began_meanwhile(
+    restricted: Restricted, connection: Any, other: Any, store: PostgresStore
+) -> None:
+    await register(store, "to-blame", "w1")
+    await store.enqueue(NewTask("q", max_attempts=2))
+    (old,) = await store.claim("to-blame", ("q",))
+    await store.fail("to-blame", old.task_id, old.token, "it broke", retry=False)
+    acquit = "select windlass.acquit_tasks('to-blame', '-infinity', false)"
+    async with stopped_before_it_locks(restricted, connection, other, acquit):
+        await store.retry_task(old.task_id)
+        (new,) = await store.claim("w1", ("q",))
+    turn = await store.finish_and_claim("w1", [Finished(new.task_id, new.token, None)], (), 0)
+    assert turn.lost == []
+
+
 async def test_a_role_taken_on_for_one_call_is_enough_as_for_supabase_rpc(
     restricted: Restricted, connection: Any
 ) -> None:
