@@ -193,6 +193,25 @@ async def test_a_claim_that_commits_after_its_worker_left_is_taken_back(connecti
     assert {task.status for task in await store.tasks()} == {TaskStatus.QUEUED, TaskStatus.FAILED}
 
 
+async def test_a_worker_leaves_without_waiting_for_who_holds_one_of_its_tasks(
+    connection: Any, store: PostgresStore
+) -> None:
+    """Whoever finishes a task may want its worker's row next, and that is locked by who leaves."""
+    await register(store, "leaver", "judge")
+    await store.enqueue_many([NewTask("q")] * 2)
+    locked, free = await store.claim("leaver", ("q",), 2)
+    async with connection.transaction():
+        await connection.execute("select from windlass.tasks where id = $1 for update", locked.task_id)
+        await asyncio.wait_for(store.leave("leaver", "done"), LIMIT_S)
+        await connection.execute("update windlass.workers set late_results = 1 where id = 'leaver'")
+    assert {task.id: task.status for task in await store.tasks()} == {
+        locked.task_id: TaskStatus.RUNNING,
+        free.task_id: TaskStatus.QUEUED,
+    }
+    (recovery,) = await store.recover_lost_workers("judge")
+    assert (recovery.worker_id, recovery.tasks_requeued) == ("leaver", 1)
+
+
 async def test_a_task_that_somebody_has_locked_holds_up_no_recovery(connection: Any, store: PostgresStore) -> None:
     await register(store, "lost", "gone", "judge")
     await store.enqueue_many([NewTask("q")] * 4)

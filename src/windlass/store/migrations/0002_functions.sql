@@ -762,24 +762,37 @@ begin
 end
 $$;
 
--- A worker leaves of its own accord, holding nothing. What it still holds goes back to the queue.
+-- A worker leaves of its own accord. One started by hand is over; one that was hired still has a machine, so it only
+-- stops counting as a worker, and the control loop ends it. What it still holds goes back to the queue.
+--
+-- A task that somebody has locked is left to recover_lost_workers, or to whoever ends the machine: one who finishes it may
+-- want the worker's row next, which is ours.
 create function windlass.leave(p_worker_id text, p_reason text default 'left') returns void
 language plpgsql
 as $$
 declare
-  v_fleet text;
+  v_now timestamptz := windlass.now();
+  v_worker windlass.workers;
 begin
   update windlass.workers
-  set status = 'terminated', terminated_at = windlass.now(), code = coalesce(code, 'LEFT'), reason = coalesce(reason, p_reason)
+  set status = case when slot is null then 'terminated' else 'terminating' end,
+      terminated_at = case when slot is null then v_now end,
+      terminating_at = coalesce(terminating_at, v_now),
+      code = coalesce(code, 'LEFT'), reason = coalesce(reason, p_reason)
   where id = p_worker_id
     and status in ('spawning', 'active', 'terminating')
-  returning fleet into v_fleet;
+  returning * into v_worker;
   if found then
-    perform windlass.note('WORKER_LEFT', p_reason, v_fleet, p_worker_id, null);
+    perform windlass.note('WORKER_LEFT', p_reason, v_worker.fleet, p_worker_id, null);
     perform windlass.release_task(p_worker_id, t.id, t.claim_token, 'its worker left')
-    from windlass.tasks t
-    where t.worker_id = p_worker_id
-      and t.status = 'running';
+    from (
+      select r.id, r.claim_token
+      from windlass.tasks r
+      where r.worker_id = p_worker_id
+        and r.status = 'running'
+      order by r.id
+      for no key update skip locked
+    ) as t;
   end if;
 end
 $$;

@@ -997,30 +997,3 @@ begin
   return v_is_live;
 end
 $$;
-
--- A worker leaves of its own accord. One started by hand is over; one that was hired still has a machine, so it only
--- stops counting as a worker, and the control loop ends it.
-create or replace function windlass.leave(p_worker_id text, p_reason text default 'left') returns void
-language plpgsql
-as $$
-declare
-  v_now timestamptz := windlass.now();
-  v_worker windlass.workers;
-begin
-  update windlass.workers
-  set status = case when slot is null then 'terminated' else 'terminating' end,
-      terminated_at = case when slot is null then v_now end,
-      terminating_at = coalesce(terminating_at, v_now),
-      code = coalesce(code, 'LEFT'), reason = coalesce(reason, p_reason)
-  where id = p_worker_id
-    and status in ('spawning', 'active', 'terminating')
-  returning * into v_worker;
-  if found then
-    perform windlass.note('WORKER_LEFT', p_reason, v_worker.fleet, p_worker_id, null);
-    perform windlass.release_task(p_worker_id, t.id, t.claim_token, 'its worker left')
-    from windlass.tasks t
-    where t.worker_id = p_worker_id
-      and t.status = 'running';
-  end if;
-end
-$$;
