@@ -699,9 +699,9 @@ async def test_the_dead_letters_of_a_queue_are_retried_in_bounded_steps(store: S
     failed = [await finished_task(store, is_failure=True) for _ in range(3)]
     other = await finished_task(store, queue="r", is_failure=True)
     done = await finished_task(store)
-    assert await store.retry_failed("q", clock(), 2) == failed[:2]
-    assert await store.retry_failed("q", clock(), 2) == failed[2:]
-    assert await store.retry_failed("q", clock(), 2) == []
+    assert await store.retry_failed("q", clock(), 2) == (failed[:2], clock())
+    assert await store.retry_failed("q", clock(), 2) == (failed[2:], clock())
+    assert await store.retry_failed("q", clock(), 2) == ([], None)
     task = await task_of(store, failed[0])
     assert (task.status, task.attempts, task.worker_id, task.finished_at) == (TaskStatus.QUEUED, 0, None, None)
     assert await codes(store, task_id=failed[0]) == ["TASK_FAILED", "TASK_RETRIED"]
@@ -710,14 +710,29 @@ async def test_the_dead_letters_of_a_queue_are_retried_in_bounded_steps(store: S
         await store.retry_failed("q", clock(), -1)
 
 
+async def test_each_round_of_retrying_dead_letters_goes_on_where_the_last_came_to(store: Store, clock: Any) -> None:
+    await register(store, "w1")
+    old = await finished_task(store, is_failure=True)
+    failed, times = [], []
+    for _ in range(3):
+        clock.advance(1)
+        failed.append(await finished_task(store, is_failure=True))
+        times.append(clock())
+    first = await store.retry_failed("q", clock(), 2, failed_from=times[0])
+    assert first == (failed[:2], times[1])
+    # Others may have failed in the same moment as the last.
+    assert await store.retry_failed("q", clock(), 2, failed_from=first.failed_to) == (failed[2:], times[2])
+    assert await status_of(store, old) is TaskStatus.FAILED
+
+
 async def test_a_dead_letter_that_fails_again_meanwhile_is_not_retried_for_ever(store: Store, clock: Any) -> None:
     claim = await claimed(store, max_attempts=1)
     await fail(store, claim)
     began = clock()
-    assert await store.retry_failed("q", began) == [claim.task_id]
+    assert await store.retry_failed("q", began) == ([claim.task_id], began)
     clock.advance(1)
     await fail(store, await claim_one(store))
-    assert await store.retry_failed("q", began) == []
+    assert await store.retry_failed("q", began) == ([], None)
     assert await status_of(store, claim) is TaskStatus.FAILED
 
 

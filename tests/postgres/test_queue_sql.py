@@ -537,6 +537,23 @@ async def read_so_far(connection: Any) -> Any:
     )
 
 
+async def test_dead_letters_of_other_queues_are_passed_over_once(connection: Any, each_dsn: str) -> None:
+    await connection.execute(
+        "insert into windlass.tasks (queue, status, finished_at)"
+        " select case when n > 5000 then 'q' else 'r' end, 'failed', now() - interval '1 day' + n * interval '1 s'"
+        " from generate_series(1, 5020) as n"
+    )
+    await connection.execute("vacuum analyze windlass.tasks")
+    call = "select max(failed_at) from windlass.retry_failed('q', 10, p_failed_from => $1)"
+    first_to = await connection.fetchval(call, None)
+    async with connected(each_dsn) as next_round, next_round.transaction():
+        second_to = await next_round.fetchval(call, first_to)
+        read = await read_so_far(next_round)
+    assert second_to - first_to == timedelta(seconds=10)
+    assert read["seq_scan"] == 0
+    assert read["idx_tup_fetch"] < 100
+
+
 @pytest.mark.parametrize("plans", ["auto", "force_generic_plan"])
 async def test_the_plans_of_a_workers_calls_scan_no_table(connection: Any, other: Any, plans: str) -> None:
     try:
@@ -995,7 +1012,7 @@ async def test_a_producer_needs_no_more_than_its_role(
         await store.fail("w1", claim.task_id, claim.token, "it broke")
         assert await shop.retry_task(failed)
         assert await shop.cancel_task(failed, "not wanted")
-        assert await shop.retry_failed("q", await shop.now(), include_cancelled=True) == [failed]
+        assert (await shop.retry_failed("q", await shop.now(), include_cancelled=True)).ids == [failed]
         assert await shop.enqueue_many([NewTask("q")]) == 1
         assert await shop.enqueue_many([NewTask("q", unique_key=key) for key in ("k", "l")]) == 1
         await sql.execute("insert into windlass.tasks (queue, payload) values ('q', '5')")

@@ -37,6 +37,13 @@ class TaskStatus(StrEnum):
     FAILED = "failed"  # the dead letter
 
 
+class Retried(NamedTuple):
+    """Dead letters that were put back, and when the latest of them had failed; None if there were none."""
+
+    ids: list[int]
+    failed_to: datetime | None
+
+
 class NewTask(NamedTuple):
     """What a producer hands in. `payload` is JSON text, already checked by `new_task`. A row to be copied as it is."""
 

@@ -23,7 +23,7 @@ from windlass.model.config import Retention
 from windlass.model.errors import BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
 from windlass.model.event import Event, QueueDepth
 from windlass.model.node import NodeState, NodeView
-from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, TaskSummary, Turn, storable
+from windlass.model.task import Claim, Finished, NewTask, Retried, Task, TaskStatus, TaskSummary, Turn, storable
 from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerKind, WorkerStatus
 from windlass.store.connect import (
     COMMAND_TIMEOUT_S,
@@ -219,18 +219,25 @@ class PostgresStore:
             return bool(await connection.fetchval("select windlass.retry_task($1)", task_id))
 
     async def retry_failed(
-        self, queue: str, failed_before: datetime, limit: int = 1000, *, include_cancelled: bool = False
-    ) -> list[int]:
+        self,
+        queue: str,
+        failed_before: datetime,
+        limit: int = 1000,
+        *,
+        failed_from: datetime | None = None,
+        include_cancelled: bool = False,
+    ) -> Retried:
         async with self._connection("retrying tasks") as connection:
             rows = await connection.fetch(
-                "select windlass.retry_failed($1, $2, $3, $4)",
+                "select task_id, failed_at from windlass.retry_failed($1, $2, $3, $4, $5)",
                 queue,
                 limit,
                 failed_before,
                 include_cancelled,
+                failed_from,
                 timeout=BULK_TIMEOUT_S,
             )
-        return [row[0] for row in rows]
+        return Retried([row["task_id"] for row in rows], max((row["failed_at"] for row in rows), default=None))
 
     async def cancel_task(self, task_id: int, reason: str) -> bool:
         async with self._connection("cancelling a task") as connection:

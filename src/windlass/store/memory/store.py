@@ -16,6 +16,7 @@ from windlass.model.task import (
     Claim,
     Finished,
     NewTask,
+    Retried,
     Task,
     TaskStatus,
     TaskSummary,
@@ -95,15 +96,27 @@ class MemoryStore:
         return True
 
     async def retry_failed(
-        self, queue: str, failed_before: datetime, limit: int = 1000, *, include_cancelled: bool = False
-    ) -> list[int]:
+        self,
+        queue: str,
+        failed_before: datetime,
+        limit: int = 1000,
+        *,
+        failed_from: datetime | None = None,
+        include_cancelled: bool = False,
+    ) -> Retried:
         check_limit("retrying tasks", limit)
         failed = self._tasks.ended_before(TaskStatus.FAILED, failed_before + timedelta.resolution)
-        own = (row for row in failed if row.queue == queue and (include_cancelled or row.error_code != "CANCELLED"))
-        ids = sorted(row.id for row in islice(own, limit))
-        for task_id in ids:
+        own = (
+            (row.id, row.finished_at)
+            for row in failed
+            if row.queue == queue
+            and (failed_from is None or (row.finished_at is not None and row.finished_at >= failed_from))
+            and (include_cancelled or row.error_code != "CANCELLED")
+        )
+        dead = list(islice(own, limit))
+        for task_id, _ in dead:
             await self.retry_task(task_id)
-        return ids
+        return Retried(sorted(task_id for task_id, _ in dead), dead[-1][1] if dead else None)
 
     async def cancel_task(self, task_id: int, reason: str) -> bool:
         row = self._tasks.rows.get(task_id)

@@ -157,43 +157,47 @@ begin
 end
 $$;
 
--- Does the same with the dead letters of a queue, at most p_limit of them, oldest first, and returns their ids: a caller
--- goes on until none is left. One that failed after p_failed_before stays: with the time at which the caller began, a
--- task that fails again at once is not retried for ever. One that was cancelled did not fail: somebody did not want it.
--- Served by tasks_failed.
+-- Does the same with the dead letters of a queue, at most p_limit of them, oldest first, and returns them with the time
+-- at which each had failed: a caller goes on until none is left, with the latest of those times as p_failed_from, so that
+-- the dead letters of other queues are passed over once and not in every round. One that failed after p_failed_before
+-- stays: with the time at which the caller began, a task that fails again at once is not retried for ever. One that was
+-- cancelled did not fail: somebody did not want it. Served by tasks_failed.
 create function windlass.retry_failed(
   p_queue text,
   p_limit integer default 1000,
   p_failed_before timestamptz default windlass.now(),
-  p_include_cancelled boolean default false
-) returns setof bigint
+  p_include_cancelled boolean default false,
+  p_failed_from timestamptz default null
+) returns table (task_id bigint, failed_at timestamptz)
 language plpgsql
 set enable_seqscan = off
 as $$
+#variable_conflict use_column
 begin
   return query
-    with retried as (
+    with dead as (
+      select f.id, f.finished_at
+      from windlass.tasks f
+      where f.status = 'failed'
+        and f.finished_at between coalesce(p_failed_from, '-infinity') and p_failed_before
+        and f.queue = p_queue
+        and (p_include_cancelled or f.error_code is distinct from 'CANCELLED')
+      order by f.finished_at
+      limit p_limit
+      for update skip locked
+    ),
+    retried as (
       update windlass.tasks t
       set status = 'queued', run_after = null, ready_at = windlass.now(), attempts = 0, claim_token = null, worker_id = null,
           started_at = null, finished_at = null, progress = null, progress_note = null
-      where t.id = any (array(
-        select f.id
-        from windlass.tasks f
-        where f.status = 'failed'
-          and f.finished_at <= p_failed_before
-          and f.queue = p_queue
-          and (p_include_cancelled or f.error_code is distinct from 'CANCELLED')
-        order by f.finished_at
-        limit p_limit
-        for update skip locked
-      ))
+      where t.id = any (array(select d.id from dead d))
       returning t.id
     ),
     noted as (
       insert into windlass.events (code, reason, task_id)
       select 'TASK_RETRIED', 'put back into the queue by hand', r.id from retried r
     )
-    select r.id from retried r order by r.id;
+    select r.id, d.finished_at from retried r join dead d on d.id = r.id order by r.id;
   if found then
     perform pg_notify('windlass_tasks', p_queue);
   end if;
