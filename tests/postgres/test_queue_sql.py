@@ -255,6 +255,20 @@ async def test_a_deadlock_is_answered_like_a_broken_connection_and_asking_again_
     assert {task.status for task in await store.tasks()} == {TaskStatus.COMPLETE}
 
 
+async def test_producers_that_bring_the_same_keys_in_another_order_all_succeed(
+    connection: Any, other: Any, store: PostgresStore
+) -> None:
+    # Of two that wait for each other, the one whose patience ends first gives way.
+    await connection.execute("set deadlock_timeout = '1h'")
+    async with connection.transaction():
+        await enqueue_on(connection, NewTask("q", unique_key="b"))
+        enqueueing = asyncio.create_task(store.enqueue_many([NewTask("q", unique_key=key) for key in "cab"]))
+        await eventually(lambda: is_blocked(other), "enqueueing waits for the key that is taken")
+        await asyncio.wait_for(enqueue_on(connection, NewTask("q", unique_key="a")), LIMIT_S)
+    assert await asyncio.wait_for(enqueueing, LIMIT_S) == 1
+    assert [task.unique_key for task in await store.tasks()] == ["c", "a", "b"]
+
+
 async def test_a_slot_holds_one_live_worker(connection: Any) -> None:
     await connection.execute("insert into windlass.fleets (name) values ('gpus')")
     await connection.execute("insert into windlass.slots (fleet, slot) values ('gpus', 0)")

@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import datetime, timedelta
 from typing import Any, Self
 from uuid import UUID
@@ -44,6 +44,8 @@ from windlass.store.queries import read_queries
 # Bulk work is paid by the row and may take longer.
 BULK_TIMEOUT_S = 600.0
 PURGE_BATCH = 5_000
+# One deadlock is two producers with the same keys; as many in a row are a crowd, and the caller hears of it.
+MAX_STAGING_INSERTS = 5
 # As many as sweep() deletes of each kind at the most: fewer altogether mean that it found no more.
 SWEEP_BATCH = 1_000
 # Retention goes on for this long at a time: enough for hundreds of thousands of rows, and no call that never ends.
@@ -212,7 +214,7 @@ class PostgresStore:
                 columns=("position", *COPY_COLUMNS),
                 timeout=BULK_TIMEOUT_S,
             )
-            return _row_count(await connection.execute(QUERIES["insert_from_staging"], timeout=BULK_TIMEOUT_S))
+            return await _insert_from_staging(connection)
 
     async def retry_task(self, task_id: int) -> bool:
         async with self._connection("retrying a task") as connection:
@@ -497,6 +499,19 @@ async def enqueue_on(connection: Any, task: NewTask) -> int:
         2**31 - 1,
     )
     return task_id
+
+
+async def _insert_from_staging(connection: Any) -> int:
+    # In the order they were handed in, which is the order of their ids. Another who brings the same keys in its own order
+    # waits for us as we for it; who gives way lets go of its rows, keeps the staging table, and comes after the other.
+    async def insert() -> int:
+        async with connection.transaction():
+            return _row_count(await connection.execute(QUERIES["insert_from_staging"], timeout=BULK_TIMEOUT_S))
+
+    for _ in range(MAX_STAGING_INSERTS - 1):
+        with suppress(asyncpg.DeadlockDetectedError):
+            return await insert()
+    return await insert()
 
 
 async def _numbered(tasks: AsyncIterable[NewTask]) -> AsyncIterator[tuple[Any, ...]]:
