@@ -502,8 +502,8 @@ async def enqueue_on(connection: Any, task: NewTask) -> int:
 
 
 async def _insert_from_staging(connection: Any) -> int:
-    # In the order they were handed in: that of their ids. Another who brings the same keys in another order waits for us
-    # as we for it; who gives way lets go of its rows, keeps the staging table, and comes after the other.
+    # In the order they were handed in: that of their ids. Another who brings the same keys in another order waits for
+    # us as we for it; who gives way lets go of its rows, keeps the staging table, and comes after the other.
     async def insert() -> int:
         async with connection.transaction():
             return _row_count(await connection.execute(QUERIES["insert_from_staging"], timeout=BULK_TIMEOUT_S))

@@ -258,9 +258,10 @@ as $$
 declare
   v_status text;
   v_fleet text;
-  v_is_same_start boolean;
+  -- Null of one that nobody has heard of: then there is nothing to look for.
+  v_is_new_start boolean;
 begin
-  select w.start_id = p_start_id into v_is_same_start
+  select (w.start_id = p_start_id) is not true into v_is_new_start
   from windlass.workers w
   where w.id = p_worker_id
   for no key update;
@@ -286,7 +287,7 @@ begin
     perform windlass.note('WORKER_REGISTERED', format('registered on %s, serving %s', coalesce(p_host, 'an unknown host'),
       array_to_string(p_queues, ', ')), v_fleet, p_worker_id, null);
     -- What runs on nodes outlives the start of a dispatcher, and of the node's own program.
-    if p_kind = 'worker' and v_is_same_start is not true then
+    if p_kind = 'worker' and v_is_new_start then
       perform windlass.requeue_tasks_of(array[p_worker_id], 'WORKER_LOST', 'its worker was started again');
     end if;
   end if;
