@@ -399,6 +399,20 @@ async def test_what_waits_and_runs_in_its_queues_is_counted(
     assert (queue.queued, queue.running, queue.oldest_queued_age_s, queue.duration_p50_s) == (4, 0, 12.0, 4.0)
 
 
+async def test_a_fleet_is_told_since_when_what_waits_could_have_been_claimed(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await store.register(Registration("hand", ("a",), fleet="g"))
+    await store.enqueue(NewTask("a"))
+    await store.enqueue(NewTask("a"))
+    (claim, _) = await store.claim("hand", ("a",), 2)
+    clock.advance(60)
+    await store.release("hand", claim.task_id, claim.token, "no room")
+    await store.enqueue(NewTask("a", run_after=clock() + timedelta(seconds=1)))
+    clock.advance(2)
+    assert (await ann.observe()).queue.oldest_queued_age_s == 2.0
+
+
 async def test_a_retry_whose_time_has_come_waits(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="g"))
     await store.enqueue(NewTask("a"))
@@ -1719,6 +1733,7 @@ async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
     acquitted = [event for event in await store.events(worker_id="w0") if event.code == "TASK_ACQUITTED"]
     assert [event.task_id for event in acquitted] == [before, dead, waiting, others]
     assert acquitted[0].reason == "1 failed attempts on worker w0 do not count: it is to blame"
+    assert {depth.queue: depth.oldest_queued_age_s for depth in await store.queue_depths()}["a"] == 0
 
 
 async def test_a_task_is_acquitted_on_trial_once_until_a_person_retries_it(store: ControlStores, ann: Leader) -> None:

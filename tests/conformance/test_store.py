@@ -2,14 +2,14 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from over_http import OverHttp
 
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, new_task
@@ -181,6 +181,10 @@ BAD_TASKS = {
     "a payload nested beyond all": NewTask("q", payload="[" * 100_000 + "]" * 100_000),
     "no attempts": NewTask("q", max_attempts=0),
     "no time": NewTask("q", timeout_s=0),
+    "a time that is no number": NewTask("q", timeout_s=math.nan),
+    "time without end": NewTask("q", timeout_s=math.inf),
+    "a day that is in no calendar": NewTask("q", run_after=datetime(9999, 1, 1, tzinfo=UTC)),
+    "a day before all calendars": NewTask("q", run_after=datetime(1, 12, 31, tzinfo=UTC)),
     "a key that is too long": NewTask("q", unique_key="k" * 201),
     "a key that is empty": NewTask("q", unique_key=""),
     "a priority out of range": NewTask("q", priority=2**31),
@@ -695,9 +699,9 @@ async def test_the_dead_letters_of_a_queue_are_retried_in_bounded_steps(store: S
     failed = [await finished_task(store, is_failure=True) for _ in range(3)]
     other = await finished_task(store, queue="r", is_failure=True)
     done = await finished_task(store)
-    assert await store.retry_failed("q", clock(), 2) == failed[:2]
-    assert await store.retry_failed("q", clock(), 2) == failed[2:]
-    assert await store.retry_failed("q", clock(), 2) == []
+    assert await store.retry_failed("q", clock(), 2) == (failed[:2], clock())
+    assert await store.retry_failed("q", clock(), 2) == (failed[2:], clock())
+    assert await store.retry_failed("q", clock(), 2) == ([], None)
     task = await task_of(store, failed[0])
     assert (task.status, task.attempts, task.worker_id, task.finished_at) == (TaskStatus.QUEUED, 0, None, None)
     assert await codes(store, task_id=failed[0]) == ["TASK_FAILED", "TASK_RETRIED"]
@@ -706,14 +710,29 @@ async def test_the_dead_letters_of_a_queue_are_retried_in_bounded_steps(store: S
         await store.retry_failed("q", clock(), -1)
 
 
+async def test_each_round_of_retrying_dead_letters_goes_on_where_the_last_came_to(store: Store, clock: Any) -> None:
+    await register(store, "w1")
+    old = await finished_task(store, is_failure=True)
+    failed, times = [], []
+    for _ in range(3):
+        clock.advance(1)
+        failed.append(await finished_task(store, is_failure=True))
+        times.append(clock())
+    first = await store.retry_failed("q", clock(), 2, failed_from=times[0])
+    assert first == (failed[:2], times[1])
+    # Others may have failed in the same moment as the last.
+    assert await store.retry_failed("q", clock(), 2, failed_from=first.failed_to) == (failed[2:], times[2])
+    assert await status_of(store, old) is TaskStatus.FAILED
+
+
 async def test_a_dead_letter_that_fails_again_meanwhile_is_not_retried_for_ever(store: Store, clock: Any) -> None:
     claim = await claimed(store, max_attempts=1)
     await fail(store, claim)
     began = clock()
-    assert await store.retry_failed("q", began) == [claim.task_id]
+    assert await store.retry_failed("q", began) == ([claim.task_id], began)
     clock.advance(1)
     await fail(store, await claim_one(store))
-    assert await store.retry_failed("q", began) == []
+    assert await store.retry_failed("q", began) == ([], None)
     assert await status_of(store, claim) is TaskStatus.FAILED
 
 
@@ -810,6 +829,36 @@ async def test_registering_again_renews_what_the_worker_says_of_itself(store: St
     )
 
 
+@pytest.mark.parametrize("is_hired", [False, True], ids=["started by hand", "hired"])
+@pytest.mark.parametrize(
+    "starts", [("one", "two", "three"), (None, None, None)], ids=["starts with an id", "starts without an id"]
+)
+async def test_a_task_that_kills_a_worker_which_is_always_started_again_ends_as_a_dead_letter(
+    store: Store, hire: Any, clock: Any, starts: tuple[str | None, ...], is_hired: bool
+) -> None:
+    if is_hired:
+        await hire("w1", "gpus", 0)
+    poison = await add(store, max_attempts=2)
+    for start_id, (attempts, status) in zip(
+        starts, [(0, TaskStatus.QUEUED), (1, TaskStatus.QUEUED), (2, TaskStatus.FAILED)], strict=True
+    ):
+        # In a container, host and pid are the same again.
+        await register(store, "w1", host="pod", pid=1, start_id=start_id)
+        task = await task_of(store, poison)
+        assert (task.attempts, task.status) == (attempts, status)
+        await store.heartbeat("w1")
+        await store.claim("w1", ("q",))
+        clock.advance(10)
+    assert (task.worker_id, task.error_code, task.error) == ("w1", "WORKER_LOST", "its worker was started again")
+    assert await codes(store, task_id=poison) == ["TASK_REQUEUED", "TASK_FAILED"]
+
+
+async def test_a_registration_that_comes_twice_takes_nothing_from_its_worker(store: Store) -> None:
+    claim = await claimed(store)
+    await register(store, "w1")
+    assert await complete(store, claim) == []
+
+
 async def test_a_worker_that_has_ended_stays_ended(store: Store) -> None:
     await register(store, "w1")
     await store.leave("w1", "done")
@@ -823,6 +872,7 @@ async def test_a_worker_that_has_ended_stays_ended(store: Store) -> None:
         pytest.param(Registration("w1", ("q",), fleet="no name"), id="a fleet's name that is none"),
         pytest.param(Registration("w1", ("q",), concurrency=0), id="no concurrency"),
         pytest.param(Registration("w1", ("q",), lease_s=0), id="no lease"),
+        pytest.param(Registration("w1", ("q",), lease_s=math.inf), id="a lease without end"),
     ],
 )
 async def test_a_bad_registration_is_refused(store: Store, bad: Registration) -> None:
@@ -1014,7 +1064,7 @@ async def test_the_tasks_of_a_lost_worker_go_to_others(store: Store, clock: Any)
     await register(store, "lost", "judge", lease_s=30)
     task_id = await add(store)
     claim = await claim_one(store, "lost")
-    await store.heartbeat("lost", [held(claim)])
+    await store.heartbeat("lost", [held(claim, 0.5, "half")])
     await beat(store, clock, "judge", 30)
     assert await store.recover_lost_workers("judge") == []
     clock.advance(1)
@@ -1022,6 +1072,7 @@ async def test_the_tasks_of_a_lost_worker_go_to_others(store: Store, clock: Any)
     task = await task_of(store, task_id)
     assert (task.status, task.attempts, task.worker_id) == (TaskStatus.QUEUED, 1, None)
     assert (task.error_code, task.error) == ("WORKER_LOST", "worker lost was lost")
+    assert (task.started_at, task.progress, task.progress_note) == (None, None, None)
     worker = await store.worker("lost")
     assert worker is not None
     assert (worker.status, worker.terminated_at) == (WorkerStatus.TERMINATED, clock())
@@ -1210,14 +1261,11 @@ async def test_a_hired_worker_that_was_never_heard_may_still_be_booting(store: S
 async def test_upkeep_recovers_and_sweeps(store: Store, clock: Any) -> None:
     claim = await claimed(store, "judge")
     await complete(store, claim, "judge")
-    await register(store, "lost")
+    left_behind = await claimed(store, "lost")
     await beat(store, clock, "judge", 7200, every_s=10)
-    if isinstance(store, OverHttp):
-        # Where there is a control plane, that is its work.
-        assert await store.upkeep("judge") == []
-        return
-    assert [recovery.worker_id for recovery in await store.upkeep("judge")] == ["lost"]
+    assert await store.upkeep("judge") == [Recovery("lost", tasks_requeued=1, tasks_failed=0)]
     assert await store.task(claim.task_id) is None
+    assert await status_of(store, left_behind) is TaskStatus.QUEUED
 
 
 # --------------------------------------------------------------------------------------------------- pause and end
@@ -1349,8 +1397,39 @@ async def test_queue_depths_count_what_is_not_finished(store: Store, clock: Any)
     assert b.oldest_queued_age_s is None
     clock.advance(60)
     a, b = await store.queue_depths()
-    assert (b.queued, b.scheduled, b.oldest_queued_age_s) == (1, 0, 60)
+    assert (b.queued, b.scheduled, b.oldest_queued_age_s) == (1, 0, 0)
     assert (a.queued, a.waiting_for_retry) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "way", ["its time came", "given back", "retried by hand", "its back-off is over", "worker lost"]
+)
+async def test_a_task_is_as_old_as_the_time_since_which_it_could_have_been_claimed(
+    store: Store, clock: Any, way: str
+) -> None:
+    if way == "its time came":
+        await add(store, run_after=clock() + timedelta(days=7))
+        clock.advance(7 * 86_400)
+    else:
+        claim = await claimed(store)
+        await store.heartbeat("w1", [held(claim, 0.5, "half")])
+        clock.advance(600)
+        if way == "given back":
+            await store.release("w1", claim.task_id, claim.token, "no room")
+        elif way == "retried by hand":
+            await fail(store, claim, retry=False)
+            await store.retry_task(claim.task_id)
+        elif way == "its back-off is over":
+            await fail(store, claim, jitter=0.0)
+            clock.advance(RETRY_FIRST_S)
+            await register(store, "other")
+            # Whoever asks makes it ready; nobody takes it.
+            await store.claim("other", ("q",), 0)
+        else:
+            await register(store, "w1", start_id="another")
+    clock.advance(2)
+    (depth,) = await store.queue_depths()
+    assert (depth.queued, depth.oldest_queued_age_s) == (1, 2)
 
 
 async def test_finished_tasks_are_counted_by_how_long_ago(store: Store, clock: Any) -> None:

@@ -203,6 +203,17 @@ async def test_a_service_that_is_restarted_goes_on_under_its_name(plane: Plane) 
     assert again.is_running()
 
 
+async def test_the_attempt_under_which_a_worker_was_killed_counts_when_its_service_is_back(plane: Plane) -> None:
+    hand, task_id = await started(plane)
+    hand.send(signal.SIGKILL)
+    await hand.exit_code()
+    plane.configure(handler="handlers:echo")
+    plane.start(plane.crew.folder / "far-0.json")
+    await plane.crew.complete(task_id)
+    task = await plane.crew.task(task_id)
+    assert (task.worker_id, task.attempts) == ("far-0", 2)
+
+
 async def test_a_machine_whose_worker_has_ended_drops_everything_and_exits_with_3(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

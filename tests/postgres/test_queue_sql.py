@@ -193,6 +193,25 @@ async def test_a_claim_that_commits_after_its_worker_left_is_taken_back(connecti
     assert {task.status for task in await store.tasks()} == {TaskStatus.QUEUED, TaskStatus.FAILED}
 
 
+async def test_a_worker_leaves_without_waiting_for_who_holds_one_of_its_tasks(
+    connection: Any, store: PostgresStore
+) -> None:
+    """Whoever finishes a task may want its worker's row next, and that is locked by who leaves."""
+    await register(store, "leaver", "judge")
+    await store.enqueue_many([NewTask("q")] * 2)
+    locked, free = await store.claim("leaver", ("q",), 2)
+    async with connection.transaction():
+        await connection.execute("select from windlass.tasks where id = $1 for update", locked.task_id)
+        await asyncio.wait_for(store.leave("leaver", "done"), LIMIT_S)
+        await connection.execute("update windlass.workers set late_results = 1 where id = 'leaver'")
+    assert {task.id: task.status for task in await store.tasks()} == {
+        locked.task_id: TaskStatus.RUNNING,
+        free.task_id: TaskStatus.QUEUED,
+    }
+    (recovery,) = await store.recover_lost_workers("judge")
+    assert (recovery.worker_id, recovery.tasks_requeued) == ("leaver", 1)
+
+
 async def test_a_task_that_somebody_has_locked_holds_up_no_recovery(connection: Any, store: PostgresStore) -> None:
     await register(store, "lost", "gone", "judge")
     await store.enqueue_many([NewTask("q")] * 4)
@@ -234,6 +253,20 @@ async def test_a_deadlock_is_answered_like_a_broken_connection_and_asking_again_
     turn = await store.finish_and_claim("w1", done, (), 0)
     assert turn.lost == []
     assert {task.status for task in await store.tasks()} == {TaskStatus.COMPLETE}
+
+
+async def test_producers_that_bring_the_same_keys_in_another_order_all_succeed(
+    connection: Any, other: Any, store: PostgresStore
+) -> None:
+    # Of two that wait for each other, the one whose patience ends first gives way.
+    await connection.execute("set deadlock_timeout = '1h'")
+    async with connection.transaction():
+        await enqueue_on(connection, NewTask("q", unique_key="b"))
+        enqueueing = asyncio.create_task(store.enqueue_many([NewTask("q", unique_key=key) for key in "cab"]))
+        await eventually(lambda: is_blocked(other), "enqueueing waits for the key that is taken")
+        await asyncio.wait_for(enqueue_on(connection, NewTask("q", unique_key="a")), LIMIT_S)
+    assert await asyncio.wait_for(enqueueing, LIMIT_S) == 1
+    assert [task.unique_key for task in await store.tasks()] == ["c", "a", "b"]
 
 
 async def test_a_slot_holds_one_live_worker(connection: Any) -> None:
@@ -319,6 +352,31 @@ async def test_a_task_enqueued_in_a_transaction_vanishes_when_it_is_rolled_back(
     await transaction.rollback()
     assert await store.task(task_id) is None
     assert await store.enqueue(NewTask("q", unique_key="k")) != task_id
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "p_run_after => 'infinity'",
+        "p_run_after => '-infinity'",
+        "p_run_after => '20000-01-01'",
+        "p_run_after => '0044-03-15 BC'",
+        "p_timeout_s => 'NaN'",
+        "p_timeout_s => 'infinity'",
+    ],
+)
+async def test_a_time_that_not_everybody_could_read_is_refused_in_sql_too(connection: Any, what: str) -> None:
+    with pytest.raises(asyncpg.CheckViolationError):
+        await connection.execute(f"select windlass.enqueue('q', {what})")
+
+
+async def test_the_last_time_that_is_accepted_can_be_read(connection: Any, store: PostgresStore) -> None:
+    last = await connection.fetchval("select windlass.enqueue('q', p_run_after => '9998-12-31 23:59:59+00')")
+    first = await connection.fetchval("select windlass.enqueue('r', p_run_after => '0002-01-01 00:00+00')")
+    assert {task.id for task in await store.task_summaries()} == {first, last}
+    due = await store.next_run_after(["q"])
+    assert due is not None
+    assert due.year == 9998
 
 
 async def test_a_payload_beyond_the_callers_limit_is_refused_in_sql_too(connection: Any) -> None:
@@ -491,6 +549,23 @@ async def read_so_far(connection: Any) -> Any:
         "select seq_scan, idx_tup_fetch from pg_stat_xact_user_tables"
         " where schemaname = 'windlass' and relname = 'tasks'"
     )
+
+
+async def test_dead_letters_of_other_queues_are_passed_over_once(connection: Any, each_dsn: str) -> None:
+    await connection.execute(
+        "insert into windlass.tasks (queue, status, finished_at)"
+        " select case when n > 5000 then 'q' else 'r' end, 'failed', now() - interval '1 day' + n * interval '1 s'"
+        " from generate_series(1, 5020) as n"
+    )
+    await connection.execute("vacuum analyze windlass.tasks")
+    call = "select max(failed_at) from windlass.retry_failed('q', 10, p_failed_from => $1)"
+    first_to = await connection.fetchval(call, None)
+    async with connected(each_dsn) as next_round, next_round.transaction():
+        second_to = await next_round.fetchval(call, first_to)
+        read = await read_so_far(next_round)
+    assert second_to - first_to == timedelta(seconds=10)
+    assert read["seq_scan"] == 0
+    assert read["idx_tup_fetch"] < 100
 
 
 @pytest.mark.parametrize("plans", ["auto", "force_generic_plan"])
@@ -951,7 +1026,7 @@ async def test_a_producer_needs_no_more_than_its_role(
         await store.fail("w1", claim.task_id, claim.token, "it broke")
         assert await shop.retry_task(failed)
         assert await shop.cancel_task(failed, "not wanted")
-        assert await shop.retry_failed("q", await shop.now(), include_cancelled=True) == [failed]
+        assert (await shop.retry_failed("q", await shop.now(), include_cancelled=True)).ids == [failed]
         assert await shop.enqueue_many([NewTask("q")]) == 1
         assert await shop.enqueue_many([NewTask("q", unique_key=key) for key in ("k", "l")]) == 1
         await sql.execute("insert into windlass.tasks (queue, payload) values ('q', '5')")
@@ -1011,6 +1086,56 @@ async def test_a_worker_needs_no_more_than_its_role_from_the_first_call_to_the_l
         ):
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
                 await sql.execute(refused)
+
+
+@asynccontextmanager
+async def stopped_before_it_locks(
+    restricted: Restricted, connection: Any, other: Any, call: str
+) -> AsyncIterator[None]:
+    """Within, a worker's call stands still: it has its view of the tasks, and has locked none of them."""
+    # Who reads as neither owner nor superuser is asked to stand still at each row.
+    await connection.execute(
+        "create function public.stand_still() returns boolean language plpgsql"
+        " as 'begin perform pg_advisory_xact_lock_shared(7); return true; end';"
+        "create policy stand_still on windlass.tasks using (public.stand_still());"
+        "alter table windlass.tasks enable row level security;"
+        "select pg_advisory_lock(7)"
+    )
+    async with connected(restricted("hand")) as hand:
+        calling = asyncio.create_task(hand.fetch(call))
+        await eventually(lambda: is_blocked(other), "the call stands still")
+        yield
+        await connection.execute("select pg_advisory_unlock(7)")
+        await asyncio.wait_for(calling, LIMIT_S)
+
+
+async def test_a_heartbeat_gives_back_no_claim_that_was_made_while_it_looked(
+    restricted: Restricted, connection: Any, other: Any, store: PostgresStore
+) -> None:
+    await register(store, "w1")
+    await store.enqueue(NewTask("q"))
+    (old,) = await store.claim("w1", ("q",))
+    await connection.execute("update windlass.tasks set started_at = now() - interval '1 hour'")
+    async with stopped_before_it_locks(restricted, connection, other, "select status from windlass.heartbeat('w1')"):
+        await store.release("w1", old.task_id, old.token, "not now")
+        (new,) = await store.claim("w1", ("q",))
+    turn = await store.finish_and_claim("w1", [Finished(new.task_id, new.token, None)], (), 0)
+    assert turn.lost == []
+
+
+async def test_an_acquittal_takes_no_task_that_somebody_began_meanwhile(
+    restricted: Restricted, connection: Any, other: Any, store: PostgresStore
+) -> None:
+    await register(store, "to-blame", "w1")
+    await store.enqueue(NewTask("q", max_attempts=2))
+    (old,) = await store.claim("to-blame", ("q",))
+    await store.fail("to-blame", old.task_id, old.token, "it broke", retry=False)
+    acquit = "select windlass.acquit_tasks('to-blame', '-infinity', false)"
+    async with stopped_before_it_locks(restricted, connection, other, acquit):
+        await store.retry_task(old.task_id)
+        (new,) = await store.claim("w1", ("q",))
+    turn = await store.finish_and_claim("w1", [Finished(new.task_id, new.token, None)], (), 0)
+    assert turn.lost == []
 
 
 async def test_a_role_taken_on_for_one_call_is_enough_as_for_supabase_rpc(

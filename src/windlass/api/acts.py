@@ -199,9 +199,9 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
     async def retry_all(request: Request, queue: str) -> Response:
         async def do() -> str:
             check_queue_name(queue)
-            until, retried = await store.now(), 0
+            until, failed_from, retried = await store.now(), None, 0
             for _ in range(RETRY_ROUNDS):
-                ids = await store.retry_failed(queue, until, RETRY_AT_ONCE)
+                ids, failed_from = await store.retry_failed(queue, until, RETRY_AT_ONCE, failed_from=failed_from)
                 retried += len(ids)
                 if len(ids) < RETRY_AT_ONCE:
                     break

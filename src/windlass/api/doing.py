@@ -88,7 +88,7 @@ def _tasks(router: APIRouter, shown: Shown) -> None:
     @router.post("/tasks/retry-failed", **documented(Changed, "Try dead letters again", "changed"))
     async def retry_failed(body: RetryFailedBody) -> Response:
         """The oldest dead letters of a queue; those that were cancelled stay."""
-        ids = await store.retry_failed(body.queue, await store.now(), body.limit)
+        ids, _ = await store.retry_failed(body.queue, await store.now(), body.limit)
         live.poke()
         return _changed(Changed(len(ids)))
 

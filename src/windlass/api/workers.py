@@ -89,6 +89,7 @@ def joining_routes(face: Face) -> APIRouter:
             host=call.host,
             pid=call.pid,
             version=call.version,
+            start_id=call.start_id,
         )
         status = await face.access.enlist(request.state.token_hash, hash_of(call.token), registration)
         if status is None:
@@ -127,6 +128,7 @@ def worker_routes(face: Face) -> APIRouter:
             pid=call.pid,
             version=call.version,
             kind=call.kind,
+            start_id=call.start_id,
         )
         return _registered(http.Registered(await store.register(registration)))
 

@@ -276,13 +276,17 @@ async def _existing(store: "PostgresStore", task_ids: list[int]) -> list[Task]:
 
 async def _retry_all_failed(store: "PostgresStore", queue: str, *, include_cancelled: bool) -> list[int]:
     """In bounded steps; those that fail meanwhile are left alone."""
-    began = await store.now()
+    began, failed_from = await store.now(), None
     done: list[int] = []
     with progress("retrying", None) as advance:
-        while ids := await store.retry_failed(queue, began, PAGE, include_cancelled=include_cancelled):
+        while True:
+            ids, failed_from = await store.retry_failed(
+                queue, began, PAGE, failed_from=failed_from, include_cancelled=include_cancelled
+            )
+            if not ids:
+                return sorted(done)
             done += ids
             advance(len(ids))
-    return sorted(done)
 
 
 async def _change(

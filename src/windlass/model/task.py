@@ -4,7 +4,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -21,6 +21,8 @@ MAX_UNIQUE_KEY_LENGTH = 200
 # As much as the database keeps of either.
 MAX_NOTE_CHARACTERS = 500
 MAX_ERROR_CHARACTERS = 8_000
+# The same bounds as windlass.due_time in the database: what a calendar can hold, whatever its time zone.
+FIRST_RUN_AFTER, RUN_AFTER_BEFORE = datetime(2, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
 # PostgreSQL's bigint.
 MAX_TASK_ID = 2**63 - 1
 # PostgreSQL's integer.
@@ -33,6 +35,13 @@ class TaskStatus(StrEnum):
     COMPLETE = "complete"
     ERROR = "error"  # failed once, waits for its retry
     FAILED = "failed"  # the dead letter
+
+
+class Retried(NamedTuple):
+    """Dead letters that were put back, and when the latest of them had failed; None if there were none."""
+
+    ids: list[int]
+    failed_to: datetime | None
 
 
 class NewTask(NamedTuple):
@@ -150,6 +159,8 @@ def new_task(
         raise BadInput("the unique key has a NUL character or half of a surrogate pair: remove it.")
     if run_after is not None and run_after.tzinfo is None:
         raise BadInput(f"run_after {run_after.isoformat()} has no time zone: use an aware datetime.")
+    if run_after is not None and not FIRST_RUN_AFTER <= run_after < RUN_AFTER_BEFORE:
+        raise BadInput(f"run_after is {run_after.isoformat()}, but it must be before the year {RUN_AFTER_BEFORE.year}.")
     return NewTask(
         queue=queue,
         payload=to_json(payload, "the payload", max_payload_bytes),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from windlass.model.node import NodeView
 
@@ -34,6 +34,9 @@ class WorkerKind(StrEnum):
     DISPATCHER = "dispatcher"  # claims tasks and places them on nodes
 
 
+# Of this program. A pid would not do: in a container it is the same again.
+THIS_START = uuid4().hex
+
 LIVE = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
 
 
@@ -50,6 +53,8 @@ class Registration:
     pid: int | None = None
     version: str | None = None
     kind: WorkerKind = WorkerKind.WORKER
+    # Another one under the same name: a program that was started again, and holds nothing. None: every call is a start.
+    start_id: str | None = THIS_START
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ class EnlistCall:
     host: str | None = None
     pid: int | None = None
     version: str | None = None
+    start_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ class RegisterCall:
     pid: int | None = None
     version: str | None = None
     kind: WorkerKind = WorkerKind.WORKER
+    # Of the program that calls: a worker that was started again under its name has another one, and holds nothing.
+    start_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

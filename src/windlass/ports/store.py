@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Protocol
 
 from windlass.model.event import Event, QueueDepth
-from windlass.model.task import NewTask, Task, TaskStatus, TaskSummary
+from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
 from windlass.model.worker import Recovery, Worker
 from windlass.ports.transport import WorkerTransport
 
@@ -27,11 +27,18 @@ class Store(WorkerTransport, Protocol):
         """Put a failed or waiting task back into the queue with fresh attempts. False if it was neither."""
 
     async def retry_failed(
-        self, queue: str, failed_before: datetime, limit: int = 1000, *, include_cancelled: bool = False
-    ) -> list[int]:
-        """The same for the oldest dead letters of a queue that failed by then. Returns their ids; [] at the end.
+        self,
+        queue: str,
+        failed_before: datetime,
+        limit: int = 1000,
+        *,
+        failed_from: datetime | None = None,
+        include_cancelled: bool = False,
+    ) -> Retried:
+        """The same for the oldest dead letters of a queue that failed by then; without ids when none is left.
 
-        Those that were cancelled did not fail: they are left alone unless they are asked for.
+        `failed_from`: where the last call came to (`failed_to`), so that what it passed over is not read again. Those
+        that were cancelled did not fail: they are left alone unless they are asked for.
         """
 
     async def cancel_task(self, task_id: int, reason: str) -> bool:

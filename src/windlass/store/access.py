@@ -57,7 +57,7 @@ class PostgresAccessStore(PostgresControlStore):
         r = registration
         async with self._connection("enlisting a worker") as connection:
             status = await connection.fetchval(
-                "select windlass.enlist_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+                "select windlass.enlist_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
                 api_token_hash,
                 token_hash,
                 r.worker_id,
@@ -68,6 +68,7 @@ class PostgresAccessStore(PostgresControlStore):
                 r.host,
                 r.pid,
                 r.version,
+                r.start_id,
             )
         if status == "taken":
             raise BadInput(f"there is a worker {r.worker_id} already: take another name.")

@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import datetime, timedelta
 from typing import Any, Self
 from uuid import UUID
@@ -23,7 +23,7 @@ from windlass.model.config import Retention
 from windlass.model.errors import BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
 from windlass.model.event import Event, QueueDepth
 from windlass.model.node import NodeState, NodeView
-from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, TaskSummary, Turn, storable
+from windlass.model.task import Claim, Finished, NewTask, Retried, Task, TaskStatus, TaskSummary, Turn, storable
 from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerKind, WorkerStatus
 from windlass.store.connect import (
     COMMAND_TIMEOUT_S,
@@ -44,6 +44,8 @@ from windlass.store.queries import read_queries
 # Bulk work is paid by the row and may take longer.
 BULK_TIMEOUT_S = 600.0
 PURGE_BATCH = 5_000
+# One deadlock is two producers with the same keys; as many in a row are a crowd, and the caller hears of it.
+MAX_STAGING_INSERTS = 5
 # As many as sweep() deletes of each kind at the most: fewer altogether mean that it found no more.
 SWEEP_BATCH = 1_000
 # Retention goes on for this long at a time: enough for hundreds of thousands of rows, and no call that never ends.
@@ -212,25 +214,32 @@ class PostgresStore:
                 columns=("position", *COPY_COLUMNS),
                 timeout=BULK_TIMEOUT_S,
             )
-            return _row_count(await connection.execute(QUERIES["insert_from_staging"], timeout=BULK_TIMEOUT_S))
+            return await _insert_from_staging(connection)
 
     async def retry_task(self, task_id: int) -> bool:
         async with self._connection("retrying a task") as connection:
             return bool(await connection.fetchval("select windlass.retry_task($1)", task_id))
 
     async def retry_failed(
-        self, queue: str, failed_before: datetime, limit: int = 1000, *, include_cancelled: bool = False
-    ) -> list[int]:
+        self,
+        queue: str,
+        failed_before: datetime,
+        limit: int = 1000,
+        *,
+        failed_from: datetime | None = None,
+        include_cancelled: bool = False,
+    ) -> Retried:
         async with self._connection("retrying tasks") as connection:
             rows = await connection.fetch(
-                "select windlass.retry_failed($1, $2, $3, $4)",
+                "select task_id, failed_at from windlass.retry_failed($1, $2, $3, $4, $5)",
                 queue,
                 limit,
                 failed_before,
                 include_cancelled,
+                failed_from,
                 timeout=BULK_TIMEOUT_S,
             )
-        return [row[0] for row in rows]
+        return Retried([row["task_id"] for row in rows], max((row["failed_at"] for row in rows), default=None))
 
     async def cancel_task(self, task_id: int, reason: str) -> bool:
         async with self._connection("cancelling a task") as connection:
@@ -242,7 +251,7 @@ class PostgresStore:
         r = registration
         async with self._connection("registering the worker") as connection:
             status = await connection.fetchval(
-                "select windlass.register_worker($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+                "select windlass.register_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
                 r.worker_id,
                 r.fleet,
                 list(r.queues),
@@ -252,6 +261,7 @@ class PostgresStore:
                 r.pid,
                 r.version,
                 r.kind,
+                r.start_id,
             )
         return WorkerStatus(status)
 
@@ -489,6 +499,19 @@ async def enqueue_on(connection: Any, task: NewTask) -> int:
         2**31 - 1,
     )
     return task_id
+
+
+async def _insert_from_staging(connection: Any) -> int:
+    # In the order they were handed in: that of their ids. Another who brings the same keys in another order waits for
+    # us as we for it; who gives way lets go of its rows, keeps the staging table, and comes after the other.
+    async def insert() -> int:
+        async with connection.transaction():
+            return _row_count(await connection.execute(QUERIES["insert_from_staging"], timeout=BULK_TIMEOUT_S))
+
+    for _ in range(MAX_STAGING_INSERTS - 1):
+        with suppress(asyncpg.DeadlockDetectedError):
+            return await insert()
+    return await insert()
 
 
 async def _numbered(tasks: AsyncIterable[NewTask]) -> AsyncIterator[tuple[Any, ...]]:

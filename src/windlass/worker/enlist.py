@@ -13,7 +13,7 @@ import httpx
 from pydantic import TypeAdapter
 
 from windlass.model.access import WORKER_PREFIX, new_token
-from windlass.model.worker import Recovery, Registration, WorkerStatus
+from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports import http
 from windlass.worker.http_transport import ControlPlane, HttpTransport, Membership, read_answer, write
 
@@ -52,7 +52,9 @@ class EnlistedTransport(HttpTransport):
             token = new_token(WORKER_PREFIX, SystemRandom())
             # Before it asks: if the answer is lost, it asks again with the same two.
             enlistment.membership = Membership(r.worker_id, enlistment.url, token)
-        call = http.EnlistCall(token, r.worker_id, r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version)
+        call = http.EnlistCall(
+            token, r.worker_id, r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.start_id
+        )
         plane = ControlPlane(enlistment.url, enlistment.api_token, enlistment.tls, enlistment.carrier)
         try:
             doing = "registering the worker"
@@ -65,12 +67,6 @@ class EnlistedTransport(HttpTransport):
         self._check_name(r.worker_id)
         return enlisted.status
 
-    async def upkeep(self, worker_id: str) -> list[Recovery]:
-        """No control loop hired those like us: we look after each other, as workers with a database do."""
-        self._check_name(worker_id)
-        doing = "looking after other workers"
-        return read_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.UPKEEP)).recoveries
-
     def _check_name(self, worker_id: str) -> None:
         if self._membership is not self._enlistment.membership:
             self._membership = self._enlistment.membership
@@ -79,4 +75,3 @@ class EnlistedTransport(HttpTransport):
 
 
 _ENLISTED = TypeAdapter(http.Enlisted)
-_RECOVERED = TypeAdapter(http.Recovered)

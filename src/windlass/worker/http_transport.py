@@ -172,7 +172,7 @@ class HttpTransport:
     async def register(self, registration: Registration) -> WorkerStatus:
         self._check_name(registration.worker_id)
         r = registration
-        call = http.RegisterCall(r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.kind)
+        call = http.RegisterCall(r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.kind, r.start_id)
         try:
             registered = await self._post("registering the worker", http.REGISTER, call, _REGISTERED)
         except TokenRefused:
@@ -240,9 +240,10 @@ class HttpTransport:
             return  # it is gone already
 
     async def upkeep(self, worker_id: str) -> list[Recovery]:
-        """Nothing: where there is a control plane, looking after lost workers and old rows is its work."""
+        """As workers with a database do. The control loop judges those it hired; others may serve the same queues."""
         self._check_name(worker_id)
-        return []
+        doing = "looking after other workers"
+        return read_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.UPKEEP)).recoveries
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         call = http.NextRunAfterCall(tuple(queues))
@@ -322,6 +323,7 @@ _TURN = TypeAdapter(Turn)
 _FAILED = TypeAdapter(http.Failed)
 _RELEASED = TypeAdapter(http.Released)
 _PULSE = TypeAdapter(Pulse)
+_RECOVERED = TypeAdapter(http.Recovered)
 _NEXT_RUN_AFTER = TypeAdapter(http.NextRunAfter)
 _WAITED = TypeAdapter(http.Waited)
 

@@ -1,10 +1,17 @@
 """What the tables' constraints refuse: BadInput, in a sentence, before anything is changed."""
 
 import json
+import math
 import struct
 
 from windlass.model.errors import BadInput
-from windlass.model.task import MAX_UNIQUE_KEY_LENGTH, NewTask, check_queue_name
+from windlass.model.task import (
+    FIRST_RUN_AFTER,
+    MAX_UNIQUE_KEY_LENGTH,
+    RUN_AFTER_BEFORE,
+    NewTask,
+    check_queue_name,
+)
 from windlass.model.worker import Registration
 
 # PostgreSQL's integer.
@@ -17,8 +24,10 @@ def check_new(doing: str, task: NewTask) -> None:
         raise BadInput(f"{doing}: priority {task.priority} is out of range.")
     if not 1 <= task.max_attempts <= MAX_INTEGER:
         raise BadInput(f"{doing}: max_attempts is {task.max_attempts}, but a task needs at least 1 attempt.")
-    if task.timeout_s is not None and not task.timeout_s > 0:
-        raise BadInput(f"{doing}: timeout_s is {task.timeout_s}, but a time limit must be above 0.")
+    if task.timeout_s is not None and not 0 < task.timeout_s < math.inf:
+        raise BadInput(f"{doing}: timeout_s is {task.timeout_s}, but a time limit must be above 0 and finite.")
+    if task.run_after is not None and not FIRST_RUN_AFTER <= task.run_after < RUN_AFTER_BEFORE:
+        raise BadInput(f"{doing}: run_after is {task.run_after}, but it must be before {RUN_AFTER_BEFORE.year}.")
     if task.unique_key is not None and not 1 <= len(task.unique_key) <= MAX_UNIQUE_KEY_LENGTH:
         raise BadInput(f"{doing}: the unique key is empty or has more than {MAX_UNIQUE_KEY_LENGTH} characters.")
     check_json(doing, task.payload)
@@ -43,8 +52,8 @@ def check_registration(registration: Registration) -> None:
     check_queue_name(registration.fleet)
     if registration.concurrency < 1:
         raise BadInput(f"registering the worker: concurrency is {registration.concurrency}, at least 1 is needed.")
-    if not registration.lease_s > 0:
-        raise BadInput(f"registering the worker: lease_s is {registration.lease_s} and must be above 0.")
+    if not 0 < registration.lease_s < math.inf:
+        raise BadInput(f"registering the worker: lease_s is {registration.lease_s} and must be above 0 and finite.")
 
 
 def check_limit(doing: str, limit: int) -> None:

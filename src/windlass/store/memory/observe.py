@@ -80,8 +80,8 @@ def _queues(tasks: TaskTable, workers: WorkerTable, names: Sequence[str], now: d
     running = [row for row in rows if row.status is TaskStatus.RUNNING]
     # Claimed by a dispatcher whose engine has no place for them yet: they wait still.
     held = [row for row in running if _is_dispatcher(workers.get(row.worker_id))]
-    heads = [head.created_at for queue in queues if (head := queue.head()) is not None]
-    heads += [row.created_at for row in held]
+    heads = [head.could_be_claimed_since() for queue in queues if (head := queue.head()) is not None]
+    heads += [row.could_be_claimed_since() for row in held]
     newest = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
     recent = islice((row for row in newest if row.queue in names), MAX_DURATIONS)
     return QueueView(

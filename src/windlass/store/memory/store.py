@@ -16,6 +16,7 @@ from windlass.model.task import (
     Claim,
     Finished,
     NewTask,
+    Retried,
     Task,
     TaskStatus,
     TaskSummary,
@@ -88,22 +89,34 @@ class MemoryStore:
         row = self._tasks.rows.get(task_id)
         if row is None or row.status not in (TaskStatus.ERROR, TaskStatus.FAILED):
             return False
-        row.attempts, row.progress, row.progress_note = 0, None, None
-        self._tasks.reopen(row)
+        row.attempts = 0
+        self._tasks.put_back(row, self._clock())
         self._note("TASK_RETRIED", "put back into the queue by hand", task_id=task_id)
         self._tables.bell.ring(row.queue)
         return True
 
     async def retry_failed(
-        self, queue: str, failed_before: datetime, limit: int = 1000, *, include_cancelled: bool = False
-    ) -> list[int]:
+        self,
+        queue: str,
+        failed_before: datetime,
+        limit: int = 1000,
+        *,
+        failed_from: datetime | None = None,
+        include_cancelled: bool = False,
+    ) -> Retried:
         check_limit("retrying tasks", limit)
         failed = self._tasks.ended_before(TaskStatus.FAILED, failed_before + timedelta.resolution)
-        own = (row for row in failed if row.queue == queue and (include_cancelled or row.error_code != "CANCELLED"))
-        ids = sorted(row.id for row in islice(own, limit))
-        for task_id in ids:
+        own = (
+            (row.id, row.finished_at)
+            for row in failed
+            if row.queue == queue
+            and (failed_from is None or (row.finished_at is not None and row.finished_at >= failed_from))
+            and (include_cancelled or row.error_code != "CANCELLED")
+        )
+        dead = list(islice(own, limit))
+        for task_id, _ in dead:
             await self.retry_task(task_id)
-        return ids
+        return Retried(sorted(task_id for task_id, _ in dead), dead[-1][1] if dead else None)
 
     async def cancel_task(self, task_id: int, reason: str) -> bool:
         row = self._tasks.rows.get(task_id)
@@ -128,10 +141,13 @@ class MemoryStore:
             self._workers.add(row)
         elif row.status not in LIVE:
             return row.status
+        is_same_start = row.start_id is not None and row.start_id == registration.start_id
         row.introduce(registration)
         where = row.host if row.host is not None else "an unknown host"
         reason = f"registered on {where}, serving {', '.join(row.queues)}"
         self._note("WORKER_REGISTERED", reason, fleet=row.fleet, worker_id=row.id)
+        if row.kind is WorkerKind.WORKER and not is_same_start:
+            self._tables.requeue_tasks_of(row.id, "WORKER_LOST", "its worker was started again")
         return row.status
 
     def hire(self, worker_id: str, fleet: str, slot: int) -> None:

@@ -73,8 +73,8 @@ class Tables:
         """Back into its queue, as if it had not been claimed."""
         self.stop(row)
         row.attempts -= 1
-        row.token = row.worker_id = row.started_at = row.progress = row.progress_note = None
-        self.tasks.make_ready(row, self.now() + interval(delay_s) if delay_s > 0 else None)
+        now = self.now()
+        self.tasks.put_back(row, now, now + interval(delay_s) if delay_s > 0 else None)
         self.journal.note("TASK_RELEASED", reason, worker_id=worker_id, task_id=row.id)
         self.bell.ring(row.queue)
 
@@ -89,9 +89,8 @@ class Tables:
         worker_id = row.worker_id
         if row.attempts < row.max_attempts:
             self.stop(row)
-            row.worker_id = row.finished_at = None
             row.error_code, row.error = code, reason
-            self.tasks.make_ready(row)
+            self.tasks.put_back(row, self.now())
             self.bell.ring(row.queue)
         else:
             self.end(row, TaskStatus.FAILED, code=code, error=reason)
@@ -167,7 +166,7 @@ class Tables:
             row.attempts = max(row.attempts - count, 1 if row.status is TaskStatus.RUNNING else 0)
             has_left = row.status is TaskStatus.FAILED and row.attempts < row.max_attempts
             if has_left or (row.status is TaskStatus.ERROR and row.worker_id == worker_id):
-                self.tasks.reopen(row)
+                self.tasks.put_back(row, self.now())
                 self.bell.ring(row.queue)
             reason = f"{count} failed attempts on worker {worker_id} do not count: it is to blame"
             self.journal.note("TASK_ACQUITTED", reason, worker_id=worker_id, task_id=task_id)

@@ -30,6 +30,7 @@ class TaskRow:
     timeout_s: float | None
     unique_key: str | None
     created_at: datetime
+    ready_at: datetime | None = None
     status: TaskStatus = TaskStatus.QUEUED
     attempts: int = 0
     started_at: datetime | None = None
@@ -44,6 +45,10 @@ class TaskRow:
 
     def is_held_by(self, token: UUID) -> bool:
         return self.status is TaskStatus.RUNNING and self.token == token
+
+    def could_be_claimed_since(self) -> datetime:
+        """Of one that waits, and whose time has come."""
+        return max(at for at in (self.created_at, self.ready_at, self.run_after) if at is not None)
 
     def is_ready(self) -> bool:
         return self.status is TaskStatus.QUEUED and self.run_after is None
@@ -128,7 +133,7 @@ class Queue:
         rows = self.unfinished.values()
         queued = [row for row in rows if row.status is TaskStatus.QUEUED]
         due = [row for row in queued if row.run_after is None or row.run_after <= now]
-        oldest = min((row.created_at for row in due), default=None)
+        oldest = min((row.could_be_claimed_since() for row in due), default=None)
         return QueueDepth(
             queue=name,
             queued=len(due),
@@ -179,7 +184,7 @@ class TaskTable:
     def take(self, queues: Sequence[str], limit: int, now: datetime) -> list[TaskRow]:
         """The best that are ready, or have become due by now. They are running from here on; `start` says where."""
         for row in islice(self._due(queues, now), MAX_DUE_PER_CLAIM):
-            self.make_ready(row)
+            self.make_ready(row, row.could_be_claimed_since())
         heads = [(head, name) for name in dict.fromkeys(queues) if (head := self.queues[name].head()) is not None]
         heads.sort(key=lambda pair: (-pair[0].priority, pair[0].id))
         return list(islice(self._take_in_turn(name for _, name in heads), limit))
@@ -217,8 +222,8 @@ class TaskTable:
         """It no longer runs; what becomes of it is the caller's to say. False if it did not run."""
         return row.worker_id is not None and self.running[row.worker_id].pop(row.id, None) is not None
 
-    def make_ready(self, row: TaskRow, run_after: datetime | None = None) -> None:
-        row.status, row.run_after = TaskStatus.QUEUED, run_after
+    def make_ready(self, row: TaskRow, ready_at: datetime, run_after: datetime | None = None) -> None:
+        row.status, row.ready_at, row.run_after = TaskStatus.QUEUED, ready_at, run_after
         self.queues[row.queue].place(row)
 
     def let_wait(self, row: TaskRow, run_after: datetime, now: datetime) -> None:
@@ -231,11 +236,11 @@ class TaskTable:
         del self.queues[row.queue].unfinished[row.id]
         self.finished[status][row.id] = row
 
-    def reopen(self, row: TaskRow) -> None:
-        """One that waited for its next attempt, or had none left."""
+    def put_back(self, row: TaskRow, now: datetime, run_after: datetime | None = None) -> None:
+        """One that was begun: nothing is left of that but what the caller says of its attempts."""
         self.finished[TaskStatus.FAILED].pop(row.id, None)
-        row.token = row.worker_id = row.started_at = row.finished_at = None
-        self.make_ready(row)
+        row.token = row.worker_id = row.started_at = row.finished_at = row.progress = row.progress_note = None
+        self.make_ready(row, now, run_after)
 
     def delete(self, row: TaskRow) -> None:
         del self.rows[row.id], self.finished[row.status][row.id]

@@ -83,6 +83,7 @@ class WorkerRow:
     reason: str | None = None
     host: str | None = None
     pid: int | None = None
+    start_id: str | None = None
     version: str | None = None
     vram_total_mb: int | None = None
     vram_used_mb: int | None = None
@@ -132,6 +133,7 @@ class WorkerRow:
         self.queues, self.concurrency = registration.queues, registration.concurrency
         self.lease_s, self.kind = registration.lease_s, registration.kind
         self.host, self.pid, self.version = registration.host, registration.pid, registration.version
+        self.start_id = registration.start_id
 
     def beat(self, now: datetime) -> None:
         if self.last_heartbeat is None or now - self.last_heartbeat > self.unnoticed_gap:

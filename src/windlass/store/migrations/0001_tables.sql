@@ -35,7 +35,10 @@ create domain windlass.name as text check (windlass.is_name(value));
 create domain windlass.task_status as text check (value in ('queued', 'running', 'complete', 'error', 'failed'));
 create domain windlass.task_key as text check (length(value) between 1 and 200);
 create domain windlass.attempt_limit as integer check (value >= 1);
-create domain windlass.time_limit_s as double precision check (value > 0);
+create domain windlass.time_limit_s as double precision check (value > 0 and value < 'infinity');
+-- What every reader's calendar can hold, whatever its time zone. One row beyond it, and no list with it could be read.
+create domain windlass.due_time as timestamptz
+  check (value >= '0002-01-01 00:00+00' and value < '9999-01-01 00:00+00');
 
 
 -- ---------------------------------------------------------------------------------------------------- fleets
@@ -84,7 +87,7 @@ create table windlass.workers (
   node jsonb,
   concurrency integer not null default 1 check (concurrency >= 1),
   -- Silent for longer than this, a worker counts as lost and its tasks go to others.
-  lease_s double precision not null default 30 check (lease_s > 0),
+  lease_s double precision not null default 30 check (lease_s > 0 and lease_s < 'infinity'),
   created_at timestamptz not null default windlass.now(),
   activated_at timestamptz,
   -- Never has a default: only the worker's own heartbeat proves that it runs.
@@ -99,6 +102,8 @@ create table windlass.workers (
   reason text,
   host text,
   pid integer,
+  -- Made up anew whenever the worker's program starts. A pid may be the same again, in a container nearly always.
+  start_id text,
   version text,
   instance_type text,
   -- Where its machine is, in the provider's words: nbg1.
@@ -150,7 +155,7 @@ create table windlass.tasks (
   max_attempts windlass.attempt_limit not null default 3,
   timeout_s windlass.time_limit_s,
   -- Not before this time. Null means ready, and only ready tasks stand in the index that claims read.
-  run_after timestamptz,
+  run_after windlass.due_time,
   created_at timestamptz not null default windlass.now(),
   -- Since when it could have been claimed, where that is later than created_at: its time came, or it was put back.
   ready_at timestamptz,

@@ -157,43 +157,47 @@ begin
 end
 $$;
 
--- Does the same with the dead letters of a queue, at most p_limit of them, oldest first, and returns their ids: a caller
--- goes on until none is left. One that failed after p_failed_before stays: with the time at which the caller began, a
--- task that fails again at once is not retried for ever. One that was cancelled did not fail: somebody did not want it.
--- Served by tasks_failed.
+-- Does the same with the dead letters of a queue, at most p_limit of them, oldest first, and returns them with the time
+-- at which each had failed: a caller goes on until none is left, with the latest of those times as p_failed_from, so that
+-- the dead letters of other queues are passed over once and not in every round. One that failed after p_failed_before
+-- stays: with the time at which the caller began, a task that fails again at once is not retried for ever. One that was
+-- cancelled did not fail: somebody did not want it. Served by tasks_failed.
 create function windlass.retry_failed(
   p_queue text,
   p_limit integer default 1000,
   p_failed_before timestamptz default windlass.now(),
-  p_include_cancelled boolean default false
-) returns setof bigint
+  p_include_cancelled boolean default false,
+  p_failed_from timestamptz default null
+) returns table (task_id bigint, failed_at timestamptz)
 language plpgsql
 set enable_seqscan = off
 as $$
+#variable_conflict use_column
 begin
   return query
-    with retried as (
+    with dead as (
+      select f.id, f.finished_at
+      from windlass.tasks f
+      where f.status = 'failed'
+        and f.finished_at between coalesce(p_failed_from, '-infinity') and p_failed_before
+        and f.queue = p_queue
+        and (p_include_cancelled or f.error_code is distinct from 'CANCELLED')
+      order by f.finished_at
+      limit p_limit
+      for update skip locked
+    ),
+    retried as (
       update windlass.tasks t
       set status = 'queued', run_after = null, ready_at = windlass.now(), attempts = 0, claim_token = null, worker_id = null,
           started_at = null, finished_at = null, progress = null, progress_note = null
-      where t.id = any (array(
-        select f.id
-        from windlass.tasks f
-        where f.status = 'failed'
-          and f.finished_at <= p_failed_before
-          and f.queue = p_queue
-          and (p_include_cancelled or f.error_code is distinct from 'CANCELLED')
-        order by f.finished_at
-        limit p_limit
-        for update skip locked
-      ))
+      where t.id = any (array(select d.id from dead d))
       returning t.id
     ),
     noted as (
       insert into windlass.events (code, reason, task_id)
       select 'TASK_RETRIED', 'put back into the queue by hand', r.id from retried r
     )
-    select r.id from retried r order by r.id;
+    select r.id, d.finished_at from retried r join dead d on d.id = r.id order by r.id;
   if found then
     perform pg_notify('windlass_tasks', p_queue);
   end if;
@@ -233,6 +237,10 @@ $$;
 
 -- A worker announces itself. One that was hired finds the row of its intent and keeps fleet, slot and status; one
 -- started by hand gets a row without a slot, active at once. An id that has ended stays ended: returns its status.
+--
+-- A program that was started again under its id (by a service, in a container) holds nothing: what its last start had
+-- claimed is requeued, and the attempt counts, for it may be what killed it. The same p_start_id says that it is the same
+-- program, whose call was late or came twice; without one, every call is a new start.
 create function windlass.register_worker(
   p_worker_id text,
   p_fleet text default 'default',
@@ -242,26 +250,34 @@ create function windlass.register_worker(
   p_host text default null,
   p_pid integer default null,
   p_version text default null,
-  p_kind text default 'worker'
+  p_kind text default 'worker',
+  p_start_id text default null
 ) returns text
 language plpgsql
 as $$
 declare
   v_status text;
   v_fleet text;
+  -- Null of one that nobody has heard of: then there is nothing to look for.
+  v_is_new_start boolean;
 begin
+  select (w.start_id = p_start_id) is not true into v_is_new_start
+  from windlass.workers w
+  where w.id = p_worker_id
+  for no key update;
+
   insert into windlass.fleets (name) values (p_fleet) on conflict do nothing;
 
   insert into windlass.workers as w (
-    id, fleet, status, paused, queues, kind, concurrency, lease_s, activated_at, host, pid, version
+    id, fleet, status, paused, queues, kind, concurrency, lease_s, activated_at, host, pid, version, start_id
   )
   select p_worker_id, p_fleet, 'active', f.paused, p_queues, p_kind, p_concurrency, p_lease_s, windlass.now(), p_host, p_pid,
-    p_version
+    p_version, p_start_id
   from windlass.fleets f
   where f.name = p_fleet
   on conflict (id) do update
     set queues = excluded.queues, kind = excluded.kind, concurrency = excluded.concurrency, lease_s = excluded.lease_s,
-        host = excluded.host, pid = excluded.pid, version = excluded.version
+        host = excluded.host, pid = excluded.pid, version = excluded.version, start_id = excluded.start_id
     where w.status in ('spawning', 'active', 'terminating')
   returning w.status, w.fleet into v_status, v_fleet;
 
@@ -270,6 +286,10 @@ begin
   else
     perform windlass.note('WORKER_REGISTERED', format('registered on %s, serving %s', coalesce(p_host, 'an unknown host'),
       array_to_string(p_queues, ', ')), v_fleet, p_worker_id, null);
+    -- What runs on nodes outlives the start of a dispatcher, and of the node's own program.
+    if p_kind = 'worker' and v_is_new_start then
+      perform windlass.requeue_tasks_of(array[p_worker_id], 'WORKER_LOST', 'its worker was started again');
+    end if;
   end if;
   return v_status;
 end
@@ -543,7 +563,7 @@ begin
   -- Tasks whose time has come join the ready ones. Bounded: the rest is taken by the next claims.
   if v_worker.is_due then
     update windlass.tasks t
-    set status = 'queued', run_after = null, ready_at = t.run_after
+    set status = 'queued', run_after = null, ready_at = greatest(t.run_after, t.created_at)
     where t.id = any (array(
       select d.id
       from windlass.tasks d
@@ -738,31 +758,46 @@ begin
           from unnest(v_ids, v_tokens) as h (task_id, token)
         ) as u
       ))
+      -- Of the row as it is when it is locked: it may have been given back and claimed anew since we looked.
       and r.worker_id = p_worker_id
       and r.finished_at is null
+      and r.started_at < v_now - v_lease
     for no key update of r skip locked
   ) as t;
 end
 $$;
 
--- A worker leaves of its own accord, holding nothing. What it still holds goes back to the queue.
+-- A worker leaves of its own accord. One started by hand is over; one that was hired still has a machine, so it only
+-- stops counting as a worker, and the control loop ends it. What it still holds goes back to the queue.
+--
+-- A task that somebody has locked is left to recover_lost_workers, or to whoever ends the machine: one who finishes it may
+-- want the worker's row next, which is ours.
 create function windlass.leave(p_worker_id text, p_reason text default 'left') returns void
 language plpgsql
 as $$
 declare
-  v_fleet text;
+  v_now timestamptz := windlass.now();
+  v_worker windlass.workers;
 begin
   update windlass.workers
-  set status = 'terminated', terminated_at = windlass.now(), code = coalesce(code, 'LEFT'), reason = coalesce(reason, p_reason)
+  set status = case when slot is null then 'terminated' else 'terminating' end,
+      terminated_at = case when slot is null then v_now end,
+      terminating_at = coalesce(terminating_at, v_now),
+      code = coalesce(code, 'LEFT'), reason = coalesce(reason, p_reason)
   where id = p_worker_id
     and status in ('spawning', 'active', 'terminating')
-  returning fleet into v_fleet;
+  returning * into v_worker;
   if found then
-    perform windlass.note('WORKER_LEFT', p_reason, v_fleet, p_worker_id, null);
+    perform windlass.note('WORKER_LEFT', p_reason, v_worker.fleet, p_worker_id, null);
     perform windlass.release_task(p_worker_id, t.id, t.claim_token, 'its worker left')
-    from windlass.tasks t
-    where t.worker_id = p_worker_id
-      and t.status = 'running';
+    from (
+      select r.id, r.claim_token
+      from windlass.tasks r
+      where r.worker_id = p_worker_id
+        and r.status = 'running'
+      order by r.id
+      for no key update skip locked
+    ) as t;
   end if;
 end
 $$;
@@ -795,6 +830,10 @@ begin
     set status = case when t.attempts < t.max_attempts then 'queued' else 'failed' end,
         finished_at = case when t.attempts < t.max_attempts then null else v_now end,
         worker_id = case when t.attempts < t.max_attempts then null else t.worker_id end,
+        ready_at = case when t.attempts < t.max_attempts then v_now else t.ready_at end,
+        started_at = case when t.attempts < t.max_attempts then null else t.started_at end,
+        progress = case when t.attempts < t.max_attempts then null else t.progress end,
+        progress_note = case when t.attempts < t.max_attempts then null else t.progress_note end,
         claim_token = null, error_code = p_code, error = p_reason
     from taken
     where t.id = taken.id

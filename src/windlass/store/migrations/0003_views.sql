@@ -8,7 +8,8 @@ select
   count(*) filter (where t.status = 'queued' and t.run_after > windlass.now()) as scheduled,
   count(*) filter (where t.status = 'error') as waiting_for_retry,
   count(*) filter (where t.status = 'running') as running,
-  extract(epoch from windlass.now() - min(t.created_at) filter (
+  -- Since when they could have been claimed: the latest of these that there is.
+  extract(epoch from windlass.now() - min(greatest(t.created_at, t.ready_at, t.run_after)) filter (
     where t.status = 'queued' and (t.run_after is null or t.run_after <= windlass.now())
   )) as oldest_queued_age_s
 from windlass.tasks t

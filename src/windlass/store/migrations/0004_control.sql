@@ -379,7 +379,7 @@ as $$
   select json_build_object(
     'queued', ready.count + due.count + claimed.held,
     'running', claimed.running,
-    'oldest_queued_age_s', extract(epoch from p_now - least(oldest.created_at, claimed.oldest_held)),
+    'oldest_queued_age_s', extract(epoch from p_now - least(oldest.ready_at, claimed.oldest_held)),
     'duration_p50_s', (
       select percentile_cont(0.5) within group (order by extract(epoch from d.finished_at - d.started_at))
       from (
@@ -411,17 +411,17 @@ as $$
     select
       count(*) filter (where w.kind is distinct from 'dispatcher') as running,
       count(*) filter (where w.kind = 'dispatcher') as held,
-      min(t.created_at) filter (where w.kind = 'dispatcher') as oldest_held
+      min(coalesce(t.ready_at, t.created_at)) filter (where w.kind = 'dispatcher') as oldest_held
     from windlass.tasks t
     left join windlass.workers w on w.id = t.worker_id
     where t.status = 'running' and t.queue = any (p_queues)
   ) as claimed
   left join lateral (
     -- The head of each queue, which is the oldest unless priorities differ: good enough to show, and one probe a queue.
-    select min(head.created_at) as created_at
+    select min(head.ready_at) as ready_at
     from unnest(p_queues) as q (name)
     cross join lateral (
-      select t.created_at from windlass.tasks t
+      select coalesce(t.ready_at, t.created_at) as ready_at from windlass.tasks t
       where t.queue = q.name and t.status = 'queued' and t.run_after is null
       order by t.priority desc, t.id
       limit 1
@@ -995,32 +995,5 @@ begin
     where id = p_worker_id and slot is null;
   end if;
   return v_is_live;
-end
-$$;
-
--- A worker leaves of its own accord. One started by hand is over; one that was hired still has a machine, so it only
--- stops counting as a worker, and the control loop ends it.
-create or replace function windlass.leave(p_worker_id text, p_reason text default 'left') returns void
-language plpgsql
-as $$
-declare
-  v_now timestamptz := windlass.now();
-  v_worker windlass.workers;
-begin
-  update windlass.workers
-  set status = case when slot is null then 'terminated' else 'terminating' end,
-      terminated_at = case when slot is null then v_now end,
-      terminating_at = coalesce(terminating_at, v_now),
-      code = coalesce(code, 'LEFT'), reason = coalesce(reason, p_reason)
-  where id = p_worker_id
-    and status in ('spawning', 'active', 'terminating')
-  returning * into v_worker;
-  if found then
-    perform windlass.note('WORKER_LEFT', p_reason, v_worker.fleet, p_worker_id, null);
-    perform windlass.release_task(p_worker_id, t.id, t.claim_token, 'its worker left')
-    from windlass.tasks t
-    where t.worker_id = p_worker_id
-      and t.status = 'running';
-  end if;
 end
 $$;

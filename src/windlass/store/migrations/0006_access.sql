@@ -144,7 +144,8 @@ create function windlass.enlist_worker(
   p_lease_s double precision,
   p_host text,
   p_pid integer,
-  p_version text
+  p_version text,
+  p_start_id text
 ) returns text
 language plpgsql
 as $$
@@ -166,7 +167,7 @@ begin
     return 'taken';
   end if;
   v_status := windlass.register_worker(
-    p_worker_id, p_fleet, p_queues, p_concurrency, p_lease_s, p_host, p_pid, p_version, 'worker'
+    p_worker_id, p_fleet, p_queues, p_concurrency, p_lease_s, p_host, p_pid, p_version, 'worker', p_start_id
   );
   update windlass.workers
   set token_hash = p_token_hash, joined_at = windlass.now(), enlisted_by = v_token_id

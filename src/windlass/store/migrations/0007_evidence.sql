@@ -186,7 +186,8 @@ begin
     group by f.task_id
   ),
   held as (
-    select t.id, t.worker_id as last_worker_id, f.attempts as mine,
+    -- All that is decided by, of the row that is locked: it may have moved on since the statement began.
+    select t.id, t.status, t.max_attempts, t.worker_id as last_worker_id, f.attempts as mine,
       greatest(t.attempts - f.attempts, case when t.status = 'running' then 1 else 0 end) as attempts_left
     from windlass.tasks t
     join failures f on f.task_id = t.id
@@ -204,16 +205,19 @@ begin
     for no key update of t skip locked
   ),
   freed as (
-    select h.*, t.status = 'failed' and h.attempts_left < t.max_attempts
-      or t.status = 'error' and h.last_worker_id = p_worker_id as is_ready
+    select h.id, h.mine, h.attempts_left,
+      h.status = 'failed' and h.attempts_left < h.max_attempts
+        or h.status = 'error' and h.last_worker_id = p_worker_id as is_ready
     from held h
-    join windlass.tasks t on t.id = h.id
   ),
   moved as (
     update windlass.tasks t
     set attempts = f.attempts_left,
         status = case when f.is_ready then 'queued' else t.status end,
         run_after = case when f.is_ready then null else t.run_after end,
+        ready_at = case when f.is_ready then windlass.now() else t.ready_at end,
+        progress = case when f.is_ready then null else t.progress end,
+        progress_note = case when f.is_ready then null else t.progress_note end,
         finished_at = case when f.is_ready then null else t.finished_at end,
         started_at = case when f.is_ready then null else t.started_at end,
         claim_token = case when f.is_ready then null else t.claim_token end,
