@@ -75,9 +75,10 @@ def _heed_voices(draft: Draft) -> list[Action]:
     """Whoever speaks has a machine. A provider that lists none of a fleet's machines, asked to end one, says that it is
     gone: with the key of another account, that would be how each of them is forgotten."""
     grace_s, missing = draft.snapshot.traits.absence_grace_s, draft.memory.missing_since
+    before = draft.snapshot.memory.hold
+    is_unlisted = draft.snapshot.machines is None
     # Without a list, what the last one lacked is as it was.
-    listed = [s for s in draft.states.values() if s.worker.machine_id is not None and s.worker.id not in missing]
-    if grace_s == 0 or draft.own or (draft.snapshot.machines is None and listed):
+    if grace_s == 0 or draft.own or (is_unlisted and (before is None or before.code != OTHER_ACCOUNT)):
         return []
     speaking = [
         state
