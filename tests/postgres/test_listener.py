@@ -66,3 +66,14 @@ async def test_what_is_remembered_is_bounded_and_forgetting_is_a_hint_too_many(
     stranger = await waiting(store, "z")
     await store.enqueue_many(NewTask(f"q{number}") for number in range(20))
     await asyncio.wait_for(stranger, LIMIT_S)
+
+
+async def test_who_is_told_to_end_at_the_moment_of_an_arrival_ends(store: PostgresStore) -> None:
+    """A wait that swallowed it would go on for as long as the next one takes, and whoever closes would wait for it."""
+    task = await waiting(store, "a")
+    await asyncio.sleep(0)
+    assert store._listener is not None
+    store._listener._note_arrival("a")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -89,7 +89,8 @@ class _Bell:
         try:
             if cursor == self.cursor:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._ringing.wait(), timeout_s)
+                    async with asyncio.timeout(timeout_s):
+                        await self._ringing.wait()
         finally:
             self.listeners -= 1
             self.listened_at = time.monotonic()

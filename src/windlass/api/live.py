@@ -198,7 +198,8 @@ class Live:
                 log.exception("looking for news failed")
             await asyncio.sleep(rest_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poked.wait(), LOOK_INTERVAL_S - rest_s)
+                async with asyncio.timeout(LOOK_INTERVAL_S - rest_s):
+                    await self._poked.wait()
         self._watcher = None
 
     async def _resume_finding(self, last_event_id: int) -> None:
@@ -286,7 +287,8 @@ class Listener:
             if self._may_look is not None and not await self._may_look():
                 return None
         try:
-            return await asyncio.wait_for(self._messages.get(), BEAT_S)
+            async with asyncio.timeout(BEAT_S):
+                return await self._messages.get()
         except TimeoutError:
             return ": still here\n\n"
 

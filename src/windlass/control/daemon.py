@@ -142,7 +142,8 @@ class Daemon:
 
     async def _pause(self, waker: asyncio.Event, seconds: float) -> None:
         try:
-            await asyncio.wait_for(waker.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await waker.wait()
         except TimeoutError:
             return
 

@@ -118,7 +118,8 @@ async def _read(receive: Any) -> bytes | None:
 async def _stay_silent(held_s: float, receive: Any) -> None:
     """Until the client gives up, or its patience is greater than ours."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(receive(), held_s)
+        async with asyncio.timeout(held_s):
+            await receive()
 
 
 def make_server(emulator: Emulator) -> uvicorn.Server:

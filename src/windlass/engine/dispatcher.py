@@ -136,7 +136,8 @@ class Dispatcher:
                 log.info("standing by: another dispatcher acts", fleet=self._dispatch.fleet)
                 is_told = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), min(max(led.expires_in_s, 0.2), LEASE_S))
+                async with asyncio.timeout(min(max(led.expires_in_s, 0.2), LEASE_S)):
+                    await self._stop.wait()
         return None
 
     async def _ask_for_lease(self) -> int | Standby:

@@ -129,5 +129,6 @@ class _Keeper:
         with contextlib.suppress(ProcessLookupError):
             os.kill(group.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(group.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await group.wait()
         await group.end()

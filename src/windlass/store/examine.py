@@ -72,7 +72,8 @@ async def _can_listen(connection: Any) -> bool:
     try:
         await connection.add_listener(channel, on_notification)
         await connection.execute(f"notify {channel}")
-        await asyncio.wait_for(seen.wait(), LISTEN_TIMEOUT_S)
+        async with asyncio.timeout(LISTEN_TIMEOUT_S):
+            await seen.wait()
         await connection.remove_listener(channel, on_notification)
     except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
         return False

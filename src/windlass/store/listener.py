@@ -61,7 +61,8 @@ class Listener:
             if remaining_s <= 0:
                 return
             try:
-                await asyncio.wait_for(self._arrival.wait(), remaining_s)
+                async with asyncio.timeout(remaining_s):
+                    await self._arrival.wait()
             except TimeoutError:
                 return
 
@@ -131,7 +132,8 @@ class Listener:
         try:
             await self._connection.add_listener(channel, on_notification)
             await self._connection.execute(f"notify {channel}")
-            await asyncio.wait_for(seen.wait(), PROOF_TIMEOUT_S)
+            async with asyncio.timeout(PROOF_TIMEOUT_S):
+                await seen.wait()
             await self._connection.remove_listener(channel, on_notification)
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
             await self.close()

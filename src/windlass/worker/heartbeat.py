@@ -158,4 +158,5 @@ class Heartbeat:
                 return
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), remaining_s)
+                async with asyncio.timeout(remaining_s):
+                    await self._wake.wait()

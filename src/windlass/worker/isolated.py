@@ -203,7 +203,8 @@ class _Child:
         if self._group.breach is not None:
             return self._group.breach.error
         with contextlib.suppress(TimeoutError):
-            returncode = await asyncio.wait_for(self._group.wait(), EXIT_TIMEOUT_S)
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                returncode = await self._group.wait()
             tail = self._group.tail()
             return f"the handler's process {describe_exit(returncode)}" + (
                 f"; it printed last:\n{tail}" if tail else ""

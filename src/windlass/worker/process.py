@@ -155,7 +155,8 @@ class Group(asyncio.SubprocessProtocol):
         """The exit code of the process, negative for a signal. Output is read to its end, or for a moment more."""
         await self._exited.wait()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._closed.wait(), LAST_WORDS_TIMEOUT_S)
+            async with asyncio.timeout(LAST_WORDS_TIMEOUT_S):
+                await self._closed.wait()
         if self.returncode is None:
             raise AssertionError("it has exited")
         return self.returncode

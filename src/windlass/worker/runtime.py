@@ -141,7 +141,8 @@ class _Orders:
     async def pause(self, seconds: float) -> None:
         """Wait that long, unless it is urgent to leave."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.is_urgent.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.is_urgent.wait()
 
 
 class WorkerRuntime:
@@ -489,7 +490,8 @@ class _Life:
         else:
             with contextlib.suppress(TimeoutError):
                 remaining_s = self._orders.drain_deadline - time.monotonic()
-                await asyncio.wait_for(self._orders.changed.wait(), max(remaining_s, 0.0))
+                async with asyncio.timeout(max(remaining_s, 0.0)):
+                    await self._orders.changed.wait()
 
     async def _notice_work(self) -> None:
         """Ends when there may be work: a notification came, a waiting task is due, or the poll interval is over."""

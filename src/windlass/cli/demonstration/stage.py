@@ -210,7 +210,8 @@ async def _staged(place: Place, scene: Scene, tell: Tell) -> AsyncIterator[Stage
         tell("the end: `windlass up` lets its workers go and leaves")
         up.terminate()
         with suppress(TimeoutError):
-            await asyncio.wait_for(up.wait(), STOP_TIMEOUT_S)
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await up.wait()
 
 
 async def _link(place: Place, up: Process) -> str:
