@@ -314,7 +314,7 @@ def test_a_fleet_whose_provider_cannot_be_made_changes_nothing_and_leaves_nothin
         made = bed.clouds["green"] = bed._cloud("red")
         with pytest.raises(KeyError):
             up.up.reconfigure({**bed.fleets, "green": config("green"), "grey": config("grey")})
-        await asyncio.sleep(0)
+        await asyncio.sleep(1)
         assert (up.up.fleets, made.closed) == (("red", "blue"), 1)
 
     in_a_bed(live)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import structlog
 
-from windlass.api import server
+from windlass.api import connections, server
 from windlass.api.connections import FILES_KEPT, MAX_CONNECTIONS, MAX_FILES, Connections, Patience
 from windlass.api.server import MAX_LINES, listen, serving
 
@@ -42,6 +42,13 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second for each thing that is waited for."""
     patience = Patience(header_s=0.5, body_s=0.5, answer_s=0.5)
     monkeypatch.setattr(server, "Connections", functools.partial(Connections, patience=patience))
+
+
+@pytest.fixture
+def some_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds for any part of an answer."""
+    monkeypatch.setattr(connections, "TAKEN_BYTES", 1)
+    monkeypatch.setattr(server, "Connections", functools.partial(Connections, patience=Patience(answer_s=2.0)))
 
 
 @pytest.fixture
@@ -195,6 +202,41 @@ async def test_who_takes_no_answer_is_cut(port: int, size: int, last_words: byte
             while is_connected_to(port):
                 await asyncio.sleep(0.05)
         assert 0 < await all_that_comes(deaf) < size
+
+
+@pytest.mark.usefixtures("impatience")
+async def test_who_takes_all_but_the_end_of_the_last_answer_is_cut(port: int) -> None:
+    """Less is left then than a server stops writing for, and it closes when all is taken."""
+    loop = asyncio.get_running_loop()
+    get = b"GET /bytes/51000 HTTP/1.1\r\nHost: here\r\n%b\r\n"
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        deaf.setblocking(False)
+        await loop.sock_connect(deaf, ("127.0.0.1", port))
+        await loop.sock_sendall(deaf, get % b"" + get % b"Connection: close\r\n")
+        taken = 0
+        while taken < 80_000:
+            taken += len(await loop.sock_recv(deaf, 1_000))
+        async with asyncio.timeout(WAIT_S):
+            while is_connected_to(port):
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.usefixtures("some_patience")
+async def test_who_takes_an_answer_at_a_fair_pace_gets_all_of_it(port: int) -> None:
+    """Longer than nothing may be taken; that some was is seen whenever that time is over."""
+    loop, size, taken = asyncio.get_running_loop(), 1_000_000, 0
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        slow.setblocking(False)
+        await loop.sock_connect(slow, ("127.0.0.1", port))
+        await loop.sock_sendall(slow, b"GET /bytes/%d HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n" % size)
+        until = loop.time() + 2.5
+        while piece := await loop.sock_recv(slow, 20_000):
+            taken += len(piece)
+            if loop.time() < until:
+                await asyncio.sleep(0.05)
+    assert taken > size
 
 
 async def test_half_a_body_makes_room_for_whoever_asks(port: int) -> None:

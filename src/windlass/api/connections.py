@@ -10,6 +10,7 @@ may open: the database, the machines and the log need some too.
 import asyncio
 import resource
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ SHARE_OF_ADDRESS = 0.5
 PROXIES = ("127.0.0.1", "::1")
 # What is raised to, if the system allows as much; beyond this nobody gains, and some programs loop over all of them.
 MAX_FILES = 16_384
+# What an honest caller sends and takes, at the least: in a second of a body, and in each `answer_s` of an answer.
+BODY_BYTES_PER_S = 64 * 1024
+TAKEN_BYTES = 64 * 1024
 log = structlog.get_logger(__name__)
 
 
@@ -38,10 +42,10 @@ class Patience:
 
     # From the connection, or from the first byte of a further request, to the end of the header.
     header_s: float = 10.0
-    # From there to the end of the body, whether or not anybody reads it: longer than the application itself waits for
-    # it, which can say so (guard.BODY_TIMEOUT_S).
+    # From there to the end of the body, whether or not anybody reads it, and more while an answer waits for a body that
+    # comes at a fair pace: longer than the application itself waits for it, which can say so (guard.BODY_TIMEOUT_S).
     body_s: float = 90.0
-    # Until what was sent is taken, when more is there than the system keeps for it.
+    # Until some more is taken of what was sent, when more is there than the system keeps for it.
     answer_s: float = 30.0
 
 
@@ -125,6 +129,7 @@ class Connection(H11Protocol):
         # What is being waited for, and after which request.
         self._awaited: tuple[str, object] | None = None
         self._not_arrived: asyncio.TimerHandle | None = None
+        self._received_bytes = 0
         self._not_taken: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -134,15 +139,16 @@ class Connection(H11Protocol):
             transport.abort()
             return
         self._everybody.add(self, address)
-        self._await("header", self._patience.header_s)
+        self._await("header", self._patience.header_s, self.cut)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._everybody.remove(self)
         self._await_nothing()
-        self.resume_writing()
+        self._stop_expecting_to_be_read()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._received_bytes += len(data)
         super().data_received(data)
         self._look()
 
@@ -156,9 +162,8 @@ class Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._not_taken is not None:
-            self._not_taken.cancel()
-            self._not_taken = None
+        if not self.transport.is_closing():  # who closes waits for the rest too
+            self._stop_expecting_to_be_read()
 
     def cut(self) -> None:
         """Without waiting until it has read what was sent."""
@@ -172,22 +177,22 @@ class Connection(H11Protocol):
             self._await_nothing()
             self._expect_to_be_read()
         elif state is h11.SEND_BODY:
-            self._await("body", self._patience.body_s)
+            self._await("body", self._patience.body_s, self._check_pace)
         elif state is not h11.IDLE:
             self._await_nothing()
         elif self.cycle is None or self.conn.trailing_data[0]:
-            self._await("header", self._patience.header_s)
+            self._await("header", self._patience.header_s, self.cut)
         else:
-            # uvicorn counts this too, but not after a body that came later than its answer; and it would wait until
-            # the answer is read.
-            self._await("request", self.timeout_keep_alive)
+            # uvicorn counts this too, but not after a body that came later than its answer.
+            self._await("request", self.timeout_keep_alive, self._take_leave)
 
-    def _await(self, what: str, wait_s: float) -> None:
+    def _await(self, what: str, wait_s: float, then: Callable[[], None]) -> None:
         # Once for each header and each body: a byte now and then gains no time.
         if self._awaited != (what, self.cycle):
             self._await_nothing()
             self._awaited = (what, self.cycle)
-            self._not_arrived = self.loop.call_later(wait_s, self.cut)
+            self._received_bytes = 0
+            self._not_arrived = self.loop.call_later(wait_s, then)
 
     def _await_nothing(self) -> None:
         self._awaited = None
@@ -195,6 +200,33 @@ class Connection(H11Protocol):
             self._not_arrived.cancel()
             self._not_arrived = None
 
+    def _check_pace(self) -> None:
+        """The time for a body is over. What came since is worth some more, but not once it was answered: nobody reads
+        it then, and nobody says how long it may be."""
+        received_bytes, self._received_bytes = self._received_bytes, 0
+        if self.cycle.response_complete or received_bytes < BODY_BYTES_PER_S:
+            self.cut()
+        else:
+            self._not_arrived = self.loop.call_later(received_bytes / BODY_BYTES_PER_S, self._check_pace)
+
+    def _take_leave(self) -> None:
+        self.transport.close()
+        self._expect_to_be_read()
+
     def _expect_to_be_read(self) -> None:
         if self._not_taken is None:
-            self._not_taken = self.loop.call_later(self._patience.answer_s, self.cut)
+            left_bytes = self.transport.get_write_buffer_size()
+            self._not_taken = self.loop.call_later(self._patience.answer_s, self._check_taken, left_bytes)
+
+    def _check_taken(self, left_bytes_before: int) -> None:
+        self._not_taken = None
+        left_bytes = self.transport.get_write_buffer_size()
+        if left_bytes and left_bytes_before - left_bytes < TAKEN_BYTES:
+            self.cut()
+        elif left_bytes:
+            self._expect_to_be_read()
+
+    def _stop_expecting_to_be_read(self) -> None:
+        if self._not_taken is not None:
+            self._not_taken.cancel()
+            self._not_taken = None

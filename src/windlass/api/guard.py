@@ -13,10 +13,12 @@ import structlog
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from windlass.api.connections import BODY_BYTES_PER_S
 from windlass.api.errors import ApiError, AsPage, answer_to, as_api_error
 from windlass.ports import http
 
-# From the first look for a body to its end. Whoever is slower is not a worker of ours.
+# From the first look for a body to its end, and as much more as what has come of it is worth at a fair pace. Whoever is
+# slower is not a worker of ours.
 BODY_TIMEOUT_S = 60.0
 # Unless a handler has said otherwise.
 HEADERS = {
@@ -75,7 +77,7 @@ class _Exchange:
         self._received_bytes = 0
         self._has_whole_body = False
         # On the loop's clock; None: nobody has looked for a body yet.
-        self._body_due_at: float | None = None
+        self._body_awaited_since: float | None = None
         self._status: int | None = None
 
     async def carry_out(self) -> None:
@@ -103,13 +105,15 @@ class _Exchange:
     async def _receive(self) -> Message:
         if self._has_whole_body:
             return await self._receive_from_client()
-        if self._body_due_at is None:
-            self._body_due_at = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+        if self._body_awaited_since is None:
+            self._body_awaited_since = asyncio.get_running_loop().time()
+        due_at = self._body_awaited_since + BODY_TIMEOUT_S + self._received_bytes / BODY_BYTES_PER_S
         try:
-            async with asyncio.timeout_at(self._body_due_at):
+            async with asyncio.timeout_at(due_at):
                 message = await self._receive_from_client()
         except TimeoutError:
-            raise ApiError(408, http.BAD_INPUT, "the request did not arrive in time.") from None
+            # Nothing is wrong with what it holds: a worker tries again.
+            raise ApiError(408, http.TOO_SLOW, "the request did not arrive in time.") from None
         if message["type"] == "http.request":
             self._received_bytes += len(message.get("body", b""))
             self._has_whole_body = not message.get("more_body", False)

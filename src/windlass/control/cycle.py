@@ -86,7 +86,7 @@ class FleetCycle:
         self._changes: tuple[FleetConfig, Provider] | None = None
         # Providers that were exchanged while calls of theirs were under way.
         self._formerly: list[Provider] = []
-        self._closing: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
         # Term and id of the cycle whose outcomes are still to be written down.
         self._last = (0, 0)
         # The database's time, and when it was so by the loop's clock.
@@ -134,19 +134,26 @@ class FleetCycle:
         """Stop waiting for calls under way. What was sent may still happen; a later cycle finds out."""
         self._actor.abandon()
 
-    async def close(self) -> None:
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Its providers are needed no more. Machines go on."""
         self._take_changes_over()
-        await self._close_providers(*self._formerly, self._provider)
-        await asyncio.gather(*self._closing)
+        for provider in (*self._formerly, self._provider):
+            self._begin_to_close(provider)
+        _, late = await asyncio.wait(self._closing, timeout=timeout_s)
+        for closing in late:
+            closing.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
-    async def _close_providers(self, *providers: Provider) -> None:
-        for provider in providers:
-            try:
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await provider.close()
-            except Exception as error:
-                log.warning("provider not closed", fleet=self.name, error=str(error) or type(error).__name__)
+    def _begin_to_close(self, provider: Provider) -> None:
+        self._closing = {task for task in self._closing if not task.done()}
+        self._closing.add(asyncio.create_task(self._close(provider)))
+
+    async def _close(self, provider: Provider) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await provider.close()
+        except Exception as error:
+            log.warning("provider not closed", fleet=self.name, error=str(error) or type(error).__name__)
 
     async def run(self, patience_s: float | None = None) -> Summary:
         """One cycle. Raises DatabaseUnavailable; whatever a provider does is part of the summary.
@@ -248,8 +255,8 @@ class FleetCycle:
             self._actor.forget(late)
         if self._formerly and not self._actor.is_busy:
             former, self._formerly = self._formerly, []
-            self._closing = [task for task in self._closing if not task.done()]
-            self._closing.append(asyncio.create_task(self._close_providers(*former)))
+            for provider in former:
+                self._begin_to_close(provider)
         return late
 
     async def _write_down(self, outcome: Outcome) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
-from windlass.control.cycle import PATIENCE_S, FleetCycle
+from windlass.control.cycle import CLOSE_TIMEOUT_S, PATIENCE_S, FleetCycle
 from windlass.control.summary import Summary
 from windlass.model.errors import DatabaseUnavailable
 from windlass.policy.backoff import reconnect_delay_s
@@ -31,6 +31,8 @@ WINDING_DOWN_PACE = 10
 STANDBY_MIN_S = 0.05
 # At the end, for calls that are under way. What becomes of them later is found out by whoever leads next.
 SETTLE_TIMEOUT_S = 15.0
+# For whoever does not want to wait.
+HURRIED_CLOSE_S = 3.0
 log = structlog.get_logger(__name__)
 
 
@@ -45,6 +47,7 @@ class Daemon:
         self._rng = rng or random.Random()  # noqa: S311
         self._wakers = {name: asyncio.Event() for name in self._fleets}
         self._stopping = asyncio.Event()
+        self._close_timeout_s = CLOSE_TIMEOUT_S
         self._group: asyncio.TaskGroup | None = None
         self._keepers: set[asyncio.Task[None]] = set()
 
@@ -67,6 +70,7 @@ class Daemon:
     def stop_at_once(self) -> None:
         """End in the middle of whatever is under way, as a crash would: the next start repairs it."""
         self._stopping.set()
+        self._close_timeout_s = HURRIED_CLOSE_S
         for keeper in self._keepers:
             keeper.cancel()
 
@@ -108,7 +112,7 @@ class Daemon:
                     await fleet.settle()
         finally:
             fleet.abandon()
-            await fleet.close()
+            await fleet.close(self._close_timeout_s)
 
     async def _turn(self, fleet: FleetCycle, waker: asyncio.Event) -> None:
         failures = 0
