@@ -413,6 +413,18 @@ async def test_a_fleet_is_told_since_when_what_waits_could_have_been_claimed(
     assert (await ann.observe()).queue.oldest_queued_age_s == 2.0
 
 
+async def test_a_task_that_was_put_back_a_moment_ago_hides_none_that_wait_behind_it(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await store.register(Registration("hand", ("a",), fleet="g"))
+    for _ in range(3):
+        await store.enqueue(NewTask("a"))
+    (claim,) = await store.claim("hand", ("a",), 1)
+    clock.advance(60)
+    await store.release("hand", claim.task_id, claim.token, "no room")
+    assert (await ann.observe()).queue.oldest_queued_age_s == 60.0
+
+
 async def test_a_retry_whose_time_has_come_waits(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="g"))
     await store.enqueue(NewTask("a"))

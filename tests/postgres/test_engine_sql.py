@@ -8,6 +8,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.node import AliveNode, Placement, Verdict, dispatcher_lease
 from windlass.model.task import Claim, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerKind, WorkerStatus
@@ -101,6 +102,24 @@ async def test_who_takes_over_waits_for_what_somebody_has_locked(dsn: str) -> No
     finally:
         await person.close()
         await onlooker.close()
+
+
+async def test_who_waits_too_long_to_take_over_lets_go_of_the_lease_and_asks_again(dsn: str) -> None:
+    person = await asyncpg.connect(dsn)
+    try:
+        await hire_nodes(person)
+        async with PostgresEngineStore(dsn) as store, PostgresEngineStore(dsn) as elsewhere:
+            term = await store.lead(DISPATCHER)
+            assert isinstance(term, int)
+            (claim,) = await placed_tasks(store, 1)
+            async with person.transaction():
+                await person.execute("select from windlass.tasks where id = $1 for update", claim.task_id)
+                with pytest.raises(DatabaseUnavailable, match="lock timeout.*: try again"):
+                    await store.take_over_nodes(DISPATCHER, term, "f")
+                assert await elsewhere.lead(DISPATCHER) == term
+            assert await store.take_over_nodes(DISPATCHER, term, "f") == 1
+    finally:
+        await person.close()
 
 
 async def test_a_lost_dispatcher_is_not_over_while_somebody_has_a_task_of_its_nodes_locked(dsn: str) -> None:

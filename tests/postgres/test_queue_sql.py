@@ -19,6 +19,7 @@ import asyncpg
 import pytest
 
 from servers import transaction_pooler
+from windlass.cli.tasks import _retry_all_failed
 from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch, TooSlow
 from windlass.model.task import Claim, Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
@@ -1159,3 +1160,30 @@ async def test_a_role_taken_on_for_one_call_is_enough_as_for_supabase_rpc(
                 assert await rpc.fetchval(finish, task_id, claim["token"])
     finally:
         await connection.execute("drop role authenticator, api")
+
+
+async def test_dead_letters_that_somebody_has_locked_are_retried_when_they_are_free(
+    store: PostgresStore, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.cli.tasks.PAGE", 1)
+    await register(store, "w1")
+    ids = [await store.enqueue(NewTask("q", max_attempts=1)) for _ in range(3)]
+    for claim in await store.claim("w1", ("q",), 3):
+        await store.fail("w1", claim.task_id, claim.token, "it broke")
+    retry_failed = store.retry_failed
+    async with connected(dsn) as person:
+        holding = person.transaction()
+        await holding.start()
+        await person.execute("select from windlass.tasks where id = $1 for update", ids[0])
+        is_held = True
+
+        async def retried(*arguments: Any, **options: Any) -> Any:
+            nonlocal is_held
+            found = await retry_failed(*arguments, **options)
+            if is_held and found.ids == []:
+                await holding.rollback()
+                is_held = False
+            return found
+
+        monkeypatch.setattr(store, "retry_failed", retried)
+        assert await _retry_all_failed(store, "q", include_cancelled=False) == ids

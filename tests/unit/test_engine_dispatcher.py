@@ -10,6 +10,7 @@ from windlass.engine.cluster import ClusterNode
 from windlass.engine.dispatcher import LEASE_S, Dispatch, Dispatcher
 from windlass.engine.seats import Seats
 from windlass.model.config import Retention
+from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.node import dispatcher_lease
 from windlass.ports.control import Candidate, LeaseLost
@@ -63,6 +64,33 @@ class Term:
 
 def node(node_id: str) -> ClusterNode:
     return ClusterNode(node_id, True, {}, "127.0.0.1", {"CPU": 2.0}, {}, is_head=False)
+
+
+def test_a_fleet_that_cannot_be_taken_over_yet_is_asked_for_again_under_the_same_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def locked() -> None:
+        bench = Term(monkeypatch)
+        term = await bench.lead()
+        take_over, times = bench.store.take_over_nodes, 0
+
+        async def taken(*arguments: Any) -> int:
+            nonlocal times
+            times += 1
+            if times < 20:  # for longer than a lease
+                raise DatabaseUnavailable("somebody has locked one of its tasks")
+            return await take_over(*arguments)
+
+        monkeypatch.setattr(bench.store, "take_over_nodes", taken)
+        assert await bench.dispatcher._take_over(term) == 0
+        assert times == 20
+        times = 0
+        await bench.store.resign(bench.dispatcher._candidate)
+        assert isinstance(await bench.store.lead(Candidate("other", 1e6, dispatcher_lease("f"))), int)
+        with pytest.raises(LeaseLost):
+            await bench.dispatcher._take_over(term)
+
+    run(locked())
 
 
 def test_after_an_outage_that_outlasted_its_lease_a_dispatcher_goes_on_if_nobody_took_it(

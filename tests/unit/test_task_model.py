@@ -54,7 +54,9 @@ def test_a_queue_cannot_be_called(name: str) -> None:
         pytest.param({"unique_key": "a\0b"}, "NUL", id="a key with NUL"),
         pytest.param({"unique_key": "\ud800"}, "surrogate", id="a key with half a character"),
         pytest.param({"run_after": datetime(2030, 1, 1)}, "no time zone", id="a time without zone"),
-        pytest.param({"run_after": datetime.max.replace(tzinfo=UTC)}, "before the year 9999", id="a time beyond all"),
+        pytest.param(
+            {"run_after": datetime.max.replace(tzinfo=UTC)}, "only the years 2 to 9998", id="a time beyond all"
+        ),
         pytest.param({"payload": {1, 2}}, "cannot be written as JSON", id="a set"),
         pytest.param({"payload": math.nan}, "cannot be written as JSON", id="not a number"),
         pytest.param({"payload": "a\0b"}, "NUL character", id="NUL in the payload"),

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,33 @@ async def test_output_that_nobody_can_read_does_not_end_the_work(monkeypatch: py
         assert nobody_reads.drain(PATIENCE_S)
     finally:
         os.close(writing)
+
+
+async def test_who_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, got = 40_000_000, 0
+    reading, writing = os.pipe()
+    slowly_read = Outlet(writing)
+    monkeypatch.setattr(process, "standard_error", slowly_read)
+
+    def read() -> None:
+        nonlocal got
+        while piece := os.read(reading, 65_536):
+            got += len(piece)
+            time.sleep(0.001)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        group = await start(f"head -c {size} /dev/zero >&2")
+        assert await group.wait() == 0
+        await until(lambda: group._output_bytes == size, "all is printed")
+        await group.end()
+        assert await asyncio.to_thread(slowly_read.drain, PATIENCE_S)
+    finally:
+        os.close(writing)
+        reader.join()
+        os.close(reading)
+    assert got == size
 
 
 async def test_too_much_output_is_the_end_and_the_count_begins_anew_with_each_attempt(

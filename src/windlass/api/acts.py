@@ -201,9 +201,11 @@ def _add_tasks(router: APIRouter, face: Face, shown: Shown) -> None:
             check_queue_name(queue)
             until, failed_from, retried = await store.now(), None, 0
             for _ in range(RETRY_ROUNDS):
-                ids, failed_from = await store.retry_failed(queue, until, RETRY_AT_ONCE, failed_from=failed_from)
+                was_from = failed_from
+                # At the end once more from the beginning, for those that somebody had locked.
+                ids, failed_from = await store.retry_failed(queue, until, RETRY_AT_ONCE, failed_from=was_from)
                 retried += len(ids)
-                if len(ids) < RETRY_AT_ONCE:
+                if not ids and was_from is None:
                     break
             return f"{counted(retried, 'dead letter')} of {queue} are back in the queue."
 

@@ -280,10 +280,12 @@ async def _retry_all_failed(store: "PostgresStore", queue: str, *, include_cance
     done: list[int] = []
     with progress("retrying", None) as advance:
         while True:
+            was_from = failed_from
+            # At the end once more from the beginning, for those that somebody had locked.
             ids, failed_from = await store.retry_failed(
-                queue, began, PAGE, failed_from=failed_from, include_cancelled=include_cancelled
+                queue, began, PAGE, failed_from=was_from, include_cancelled=include_cancelled
             )
-            if not ids:
+            if not ids and was_from is None:
                 return sorted(done)
             done += ids
             advance(len(ids))

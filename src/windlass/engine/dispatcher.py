@@ -11,6 +11,7 @@ HEAD_TIMEOUT_S ends it too: what ran may have ended, nobody can tell, and whoeve
 
 import asyncio
 import contextlib
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from windlass.model.node import dispatcher_lease
 from windlass.model.ray import RaySettings
 from windlass.model.task import Claim
 from windlass.model.worker import WorkerKind
+from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.control import Candidate, LeaseLost, Standby
 from windlass.ports.engine import EngineStore
 from windlass.worker.executor import Outcome
@@ -114,12 +116,28 @@ class Dispatcher:
         if term is None:
             return
         try:
-            taken = await self._store.take_over_nodes(self._candidate, term, dispatch.fleet)
+            taken = await self._take_over(term)
             log.info("dispatching", fleet=dispatch.fleet, ray=dispatch.address, taken_back=taken, term=term)
             await self._act(term)
         finally:
             with contextlib.suppress(DatabaseUnavailable):
                 await self._store.resign(self._candidate)
+
+    async def _take_over(self, term: int) -> int:
+        """However long somebody keeps one of the tasks locked, or the database is away. Raises LeaseLost."""
+        failures = 0
+        while True:
+            try:
+                return await self._store.take_over_nodes(self._candidate, term, self._dispatch.fleet)
+            except DatabaseUnavailable as error:
+                if self._stop.is_set():
+                    raise
+                failures += 1
+                log.warning("nodes not taken over, trying again", error=str(error), failures=failures)
+            await asyncio.sleep(reconnect_delay_s(failures, random.random()))  # noqa: S311
+            with contextlib.suppress(DatabaseUnavailable):
+                if await self._ask_for_lease() != term:
+                    raise LeaseLost(f"another dispatcher of fleet {self._dispatch.fleet} took over meanwhile")
 
     async def _lead(self) -> int | None:
         """The term, when we have it. None: told to stop."""

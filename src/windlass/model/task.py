@@ -160,7 +160,9 @@ def new_task(
     if run_after is not None and run_after.tzinfo is None:
         raise BadInput(f"run_after {run_after.isoformat()} has no time zone: use an aware datetime.")
     if run_after is not None and not FIRST_RUN_AFTER <= run_after < RUN_AFTER_BEFORE:
-        raise BadInput(f"run_after is {run_after.isoformat()}, but it must be before the year {RUN_AFTER_BEFORE.year}.")
+        raise BadInput(
+            f"run_after is {run_after.isoformat()}, but only the years 2 to {RUN_AFTER_BEFORE.year - 1} will do."
+        )
     return NewTask(
         queue=queue,
         payload=to_json(payload, "the payload", max_payload_bytes),

@@ -82,12 +82,15 @@ cross join lateral (
   ) as counted
 ) as retrying
 left join lateral (
-  -- The head of the queue, which is the oldest unless priorities differ.
-  select coalesce(t.ready_at, t.created_at) as since
-  from windlass.tasks t
-  where t.queue = q.name and t.status = 'queued' and t.run_after is null
-  order by t.priority desc, t.id
-  limit 1
+  -- Among the first hundred: the very first may have been put back a moment ago.
+  select min(first.since) as since
+  from (
+    select coalesce(t.ready_at, t.created_at) as since
+    from windlass.tasks t
+    where t.queue = q.name and t.status = 'queued' and t.run_after is null
+    order by t.priority desc, t.id
+    limit 100
+  ) as first
 ) as head on true;
 
 -- name: running_by_queue

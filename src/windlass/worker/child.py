@@ -142,8 +142,10 @@ def main() -> None:
             sock.sendall(frames.pack(frames.NOT_READY, str(error).encode(errors="backslashreplace")))
             sys.exit(1)
         with asyncio.Runner() as runner:
-            Child(sock, handler, max_result_bytes, runner).serve()
-            time.sleep(END_DELAY_S)
+            try:
+                Child(sock, handler, max_result_bytes, runner).serve()
+            finally:
+                time.sleep(END_DELAY_S)
 
 
 if __name__ == "__main__":

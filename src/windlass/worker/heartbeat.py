@@ -132,7 +132,7 @@ class Heartbeat:
             await asyncio.gather(upkeep, return_exceptions=True)
 
     async def _keep_up(self, transport: WorkerTransport) -> None:
-        """What workers do for the queue where nobody orchestrates."""
+        """What workers do for the queue: those that are lost may be nobody else's."""
         # Not all of those that were started together at the same time.
         await asyncio.sleep(self._upkeep_interval_s * (0.5 + random.random()))  # noqa: S311
         while True:

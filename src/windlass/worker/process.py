@@ -32,6 +32,7 @@ KILL_TIMEOUT_S = 10.0
 # Something that escaped may hold a pipe open for ever; the last words are read long before.
 LAST_WORDS_TIMEOUT_S = 0.5
 # Between two looks whether killed processes are gone, which takes them microseconds, or a second with much memory.
+OUTPUT_CHECK_INTERVAL_S = 0.02
 GONE_CHECK_INTERVAL_S = 0.01
 
 _STDIN, _STDOUT = 0, 1
@@ -199,6 +200,23 @@ class Group(asyncio.SubprocessProtocol):
                 self._end_for("BAD_RESULT", f"the result has more than {self._max_answer_bytes:,} bytes")
         else:
             self._pass_on(data)
+            if self._is_passed_on and standard_error.is_behind:
+                self._hold_back(fd)
+
+    def _hold_back(self, fd: int) -> None:
+        """It prints faster than our own output is read: it waits, as it would if it had that for itself."""
+        pipe = cast("asyncio.ReadTransport | None", self._started.get_pipe_transport(fd))
+        if pipe is not None and not pipe.is_closing():
+            pipe.pause_reading()
+            asyncio.get_running_loop().call_later(OUTPUT_CHECK_INTERVAL_S, self._go_on, pipe)
+
+    def _go_on(self, pipe: asyncio.ReadTransport) -> None:
+        if pipe.is_closing():
+            return
+        if standard_error.is_behind:
+            asyncio.get_running_loop().call_later(OUTPUT_CHECK_INTERVAL_S, self._go_on, pipe)
+        else:
+            pipe.resume_reading()
 
     def process_exited(self) -> None:
         self.returncode = self._started.get_returncode()

@@ -27,7 +27,7 @@ def check_new(doing: str, task: NewTask) -> None:
     if task.timeout_s is not None and not 0 < task.timeout_s < math.inf:
         raise BadInput(f"{doing}: timeout_s is {task.timeout_s}, but a time limit must be above 0 and finite.")
     if task.run_after is not None and not FIRST_RUN_AFTER <= task.run_after < RUN_AFTER_BEFORE:
-        raise BadInput(f"{doing}: run_after is {task.run_after}, but it must be before {RUN_AFTER_BEFORE.year}.")
+        raise BadInput(f"{doing}: run_after is {task.run_after}, but only the years 2 to 9998 will do.")
     if task.unique_key is not None and not 1 <= len(task.unique_key) <= MAX_UNIQUE_KEY_LENGTH:
         raise BadInput(f"{doing}: the unique key is empty or has more than {MAX_UNIQUE_KEY_LENGTH} characters.")
     check_json(doing, task.payload)

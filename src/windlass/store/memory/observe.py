@@ -80,14 +80,14 @@ def _queues(tasks: TaskTable, workers: WorkerTable, names: Sequence[str], now: d
     running = [row for row in rows if row.status is TaskStatus.RUNNING]
     # Claimed by a dispatcher whose engine has no place for them yet: they wait still.
     held = [row for row in running if _is_dispatcher(workers.get(row.worker_id))]
-    heads = [head.could_be_claimed_since() for queue in queues if (head := queue.head()) is not None]
-    heads += [row.could_be_claimed_since() for row in held]
+    since = [row.could_be_claimed_since() for row in rows if row.is_ready()]
+    since += [row.could_be_claimed_since() for row in held]
     newest = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
     recent = islice((row for row in newest if row.queue in names), MAX_DURATIONS)
     return QueueView(
         queued=len(held) + sum(row.is_ready() or (row.run_after is not None and row.run_after <= now) for row in rows),
         running=len(running) - len(held),
-        oldest_queued_age_s=(now - min(heads)).total_seconds() if heads else None,
+        oldest_queued_age_s=(now - min(since)).total_seconds() if since else None,
         duration_p50_s=_median(
             (row.finished_at - row.started_at).total_seconds() for row in recent if row.finished_at and row.started_at
         ),

@@ -417,14 +417,15 @@ as $$
     where t.status = 'running' and t.queue = any (p_queues)
   ) as claimed
   left join lateral (
-    -- The head of each queue, which is the oldest unless priorities differ: good enough to show, and one probe a queue.
+    -- Among the first hundred of each queue: good enough to show, and one probe a queue. Not the first alone, which may
+    -- have been put back a moment ago.
     select min(head.ready_at) as ready_at
     from unnest(p_queues) as q (name)
     cross join lateral (
       select coalesce(t.ready_at, t.created_at) as ready_at from windlass.tasks t
       where t.queue = q.name and t.status = 'queued' and t.run_after is null
       order by t.priority desc, t.id
-      limit 1
+      limit 100
     ) as head
   ) as oldest on true
 $$;

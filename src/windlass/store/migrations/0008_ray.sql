@@ -90,6 +90,8 @@ $$;
 create function windlass.take_over_nodes(p_holder text, p_term bigint, p_fleet text) returns integer
 language plpgsql
 set enable_seqscan = off
+-- We hold the lease's row: who would renew it, or stands by, waits for us.
+set lock_timeout = '2s'
 as $$
 declare
   v_node_ids text[];
@@ -107,7 +109,7 @@ begin
     and w.status <> 'terminated';
 
   -- All of them, also those that somebody has locked: one that is passed over here would be its node's for ever, for the
-  -- node lives on. Who waits too long for it begins its term anew. And nothing is placed any more by those before it.
+  -- node lives on. Who waits too long for it asks again. And nothing is placed any more by those before it.
   perform from windlass.tasks t
   where t.worker_id = any (v_node_ids || v_dispatcher_ids)
     and t.status = 'running'
