@@ -186,9 +186,11 @@ async def test_a_node_killed_in_the_middle_costs_time_and_nothing_else(bed: Bed,
     assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
     again = [task for task in tasks if task.attempts == 2]
     assert again and all(task.worker_id == "n2" for task in again)
-    # Each beginning but the lost ones was accepted: as many as there are attempts.
+    # None was begun twice, and none that does not count; one that was placed may have been killed before it began.
     begun = (tmp_path / "begun").read_text().split("\n")[:-1]
-    assert len(begun) == sum(task.attempts for task in tasks)
+    attempts = sum(task.attempts for task in tasks)
+    assert len(set(begun)) == len(begun)
+    assert attempts - len(again) <= len(begun) <= attempts
     assert bed.processes["n1"].wait(10) == 2, bed.log("n1")
     assert bed.log("n1").strip().rpartition("\n")[2].startswith("windlass: the Ray node ended by itself")
 
@@ -222,8 +224,11 @@ async def test_a_node_that_is_cut_off_for_longer_than_ray_waits_is_given_up_and_
     assert [(task.result, task.attempts, task.worker_id) for task in after] == [
         (task.result, task.attempts, task.worker_id) for task in tasks
     ]
+    # None was begun twice, and none that does not count; one that was placed may have been stopped before it began.
     begun = (tmp_path / "begun").read_text().split()
-    assert len(begun) // 2 == sum(task.attempts for task in tasks)
+    tokens, attempts = begun[1::2], sum(task.attempts for task in tasks)
+    assert len(set(tokens)) == len(tokens)
+    assert attempts - len(held) <= len(tokens) <= attempts
     assert "n1" in await bed.nodes("dead")
 
 
