@@ -19,14 +19,13 @@ LIMIT_S = 20.0
 POLL_S = 0.02
 # Notes when it starts, when it is told to stop, and when it has done so; to stop takes it some time.
 NOTER = """
-import signal, sys, threading, time
-told = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: told.set())
+import signal, sys, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 def note(what):
     with open(sys.argv[1], "a") as notes:
         notes.write(f"{sys.argv[2]} {what}\\n")
 note("started")
-told.wait()
+signal.sigwait([signal.SIGTERM])
 time.sleep(float(sys.argv[3]))
 note("stopped")
 """
