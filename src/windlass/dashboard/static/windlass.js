@@ -16,7 +16,7 @@
   let aheadMs = Date.parse(main.dataset.now) - Date.now();
   let knownAt = Date.now();
 
-  // The same words as the server's: see presentation.py.
+  // The same words as the server's: see words.py.
   function duration(seconds) {
     const s = Math.max(0, seconds);
     if (s < 60) return `${Math.floor(s)} s`;
@@ -151,7 +151,10 @@
   }
 
   // Screen readers hear of what is new and of what became something else, not of each number and age that moves:
-  // `data-announce` names what an element is, `data-say` what is said when that changes.
+  // `data-announce` names what an element is, `data-say` what is said when that changes. Each page's news is a line of
+  // its own: what came a moment before is still being read out and must not be written over.
+  const NEWS_LASTS_MS = 60000;
+
   function spoken() {
     return new Map([...main.querySelectorAll("[data-announce]")].map((one) => [one.id, one.dataset.announce]));
   }
@@ -159,7 +162,11 @@
   function announce(before) {
     const news = [];
     for (const [id, kind] of spoken()) if (before.get(id) !== kind) news.push(document.getElementById(id).dataset.say);
-    if (news.length) document.getElementById("news").textContent = news.join(" ");
+    if (news.length === 0) return;
+    const line = document.createElement("p");
+    line.textContent = news.join(" ");
+    document.getElementById("news").append(line);
+    setTimeout(() => line.remove(), NEWS_LASTS_MS);
   }
 
   // --------------------------------------------------------------------------------------------------------- the stream
