@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -623,9 +624,10 @@ async def test_a_success_clears_the_error_of_an_earlier_attempt(store: Store, cl
 
 async def test_an_error_is_kept_whatever_characters_it_has_and_however_long_it_is(store: Store) -> None:
     claim = await claimed(store)
-    error = "x" * 9_000 + "NUL \x00, half a pair \udc80, the cause"
+    error = "TypeError: " + "x" * 9_000 + "NUL \x00, half a pair \udc80, the cause"
     await store.fail("w1", claim.task_id, claim.token, error)
     kept = (await task_of(store, claim)).error or ""
+    assert re.fullmatch(r"TypeError: x{1989} \.\.\. x+NUL.*", kept)
     assert kept.endswith("NUL \\0, half a pair \\udc80, the cause")
     assert len(kept) == 8_000
 

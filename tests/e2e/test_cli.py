@@ -5,12 +5,16 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from command_line import CommandLine
 
 from windlass import __version__
+from windlass.cli.app import app
 
 HEAVY = ("rich", "asyncio", "asyncpg", "structlog", "pynvml", "psutil")
 
@@ -38,6 +42,25 @@ def test_a_worker_starts_without_rich(windlass: CommandLine, dsn: str) -> None:
     assert "windlass.worker.runtime" in loaded_modules(done.err)
     # The word alone is an attempt; with parts it succeeded.
     assert not [name for name in loaded_modules(done.err) if name.startswith("rich.")]
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *path, name)
+        else:
+            yield " ".join((*path, name)), command
+
+
+def test_every_command_that_answers_a_program_can_answer_in_json() -> None:
+    without = {
+        name
+        for name, command in commands(typer.main.get_command(app))
+        if "--json" not in {option for parameter in command.params for option in parameter.opts}
+    }
+    run_until_ended = {"up", "worker", "ray dispatch", "ray node", "emulate hetzner", "emulate runpod"}
+    print_a_file = {"db sql", "bootstrap render"}
+    assert without == run_until_ended | print_a_file
 
 
 def test_the_version_is_printed(windlass: CommandLine) -> None:

@@ -14,6 +14,8 @@ PASSWORD = "hunter2"
 # Nobody listens on port 1.
 NOWHERE = f"postgresql://app:{PASSWORD}@127.0.0.1:1/app"
 WORKER = ("worker", "--queue", "q")
+# As the shell hands on a byte that is no part of any text.
+NO_UTF8 = "q\udcff"
 
 
 @pytest.fixture
@@ -44,6 +46,12 @@ def assert_refused(done: Done, sentence: str) -> None:
         pytest.param(("status", "extra"), {}, "unexpected extra argument", id="an argument too many"),
         # Payloads.
         pytest.param(("enqueue", "q", "{a: 1}"), {}, "the payload is not JSON", id="a payload that is no JSON"),
+        pytest.param(
+            ("enqueue", "q", '{\n  "a": 1,\n  b: 2\n}'),
+            {},
+            "the payload is not JSON (Expecting property name enclosed in double quotes at line 3, column 3)",
+            id="a payload of several lines",
+        ),
         pytest.param(("enqueue", "q", "9" * 5_000), {}, "the payload is not JSON", id="a number beyond reason"),
         pytest.param(("enqueue", "q", "NaN"), {}, "cannot be written as JSON", id="a payload that is not a number"),
         pytest.param(("enqueue", "q", '"\\u0000"'), {}, "NUL character", id="a payload with NUL"),
@@ -84,7 +92,28 @@ def assert_refused(done: Done, sentence: str) -> None:
             ("tasks", "purge", "-s", "queued", "--older-than", "1d"), {}, "not one of", id="purge the waiting"
         ),
         pytest.param(("tasks", "purge", "-s", "failed", "--older-than", "1y"), {}, "not a span", id="purge by years"),
+        # Reasons, which somebody will ask for.
+        pytest.param(("tasks", "cancel", "1", "--reason", ""), {}, "--reason is empty", id="cancel without a word"),
+        pytest.param(("terminate", "w", "--force", "--reason", " "), {}, "--reason is empty", id="end without a word"),
+        # What no text can hold.
+        pytest.param(("status", "-q", NO_UTF8), {}, "queue is b'q\\xff', which is not UTF-8", id="status of no text"),
+        pytest.param(("tasks", "list", "--queue", NO_UTF8), {}, "which is not UTF-8", id="a queue that is no text"),
+        pytest.param(("tasks", "cancel", "1", "--reason", NO_UTF8), {}, "which is not UTF-8", id="a reason, no text"),
+        pytest.param(
+            ("tasks", "purge", "-s", "failed", "--older-than", "1d", "--yes", "-q", NO_UTF8),
+            {},
+            "which is not UTF-8",
+            id="purge no text",
+        ),
+        pytest.param(("terminate", "w", NO_UTF8), {}, "which is not UTF-8", id="a worker that is no text"),
+        pytest.param(("explain", NO_UTF8), {}, "what is b'q\\xff', which is not UTF-8", id="explain no text"),
         # Workers.
+        pytest.param(
+            (*WORKER, "--exec", "x", "--lease", "1e-8", "--heartbeat-interval", "1e-9"),
+            {},
+            "worker.heartbeat_interval_s (from command line) is 1e-09",
+            id="beats without a pause",
+        ),
         pytest.param(WORKER, {}, "exactly one of --handler and --exec", id="a worker without a handler"),
         pytest.param((*WORKER, "--exec", "x", "--inline"), {}, "--inline goes with --handler", id="an inline command"),
         pytest.param((*WORKER, "--handler", "a:b", "--chdir", "missing"), {}, "cannot work in missing", id="no folder"),
@@ -203,6 +232,7 @@ def test_whoever_asked_for_json_gets_errors_as_json(windlass: CommandLine) -> No
     [
         pytest.param("data_dir = =", "is not valid TOML (Invalid value (at line 1", id="no TOML"),
         pytest.param("[worker]\nleese_s = 3", "did you mean worker.lease_s?", id="an unknown setting"),
+        pytest.param("[fleets.a]\npoll_interval_s = 1e-300", "fleets.a.poll_interval_s", id="cycles without a pause"),
         pytest.param(f"database_url = 'postgresql://u:{PASSWORD}@h:x'", "has a port that is not", id="a bad address"),
     ],
 )
@@ -231,6 +261,12 @@ def test_a_data_directory_that_may_not_be_written_is_refused(windlass: CommandLi
     ("lines", "sentence"),
     [
         pytest.param(b"1\n\n{a}\n4\n", "line 3 is not JSON (Expecting property name", id="no JSON"),
+        pytest.param(
+            b'{\n  "a": 1\n}\n',
+            "line 1 is not JSON (Expecting property name enclosed in double quotes at column 2): "
+            "each line must be one whole JSON; nothing was enqueued.",
+            id="one JSON over many lines",
+        ),
         pytest.param(b"1\n2\n\xff\n", "line 3 is not UTF-8 (at byte 1)", id="no text"),
         pytest.param(b'1\n"' + b"x" * 1_100_000 + b'"\n', "line 2 has 1,100,002 bytes and at most", id="too much"),
         pytest.param(b"1\n" + b" " * 7_000_000 + b"2\n", "line 2 has over 6,356,992 bytes", id="a line without end"),
@@ -363,6 +399,50 @@ def test_a_user_without_rights_is_told_so_and_the_doctor_knows_why(
     assert "usage on schema windlass" in findings["privileges"]["what"]
 
 
+@pytest.mark.parametrize("command", ["cancel", "retry"])
+async def test_a_user_who_may_only_look_changes_no_task_and_is_told_so(
+    windlass: CommandLine, dsn: str, locked_role: str, command: str
+) -> None:
+    windlass.with_env(DATABASE_URL=dsn)("enqueue", "q", "-", stdin="1\n2\n3\n")
+    await ask(dsn, f"grant usage on schema windlass to {locked_role}")
+    await ask(dsn, f"grant select on all tables in schema windlass to {locked_role}")
+    looking = windlass.with_env(DATABASE_URL=dsn.replace("//windlass@", f"//{locked_role}:right@"))
+    assert_refused(looking("tasks", command, "1", "2", "3"), "does not allow it (permission denied for table tasks)")
+
+
 def test_a_database_that_does_not_exist_is_named(windlass: CommandLine, dsn: str) -> None:
     url = dsn.replace("/test_", "/missing_")
     assert_refused(windlass.with_env(DATABASE_URL=url)("status"), 'database "missing_')
+
+
+# ------------------------------------------------------------------------------------------------ which fleet is meant
+
+
+async def add_fleet(dsn: str, name: str, *, is_run: bool) -> None:
+    connection = await asyncpg.connect(dsn)
+    await connection.execute("insert into windlass.fleets (name) values ($1)", name)
+    if is_run:
+        planned = "update windlass.fleets set memory = jsonb_build_object('planned_at', windlass.now()) where name = $1"
+        await connection.execute(planned, name)
+    await connection.close()
+
+
+@pytest.mark.parametrize("command", ["spawn", "restart"])
+async def test_a_fleet_is_named_unless_one_alone_is_run(windlass: CommandLine, dsn: str, command: str) -> None:
+    windlass = windlass.with_env(DATABASE_URL=dsn)
+    assert_refused(windlass(command), "say which fleet: known are none yet; `windlass up` makes them.")
+    # As a worker does that somebody starts by hand.
+    await add_fleet(dsn, "default", is_run=False)
+    assert_refused(windlass(command), "nobody runs fleet default: it has had no cycle yet; start `windlass up`")
+    assert_refused(windlass(command, "default"), "nobody runs fleet default")
+    await add_fleet(dsn, "renders", is_run=True)
+    assert windlass(command, "--json").json["fleet"] == "renders"
+    await add_fleet(dsn, "mail", is_run=True)
+    assert_refused(windlass(command), "say which fleet: known are default, mail, renders.")
+    assert windlass(command, "mail", "--json").json["fleet"] == "mail"
+
+
+async def test_a_slot_that_is_none_is_refused_in_a_sentence(windlass: CommandLine, dsn: str) -> None:
+    await add_fleet(dsn, "renders", is_run=True)
+    refused = windlass.with_env(DATABASE_URL=dsn)("restart", "--slot", "99")
+    assert_refused(refused, "there is no slot 99 in fleet renders: its slots are 0 to 9.")

@@ -1,6 +1,8 @@
 """`db` and `doctor`: the schema and what is around it."""
 
+import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -70,8 +72,33 @@ def test_the_embedded_database_is_migrated_and_says_what_it_did(windlass: Comman
 def test_looking_makes_no_database(windlass: CommandLine, data_dir: Path, arguments: tuple[str, ...]) -> None:
     done = windlass(*arguments, "--data-dir", data_dir)
     assert (done.code, done.out) == (2, "")
-    assert f"there is no database in {data_dir} yet: `windlass up`, `worker` or `enqueue` makes one" in done.err
+    assert (
+        f"there is no database in {data_dir} yet: `windlass up`, `worker`, `enqueue` or `db migrate` makes one"
+        in done.err
+    )
     assert not data_dir.exists()
+
+
+OLDER = "delete from windlass.migrations where version = (select max(version) from windlass.migrations)"
+
+
+def test_only_up_and_migrate_touch_the_schema_of_an_older_program(windlass: CommandLine, data_dir: Path) -> None:
+    place = ("--data-dir", data_dir)
+    with EmbeddedPostgres(data_dir) as postgres:
+        assert windlass("enqueue", "q", "1", *place).code == 0, "whoever comes first makes the schema"
+
+        async def make_older() -> None:
+            connection = await asyncpg.connect(postgres.dsn)
+            await connection.execute(OLDER)
+            await connection.close()
+
+        asyncio.run(make_older())
+        for arguments in (("status",), ("enqueue", "q", "2"), ("worker", "-q", "q", "--exec", "true")):
+            done = windlass(*arguments, *place)
+            assert (done.code, done.out) == (2, ""), done
+            assert f"is at version {LATEST_VERSION - 1} and this program needs {LATEST_VERSION}: run" in done.err
+        assert re.search(r"^FAIL schema .*run `windlass db migrate`$", windlass("doctor", *place).out, re.MULTILINE)
+        assert windlass("db", "status", *place, "--json").out.count('"applied_at": null') == 1
 
 
 def test_a_folder_of_somebody_elses_gets_no_database(windlass: CommandLine, data_dir: Path) -> None:
@@ -98,6 +125,7 @@ def test_the_address_is_told_while_the_database_runs_and_psql_can_use_it(windlas
     assert "does not run now" in windlass("db", "url", *place).err
     named = windlass.with_env(DATABASE_URL="postgresql://u:secret@h:5432/d?password=secret&sslmode=require")
     assert named("db", "url").out == "postgresql://u@h:5432/d?sslmode=require\n"
+    assert named("db", "url", "--json").json == {"url": "postgresql://u@h:5432/d?sslmode=require"}
 
 
 def test_it_is_told_where_the_data_is(windlass: CommandLine) -> None:
@@ -240,6 +268,24 @@ def test_the_doctor_tries_the_embedded_database_and_leaves_none(windlass: Comman
     assert done.code == 0, done
     assert f"it will be made in {data_dir} when first used" in done.out
     assert not data_dir.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only for root the server runs as somebody else")
+def test_the_doctor_sees_that_the_servers_user_cannot_get_there(windlass: CommandLine, reachable_path: Path) -> None:
+    (reachable_path / "closed").mkdir(mode=0o700)
+    there = reachable_path / "closed" / "data"
+    done = windlass("doctor", "--data-dir", there)
+    assert done.code == 1
+    assert re.search(rf"^FAIL database .*cannot enter {there}: name a data directory every", done.out, re.MULTILINE)
+    assert not there.exists()
+
+
+def test_the_doctor_sees_that_a_folder_is_somebody_elses(windlass: CommandLine, data_dir: Path) -> None:
+    data_dir.mkdir()
+    (data_dir / "thesis.tex").write_text("all of it")
+    done = windlass("doctor", "--data-dir", data_dir)
+    assert done.code == 1
+    assert re.search(r"^FAIL database .*holds other things \(thesis.tex\)", done.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,9 @@ async def test_failed_tasks_are_retried_by_id_and_others_are_refused(windlass: C
     done = windlass("tasks", "retry", 1, 2, 3, "--json")
     assert done.code == 2
     assert json.loads(done.out) == {"retried": [1, 2], "refused": [{"id": 3, "status": "queued"}]}
-    assert done.err == "windlass: task 3 is queued: only failed tasks and those that wait for a retry can be retried.\n"
+    assert json.loads(done.err) == {
+        "error": "task 3 is queued: only failed tasks and those that wait for a retry can be retried."
+    }
     assert await ask(dsn, "select array_agg(status) from windlass.tasks") == ["queued"] * 3
 
 

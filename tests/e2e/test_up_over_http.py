@@ -301,5 +301,5 @@ def test_links_are_made_and_listed_and_revoked(tmp_path: Path, dsn: str) -> None
     assert "viewer" in listed
     assert "wll_" not in listed
     session = listed.splitlines()[1].split()[0]
-    assert windlass("tokens", "revoke", "--session", session).out == f"revoked {session}\n"
+    assert windlass("tokens", "revoke", "--session", session, "--json").json == {"revoked": session}
     assert windlass("tokens", "sessions", "--json").json == []

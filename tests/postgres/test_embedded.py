@@ -370,7 +370,7 @@ def test_a_server_that_does_not_start_again_is_told_once_and_so_is_its_return(
     log = filled_dir / "postgres.log"
 
     async def kill_it_and_look() -> list[str]:
-        async with stores.database(Config(data_dir=filled_dir), is_migrating=False), asyncio.timeout(LIMIT_S):
+        async with stores.database(Config(data_dir=filled_dir), makes_schema=False), asyncio.timeout(LIMIT_S):
             with capture_logs() as lines:
                 with unable_to_start(filled_dir):
                     await asyncio.to_thread(kill_server, filled_dir)

@@ -363,6 +363,9 @@ async def test_a_task_from_enqueueing_to_its_second_chance(bed: Bed) -> None:
     assert problem_of(await operator.post(f"{API}/tasks/{task_id}/retry")) == (409, "CONFLICT")
     assert (await operator.post(f"{API}/tasks/{task_id}/cancel", json={"reason": "no need"})).json() == {"changed": 1}
     assert problem_of(await operator.post(f"{API}/tasks/99/cancel")) == (404, "NOT_FOUND")
+    for reason in ("", "  "):
+        without_a_word = await operator.post(f"{API}/tasks/{task_id}/cancel", json={"reason": reason})
+        assert problem_of(without_a_word) == (400, "BAD_INPUT")
     assert (await operator.post(f"{API}/tasks/retry-failed", json={"queue": "a"})).json() == {"changed": 0}
     await operator.aclose()
 

@@ -2,19 +2,24 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from random import Random
 from typing import Any
 
 import pytest
 
-from windlass.control.explain import explain_fleet, explain_task, explain_worker
+from windlass.control.explain import explain_fleet, explain_task, explain_worker, tell
 from windlass.model.action import Delete, Drain, Fail, Promote, Spawn
+from windlass.model.config import Retention
+from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
 from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, RunningView, Snapshot, WorkerView
-from windlass.model.task import Task, TaskStatus
-from windlass.model.worker import Worker, WorkerStatus
+from windlass.model.task import NewTask, Task, TaskStatus
+from windlass.model.worker import Registration, Worker, WorkerStatus
+from windlass.ports.control import Candidate
+from windlass.store.memory.control import MemoryControlStore
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 
@@ -305,3 +310,37 @@ def test_cycles_that_decided_the_same_differ_by_what_they_did() -> None:
         " [1 ready, 1 failed, let 1 go, ended 1]",
         " [hired 2]",
     ]
+
+
+# --------------------------------------------------------------------------------------------------- who is meant
+
+
+async def store_with(*fleets: str) -> MemoryControlStore:
+    store = MemoryControlStore(lambda: NOW, Retention(), Random(1))  # noqa: S311
+    for name in fleets:
+        await store.observe(Candidate("ann", ttl_s=3600.0), name, FleetConfig(queues=("q",)))
+    return store
+
+
+async def test_a_name_of_digits_is_a_tasks_or_a_workers_or_a_fleets() -> None:
+    store = await store_with("2", "3")
+    await store.register(Registration("4", ("q",)))
+    assert await store.enqueue(NewTask("q")) == 1
+    for name, what in (
+        ("1", "Task 1 has been waiting"),
+        ("2", "Fleet 2 has had no cycle"),
+        ("4", "Worker 4 is active"),
+    ):
+        assert (await tell(store, name)).answer[0].startswith(what)
+    with pytest.raises(BadInput, match="there is no task 5, nor a worker or a fleet of that name"):
+        await tell(store, "5")
+
+
+async def test_a_name_of_several_is_said_to_be_so_and_each_has_its_story() -> None:
+    store = await store_with("1")
+    await store.register(Registration("1", ("q",)))
+    await store.enqueue(NewTask("q"))
+    answer = (await tell(store, "1")).answer
+    assert answer[0] == "1 is a task, a worker and a fleet: here is what there is to say of each."
+    assert [sentence for sentence in answer if sentence.startswith(("Task 1 ", "Worker 1 ", "Fleet 1 "))]
+    assert {sentence.split()[0] for sentence in answer} >= {"Task", "Worker", "Fleet"}

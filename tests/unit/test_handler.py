@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 
 from windlass.model.errors import HandlerNotFound
-from windlass.worker.handler import (
-    MAX_ERROR_CHARACTERS,
-    MAX_NOTE_CHARACTERS,
-    RunningTask,
-    last_words,
-    load_handler,
-)
+from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, kept_error
+from windlass.worker.handler import RunningTask, kept_exception, load_handler
 
 MODULES = {
     "good.py": "def handler(task): return 1\nclass Box:\n    @staticmethod\n    def inner(task): return 2\n",
@@ -108,7 +103,32 @@ def test_progress_is_a_number_from_0_to_1_and_a_short_text_whatever_a_handler_sa
     assert heard == told
 
 
-def test_of_a_long_error_the_end_is_kept() -> None:
-    assert last_words("cause") == "cause"
-    assert last_words("x" * 10_000_000 + "cause").endswith("xcause")
-    assert len(last_words("x" * 10_000_000)) == MAX_ERROR_CHARACTERS
+def test_of_a_long_error_both_ends_are_kept() -> None:
+    assert kept_error("cause") == "cause"
+    kept = kept_error("what: " + "x" * 10_000_000 + "cause")
+    assert kept.startswith("what: x")
+    assert " ... " in kept
+    assert kept.endswith("xcause")
+    assert len(kept) == MAX_ERROR_CHARACTERS
+
+
+def deep_down(frames: int, message: str) -> None:
+    # By two names, for Python tells of the same line only three times.
+    if frames:
+        deeper_down(frames - 1, message)
+    raise ValueError(message)
+
+
+def deeper_down(frames: int, message: str) -> None:
+    deep_down(frames, message)
+
+
+@pytest.mark.parametrize("frames", [0, 100], ids=["at once", "deep down"])
+def test_an_exception_with_a_long_message_keeps_its_type_and_where_it_began(frames: int) -> None:
+    with pytest.raises(ValueError) as raised:
+        deep_down(frames, "it begins " + "x" * 3_000_000 + " it ends")
+    kept = kept_exception(raised.value)
+    assert len(kept) <= MAX_ERROR_CHARACTERS
+    assert kept.startswith("Traceback (most recent call last):\n")
+    assert "\nValueError: it begins xxx" in kept
+    assert kept.endswith("xxx it ends\n")

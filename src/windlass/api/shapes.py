@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, TypeAdapter
 
 from windlass.cost.asking import Report
 from windlass.cost.meter import Meter, read_meter
@@ -295,7 +295,9 @@ class NewTaskBody(_Body):
 
 
 class ReasonBody(_Body):
-    reason: str = Field(default="by hand", min_length=1, max_length=500, description="Why, for whoever asks later.")
+    reason: Annotated[str, StringConstraints(strip_whitespace=True)] = Field(
+        default="by hand", min_length=1, max_length=500, description="Why, for whoever asks later."
+    )
 
 
 class TerminateBody(ReasonBody):

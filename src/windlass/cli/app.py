@@ -101,6 +101,9 @@ def _run() -> int:
 
 
 def _explain(error: Exception) -> int:
+    while isinstance(error, ExceptionGroup):
+        # Many of a kind were done at once: one speaks for all, but what is a defect is not kept back.
+        error = min(error.exceptions, key=lambda one: isinstance(one, WindlassError))
     if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: its message is the help
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT

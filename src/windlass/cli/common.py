@@ -3,13 +3,14 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
+from windlass.model.errors import BadInput
 from windlass.worker.stderr import standard_error
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> 
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
         import asyncio
 
+        _check_text(kwargs)
         try:
             code = asyncio.run(_until_terminated(function(*args, **kwargs))) or 0
             if sys.stdout is not None:
@@ -65,6 +67,29 @@ def say(message: str) -> None:
     # What was logged before stands before it.
     standard_error.drain()
     print(json.dumps({"error": text}) if "--json" in sys.argv else f"windlass: {text}", file=sys.stderr)
+
+
+def check_reason(reason: str) -> None:
+    """Raise BadInput for a reason that says nothing."""
+    if not reason.strip():
+        raise BadInput("--reason is empty: say why in a few words, for whoever asks later, or leave it out.")
+
+
+def _check_text(given: Mapping[str, Any]) -> None:
+    """Raise BadInput for words that no database stores as text. Paths are bytes to the system, and may be anything."""
+    for name, value in given.items():
+        for word in value if isinstance(value, list) else [value]:
+            if isinstance(word, str) and not _is_text(word):
+                called = name.strip("_").replace("_", "-")
+                raise BadInput(f"{called} is {os.fsencode(word)!r}, which is not UTF-8: write it in that encoding.")
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _be_quiet() -> int:

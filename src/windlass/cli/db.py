@@ -1,5 +1,6 @@
 """`windlass db`: the schema, and how it got there."""
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,7 +29,7 @@ async def migrate(config: ConfigFile = None, data_dir: DataDir = None, as_json: 
     from windlass.store.migrate import migrate as migrate_database
     from windlass.wire import stores
 
-    async with stores.database(loaded.config, is_migrating=False) as dsn:
+    async with stores.database(loaded.config, makes_schema=False) as dsn:
         applied = await migrate_database(dsn)
     if as_json:
         print_json({"applied": [m.version for m in applied], "version": LATEST_VERSION})
@@ -108,6 +109,7 @@ async def url(
     ] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the database's address, for psql and pg_dump; without a password.
 
@@ -117,13 +119,20 @@ async def url(
 
     from windlass.wire import stores
 
+    def tell(address: str) -> None:
+        if as_json:
+            print_json({"url": address})
+        else:
+            print(address)
+        sys.stdout.flush()
+
     loaded = load(config, data_dir).config
     if loaded.database_url is not None:
-        print(without_password(loaded.database_url.get_secret_value()))
+        tell(without_password(loaded.database_url.get_secret_value()))
         return
     if keep:
-        async with stores.database(loaded, is_migrating=False, may_create=False) as dsn:
-            print(dsn, flush=True)
+        async with stores.database(loaded, makes_schema=False, may_create=False) as dsn:
+            tell(dsn)
             await asyncio.Event().wait()
     stores.check_embedded_database_is_there(loaded)
     address = stores.running_database_url(loaded)
@@ -132,7 +141,7 @@ async def url(
             f"the embedded database in {stores.data_dir(loaded)} does not run now: add --keep to start it, or ask "
             "while `windlass up` or a worker runs."
         )
-    print(address)
+    tell(address)
 
 
 async def _applied(config: "Config") -> dict[int, Any]:
@@ -141,5 +150,5 @@ async def _applied(config: "Config") -> dict[int, Any]:
 
     if config.database_url is None and not stores.has_embedded_database(config):
         return {}
-    async with stores.database(config, is_migrating=False) as dsn:
+    async with stores.database(config, makes_schema=False) as dsn:
         return await stores.applied_migrations_of(dsn)

@@ -1,12 +1,11 @@
 """`windlass demo`: the promise of windlass, kept before your eyes."""
 
-import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.common import AsJson, command
+from windlass.cli.common import AsJson, command, say
 from windlass.cli.output import print_json, print_table
 from windlass.model.errors import BadInput
 
@@ -85,7 +84,7 @@ async def demo(
             except asyncio.CancelledError:
                 tell("Ctrl-C: everything is ended and deleted")
     for problem in problems:
-        print(f"windlass: the demo failed: {problem}.", file=sys.stderr)
+        say(f"the demo failed: {problem}.")
     return 1 if problems else 0
 
 

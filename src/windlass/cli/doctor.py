@@ -1,6 +1,7 @@
 """`windlass doctor`: is everything here that windlass needs, and if not, what to do.
 
-Looks and changes nothing: where there is no embedded database yet, one is tried out in a temporary directory.
+Looks and changes nothing: where there is no embedded database yet, its place is looked over, and one is tried out in a
+temporary directory.
 """
 
 import sys
@@ -163,7 +164,7 @@ async def _reached(config: "Config") -> AsyncIterator[tuple[Finding, "Examinatio
     from windlass.wire import stores
 
     if config.database_url is not None or stores.has_embedded_database(config):
-        async with stores.database(config, is_migrating=False) as dsn:
+        async with stores.database(config, makes_schema=False) as dsn:
             examination = await stores.examine_database(dsn)
             kind = (
                 "embedded, in " + str(stores.data_dir(config)) if config.database_url is None else "from DATABASE_URL"
@@ -171,6 +172,7 @@ async def _reached(config: "Config") -> AsyncIterator[tuple[Finding, "Examinatio
             what = f"{examination.database} as {examination.user} ({kind})"
             yield Finding("database", Verdict.OK, what), examination, False
         return
+    stores.check_place_of_embedded_database(config)
     with stores.temporary_data_dir() as folder:
         trial = config.model_copy(update={"data_dir": folder / "data"})
         async with stores.database(trial) as dsn:
@@ -196,16 +198,16 @@ def _server_version(found: "Examination") -> Finding:
 
 
 def _schema(found: "Examination", *, is_embedded: bool) -> Finding:
-    from windlass.store.migrate import LATEST_VERSION, check_schema_version
+    from windlass.store.migrate import check_schema_version
 
     if "usage on schema windlass" in found.missing_privileges:
         return Finding("schema", Verdict.FAIL, "there is one that this user may not enter", "see privileges")
     try:
         check_schema_version(found.schema_version)
     except WindlassError as error:
-        # The embedded one is brought up to date by whoever opens it next; a newer one cannot be.
-        will_be_migrated = is_embedded and (found.schema_version or 0) < LATEST_VERSION
-        return Finding("schema", Verdict.WARN if will_be_migrated else Verdict.FAIL, _clause(error))
+        # The embedded one gets its first schema from whoever opens it next.
+        will_be_made = is_embedded and found.schema_version is None
+        return Finding("schema", Verdict.WARN if will_be_made else Verdict.FAIL, _clause(error))
     return Finding("schema", Verdict.OK, f"version {found.schema_version}")
 
 

@@ -143,7 +143,9 @@ def _checked_lines(source: Path | str, max_payload_bytes: int) -> Iterator[Lines
             for number, line in _numbered_lines(stream, max_payload_bytes):
                 advance(len(line))
                 if text := _decoded(line, number).strip():
-                    spool.write(_checked(text, f"line {number}", max_payload_bytes).encode() + b"\n")
+                    # Most likely a file that holds one JSON over many lines.
+                    rule = "each line must be one whole JSON; " if count == 0 else ""
+                    spool.write(_checked(text, f"line {number}", max_payload_bytes, rule).encode() + b"\n")
                     count += 1
         if count == 0:
             raise BadInput(f"there is nothing to enqueue in {'standard input' if source == STDIN else source}.")
@@ -196,14 +198,17 @@ def _decoded(line: bytes, number: int) -> str:
         raise BadInput(f"line {number} is not UTF-8 (at byte {error.start + 1}): nothing was enqueued.") from None
 
 
-def _checked(text: str, what: str, max_payload_bytes: int) -> str:
-    """The payload as the database takes it."""
+def _checked(text: str, what: str, max_payload_bytes: int, rule: str = "") -> str:
+    """The payload as the database takes it. `rule`: what to say, beside what is wrong, of one that is not JSON."""
     from windlass.model.task import to_json
 
     try:
         value: Any = json.loads(text)
     except json.JSONDecodeError as error:
-        raise BadInput(f"{what} is not JSON ({error.msg} at column {error.colno}): nothing was enqueued.") from None
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        raise BadInput(
+            f"{what} is not JSON ({error.msg} at {line}column {error.colno}): {rule}nothing was enqueued."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{what} is not JSON that can be read ({error}): nothing was enqueued.") from None
     return to_json(value, what, max_payload_bytes)

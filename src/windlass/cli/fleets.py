@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.common import AsJson, ConfigFile, DataDir, check_reason, command, load
 from windlass.cli.output import counted, print_json
 from windlass.model.errors import BadInput
-from windlass.model.worker import DEFAULT_FLEET, MAX_COUNT
+from windlass.model.worker import MAX_COUNT
 
 if TYPE_CHECKING:
     from windlass.configure import Loaded
     from windlass.model.record import Fleet as FleetRecord
     from windlass.store.control import PostgresControlStore
 
-OneFleet = Annotated[str | None, typer.Argument(help="The fleet (default: the only one there is).", metavar="FLEET")]
+OneFleet = Annotated[str | None, typer.Argument(help="The fleet (default: the only one that is run).", metavar="FLEET")]
 Fleet = Annotated[str | None, typer.Option("--fleet", "-f", help="All of this fleet.", metavar="NAME")]
 SameFleet = Annotated[str | None, typer.Option("--fleet", "-f", help="The same, as an option.", metavar="NAME")]
 Words = Annotated[list[str] | None, typer.Argument(help="Ids of workers, or names of fleets.", metavar="WORKER|FLEET")]
@@ -73,6 +73,7 @@ async def terminate(
 
     if not worker and not fleet:
         raise BadInput("say which workers: their ids, or the name of a fleet.")
+    check_reason(reason)
     async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         ids, fleets = await _meant(store, worker, fleet)
         ids += [w.id for w in await store.workers() if w.fleet in fleets and w.id not in ids]
@@ -187,15 +188,24 @@ async def _meant(
 
 
 async def _one_fleet(store: "PostgresControlStore", word: str | None, option: str | None) -> "FleetRecord":
+    """The one that is named, or the only one that is run. Raises BadInput for one that nobody can be hired for."""
     if word is not None and option is not None and word != option:
         raise BadInput(f"{word} and --fleet {option} name two fleets: choose one.")
     fleets = {fleet.name: fleet for fleet in await store.fleets()}
-    name = word or option or (next(iter(fleets)) if len(fleets) == 1 else DEFAULT_FLEET)
-    if name not in fleets:
-        asked = word or option
+    asked = word or option
+    # A worker that somebody starts by hand brings a fleet along, which no orchestrator knows of.
+    is_run = [name for name, fleet in fleets.items() if fleet.planned_at is not None]
+    name = asked or _only(is_run) or _only(list(fleets))
+    if name is None or name not in fleets:
         what = f"there is no fleet {asked}" if asked else "say which fleet"
         raise BadInput(f"{what}: known are {_names(fleets)}.")
+    if name not in is_run:
+        raise BadInput(f"nobody runs fleet {name}: it has had no cycle yet; start `windlass up` with it first.")
     return fleets[name]
+
+
+def _only(names: list[str]) -> str | None:
+    return names[0] if len(names) == 1 else None
 
 
 async def check_fleet_is_known(store: "PostgresControlStore", fleet: str) -> None:

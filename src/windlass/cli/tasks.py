@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.common import EXIT_BAD_INPUT, AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.common import EXIT_BAD_INPUT, AsJson, ConfigFile, DataDir, check_reason, command, load, say
 from windlass.cli.cost import plain_cost
 from windlass.cli.output import counted, duration, print_json, print_table, printable, progress, shortened, to_plain
 from windlass.cli.queues import check_queue_is_known
@@ -198,6 +198,7 @@ async def cancel(
     """End unfinished tasks as failed. A running one is stopped by its worker at the next heartbeat."""
     if not task_ids:
         raise BadInput("say which tasks to cancel: their ids.")
+    check_reason(reason)
     from windlass.wire import stores
 
     async with stores.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
@@ -232,7 +233,7 @@ def purge(
     # Before anything is open: Ctrl-C at a question should simply end it.
     if not yes:
         _ask(statuses, older_than, queue)
-    return _purge(loaded, queue, statuses, older_than_s, as_json)
+    return _purge(loaded, queue=queue, statuses=statuses, older_than_s=older_than_s, as_json=as_json)
 
 
 @command
@@ -325,5 +326,5 @@ def _report(did: str, done: list[int], refused: list[Task], as_json: bool, rule:
     elif done or not refused:
         print(f"{did} {counted(len(done), 'task')}")
     for task in refused:
-        print(f"windlass: task {task.id} is {task.status.value}: {rule}.", file=sys.stderr)
+        say(f"task {task.id} is {task.status.value}: {rule}.")
     return EXIT_BAD_INPUT if refused else 0

@@ -135,6 +135,7 @@ async def revoke(
     ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """From now on the token, or the session, opens nothing."""
     from windlass.wire import stores
@@ -146,4 +147,7 @@ async def revoke(
             raise BadInput(f"there is no token {name} in use: `windlass tokens list` shows all.")
         if session is not None and not await store.revoke_session(session):
             raise BadInput(f"there is no session {session}: `windlass tokens sessions` shows all.")
-    print(f"revoked {name or session}")
+    if as_json:
+        print_json({"revoked": name or session})
+    else:
+        print(f"revoked {name or session}")

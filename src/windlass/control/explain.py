@@ -4,7 +4,7 @@ Every sentence is a fact that stands in a row, an event or a cycle's snapshot; n
 store; the rest is pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
@@ -36,24 +36,45 @@ class Sources(Store, Operations, Protocol):
 
 
 async def tell(store: Sources, what: str) -> Story:
-    """The story of a task (by its id), a worker or a fleet. BadInput if there is none of this name."""
+    """The story of a task (by its id), a worker or a fleet; of each, if several are called so. BadInput if none is."""
     now = await store.now()
     fleets = await store.fleets()
-    if what.isascii() and what.isdigit():
-        return await _tell_task(store, int(what), fleets, now)
+    stories: dict[str, Story] = {}
+    is_number = what.isascii() and what.isdigit()
+    # Python does not read numbers of thousands of digits.
+    could_be_task = is_number and len(what) <= len(str(MAX_TASK_ID)) and int(what) <= MAX_TASK_ID
+    task = await store.task(int(what)) if could_be_task else None
+    if task is not None:
+        stories["a task"] = await _tell_task(store, task, fleets, now)
     worker = await store.worker(what)
     if worker is not None:
         seen = await store.last_cycle_with(worker.fleet, worker.id)
-        return explain_worker(worker, await store.events(worker_id=what), cycle=seen)
+        stories["a worker"] = explain_worker(worker, await store.events(worker_id=what), cycle=seen)
     for fleet in fleets:
         if fleet.name == what:
-            return explain_fleet(fleet, await store.cycles(what, CYCLES_TOLD), now=now)
+            stories["a fleet"] = explain_fleet(fleet, await store.cycles(what, CYCLES_TOLD), now=now)
+    if len(stories) > 1:
+        return _together(what, stories)
+    for story in stories.values():
+        return story
+    if is_number:
+        raise BadInput(
+            f"there is no task {what}, nor a worker or a fleet of that name: it was never enqueued, or its retention "
+            "is over."
+        )
     if what in await store.known_queues():
         raise BadInput(f"{what} is a queue: {_about_queue(what, fleets)}.")
     known = ", ".join(fleet.name for fleet in fleets) or "none yet"
     raise BadInput(
         f"there is no task, worker or fleet {what}: fleets are {known}; `windlass workers list` shows workers."
     )
+
+
+def _together(name: str, stories: Mapping[str, Story]) -> Story:
+    *others, last = stories
+    answer = [f"{name} is {', '.join(others)} and {last}: here is what there is to say of each."]
+    answer += [sentence for story in stories.values() for sentence in story.answer]
+    return Story(answer, sorted(line for story in stories.values() for line in story.history))
 
 
 def _about_queue(queue: str, fleets: Sequence[Fleet]) -> str:
@@ -63,10 +84,7 @@ def _about_queue(queue: str, fleets: Sequence[Fleet]) -> str:
     return f"{whom}; `windlass tasks list --queue {queue}` shows its tasks, each of which has a story"
 
 
-async def _tell_task(store: Sources, task_id: int, fleets: Sequence[Fleet], now: datetime) -> Story:
-    task = await store.task(task_id) if task_id <= MAX_TASK_ID else None
-    if task is None:
-        raise BadInput(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
+async def _tell_task(store: Sources, task: Task, fleets: Sequence[Fleet], now: datetime) -> Story:
     serving = [fleet for fleet in fleets if task.queue in fleet.queues]
     is_waiting = task.status in (TaskStatus.QUEUED, TaskStatus.ERROR)
     return explain_task(

@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from windlass.model.address import problem_of_control_plane_url
-from windlass.model.fleet import FleetConfig, within_ten_years
+from windlass.model.fleet import MIN_INTERVAL_S, FleetConfig, within_ten_years
 from windlass.model.hetzner import HETZNER_ENDPOINT
 from windlass.model.runpod import RUNPOD_ENDPOINT
 from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
@@ -48,7 +48,9 @@ class Retention(_Section):
 class WorkerConfig(_Section):
     """How workers behave that are not told otherwise on their command line."""
 
-    heartbeat_interval_s: float = Field(default=5.0, gt=0, description="How often a worker says that it lives.")
+    heartbeat_interval_s: float = Field(
+        default=5.0, ge=MIN_INTERVAL_S, description="How often a worker says that it lives; 0.05 at the least."
+    )
     lease_s: float = Field(default=30.0, gt=0, description="Silent for longer than this, its tasks go to others.")
     timeout_s: float | None = Field(default=None, gt=0, description="Time limit of tasks that bring none of their own.")
     drain_timeout_s: float = Field(

@@ -22,6 +22,8 @@ from windlass.model.task import check_queue_name
 from windlass.model.worker import MAX_CONCURRENCY, MAX_COUNT
 
 _HANDLER = re.compile(r"[\w.]+:[\w.]+")
+# What is done again and again, be it a cycle or a heartbeat, leaves the database this long for others.
+MIN_INTERVAL_S = 0.05
 # So many restarts of a slot are remembered: a limit beyond that would never be reached.
 MAX_RESTARTS = 100
 # Ten years: whoever means for ever means less, and moments stay within what clocks can say.
@@ -173,7 +175,9 @@ class FleetConfig(BaseModel):
     )
 
     # --- when
-    poll_interval_s: float = _setting(30.0, "From one cycle to the next.", env="ORCHESTRATOR_POLL_SEC", gt=0)
+    poll_interval_s: float = _setting(
+        30.0, "From one cycle to the next; 0.05 at the least.", env="ORCHESTRATOR_POLL_SEC", ge=MIN_INTERVAL_S
+    )
     min_scaling_interval_s: float = _setting(
         45.0, "At least this long between two hirings.", env="MIN_SCALING_INTERVAL_SEC", ge=0
     )
@@ -192,7 +196,9 @@ class FleetConfig(BaseModel):
     )
 
     # --- patience
-    heartbeat_interval_s: float = _setting(20.0, "How often a worker says that it lives.", gt=0)
+    heartbeat_interval_s: float = _setting(
+        20.0, "How often a worker says that it lives; 0.05 at the least.", ge=MIN_INTERVAL_S
+    )
     heartbeat_timeout_s: float = _setting(
         600.0, "Silent for longer than this, a worker is broken.", env="GPU_IDLE_TIMEOUT_SEC", gt=0
     )

@@ -21,6 +21,7 @@ MAX_UNIQUE_KEY_LENGTH = 200
 # As much as the database keeps of either.
 MAX_NOTE_CHARACTERS = 500
 MAX_ERROR_CHARACTERS = 8_000
+_LEFT_OUT = " ... "
 # The same bounds as windlass.due_time in the database: what a calendar can hold, whatever its time zone.
 FIRST_RUN_AFTER, RUN_AFTER_BEFORE = datetime(2, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
 # PostgreSQL's bigint.
@@ -172,6 +173,15 @@ def new_task(
         timeout_s=timeout_s,
         unique_key=unique_key,
     )
+
+
+def kept_error(error: str, max_characters: int = MAX_ERROR_CHARACTERS) -> str:
+    """The same as windlass.kept_error() in the database: both ends of an error that is too long. What kind it is stands
+    at the beginning of a message, and the cause at the end of a traceback."""
+    if len(error) <= max_characters:
+        return error
+    head = max_characters // 4
+    return f"{error[:head]}{_LEFT_OUT}{error[len(error) - max_characters + head + len(_LEFT_OUT) :]}"
 
 
 def storable(text: str) -> str:

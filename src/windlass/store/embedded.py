@@ -138,6 +138,16 @@ class EmbeddedPostgres:
                     raise
                 self._in_use = in_use
 
+    def check_place(self) -> None:
+        """Raise ConfigError where open() would refuse the place. Makes nothing there, not even the directory."""
+        with _explained(self.data_dir):
+            _check_is_ours(self.data_dir)
+            self._check_version()
+            account = _server_account(self._cluster)
+            there = next(folder for folder in (self.data_dir, *self.data_dir.parents) if folder.exists())
+            if account is not None and not _can_enter(account, there):
+                raise _closed_to_server(self.data_dir)
+
     def is_running(self) -> bool:
         """Whether a server runs here now, whoever opened it."""
         with _explained(self.data_dir):
@@ -362,15 +372,23 @@ def _installation(data_dir: Path, account: _Account | None) -> _Installation:
     there = _Installation(package / "pginstall18" / "bin", account)
     if account is None:
         return there
-    if _Installation(Path("/bin"), account).run(Path("/"), "sh", "-c", 'cd "$0"', str(data_dir)).returncode != 0:
-        raise ConfigError(
-            f"PostgreSQL refuses to run as root, and the user it runs as instead ({SERVER_USER}) cannot enter "
-            f"{data_dir}: name a data directory every user may enter, such as {default_data_dir()}."
-        )
+    if not _can_enter(account, data_dir):
+        raise _closed_to_server(data_dir)
     with suppress(PermissionError):
         if there.run(data_dir, "initdb", "--version").returncode == 0:
             return there
     return _Installation(_copy_of(package, data_dir) / "pginstall18" / "bin", account)
+
+
+def _can_enter(account: _Account, folder: Path) -> bool:
+    return _Installation(Path("/bin"), account).run(Path("/"), "sh", "-c", 'cd "$0"', str(folder)).returncode == 0
+
+
+def _closed_to_server(data_dir: Path) -> ConfigError:
+    return ConfigError(
+        f"PostgreSQL refuses to run as root, and the user it runs as instead ({SERVER_USER}) cannot enter "
+        f"{data_dir}: name a data directory every user may enter, such as {default_data_dir()}."
+    )
 
 
 def _package_dir() -> Path:
@@ -434,7 +452,7 @@ def _add_server_user() -> str:
     return _last_lines(done.stderr) if done.returncode != 0 else ""
 
 
-def _make_data_dir(data_dir: Path) -> None:
+def _check_is_ours(data_dir: Path) -> None:
     if data_dir.exists() and not data_dir.is_dir():
         raise ConfigError(f"the data directory {data_dir} is a file: name a directory.")
     if foreign := _foreign(data_dir):
@@ -442,6 +460,10 @@ def _make_data_dir(data_dir: Path) -> None:
             f"{data_dir} holds other things ({foreign}) and no database of Windlass: name an empty or new directory, "
             f"such as {data_dir / 'windlass'}."
         )
+
+
+def _make_data_dir(data_dir: Path) -> None:
+    _check_is_ours(data_dir)
     with suppress(FileExistsError):
         data_dir.mkdir(parents=True)
         # Under root the server's user must pass through; what lies inside is closed to all others anyway.

@@ -151,13 +151,13 @@ class PostgresStore:
         except CONNECTION_ERRORS as error:
             raise self._unavailable(doing, error) from None
         except asyncpg.NoDataFoundError as error:
-            raise UnknownWorker(f"{doing}: {words(error)}") from None
+            raise UnknownWorker(f"{doing}: {words(error)}.") from None
         except (
             asyncpg.DataError,
             asyncpg.IntegrityConstraintViolationError,
             asyncpg.ProgramLimitExceededError,
         ) as error:
-            raise BadInput(f"{doing}: {words(error)}") from None
+            raise BadInput(f"{doing}: {words(error).rstrip('.')}.") from None
         except asyncpg.ObjectNotInPrerequisiteStateError:
             raise  # a lease that is lost: the control store's to say
         except asyncpg.PostgresError as error:

@@ -47,9 +47,16 @@ def check_embedded_database_is_there(config: Config) -> None:
     """Raise BadInput, with what makes one, where the data directory holds none yet."""
     if not has_embedded_database(config):
         raise BadInput(
-            f"there is no database in {data_dir(config)} yet: `windlass up`, `worker` or `enqueue` makes one; "
-            "--data-dir or DATABASE_URL names another."
+            f"there is no database in {data_dir(config)} yet: `windlass up`, `worker`, `enqueue` or `db migrate` makes "
+            "one; --data-dir or DATABASE_URL names another."
         )
+
+
+def check_place_of_embedded_database(config: Config) -> None:
+    """Raise WindlassError where no server could run in the data directory, as far as that is seen without making it."""
+    from windlass.store.embedded import EmbeddedPostgres
+
+    EmbeddedPostgres(data_dir(config)).check_place()
 
 
 def described_database(config: Config) -> str:
@@ -93,11 +100,12 @@ def _temporary_place() -> Path:
 
 
 @asynccontextmanager
-async def database(config: Config, *, is_migrating: bool = True, may_create: bool = True) -> AsyncIterator[str]:
+async def database(config: Config, *, makes_schema: bool = True, may_create: bool = True) -> AsyncIterator[str]:
     """The address of the database, running for as long as this is open.
 
-    The embedded one is brought up to date, unless `is_migrating` is false; any other is left as it is. For whoever only
-    looks, `may_create` is false: BadInput if there is none yet.
+    An embedded one without a schema gets it, unless `makes_schema` is false. A schema that is there is left as it is,
+    as any other database: only `windlass up` and `windlass db migrate` bring it up to date. For whoever only looks,
+    `may_create` is false: BadInput if there is none yet.
     """
     if config.database_url is not None:
         yield config.database_url.get_secret_value()
@@ -109,7 +117,7 @@ async def database(config: Config, *, is_migrating: bool = True, may_create: boo
     server = EmbeddedPostgres(data_dir(config))
     try:
         await _in_thread(server.open)
-        if is_migrating:
+        if makes_schema and not await applied_migrations_of(server.dsn):
             await migrate(server.dsn)
         async with beside(_keep_running(server, config)):
             yield server.dsn

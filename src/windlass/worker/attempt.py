@@ -1,14 +1,13 @@
 """One attempt in this very process: whatever a handler does, an outcome comes of it."""
 
 import inspect
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from windlass.model.errors import BadInput
-from windlass.model.task import to_json
+from windlass.model.task import kept_error, to_json
 from windlass.worker.executor import Failure, Outcome, Success
-from windlass.worker.handler import DoNotRetry, Handler, RunningTask, last_words
+from windlass.worker.handler import DoNotRetry, Handler, RunningTask, kept_exception
 
 _NO_RESULT = Success("null")
 
@@ -26,13 +25,13 @@ def run_handler(
         return _accept(result, max_result_bytes)
     except DoNotRetry as error:
         said = str(error) or "the handler said: do not retry"
-        return Failure("DO_NOT_RETRY", last_words(said), retry=False)
-    except MemoryError:
-        return Failure("OUT_OF_MEMORY", last_words(traceback.format_exc()))
+        return Failure("DO_NOT_RETRY", kept_error(said), retry=False)
+    except MemoryError as error:
+        return Failure("OUT_OF_MEMORY", kept_exception(error))
     except SystemExit as error:
         return Failure("HANDLER_ERROR", f"the handler called sys.exit({error.code!r})")
-    except BaseException:
-        return Failure("HANDLER_ERROR", last_words(traceback.format_exc()))
+    except BaseException as error:
+        return Failure("HANDLER_ERROR", kept_exception(error))
 
 
 def _accept(result: Any, max_result_bytes: int) -> Outcome:
@@ -41,4 +40,4 @@ def _accept(result: Any, max_result_bytes: int) -> Outcome:
     try:
         return Success(to_json(result, "the handler's result", max_result_bytes))
     except BadInput as error:
-        return Failure("BAD_RESULT", last_words(str(error)))
+        return Failure("BAD_RESULT", kept_error(str(error)))

@@ -4,12 +4,13 @@ import importlib
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.model.errors import HandlerNotFound
-from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS
+from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, kept_error
 
 # How far an attempt has come, from 0 to 1, and what it is at.
 ReportProgress = Callable[[float, str | None], None]
@@ -43,9 +44,10 @@ class RunningTask:
 Handler = Callable[[RunningTask], Any] | Callable[[RunningTask], Awaitable[Any]]
 
 
-def last_words(error: str) -> str:
-    """The end of an error, where its cause stands."""
-    return error[-MAX_ERROR_CHARACTERS:]
+def kept_exception(error: BaseException) -> str:
+    """Its traceback, as far as it is kept. Its type stands in it, however long its message or deep its stack."""
+    parts = traceback.format_exception(error)
+    return kept_error("".join(kept_error(part, MAX_ERROR_CHARACTERS // 2) for part in parts))
 
 
 def load_handler(spec: str) -> Handler:

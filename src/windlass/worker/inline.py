@@ -7,16 +7,15 @@ of them along (their tasks go to others when the lease runs out). Heartbeats hav
 import asyncio
 import inspect
 import json
-import traceback
 import types
 from collections.abc import Generator
 from contextvars import copy_context
 from typing import Any
 
 from windlass.model.errors import BadInput, HandlerNotFound
-from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
+from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, kept_error, to_json
 from windlass.worker.executor import Failure, Outcome, Success, time_limit_failure, unreadable_payload
-from windlass.worker.handler import DoNotRetry, Handler, ReportProgress, RunningTask, last_words, load_handler
+from windlass.worker.handler import DoNotRetry, Handler, ReportProgress, RunningTask, kept_exception, load_handler
 
 _NO_RESULT = Success("null")
 
@@ -60,7 +59,7 @@ class InlineExecutor:
                     result = await _in_fresh_context(self._handler(task))
             return self._accept(result)
         except DoNotRetry as error:
-            return Failure("DO_NOT_RETRY", last_words(str(error)) or "the handler said: do not retry", retry=False)
+            return Failure("DO_NOT_RETRY", kept_error(str(error)) or "the handler said: do not retry", retry=False)
         except SystemExit as error:
             return Failure("HANDLER_ERROR", f"the handler called sys.exit({error.code!r})")
         except BaseException as error:
@@ -68,7 +67,7 @@ class InlineExecutor:
                 raise
             if isinstance(error, TimeoutError) and claim.timeout_s is not None and limit.expired():
                 return time_limit_failure(claim.timeout_s)
-            return Failure("HANDLER_ERROR", last_words(traceback.format_exc()))
+            return Failure("HANDLER_ERROR", kept_exception(error))
 
     async def close(self) -> None:
         pass

@@ -18,7 +18,6 @@ import random
 import signal
 import socket
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +41,7 @@ from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
 from windlass.worker.executor import Executor, Failure, NotBegun, Outcome, Success
 from windlass.worker.gpu import GpuReader
-from windlass.worker.handler import last_words
+from windlass.worker.handler import kept_exception
 from windlass.worker.heartbeat import Heartbeat, OpenTransport
 from windlass.worker.storage import StorageReader
 
@@ -719,9 +718,9 @@ class _Life:
         except HandlerNotFound as error:
             self._outbox.given_back.append(_GivenBack(claim))
             self._give_up(error)
-        except Exception:
+        except Exception as error:
             # Ours, not the handler's. It must end all the same: a claim that is held is beaten for, for ever.
-            self._file(claim, Failure("WORKER_ERROR", last_words(traceback.format_exc())))
+            self._file(claim, Failure("WORKER_ERROR", kept_exception(error)))
         del self._running[claim.token]
         self._hold_places()
         self._idle_since = time.monotonic()

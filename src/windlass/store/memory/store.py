@@ -11,7 +11,6 @@ from windlass.model.config import Retention
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event, QueueDepth
 from windlass.model.task import (
-    MAX_ERROR_CHARACTERS,
     MAX_NOTE_CHARACTERS,
     Claim,
     Finished,
@@ -21,6 +20,7 @@ from windlass.model.task import (
     TaskStatus,
     TaskSummary,
     Turn,
+    kept_error,
     storable,
 )
 from windlass.model.worker import LIVE, HeldClaim, Pulse, Recovery, Registration, Worker, WorkerKind, WorkerStatus
@@ -231,7 +231,7 @@ class MemoryStore:
         if row is None or not row.is_held_by(token):
             is_repeat = self._is_repeat(worker_id, task_id, token, (TaskStatus.ERROR, TaskStatus.FAILED))
             return row.status if row is not None and is_repeat else None
-        error = storable(error)[-MAX_ERROR_CHARACTERS:]
+        error = kept_error(storable(error))
         jitter = self._chance.random() if jitter is None else jitter
         if retry and row.attempts < row.max_attempts:
             self._tables.let_wait(row, retry_delay_s(row.attempts, jitter), code=code, error=error)

@@ -36,6 +36,17 @@ as $$
   end
 $$;
 
+-- An error as it is kept: 8,000 characters hold a long traceback. Of more than that both ends: what kind it is stands at
+-- the beginning of a message, and the cause at the end of a traceback.
+create function windlass.kept_error(p_error text) returns text
+language sql immutable parallel safe
+as $$
+  select case
+    when length(p_error) <= 8000 then p_error
+    else left(p_error, 2000) || ' ... ' || right(p_error, 5995)
+  end
+$$;
+
 create function windlass.note(
   p_code text, p_reason text, p_fleet text, p_worker_id text, p_task_id bigint, p_detail jsonb default null
 ) returns void
@@ -378,8 +389,7 @@ set enable_seqscan = off
 as $$
 declare
   v_now timestamptz := windlass.now();
-  -- The end of an error is where the cause stands; 8,000 characters hold a long traceback.
-  v_error text := right(p_error, 8000);
+  v_error text := windlass.kept_error(p_error);
   v_task windlass.tasks;
   v_failed_on jsonb;
 begin
