@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from windlass.configure import load_config
 from windlass.model.errors import BadInput, WindlassError
+from windlass.model.event import check_reason
 from windlass.model.task import NewTask, Task, TaskStatus, check_payload_size, new_task
 from windlass.store.postgres import PostgresStore, enqueue_on
 from windlass.wire import stores
@@ -135,7 +136,8 @@ class Client:
         return await self._opened.retry_task(task_id)
 
     async def cancel(self, task_id: int, reason: str = "cancelled by its producer") -> bool:
-        """End an unfinished task. False if it was finished already."""
+        """End an unfinished task. False if it was finished already. Raises BadInput for a reason without a word."""
+        check_reason(reason, "reason")
         return await self._opened.cancel_task(task_id, reason)
 
     @property

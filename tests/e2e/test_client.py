@@ -148,6 +148,8 @@ async def test_tasks_are_cancelled_and_retried(dsn: str) -> None:
     async with Client(dsn) as client:
         task_id = await client.enqueue("q")
         assert not await client.retry(task_id)
+        with pytest.raises(BadInput, match="reason is empty"):
+            await client.cancel(task_id, " ")
         assert await client.cancel(task_id)
         assert not await client.cancel(task_id)
         with pytest.raises(TaskFailed, match=r"CANCELLED\): cancelled by its producer"):

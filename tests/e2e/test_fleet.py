@@ -577,7 +577,7 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
     go = host.folder / "go"
     host.configure(idle_timeout_s=60, stop_timeout_s=60)
     up = host.up()
-    await until(host.store.fleets, "the first cycle")
+    await host.until_decided("")
     assert host.windlass("spawn", "--count", 2, "--json").json["requested"] == 2
     await host.until_workers(2)
     host.windlass("pause", "--all")

@@ -69,12 +69,6 @@ def say(message: str) -> None:
     print(json.dumps({"error": text}) if "--json" in sys.argv else f"windlass: {text}", file=sys.stderr)
 
 
-def check_reason(reason: str) -> None:
-    """Raise BadInput for a reason that says nothing."""
-    if not reason.strip():
-        raise BadInput("--reason is empty: say why in a few words, for whoever asks later, or leave it out.")
-
-
 def _check_text(given: Mapping[str, Any]) -> None:
     """Raise BadInput for words that no database stores as text. Paths are bytes to the system, and may be anything."""
     for name, value in given.items():

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, check_reason, command, load
+from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import counted, print_json
 from windlass.model.errors import BadInput
+from windlass.model.event import check_reason
 from windlass.model.worker import MAX_COUNT
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ async def terminate(
 
     if not worker and not fleet:
         raise BadInput("say which workers: their ids, or the name of a fleet.")
-    check_reason(reason)
+    check_reason(reason, "--reason")
     async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         ids, fleets = await _meant(store, worker, fleet)
         ids += [w.id for w in await store.workers() if w.fleet in fleets and w.id not in ids]

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.common import EXIT_BAD_INPUT, AsJson, ConfigFile, DataDir, check_reason, command, load, say
+from windlass.cli.common import EXIT_BAD_INPUT, AsJson, ConfigFile, DataDir, command, load, say
 from windlass.cli.cost import plain_cost
 from windlass.cli.output import counted, duration, print_json, print_table, printable, progress, shortened, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.times import parse_span
 from windlass.cost.asking import task_cost
 from windlass.model.errors import BadInput
+from windlass.model.event import check_reason
 from windlass.model.money import with_currency
 from windlass.model.task import MAX_TASK_ID, Task, TaskStatus, TaskSummary
 
@@ -198,7 +199,7 @@ async def cancel(
     """End unfinished tasks as failed. A running one is stopped by its worker at the next heartbeat."""
     if not task_ids:
         raise BadInput("say which tasks to cancel: their ids.")
-    check_reason(reason)
+    check_reason(reason, "--reason")
     from windlass.wire import stores
 
     async with stores.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:

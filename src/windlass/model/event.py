@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from windlass.model.errors import BadInput
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -16,6 +18,12 @@ class Event:
     worker_id: str | None
     task_id: int | None
     detail: Mapping[str, Any] | None
+
+
+def check_reason(reason: str, name: str) -> None:
+    """Raise BadInput for a reason that says nothing. `name`: what whoever gave it calls it."""
+    if not reason.strip():
+        raise BadInput(f"{name} is empty: say why in a few words, for whoever asks later, or leave it out.")
 
 
 @dataclass(frozen=True, slots=True)
