@@ -96,17 +96,19 @@ def assert_refused(done: Done, sentence: str) -> None:
         pytest.param(("tasks", "cancel", "1", "--reason", ""), {}, "--reason is empty", id="cancel without a word"),
         pytest.param(("terminate", "w", "--force", "--reason", " "), {}, "--reason is empty", id="end without a word"),
         # What no text can hold.
-        pytest.param(("status", "-q", NO_UTF8), {}, "queue is b'q\\xff', which is not UTF-8", id="status of no text"),
-        pytest.param(("tasks", "list", "--queue", NO_UTF8), {}, "which is not UTF-8", id="a queue that is no text"),
-        pytest.param(("tasks", "cancel", "1", "--reason", NO_UTF8), {}, "which is not UTF-8", id="a reason, no text"),
+        pytest.param(
+            ("status", "-q", NO_UTF8), {}, "b'q\\xff' on the command line is not UTF-8", id="status of no text"
+        ),
+        pytest.param(("tasks", "list", "--queue", NO_UTF8), {}, "is not UTF-8", id="a queue that is no text"),
+        pytest.param(("tasks", "cancel", "1", "--reason", NO_UTF8), {}, "is not UTF-8", id="a reason, no text"),
         pytest.param(
             ("tasks", "purge", "-s", "failed", "--older-than", "1d", "--yes", "-q", NO_UTF8),
             {},
-            "which is not UTF-8",
+            "is not UTF-8",
             id="purge no text",
         ),
-        pytest.param(("terminate", "w", NO_UTF8), {}, "which is not UTF-8", id="a worker that is no text"),
-        pytest.param(("explain", NO_UTF8), {}, "what is b'q\\xff', which is not UTF-8", id="explain no text"),
+        pytest.param(("terminate", "w", NO_UTF8), {}, "is not UTF-8", id="a worker that is no text"),
+        pytest.param(("explain", NO_UTF8), {}, "is not UTF-8", id="explain no text"),
         # Workers.
         pytest.param(
             (*WORKER, "--exec", "x", "--lease", "1e-8", "--heartbeat-interval", "1e-9"),

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
@@ -47,7 +47,7 @@ def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> 
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
         import asyncio
 
-        _check_text(kwargs)
+        _check_text([*args, *kwargs.values()])
         try:
             code = asyncio.run(_until_terminated(function(*args, **kwargs))) or 0
             if sys.stdout is not None:
@@ -69,13 +69,12 @@ def say(message: str) -> None:
     print(json.dumps({"error": text}) if "--json" in sys.argv else f"windlass: {text}", file=sys.stderr)
 
 
-def _check_text(given: Mapping[str, Any]) -> None:
+def _check_text(given: Iterable[Any]) -> None:
     """Raise BadInput for words that no database stores as text. Paths are bytes to the system, and may be anything."""
-    for name, value in given.items():
+    for value in given:
         for word in value if isinstance(value, list) else [value]:
             if isinstance(word, str) and not _is_text(word):
-                called = name.strip("_").replace("_", "-")
-                raise BadInput(f"{called} is {os.fsencode(word)!r}, which is not UTF-8: write it in that encoding.")
+                raise BadInput(f"{os.fsencode(word)!r} on the command line is not UTF-8: write it in that encoding.")
 
 
 def _is_text(word: str) -> bool:

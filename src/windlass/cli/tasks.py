@@ -234,7 +234,7 @@ def purge(
     # Before anything is open: Ctrl-C at a question should simply end it.
     if not yes:
         _ask(statuses, older_than, queue)
-    return _purge(loaded, queue=queue, statuses=statuses, older_than_s=older_than_s, as_json=as_json)
+    return _purge(loaded, queue, statuses, older_than_s, as_json)
 
 
 @command
