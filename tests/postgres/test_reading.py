@@ -10,6 +10,7 @@ import pytest
 
 from windlass.cost.meter import read_meter
 from windlass.model.access import FaceAddress
+from windlass.model.config import Retention
 from windlass.model.errors import BadInput
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
@@ -184,18 +185,19 @@ async def test_history_comes_in_as_few_points_as_asked_for(store: Store, sql: An
 async def test_retention_of_what_only_faces_need(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     await store.take_samples(await store.overview())
+    # As many fleets as write in five minutes more than one batch takes.
     await sql.execute(
-        "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
-        " values ('x', 'X', 'warning', 'x', windlass.now())"
+        "insert into windlass.samples (fleet, at, queued, running, spawning, active, terminating, error,"
+        " completed_per_minute) select 'f' || n, windlass.now(), 0, 0, 0, 0, 0, 0, 0 from generate_series(1, 2500) as n"
     )
     await sql.execute(
         "insert into windlass.sessions values ('\\x01', false, 'viewer', windlass.now(), windlass.now() + '1 hour')"
     )
     await store.note_face(FaceAddress("http://127.0.0.1:8080", "gone"))
-    clock.advance(7200)
+    clock.advance(Retention().samples_s + 1)
     await store.note_face(FaceAddress("http://127.0.0.1:8080", "here"))
-    await sql.execute("select set_config('windlass.now', $1, false)", clock().isoformat())
-    assert await sql.fetchval("select windlass.sweep_faces(3600, 3600)") == 4
+    assert await store.sweep_faces() == 2_503
+    assert await sql.fetchval("select count(*) from windlass.samples") == 0
     assert await sql.fetchval("select host from windlass.faces") == "here"
 
 

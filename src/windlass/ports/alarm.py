@@ -37,6 +37,9 @@ class AlarmStore(Protocol):
     async def message_failed(self, message_id: int, error: str, retry_in_s: float | None) -> None:
         """It did not arrive, and is due again then. None: it is given up."""
 
+    async def sweep_alerts(self) -> int:
+        """Apply retention to what is over, and to what was told of it. Returns how many alerts went."""
+
 
 class Receiver(Protocol):
     """Where messages go. Raises NotDelivered, within its own time limit."""

@@ -142,9 +142,7 @@ class PostgresReadingStore(PostgresAccessStore):
 
     async def sweep_faces(self) -> int:
         """Apply retention to what only faces need. Returns how many rows went."""
-        kept = self._retention
-        async with self._connection("applying retention") as connection:
-            return int(await connection.fetchval("select windlass.sweep_faces($1, $2)", kept.samples_s, kept.events_s))
+        return await self._sweep_all("select windlass.sweep_faces($1, $2)", self._retention.samples_s)
 
     async def measures(self) -> list[Measures]:
         async with self._connection("measuring") as connection:
