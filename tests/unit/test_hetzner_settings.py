@@ -29,6 +29,7 @@ def test_a_hetzner_fleet_has_the_numbers_of_its_seed() -> None:
     assert fleet.policy == "clear-time"
     assert fleet.hetzner.ordered == (Choice("cx23", "nbg1"), Choice("cx23", "fsn1"), Choice("cx23", "hel1"))
     assert fleet.hetzner.ssh_keys == ()
+    assert fleet.stuck_timeout_s is None, "who computes for an hour is not broken"
 
 
 def test_settings_come_from_a_table_and_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
