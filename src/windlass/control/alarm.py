@@ -132,7 +132,7 @@ class Alarm:
                 pass
             await self._sweep()
         except DatabaseUnavailable as error:
-            log.warning("nobody is told anything: the database is away", error=str(error))
+            log.warning("nobody is told anything: the database is away, or refuses", error=str(error))
         except Exception:
             log.exception("looking for what is the matter failed")
 
