@@ -620,6 +620,20 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
 # --------------------------------------------------------------------------------------------- once, and once again
 
 
+async def test_cycles_run_by_cron_apply_retention_and_refuse_what_cannot_be_run(host: Host) -> None:
+    async with host.store._connection("a finished task") as connection:
+        await connection.execute(
+            "insert into windlass.tasks (queue, status, finished_at)"
+            " values ('red', 'complete', now() - interval '1 year')"
+        )
+    assert host.windlass("cycle").json["is_leader"] is True
+    assert await host.store.tasks() == []
+    host.configure(handler=None, exec="nosuch-command now")
+    refused = host.windlass("cycle")
+    assert refused.code == 2
+    assert "there is no command 'nosuch-command': check exec of fleet default" in refused.err
+
+
 async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) -> None:
     (task, *_) = tasks = await host.enqueue(None, None)
     first = host.windlass("cycle").json

@@ -15,6 +15,7 @@ from windlass.store.migrate import migrate
 from windlass.wire.beside import beside
 from windlass.wire.engine import check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
+from windlass.wire.handlers import check_commands
 from windlass.wire.providers import check_keys, check_machines_can_call, hiring_fleets, provider
 from windlass.wire.receivers import receivers
 from windlass.wire.reload import Current, check_hiring, reloading
@@ -42,24 +43,28 @@ Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
 
 async def run_cycles(config: Config) -> "list[Summary]":
-    """One cycle of every fleet, tell people what is the matter, then give the lead up: for cron and the like."""
+    """One cycle of every fleet, then give the lead up: for cron and the like. Beside them, what `up` does: people are told
+    what is the matter, and retention is applied."""
     from windlass.control.cycle import run_once
     from windlass.store.alarm import PostgresAlarmStore
 
     check_machines_can_call(config)
     check_keys(config)
+    # Not their handlers: to import those may take long, each time. Workers do it, and say what is wrong.
+    check_commands(config)
     await check_ray(config)
     async with database(config) as dsn, PostgresAlarmStore(dsn, retention=config.retention) as store:
         ourselves, instance_id = candidate(config), await store.instance_id()
         # The cycles of this process are over when it looks.
         alarm = _make_alarm(config, store, receivers(config), settling_s=0.0)
 
-        async def tell(summaries: "list[Summary]") -> None:
+        async def tell_and_sweep(summaries: "list[Summary]") -> None:
             for summary in summaries:
                 alarm.note(summary)
-            # Whoever leads tells.
+            # Whoever leads does it.
             if any(summary.is_leader for summary in summaries):
                 await alarm.tell_once(TELL_TIMEOUT_S)
+                await store.sweep()
 
         try:
             return await run_once(
@@ -67,7 +72,7 @@ async def run_cycles(config: Config) -> "list[Summary]":
                     fleet_cycle(name, fleet, config, store, ourselves, instance_id)
                     for name, fleet in hiring_fleets(config).items()
                 ],
-                tell,
+                tell_and_sweep,
             )
         finally:
             await store.resign(ourselves)
