@@ -226,6 +226,8 @@ class Memory:
     tried_at: datetime | None = None
     # The key that its machines were last listed with (ProviderTraits.key_hash).
     key_hash: str | None = None
+    # When a person last gave up machines that are not listed: those of everybody hired before.
+    given_up_at: datetime | None = None
     # Since when no list of machines could be had.
     unlisted_since: datetime | None = None
     guard: Guard = Guard()
