@@ -155,7 +155,8 @@ def _fleets(router: APIRouter, shown: Shown) -> None:
     async def restart(fleet: FleetName, body: Which) -> Response:
         """Say that what was broken is mended: restarts are forgotten, failed slots are free, a hold for failures ends.
 
-        Every worker finishes and leaves; the next cycles hire anew."""
+        Every worker finishes and leaves; the next cycles hire anew. Of a fleet on hold with OTHER_ACCOUNT the machines
+        that its key does not list are given up: they may still be charged."""
         await _known(store, fleet)
         count = await restart_fleet(store, fleet, body.slot)
         live.poke()

@@ -60,7 +60,8 @@ ADVICE = {
     "NOT_DELETED": "it goes on costing money: see what the provider answered, and delete it by hand",
     "NO_CAPACITY": "add other types or places to the fleet's list, or wait",
     "NO_LEADER": "start `windlass up`; if it runs, look at its log and at the database",
-    "OTHER_ACCOUNT": "put the key of the account back that rents its machines, until they are gone",
+    "OTHER_ACCOUNT": "put the key back that rented its machines, or give them up with `windlass restart FLEET`: "
+    "they may still be charged",
     "OTHER_PROVIDER": "put the fleet's former provider back until they are gone, or give the new one another fleet",
     "PROVIDER_ERRORS": "see the provider's status page, and the log for what it answered",
     "PROVIDER_PAUSE": "wait until its pause is over; if it comes again, see who else uses the account's key so often",
