@@ -43,8 +43,8 @@ Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
 
 async def run_cycles(config: Config) -> "list[Summary]":
-    """One cycle of every fleet, then give the lead up: for cron and the like. Beside them, what `up` does: people are told
-    what is the matter, and retention is applied."""
+    """One cycle of every fleet, then give the lead up: for cron and the like. Beside them, what `up` does: people are
+    told what is the matter, and retention is applied."""
     from windlass.control.cycle import run_once
     from windlass.store.alarm import PostgresAlarmStore
 
