@@ -171,6 +171,7 @@ def test_a_file_that_cannot_be_used_is_refused_with(tmp_path: Path, content: str
         pytest.param(f"smtp_url = 'smtp://bot:[{PASSWORD}@mail'", "brackets", id="a bracket in the password"),
         pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD} x@mail'", "has a space", id="a space in the password"),
         pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@mail:http'", "a port that is not", id="a port in letters"),
+        pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@a:25,b:26'", "a port that is not", id="two servers"),
         pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@mail:0'", "a port that is not", id="port 0"),
         pytest.param(f"smtp_url = 'https://bot:{PASSWORD}@mail'", "begins with smtp:// or smtps://", id="no mail"),
         pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@'", "names no host", id="a mail server without a host"),

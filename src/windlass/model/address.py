@@ -129,6 +129,10 @@ def _problem_of_server(url: str, schemes: tuple[str, str]) -> str | None:
         return "has brackets or characters that no address has"
     if not host:
         return "names no host: write {}://host".format(*schemes)
-    if not all(map(_is_port, _ports(parts))):
-        return "has a port that is not a number from 1 to 65535, or a special character in its password"
-    return None
+    try:
+        is_port = parts.port != 0
+    except ValueError:
+        is_port = False
+    return (
+        None if is_port else "has a port that is not a number from 1 to 65535, or a special character in its password"
+    )
