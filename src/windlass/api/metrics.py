@@ -19,7 +19,7 @@ _CYCLE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 # What is asked of providers, and how it goes: see control/summary.py.
 _CALLS = ("create", "delete", "grow", "list", "prepare")
 _CALL_OUTCOMES = ("error", "ok", "refused")
-_MESSAGE_OUTCOMES = ("delivered", "failed", "given_up")
+_MESSAGE_OUTCOMES = ("delivered", "failed", "given_up", "refused")
 # Queues are named by whoever enqueues. Beyond so many the rest are counted together.
 MAX_QUEUES = 200
 OTHERS = "(others)"

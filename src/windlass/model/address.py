@@ -14,6 +14,7 @@ _SCHEMES = ("postgresql", "postgres")
 _WEB = ("https", "http")
 _MAIL = ("smtp", "smtps")
 _UNENCODED = "has a / ? # or @ in its user or password: write %2F, %3F, %23 or %40 for it"
+_NO_PORT = "has a port that is not a number from 1 to 65535, or a special character in its password"
 _SHAPE = "write postgresql://user:password@host:5432/database"
 # Everything up to the last @ of a word: a password that should have been encoded may itself contain : / or @.
 _PASSWORD_IN_URL = re.compile(r"([a-zA-Z][\w+.-]*://[^:/?#@\s]*):\S*@")
@@ -53,7 +54,7 @@ def problem_of_database_url(url: str) -> str | None:
     if parts.fragment or "@" in parts.path or ("@" in parts.query and "@" not in parts.netloc):
         return _UNENCODED
     if not all(map(_is_port, _ports(parts))):
-        return "has a port that is not a number from 1 to 65535, or a special character in its password: " + _SHAPE
+        return f"{_NO_PORT}: {_SHAPE}"
     return None
 
 
@@ -130,9 +131,7 @@ def _problem_of_server(url: str, schemes: tuple[str, str]) -> str | None:
     if not host:
         return "names no host: write {}://host".format(*schemes)
     try:
-        is_port = parts.port != 0
+        is_sound = parts.port != 0
     except ValueError:
-        is_port = False
-    return (
-        None if is_port else "has a port that is not a number from 1 to 65535, or a special character in its password"
-    )
+        is_sound = False
+    return None if is_sound else _NO_PORT
