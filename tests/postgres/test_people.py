@@ -23,10 +23,11 @@ from windlass.api.live import EventStream, Live
 from windlass.api.server import listen, serving
 from windlass.api.session import new_link
 from windlass.api.thinking import Thinking
-from windlass.model.access import SESSION_PREFIX, Role, csrf_token, new_token
+from windlass.model.access import API_PREFIX, LINK_PREFIX, SESSION_PREFIX, Role, csrf_token, new_token
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import Finished, new_task
 from windlass.model.worker import Registration, WorkerKind
+from windlass.ports.http import max_body_bytes
 from windlass.store import reading
 from windlass.store.connect import connected
 from windlass.store.log_sink import LogSink, PostgresLogStore
@@ -168,6 +169,38 @@ async def test_a_link_lets_one_browser_in_and_its_pages_prove_themselves(bed: Be
     await browser.aclose()
 
 
+async def test_whoever_keeps_coming_with_made_up_links_is_told_to_wait_and_a_good_link_still_lets_in(bed: Bed) -> None:
+    flood, browser = bed.client("192.0.2.66"), bed.client("192.0.2.66")
+    made_up = [new_token(LINK_PREFIX, CHANCE) for _ in range(gate_module.MAX_FAILURES + 5)]
+    answers = [await flood.get("/login", params={"key": key}) for key in made_up]
+    assert {problem_of(answer) for answer in answers} == {(410, "GONE"), (429, "TOO_MANY")}
+    assert [answer.status_code for answer in answers[: gate_module.MAX_FAILURES]] == [410] * gate_module.MAX_FAILURES
+    assert "links" in answers[-1].json()["detail"]
+    # The same count as that of wrong tokens.
+    wrong = {"Authorization": f"Bearer {new_token(API_PREFIX, CHANCE)}"}
+    assert problem_of(await flood.get(f"{API}/status", headers=wrong)) == (429, "TOO_MANY")
+    assert (await browser.get(await new_link(bed.store, ""))).status_code == 200
+    for client in (flood, browser):
+        await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("base_url", "asked_by", "is_secure"),
+    [
+        pytest.param("https://windlass.example", "http://127.0.0.1:1", True, id="through a proxy that does not say so"),
+        pytest.param("http://127.0.0.1:1", "http://127.0.0.1:1", False, id="without https"),
+        pytest.param("http://127.0.0.1:1", "https://windlass.example", True, id="by https all the way"),
+    ],
+)
+async def test_a_session_that_began_by_https_is_sent_by_https_alone(
+    bed: Bed, base_url: str, asked_by: str, is_secure: bool
+) -> None:
+    link = await new_link(bed.store, base_url)
+    assert link.startswith(f"{base_url}/login?")
+    welcome = await bed.elsewhere.get(link.replace(base_url, asked_by))
+    assert ("; Secure" in welcome.headers["set-cookie"]) == is_secure
+
+
 async def test_browsers_find_an_icon_on_their_way_in(bed: Bed) -> None:
     icon = await bed.elsewhere.get("/favicon.ico")
     assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
@@ -296,6 +329,33 @@ async def test_pages_of_configured_origins_may_ask_with_a_token(dsn: str) -> Non
         assert "access-control-allow-credentials" not in allowed.headers
         refused = await bed.elsewhere.options(f"{API}/status", headers=asks | {"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_a_page_of_a_configured_origin_may_read_whatever_it_is_answered(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bed_of(dsn, cors_origins=("https://ops.example",), rate_limit=30.0) as bed:
+        asks = {"Origin": "https://ops.example"}
+        may = asks | await bed.token(Role.OPERATOR)
+        wrong = asks | {"Authorization": f"Bearer {new_token(API_PREFIX, CHANCE)}"}
+        large = b" " * (max_body_bytes(10_000) + 1)
+        answers = {
+            200: await bed.elsewhere.get(f"{API}/status", headers=may),
+            400: await bed.elsewhere.get(f"{API}/tasks?limit=0", headers=may),
+            401: await bed.elsewhere.get(f"{API}/status", headers=wrong),
+            404: await bed.elsewhere.get(f"{API}/nothing", headers=may),
+            413: await bed.elsewhere.post(f"{API}/tasks", content=large, headers=may),
+        }
+        monkeypatch.setattr(bed.live, "overview", None)  # a defect
+        answers[500] = await bed.elsewhere.get(f"{API}/overview", headers=may)
+        crowd = [await bed.elsewhere.get("/login", headers=asks) for _ in range(100)]
+        answers[429] = crowd[-1]
+        for status, answer in answers.items():
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "https://ops.example", status
+            assert answer.headers["x-content-type-options"] == "nosniff", status
+        elsewhere = await bed.elsewhere.get(f"{API}/status", headers=wrong | {"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in elsewhere.headers
 
 
 async def test_no_crowd_of_readers_silences_a_worker(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,6 +710,30 @@ async def test_bad_input_is_one_sentence(bed: Bed) -> None:
     refused = await bed.elsewhere.delete(f"{API}/tasks", headers=headers)
     assert refused.status_code == 405
     assert "GET" in refused.headers["allow"]
+
+
+async def test_a_nul_in_an_address_is_refused_in_one_sentence(bed: Bed) -> None:
+    for path in (
+        f"{API}/explain/%00",
+        f"{API}/explain/a%00b",
+        f"{API}/fleets/%00",
+        f"{API}/fleets/%00/history",
+        f"{API}/workers/%00",
+        f"{API}/workers/w%00/log",
+        f"{API}/tasks?search=%00",
+        f"{API}/tasks?queue=a%00",
+        f"{API}/events?code=%00",
+        f"{API}/%00",
+        "/workers/%00",
+        "/tasks?search=%00",
+        "/static/%00.js",
+        "/internal/wheel/%00",
+        "/%00",
+    ):
+        refused = await bed.here.get(path)
+        assert problem_of(refused) == (400, "BAD_INPUT"), path
+        sentence = "the address has a NUL (%00) in it, which no name here can have: leave it out."
+        assert refused.json()["detail"] == sentence, path
 
 
 async def test_every_example_is_as_the_description_says(bed: Bed) -> None:
