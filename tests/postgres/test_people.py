@@ -1093,6 +1093,37 @@ async def test_metrics_have_everything_that_is_watched(bed: Bed, clock: Any) -> 
     assert "gpus-0" not in text  # no label for each worker
 
 
+async def test_metrics_tell_how_much_room_there_is_and_when_the_queue_is_clear(bed: Bed, clock: Any) -> None:
+    async def told() -> dict[str, float]:
+        clock.advance(2)
+        bed.live.poke()
+        lines = (await bed.here.get("/metrics")).text.splitlines()
+        names = ("windlass_workers_idle", "windlass_places_free", "windlass_queue_clear_seconds")
+        found = (line.split(" ") for line in lines if line.startswith(tuple(f"{name}{{" for name in names)))
+        return {name.partition("{")[0].removeprefix("windlass_"): float(value) for name, value in found}
+
+    first, second = await hire(bed)
+    # Nobody knows yet how long a task takes.
+    assert await told() == {"workers_idle": 2, "places_free": 2}
+    (claim,) = await bed.store.claim(first, ["a"], 1)
+    assert await told() == {"workers_idle": 1, "places_free": 1}
+    clock.advance(10)
+    await bed.store.finish_and_claim(first, [Finished(claim.task_id, claim.token, None)], (), 0)
+    for _ in range(4):
+        await bed.store.enqueue(new_task("a"))
+    seen = await told()
+    assert (seen["workers_idle"], seen["places_free"]) == (2, 2)
+    assert seen["queue_clear_seconds"] == pytest.approx(5 / 2 * 12, abs=0.1)
+    # One that is paused takes nothing, and without a free place nothing is known to clear the queue.
+    await bed.store.set_paused([second], True)
+    assert (await told())["queue_clear_seconds"] == pytest.approx(5 * 12, abs=0.1)
+    await bed.store.claim(first, ["a"], 1)
+    assert await told() == {"workers_idle": 0, "places_free": 0}
+    async with bed.store._connection("emptying the queue") as connection:
+        await connection.execute("delete from windlass.tasks where status = 'queued'")
+    assert await told() == {"workers_idle": 0, "places_free": 0, "queue_clear_seconds": 0}
+
+
 async def test_counters_begin_at_zero_so_that_their_first_increase_is_seen(bed: Bed) -> None:
     bed.metrics.expect(["gpus"], ["slack"])
     text = (await bed.here.get("/metrics")).text
