@@ -176,6 +176,9 @@ def test_a_file_that_cannot_be_used_is_refused_with(tmp_path: Path, content: str
         pytest.param(f"smtp_url = 'https://bot:{PASSWORD}@mail'", "begins with smtp:// or smtps://", id="no mail"),
         pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@'", "names no host", id="a mail server without a host"),
         pytest.param("smtp_url = 'smtp://'", "names no host", id="a scheme alone"),
+        pytest.param(
+            f"smtp_url = 'smtp://bot:{PASSWORD}%C3%A9@mail'", "letters that a mail", id="an é in the password"
+        ),
         pytest.param("smtp_url = 'smtp://mail/x'", "more than a host and a port", id="a mail server with a path"),
         pytest.param("webhook_url = 'https://'", "names no host", id="a webhook without a host"),
         pytest.param(f"slack_url = 'https:///{PASSWORD}'", "names no host", id="a path alone"),

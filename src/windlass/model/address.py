@@ -5,7 +5,7 @@ No message here repeats a password.
 
 import ipaddress
 import re
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 # Where only this host can call.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -115,6 +115,8 @@ def problem_of_mail_server(url: str) -> str | None:
     # Nothing follows the port: what seems to, follows a piece of the password.
     if scheme in _MAIL and set("/?#") & set(rest.removesuffix("/")):
         return _UNENCODED if "@" in rest else "has more than a host and a port"
+    if not unquote(rest.rpartition("@")[0]).isascii():
+        return "has letters that a mail server cannot be told in its user or password: only ASCII can be"
     return _problem_of_server(url, _MAIL)
 
 
