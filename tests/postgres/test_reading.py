@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import asyncpg
@@ -338,6 +338,29 @@ async def test_a_search_goes_on_where_it_stopped_looking(
     assert first.rows == ()
     assert first.next_cursor is not None
     assert [row.id for row in await everything(store.tasks_page, queue="rare", limit=1)] == [needle]
+
+
+@pytest.mark.parametrize("which", [TaskList.QUEUED, TaskList.SCHEDULED])
+@pytest.mark.parametrize("queue", [None, "b"])
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+async def test_a_search_among_what_waits_finds_all_of_it_once_and_in_order(
+    store: Store, clock: Any, monkeypatch: pytest.MonkeyPatch, which: TaskList, queue: str | None, patience_s: float
+) -> None:
+    """However much of one queue comes before it, and of another after it."""
+    monkeypatch.setattr(reading, "SCAN_LIMIT", 4)
+    monkeypatch.setattr(reading, "SEARCH_S", patience_s)
+    start = datetime(2040, 1, 1, tzinfo=UTC)
+    wanted: list[int] = []
+    for number in range(30):
+        name = "b" if queue is not None or number % 5 else "a"
+        is_wanted = number in (0, 3, 11, 12, 25, 29)
+        due = {} if which is TaskList.QUEUED else {"run_after": start + timedelta(minutes=number // 2)}
+        task = new_task(name, unique_key=f"needle-{number}" if is_wanted else None, priority=-(number // 10), **due)
+        task_id = await store.enqueue(task)
+        wanted += [task_id] if is_wanted else []
+    for limit in (1, 2, 10):
+        found = await everything(store.tasks_page, which=which, queue=queue, search="needle", limit=limit)
+        assert [row.id for row in found] == wanted, limit
 
 
 async def test_events_and_cycles_come_newest_first(store: Store, sql: Any, clock: Any) -> None:

@@ -100,7 +100,7 @@ class Alarm:
                 await self.look()
                 await self.send_due(is_waited_for=False)
             except DatabaseUnavailable as error:
-                log.warning("nobody is told anything: the database is away", error=str(error))
+                log.warning("nobody is told anything: the database is away, or refuses", error=str(error))
             except Exception:
                 log.exception("looking for what is the matter failed")
             await asyncio.sleep(LOOK_INTERVAL_S)

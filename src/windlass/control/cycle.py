@@ -226,7 +226,9 @@ class FleetCycle:
             is_winding_down=self.is_winding_down,
             preparing=self._actor.preparing,
             # What is stored with the cycle is read by many: the environment of workers may hold secrets.
-            settings=self._config.model_copy(update={"env": {}}),
+            settings=self._config.model_copy(
+                update={"env": {}, "runpod": self._config.runpod.model_copy(update={"env": {}})}
+            ),
         )
 
     async def _settle_accounts(self, now: datetime) -> None:

@@ -271,6 +271,17 @@ class Config(_Section):
     logs: LogsConfig = LogsConfig()
     fleets: dict[str, FleetConfig] = Field(default_factory=dict, description="One table per fleet.")
 
+    @field_validator("hetzner_api_token", "runpod_api_key")
+    @classmethod
+    def _fits_into_a_header(cls, key: SecretStr | None) -> SecretStr | None:
+        """Files and secrets of clusters often end in a line break. What libraries say of such a header quotes it."""
+        if key is None:
+            return None
+        bare = key.get_secret_value().strip()
+        if not re.fullmatch(r"[!-~]+", bare):
+            raise ValueError("it must be one word of letters, digits and signs, as the vendor's console shows it")
+        return SecretStr(bare)
+
     @field_validator("hetzner_endpoint", "runpod_endpoint")
     @classmethod
     def _address_of_api(cls, endpoint: str, field: ValidationInfo) -> str:

@@ -111,7 +111,10 @@ async def run_up(
 
 @asynccontextmanager
 async def _migrated(dsn: str) -> AsyncIterator[None]:
+    from windlass.store.examine import check_may_control
+
     await migrate(dsn)
+    await check_may_control(dsn)
     yield
 
 
