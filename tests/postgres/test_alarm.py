@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from email import message_from_string
+from email.policy import default as default_policy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +23,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from structlog.testing import capture_logs
 
 from windlass.api.server import listen
 from windlass.control.alarm import MAX_AT_ONCE, MAX_ATTEMPTS, MESSAGE_LEASE_S, SETTLING_S, STREAK_FORGOTTEN_S, Alarm
@@ -647,6 +650,8 @@ class MailServer:
     def __init__(self) -> None:
         self.letters: list[str] = []
         self.refusals = 0
+        # Addresses that it knows nothing of.
+        self.unknown: tuple[str, ...] = ()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 ready\r\n")
@@ -655,6 +660,8 @@ class MailServer:
             if verb == "MAIL" and self.refusals > 0:
                 self.refusals -= 1
                 writer.write(b"451 busy\r\n")
+            elif verb == "RCPT" and any(f"<{address}>" in line for address in self.unknown):
+                writer.write(f"550 {SECRET}: nobody of that name\r\n".encode())
             elif verb == "DATA":
                 writer.write(b"354 go on\r\n")
                 self.letters.append((await reader.readuntil(b"\r\n.\r\n")).decode())
@@ -684,6 +691,48 @@ async def test_mails_are_taken_at_the_second_try(store: PostgresAlarmStore, cloc
     assert "Subject: windlass [critical] SLOT_FAILED in fleet gpus" in letter
     assert "To: ops@example.com" in letter
     assert "slot 3 is failed." in letter
+
+
+async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others_are_told_once(
+    store: PostgresAlarmStore, clock: Any
+) -> None:
+    server, outcomes = MailServer(), list[tuple[str, str]]()
+    server.unknown = ("gone@example.com",)
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        email = Email(url, "windlass@example.com", ("gone@example.com", "ops@example.com"))
+        alarm = alarm_of(store, email, on_message=lambda *outcome: outcomes.append(outcome))
+        await plan(store, Alert("NEAR_MAX", "9 of 10"))
+        await alarm.look()
+        with capture_logs() as lines:
+            for _ in range(3):
+                await alarm.send_due()
+                clock.advance(900)
+    assert len(server.letters) == 1
+    assert sorted(outcomes) == [("email", "delivered"), ("email", "refused")]
+    (line,) = (line for line in lines if line["event"] == "message delivered in part")
+    assert line["error"] == "the mail server at 127.0.0.1 refused gone@example.com (550)"
+    assert SECRET not in str(lines)
+
+
+async def test_mails_of_one_alert_are_one_thread_with_dates(store: PostgresAlarmStore, clock: Any) -> None:
+    server = MailServer()
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        alarm = alarm_of(store, Email(url, "windlass@example.com", ("ops@example.com",)))
+        await plan(store, Alert("NEAR_MAX", "9 of 10"))
+        await alarm.look()
+        await alarm.send_due()
+        await plan(store)
+        clock.advance(61)
+        await alarm.look()
+        await alarm.send_due()
+    begun, over = (message_from_string(letter, policy=default_policy) for letter in server.letters)
+    assert "References" not in begun
+    assert over["References"] == over["In-Reply-To"] == begun["Message-ID"]
+    assert over["Message-ID"] != begun["Message-ID"]
+    for letter in (begun, over):
+        assert abs((letter["Date"].datetime - datetime.now(UTC)).total_seconds()) < 60
 
 
 async def test_a_mail_server_that_does_not_answer_holds_up_nobody_but_mails(

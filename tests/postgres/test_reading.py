@@ -77,6 +77,9 @@ async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: St
     await add_worker(sql, 0, **priced)
     await add_worker(sql, 1, **priced, status="terminating")
     await add_worker(sql, 2, last_heartbeat=clock() - timedelta(hours=1), paused=True)
+    await add_worker(sql, 0, "idle", concurrency=4)
+    await add_worker(sql, 1, "idle", kind="dispatcher", concurrency=8)
+    await add_worker(sql, 2, "idle", last_heartbeat=clock() - timedelta(hours=1))
     for queue, count in (("a", 3), ("b", 2), ("stray", 1)):
         for _ in range(count):
             await store.enqueue(new_task(queue))
@@ -94,6 +97,9 @@ async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: St
     assert gpus.workers[WorkerStatus.ACTIVE] == 2
     assert gpus.workers[WorkerStatus.TERMINATING] == 1
     assert (gpus.hired, gpus.paused, gpus.silent) == (3, 1, 1)
+    # The one at work, one that leaves, and one that is paused and silent.
+    assert (gpus.idle, gpus.free_places) == (0, 0)
+    assert (idle.idle, idle.free_places) == (1, 4)
     assert [(burn.currency, burn.micros_per_hour, burn.machines) for burn in gpus.burn] == [("EUR", 400_000, 2)]
     assert [alert.code for alert in gpus.alerts] == ["HOLD"]
     assert [alert.code for alert in seen.alerts] == ["NO_LEADER"]

@@ -74,6 +74,8 @@ def standing(of: Fleet, **changed: Any) -> FleetStanding:
         "hired": 1,
         "paused": 0,
         "silent": 0,
+        "idle": 0,
+        "free_places": 0,
         "decision": "hiring 3: 41 waiting",
         "cycle_id": 7,
         "decided_at": NOW,

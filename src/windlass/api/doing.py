@@ -42,7 +42,10 @@ def producing_routes(face: Face, shown: Shown) -> APIRouter:
     router = APIRouter(prefix=API, dependencies=[Producing])
     store = shown.store
 
-    @router.post("/tasks", **documented(Enqueued, "Enqueue a task", "enqueued", status_code=201, also=200))
+    @router.post(
+        "/tasks",
+        **documented(Enqueued, "Enqueue a task", "enqueued", status_code=201, also=(200, "enqueued_before")),
+    )
     async def enqueue(body: NewTaskBody) -> Response:
         task = new_task(**body.model_dump(), max_payload_bytes=face.max_payload_bytes)
         task_id, is_new = await store.enqueue_or_find(task)

@@ -24,7 +24,7 @@ from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.record import SLOW_CYCLE_S
 from windlass.policy.alerts import LOOK_INTERVAL_S, PROVIDER_ERRORS, RESOLVE_AFTER_S, firing
 from windlass.policy.backoff import retry_delay_s
-from windlass.ports.alarm import AlarmStore, NotDelivered, Receiver
+from windlass.ports.alarm import AlarmStore, DeliveredInPart, NotDelivered, Receiver
 
 # Errors in a row that ended with nobody calling again are over after this time: longer than a refusal keeps a cycle
 # from asking again, short enough that a fleet without demand does not seem broken.
@@ -55,8 +55,9 @@ class _Streak:
 
 
 class Alarm:
-    """`on_message` hears of every message sent, by receiver: delivered, failed or given_up. `settling_s`: 0 for whoever
-    begins to look after the cycles of this process."""
+    """`on_message` hears of every message sent, by receiver: delivered, failed or given_up; and refused, for each of
+    those behind a receiver who did not get what the others did. `settling_s`: 0 for whoever begins to look after the
+    cycles of this process."""
 
     def __init__(
         self,
@@ -200,6 +201,11 @@ class Alarm:
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await self._receivers[message.receiver].send(message)
+        except DeliveredInPart as part:
+            log.warning("message delivered in part", receiver=message.receiver, code=message.code, error=str(part))
+            for _ in range(part.refused):
+                self._on_message(message.receiver, "refused")
+            await self._note_delivered(message)
         except (NotDelivered, TimeoutError) as error:
             await self._put_off(message, str(error) or f"no answer within {SEND_TIMEOUT_S:g} s")
         except Exception as error:
@@ -207,8 +213,11 @@ class Alarm:
             log.exception("a receiver failed", receiver=message.receiver)
             await self._put_off(message, type(error).__name__)
         else:
-            self._on_message(message.receiver, "delivered")
-            await self._write_down(self._store.message_delivered(message.id))
+            await self._note_delivered(message)
+
+    async def _note_delivered(self, message: Message) -> None:
+        self._on_message(message.receiver, "delivered")
+        await self._write_down(self._store.message_delivered(message.id))
 
     async def _put_off(self, message: Message, why: str) -> None:
         is_last = message.attempts >= MAX_ATTEMPTS

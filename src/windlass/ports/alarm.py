@@ -20,6 +20,17 @@ class NotDelivered(WindlassError):
     """A message did not arrive, as far as we know. The text says why, without secrets."""
 
 
+class DeliveredInPart(WindlassError):
+    """A message arrived, but not for so many of those who were to have it; sent again, the others would have it twice.
+
+    The text says for whom, without secrets.
+    """
+
+    def __init__(self, message: str, refused: int) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
 class AlarmStore(Protocol):
     async def watch(self) -> Watched:
         """All that alerts are judged by, but what providers answered."""
@@ -42,7 +53,7 @@ class AlarmStore(Protocol):
 
 
 class Receiver(Protocol):
-    """Where messages go. Raises NotDelivered, within its own time limit."""
+    """Where messages go. Raises NotDelivered or DeliveredInPart, within its own time limit."""
 
     @property
     def name(self) -> str:

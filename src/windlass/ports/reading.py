@@ -99,6 +99,9 @@ class FleetStanding:
     paused: int
     # Active, and not heard for longer than their lease.
     silent: int
+    # Of those that could begin a task now, neither paused nor silent: who has none, and how many they could begin.
+    idle: int
+    free_places: int
     # What the last cycle decided, in words; None before the first.
     decision: str | None
     cycle_id: int | None

@@ -108,7 +108,7 @@ class PostgresReadingStore(PostgresAccessStore):
                     workers={status: workers[fleet.name][status] if fleet.name in workers else 0 for status in _LIVE},
                     **{
                         name: workers[fleet.name][name] if fleet.name in workers else 0
-                        for name in ("hired", "paused", "silent")
+                        for name in ("hired", "paused", "silent", "idle", "free_places")
                     },
                     decision=cycles[fleet.name]["decision"] if fleet.name in cycles else None,
                     cycle_id=cycles[fleet.name]["id"] if fleet.name in cycles else None,

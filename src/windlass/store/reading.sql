@@ -1,7 +1,7 @@
 -- Named queries of store/reading.py: what the faces show. Each reads a bounded number of rows.
 
 -- name: worker_counts
--- overview; workers_live.
+-- overview; workers_live, and all of tasks_running once.
 select
   w.fleet,
   count(*) filter (where w.status = 'spawning') as spawning,
@@ -12,8 +12,24 @@ select
   count(*) filter (where w.paused) as paused,
   count(*) filter (
     where w.status = 'active' and w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s)
-  ) as silent
+  ) as silent,
+  count(*) filter (where ready.can_begin and r.tasks is null) as idle,
+  coalesce(
+    sum(greatest(0, w.concurrency - coalesce(r.tasks, 0))) filter (where ready.can_begin), 0
+  )::bigint as free_places
 from windlass.workers w
+left join (
+  select t.worker_id, count(*) as tasks
+  from windlass.tasks t
+  where t.status = 'running'
+  group by t.worker_id
+) as r on r.worker_id = w.id
+cross join lateral (
+  -- A dispatcher places tasks on nodes, and has no places of its own.
+  select
+    w.status = 'active' and not w.paused and w.kind <> 'dispatcher'
+    and w.last_heartbeat >= windlass.now() - make_interval(secs => w.lease_s) as can_begin
+) as ready
 where w.status <> 'terminated'
 group by w.fleet;
 
