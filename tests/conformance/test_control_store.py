@@ -1954,6 +1954,11 @@ def _telling(event: Any) -> tuple[str, ...]:
     return *map(str, named), json.dumps(event.detail, sort_keys=True)
 
 
+VITALS: list[dict[str, Any]] = [
+    {}, {"idle_s": 1.5}, {"vram_total_mb": 4}, {"vram_total_mb": 0}, {"pid": 7}, {"storage_used_bytes": 9}
+]  # fmt: skip
+
+
 async def live(twins: Twins, rng: Random) -> None:
     hired = [f"w{number}" for number in range(12)]
     names = [*hired, "hand", "nobody"]
@@ -2057,8 +2062,7 @@ async def live(twins: Twins, rng: Random) -> None:
         twins.clock.advance(rng.choice([0.25, 1.0, 10.0, 31.0, 250.0]))
 
     def vitals() -> dict[str, Any]:
-        gpu = rng.choice([{"vram_total_mb": 4}, {"vram_total_mb": 0}])
-        return rng.choice([{}, {"idle_s": 1.5}, gpu, {"pid": 7}, {"storage_used_bytes": 9}])
+        return rng.choice(VITALS)
 
     steps: list[Callable[[], Awaitable[Any]]] = [
         commit, commit, commit, report, report, work, work, finish, advance, advance, advance,
