@@ -12,8 +12,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HIDDEN = "********"
 _SCHEMES = ("postgresql", "postgres")
 _SHAPE = "write postgresql://user:password@host:5432/database"
-# Everything up to the last @ of a word: a password that should have been encoded may itself contain : / or @.
-_PASSWORD_IN_URL = re.compile(r"([a-zA-Z][\w+.-]*://[^:/?#@\s]*):\S*@")
+# Everything up to the last @ of a word: a password that should have been encoded may itself contain : / or @. Tried
+# once a word, for texts may be long.
+_PASSWORD_IN_URL = re.compile(r"(?<![\w+.-])([\w+.-]+://[^:/?#@\s]*):\S*@")
 _PASSWORD_IN_QUERY = re.compile(r"([?&]\w*password)=[^&\s]*", re.IGNORECASE)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from windlass.model.address import LOOPBACK, problem_of_control_plane_url
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
-from windlass.model.secrecy import mask_of
+from windlass.model.secrecy import Mask, mask_of
 from windlass.wire.stores import control_store, data_dir, has_embedded_database
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         return _hetzner_provider(name, fleet, config, instance_id)
     if fleet.provider == "runpod":
         return _runpod_provider(name, fleet, config, instance_id)
-    from windlass.configure import environment_of, secrets_of
+    from windlass.configure import environment_of
     from windlass.providers.local import LocalProvider
 
     program = _node_program(fleet, config) if fleet.provider == "ray-local" else ("windlass", "worker")
@@ -92,9 +92,15 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         settings=environment_of(config, "worker", "retention", "max_payload_bytes", "logs"),
         withheld=withheld_from(fleet),
         program=program,
-        # The fleet may have been reloaded since.
-        mask=mask_of(secrets_of(config.model_copy(update={"fleets": {**config.fleets, name: fleet}}))),
+        mask=_mask(name, fleet, config),
     )
+
+
+def _mask(name: str, fleet: "FleetConfig", config: Config) -> Mask:
+    """What workers of this fleet say, before it is told to anybody. The fleet may have been reloaded since."""
+    from windlass.configure import secrets_of
+
+    return mask_of(secrets_of(config.model_copy(update={"fleets": {**config.fleets, name: fleet}})))
 
 
 def withheld_from(fleet: "FleetConfig") -> list[str]:
@@ -221,13 +227,14 @@ def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_i
     url = _machine_url(name, config)
     settings = fleet.runpod
     identity = runpod_identity(name, fleet, config) if fleet.auto_start_worker else None
+    mask = _mask(name, fleet, config)
     return RunpodProvider(
         name,
         settings,
         runpod_account(config, settings.call_timeout_s),
         identity=instance_id,
         url=url,
-        preparer=Preparer(settings, identity.open_shell) if identity is not None else None,
+        preparer=Preparer(settings, identity.open_shell, mask=mask) if identity is not None else None,
         public_key=identity.public_key if identity is not None else None,
     )
 
