@@ -280,8 +280,8 @@ def _runpod_account(key: str, endpoint: str) -> "RunpodAccount":
 
 
 async def examine_runpod(config: Config) -> "AsyncGenerator[Remark, None]":
-    """What stands in the way of the Runpod fleets, and what is there of others: as long as there is a key, also when the
-    last fleet has left the configuration. Reads only. Raises ConfigError."""
+    """What stands in the way of the Runpod fleets, and what is there of others: as long as there is a key, also when
+    the last fleet has left the configuration. Reads only. Raises ConfigError."""
     from windlass.model.runpod import RunpodSettings
     from windlass.providers.remark import Remark
     from windlass.providers.runpod.examine import examine

@@ -62,7 +62,7 @@ async def _token(account: Account, identity: str | None, fleets: dict[str, Hetzn
     others = sorted({(server.labels or {}).get(FLEET, "?") for server in servers} - known)
     if others and identity is not None:
         what = f"there are servers of fleets that are not configured: {', '.join(others)}"
-        return Remark("hetzner", what, "nobody looks after them: delete them, or configure the fleets again")
+        return Remark("hetzner", what, "`windlass up` lets those go whose workers it knows; delete the others, or configure the fleets again")
     return Remark("hetzner", f"the token is good; {len(servers)} servers are ours")
 
 

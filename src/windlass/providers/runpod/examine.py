@@ -50,7 +50,7 @@ def _key(pods: list[Json], identity: str | None, fleets: dict[str, RunpodSetting
     others = sorted(set(ours) - set(fleets))
     if others:
         what = f"there are pods of fleets that are not configured: {', '.join(others)}"
-        return Remark("runpod", what, "nobody looks after them: delete them, or configure the fleets again")
+        return Remark("runpod", what, "`windlass up` lets those go whose workers it knows; delete the others, or configure the fleets again")
     return Remark("runpod", f"the key is good; {sum(ours.values())} pods are ours")
 
 
