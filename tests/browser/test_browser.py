@@ -343,6 +343,7 @@ def test_tasks_are_retried_and_cancelled(house: House, new_page: NewPage) -> Non
     row.get_by_role("button", name="Retry").click()
     page.get_by_role("dialog").get_by_role("button", name="Retry").click()
     expect(page.locator("#toast")).to_have_text(f"Task {dead} is back in its queue.")
+    expect(page.locator("#news")).to_contain_text(f"Task {dead} is back in its queue.")
     events = house.ask(lambda store: store.events(task_id=dead))
     assert "TASK_RETRIED" in [event.code for event in events]
 

@@ -204,6 +204,10 @@ def test_whoever_asked_for_json_gets_errors_as_json(windlass: CommandLine) -> No
         pytest.param("data_dir = =", "is not valid TOML (Invalid value (at line 1", id="no TOML"),
         pytest.param("[worker]\nleese_s = 3", "did you mean worker.lease_s?", id="an unknown setting"),
         pytest.param(f"database_url = 'postgresql://u:{PASSWORD}@h:x'", "has a port that is not", id="a bad address"),
+        pytest.param(
+            f"[alerts]\nemail_to = ['a@b']\nsmtp_url = 'smtp://bot:{PASSWORD}/x@mail'", "%2F", id="a mail server"
+        ),
+        pytest.param("[alerts]\ncommand = '\"abc'", "a quote in it is not closed", id="a command nobody can run"),
     ],
 )
 def test_a_file_is_refused_for(windlass: CommandLine, content: str, sentence: str) -> None:

@@ -386,7 +386,8 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
     host.configure(max_workers=2)
     up.send_signal(signal.SIGHUP)
     await host.until_workers(2)
-    for broken in ({"max_workers": 0}, {"handler": None}, {"handler": "app:nosuch"}):
+    without_command = {"handler": None, "exec": "nosuch-command now"}
+    for broken in ({"max_workers": 0}, {"handler": None}, {"handler": "app:nosuch"}, without_command):
         host.configure(**broken)
         said = host.log().count("nothing changed")
         up.send_signal(signal.SIGHUP)
@@ -394,6 +395,7 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
     assert "fleets.default.max_workers (from windlass.toml) is 0" in host.log()
     assert "fleet default has nothing to run" in host.log()
     assert "fleet default: cannot find nosuch in app: check the name after the colon." in host.log()
+    assert "there is no command 'nosuch-command': check exec of fleet default" in host.log()
     go.touch()
     await host.until_status(TaskStatus.COMPLETE, *tasks)
     await host.until_workers(0)
@@ -656,6 +658,20 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
 
 
 # --------------------------------------------------------------------------------------------- once, and once again
+
+
+async def test_cycles_run_by_cron_apply_retention_and_refuse_what_cannot_be_run(host: Host) -> None:
+    async with host.store._connection("a finished task") as connection:
+        await connection.execute(
+            "insert into windlass.tasks (queue, status, finished_at)"
+            " values ('red', 'complete', now() - interval '1 year')"
+        )
+    assert host.windlass("cycle").json["is_leader"] is True
+    assert await host.store.tasks() == []
+    host.configure(handler=None, exec="nosuch-command now")
+    refused = host.windlass("cycle")
+    assert refused.code == 2
+    assert "there is no command 'nosuch-command': check exec of fleet default" in refused.err
 
 
 async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) -> None:

@@ -24,7 +24,10 @@ from crew import until
 from windlass.api.gate import session_cookie
 from windlass.api.server import listen
 from windlass.model.access import FaceAddress
+from windlass.model.fleet import FleetConfig
 from windlass.model.task import new_task
+from windlass.ports.control import Candidate
+from windlass.store.alarm import PostgresAlarmStore
 from windlass.store.reading import PostgresReadingStore
 
 APP = """
@@ -109,6 +112,33 @@ async def test_up_shows_itself_to_whoever_watches(tmp_path: Path, dsn: str) -> N
         names = {span.name for span in outside.spans}
         assert names == {"cycle", "task"}, names
         await _ask_in_vain(windlass, store)
+
+
+async def test_cycles_run_by_cron_tell_what_is_the_matter_and_when_it_is_over(tmp_path: Path, dsn: str) -> None:
+    async with outside_of() as (outside, inbox), PostgresAlarmStore(dsn) as store:
+        (tmp_path / "app.py").write_text(APP)
+        (tmp_path / "windlass.toml").write_text(TOML.format(inbox=inbox, folder=tmp_path))
+        windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
+
+        async def cycle_after(change: str) -> list[tuple[str, str]]:
+            async with store._connection("changing what is the matter") as connection:
+                await connection.execute(change)
+            done = await asyncio.to_thread(windlass, "cycle")
+            assert done.json["is_leader"] is True
+            return [(alert["status"], alert["code"]) for alert in outside.alerts]
+
+        began = ("firing", "DEAD_LETTERS")
+        given_up = "insert into windlass.tasks (queue, status, finished_at) values ('work', 'failed', windlass.now())"
+        assert await cycle_after(given_up) == [began]
+        assert await cycle_after("update windlass.alerts set seen_at = seen_at - interval '1 hour'") == [began]
+        mended = "delete from windlass.tasks; update windlass.alerts set seen_at = seen_at - interval '1 hour'"
+        assert await cycle_after(mended) == [began, ("resolved", "DEAD_LETTERS")]
+        # While another leads, it is the one who tells.
+        await store.observe(Candidate("another", ttl_s=60.0), "default", FleetConfig(queues=("work",), exec="true"))
+        async with store._connection("changing what is the matter") as connection:
+            await connection.execute(given_up)
+        assert (await asyncio.to_thread(windlass, "cycle")).json["is_leader"] is False
+        assert len(outside.alerts) == 2
 
 
 async def _watch(outside: Outside, store: PostgresReadingStore, log: Callable[[], str]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from email import message_from_string
+from email.policy import default as default_policy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,12 +23,14 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from structlog.testing import capture_logs
 
 from windlass.api.server import listen
-from windlass.control.alarm import MAX_AT_ONCE, MAX_ATTEMPTS, STREAK_FORGOTTEN_S, Alarm
+from windlass.control.alarm import MAX_AT_ONCE, MAX_ATTEMPTS, MESSAGE_LEASE_S, SETTLING_S, STREAK_FORGOTTEN_S, Alarm
 from windlass.control.summary import Summary
 from windlass.model.action import Alert, Plan
 from windlass.model.alert import Message, MessageKind, Severity
+from windlass.model.config import Retention
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Hold, Memory
 from windlass.notify import webhook
@@ -52,13 +56,19 @@ async def store(dsn: str, clock: Any) -> AsyncIterator[PostgresAlarmStore]:
         yield store
 
 
-async def plan(store: PostgresAlarmStore, *alerts: Alert, hold: Hold | None = None, fleet: str = "gpus") -> None:
+async def plan(
+    store: PostgresAlarmStore,
+    *alerts: Alert,
+    hold: Hold | None = None,
+    fleet: str = "gpus",
+    next_plan_in_s: float | None = 1e6,
+) -> None:
     """A cycle that had this to tell."""
     observed = await store.observe(ANN, fleet, FLEET)
     assert isinstance(observed, tuple)
     term, snapshot = observed
     told = {f"{alert.code} {alert.about}".rstrip(): snapshot.now for alert in alerts}
-    memory = Memory(planned_at=snapshot.now, next_plan_in_s=1e6, alerts=told, hold=hold)
+    memory = Memory(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s, alerts=told, hold=hold)
     await store.commit_plan(ANN, term, snapshot, Plan(alerts, memory, "x"), [])
 
 
@@ -100,7 +110,27 @@ async def inbox() -> AsyncIterator[Inbox]:
 
 
 def alarm_of(store: PostgresAlarmStore, *receivers: Any, **other: Any) -> Alarm:
-    return Alarm(store, receivers, dead_letters_allowed=0, leader_grace_s=GRACE_S, rng=Random(1), **other)  # noqa: S311
+    """Of a process that has run for a while, unless `settling_s` is given."""
+    settled = {"dead_letters_allowed": 0, "leader_grace_s": GRACE_S, "settling_s": 0.0, "rng": Random(1)}  # noqa: S311
+    return Alarm(store, receivers, **{**settled, **other})
+
+
+def starting(store: PostgresAlarmStore, *receivers: Any) -> Alarm:
+    """Of a process that has just begun."""
+    return alarm_of(store, *receivers, settling_s=SETTLING_S)
+
+
+async def go_on(
+    store: PostgresAlarmStore, alarm: Alarm, clock: Any, for_s: int, *alerts: Alert, hold: Hold | None = None
+) -> None:
+    """Cycles that have this to tell, and looks at them."""
+    for _ in range(0, for_s, 5):
+        await alarm.look()
+        await alarm.send_due()
+        clock.advance(5)
+        await plan(store, *alerts, hold=hold, next_plan_in_s=10)
+    await alarm.look()
+    await alarm.send_due()
 
 
 def heard(inbox: Inbox) -> list[tuple[str, str]]:
@@ -231,6 +261,176 @@ async def test_a_restart_tells_nothing_again_and_forgets_nothing(
     assert heard(inbox) == [("firing", "NEAR_MAX")]
 
 
+@pytest.mark.parametrize("absence", ["killed", "stopped in good order", "without a database"])
+async def test_an_absence_ends_nothing_and_begins_nothing(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any, absence: str
+) -> None:
+    failed = Alert("SLOT_FAILED", "slot 3 is failed", about="3")
+    alarm = starting(store, Webhook(inbox.url))
+    await go_on(store, alarm, clock, 20, failed, hold=Hold("NO_CAPACITY", "none", clock()))
+    if absence == "stopped in good order":
+        await plan(store, failed, next_plan_in_s=None)
+    await store.resign(ANN)
+    clock.advance(3600)
+    if absence != "without a database":
+        alarm = starting(store, Webhook(inbox.url))
+    # It looks before its fleet's first cycle, while another process may or may not lead already.
+    await alarm.look()
+    await plan(store, fleet="other")
+    clock.advance(5)
+    await alarm.look()
+    await go_on(store, alarm, clock, 200, failed, hold=Hold("NO_CAPACITY", "none", clock()))
+    assert sorted(heard(inbox)) == [("firing", "NO_CAPACITY"), ("firing", "SLOT_FAILED")]
+
+
+async def test_what_ended_while_nobody_looked_is_told_to_be_over(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    await go_on(store, starting(store, Webhook(inbox.url)), clock, 20, Alert("NEAR_MAX", "9 of 10"))
+    clock.advance(3600)
+    await go_on(store, starting(store, Webhook(inbox.url)), clock, 80)
+    assert heard(inbox) == [("firing", "NEAR_MAX"), ("resolved", "NEAR_MAX")]
+
+
+async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_known_of_it_lasts(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    await go_on(store, starting(store, Webhook(inbox.url)), clock, 20, Alert("NEAR_MAX", "9 of 10"))
+    clock.advance(3 * 3600)  # the words that it was told in are not looked for that far back
+    alarm = starting(store, Webhook(inbox.url))
+    for looks, unattended in ((10, []), (30, [("firing", "UNATTENDED")])):
+        for _ in range(looks):
+            await alarm.look()
+            await alarm.send_due()
+            clock.advance(5)
+        assert heard(inbox) == [("firing", "NEAR_MAX"), *unattended]
+    assert {alert.key: alert.reason for alert in (await store.watch()).open}["NEAR_MAX"] == "9 of 10"
+    await go_on(store, alarm, clock, 80, Alert("NEAR_MAX", "9 of 10"))
+    assert heard(inbox)[2:] == [("resolved", "UNATTENDED")]
+
+
+async def test_a_provider_that_goes_on_failing_is_told_once_over_a_restart(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    lists_fail = Summary("gpus", True, "", provider_calls=(("list", "error", 1),))
+    for _ in range(2):
+        alarm = starting(store, Webhook(inbox.url))
+        await alarm.look()
+        clock.advance(1)
+        for _ in range(5):
+            # As seldom as clouds are asked.
+            alarm.note(lists_fail)
+            await go_on(store, alarm, clock, 30)
+        clock.advance(3600)
+    assert heard(inbox) == [("firing", "PROVIDER_ERRORS")]
+    await alarm.look()
+    alarm.note(NOTHING_TO_CREATE)
+    await go_on(store, alarm, clock, 80)
+    assert heard(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
+
+
+async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    def failed(*slots: int) -> list[Alert]:
+        return [Alert("SLOT_FAILED", f"slot {slot} is failed", about=str(slot)) for slot in slots]
+
+    def told() -> list[tuple[str, str]]:
+        return [(message["status"], message["reason"]) for message in inbox.received]
+
+    alarm = starting(store, Webhook(inbox.url))
+    await go_on(store, alarm, clock, 80, *failed(0, 1, 2))
+    began = [("firing", f"slot {slot} is failed") for slot in range(3)]
+    assert sorted(told()) == began
+    await go_on(store, alarm, clock, 80, *failed(0, 1, 2, 3))
+    assert told()[3:] == [("firing", "4 at once (0, 1, 2, ...): slot 0 is failed")]
+    # Three are left: of slot 3 it was told with the others, and their alert lasts as long as it does.
+    await go_on(store, alarm, clock, 80, *failed(0, 1, 3))
+    assert told()[4:] == [("resolved", "slot 2 is failed")]
+    await go_on(store, alarm, clock, 80, *failed(3))
+    assert sorted(told()[5:]) == [("resolved", "slot 0 is failed"), ("resolved", "slot 1 is failed")]
+    await go_on(store, alarm, clock, 80)
+    assert told()[7:] == [("resolved", "1 is left (3): slot 3 is failed")]
+    # And the next is told by itself.
+    await go_on(store, alarm, clock, 10, *failed(3))
+    assert told()[8:] == [("firing", "slot 3 is failed")]
+
+
+async def test_a_thousand_queues_with_dead_letters_are_one_message(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    await plan(store)
+    async with store._connection("failing tasks") as connection:
+        await connection.execute(
+            "insert into windlass.tasks (queue, status, finished_at, error_code)"
+            " select 'q' || n, 'failed', windlass.now(), 'HANDLER_ERROR' from generate_series(1, 1000) as n"
+        )
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await alarm.look()
+    await alarm.send_due()
+    (message,) = inbox.received
+    assert message["code"] == "DEAD_LETTERS"
+    assert message["reason"] == "1000 at once (q1, q2, q3, ...): 1 task was given up in queue q1 within an hour"
+    clock.advance(3601)
+    for _ in range(2):
+        await alarm.look()
+        await alarm.send_due()
+        clock.advance(61)
+    assert heard(inbox) == [("firing", "DEAD_LETTERS"), ("resolved", "DEAD_LETTERS")]
+
+
+async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresAlarmStore, inbox: Inbox) -> None:
+    await plan(store)
+    failures = [
+        ("slow", "SPAWNING_TIMEOUT", None),
+        ("silent", "NO_HEARTBEAT", None),
+        ("outside Ray", "NODE_NOT_JOINED", None),
+        ("never ready", "STARTUP_NEVER_READY", None),
+        ("unreachable", "SSH_UNREACHABLE", "SSH_UNREACHABLE"),
+        ("without a GPU", "GPU_NOT_DETECTED", "GPU_NOT_DETECTED"),
+        ("lost its GPU", "GPU_NOT_DETECTED", None),
+        ("fell silent", "STALE_HEARTBEAT_IDLE", None),
+    ]
+    async with store._connection("failing workers") as connection:
+        await connection.executemany(
+            "insert into windlass.workers (id, fleet, status, failed_at, code, prepare_code)"
+            " values ($1, 'gpus', 'error', windlass.now(), $2, $3)",
+            failures,
+        )
+    (fleet,) = (await store.watch()).fleets
+    assert set(fleet.provisioning_timeouts) == {worker_id for worker_id, *_ in failures[:6]}
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await alarm.look()
+    await alarm.send_due()
+    (message,) = inbox.received
+    assert message["code"] == "PROVISIONING_TIMEOUT"
+    assert message["reason"] == "6 workers (never ready, outside Ray, silent, ...) were made and never came to work"
+
+
+async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_at_it(
+    store: PostgresAlarmStore, clock: Any
+) -> None:
+    async with store._connection("ending alerts") as connection:
+        await connection.execute(
+            "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
+            " select 'X ' || n, 'X', 'warning', 'x', windlass.now() from generate_series(1, 2500) as n;"
+            "insert into windlass.messages (alert_id, receiver, kind)"
+            " select id, 'webhook', 'firing' from windlass.alerts"
+        )
+    clock.advance(Retention().events_s + 1)
+
+    async def left() -> int:
+        async with store._connection("counting") as connection:
+            return int(await connection.fetchval("select count(*) from windlass.messages"))
+
+    running = asyncio.create_task(alarm_of(store).run())
+    async with asyncio.timeout(20):
+        while await left():
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_several_orchestrators_tell_it_once(
     dsn: str, store: PostgresAlarmStore, inbox: Inbox, clock: Any
 ) -> None:
@@ -319,6 +519,27 @@ async def test_what_is_being_told_when_it_is_over_is_ended_once_it_has_arrived(
     await store.message_delivered(firing.id)
     (resolved,) = await store.take_messages(["webhook"], 120, 10)
     assert (resolved.kind, resolved.alert_id) == ("resolved", firing.alert_id)
+
+
+class Silent:
+    """A receiver that takes for ever."""
+
+    name = "webhook"
+
+    async def send(self, _message: Message) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_whoever_looks_once_waits_for_nobody_beyond_its_time(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    await plan(store, Alert("NEAR_MAX", "9 of 10"))
+    async with asyncio.timeout(20):
+        await alarm_of(store, Silent()).tell_once(0.5)
+    clock.advance(MESSAGE_LEASE_S + 1)
+    for _ in range(2):
+        await alarm_of(store, Webhook(inbox.url)).tell_once(30)
+    assert heard(inbox) == [("firing", "NEAR_MAX")]
 
 
 async def test_what_nobody_wants_to_hear_of_is_not_told(store: PostgresAlarmStore, inbox: Inbox) -> None:
@@ -429,6 +650,8 @@ class MailServer:
     def __init__(self) -> None:
         self.letters: list[str] = []
         self.refusals = 0
+        # Addresses that it knows nothing of.
+        self.unknown: tuple[str, ...] = ()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 ready\r\n")
@@ -437,6 +660,8 @@ class MailServer:
             if verb == "MAIL" and self.refusals > 0:
                 self.refusals -= 1
                 writer.write(b"451 busy\r\n")
+            elif verb == "RCPT" and any(f"<{address}>" in line for address in self.unknown):
+                writer.write(f"550 {SECRET}: nobody of that name\r\n".encode())
             elif verb == "DATA":
                 writer.write(b"354 go on\r\n")
                 self.letters.append((await reader.readuntil(b"\r\n.\r\n")).decode())
@@ -466,6 +691,48 @@ async def test_mails_are_taken_at_the_second_try(store: PostgresAlarmStore, cloc
     assert "Subject: windlass [critical] SLOT_FAILED in fleet gpus" in letter
     assert "To: ops@example.com" in letter
     assert "slot 3 is failed." in letter
+
+
+async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others_are_told_once(
+    store: PostgresAlarmStore, clock: Any
+) -> None:
+    server, outcomes = MailServer(), list[tuple[str, str]]()
+    server.unknown = ("gone@example.com",)
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        email = Email(url, "windlass@example.com", ("gone@example.com", "ops@example.com"))
+        alarm = alarm_of(store, email, on_message=lambda *outcome: outcomes.append(outcome))
+        await plan(store, Alert("NEAR_MAX", "9 of 10"))
+        await alarm.look()
+        with capture_logs() as lines:
+            for _ in range(3):
+                await alarm.send_due()
+                clock.advance(900)
+    assert len(server.letters) == 1
+    assert sorted(outcomes) == [("email", "delivered"), ("email", "refused")]
+    (line,) = (line for line in lines if line["event"] == "message delivered in part")
+    assert line["error"] == "the mail server at 127.0.0.1 refused gone@example.com (550)"
+    assert SECRET not in str(lines)
+
+
+async def test_mails_of_one_alert_are_one_thread_with_dates(store: PostgresAlarmStore, clock: Any) -> None:
+    server = MailServer()
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        alarm = alarm_of(store, Email(url, "windlass@example.com", ("ops@example.com",)))
+        await plan(store, Alert("NEAR_MAX", "9 of 10"))
+        await alarm.look()
+        await alarm.send_due()
+        await plan(store)
+        clock.advance(61)
+        await alarm.look()
+        await alarm.send_due()
+    begun, over = (message_from_string(letter, policy=default_policy) for letter in server.letters)
+    assert "References" not in begun
+    assert over["References"] == over["In-Reply-To"] == begun["Message-ID"]
+    assert over["Message-ID"] != begun["Message-ID"]
+    for letter in (begun, over):
+        assert abs((letter["Date"].datetime - datetime.now(UTC)).total_seconds()) < 60
 
 
 async def test_a_mail_server_that_does_not_answer_holds_up_nobody_but_mails(

@@ -16,17 +16,17 @@ from structlog.testing import capture_logs
 from face_bed import CHANCE, FLEET, SECRET, URL, Bed, bed_of
 from windlass.api import gate as gate_module
 from windlass.api import live as live_module
-from windlass.api.documented import EXAMPLES
 from windlass.api.errors import ApiError
 from windlass.api.gate import CSRF_HEADER, session_cookie
 from windlass.api.live import EventStream, Live
 from windlass.api.server import listen, serving
 from windlass.api.session import new_link
 from windlass.api.thinking import Thinking
-from windlass.model.access import SESSION_PREFIX, Role, csrf_token, new_token
+from windlass.model.access import API_PREFIX, LINK_PREFIX, SESSION_PREFIX, Role, csrf_token, new_token
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import Finished, new_task
 from windlass.model.worker import Registration, WorkerKind
+from windlass.ports.http import max_body_bytes
 from windlass.store import reading
 from windlass.store.connect import connected
 from windlass.store.log_sink import LogSink, PostgresLogStore
@@ -168,6 +168,38 @@ async def test_a_link_lets_one_browser_in_and_its_pages_prove_themselves(bed: Be
     await browser.aclose()
 
 
+async def test_whoever_keeps_coming_with_made_up_links_is_told_to_wait_and_a_good_link_still_lets_in(bed: Bed) -> None:
+    flood, browser = bed.client("192.0.2.66"), bed.client("192.0.2.66")
+    made_up = [new_token(LINK_PREFIX, CHANCE) for _ in range(gate_module.MAX_FAILURES + 5)]
+    answers = [await flood.get("/login", params={"key": key}) for key in made_up]
+    assert {problem_of(answer) for answer in answers} == {(410, "GONE"), (429, "TOO_MANY")}
+    assert [answer.status_code for answer in answers[: gate_module.MAX_FAILURES]] == [410] * gate_module.MAX_FAILURES
+    assert "links" in answers[-1].json()["detail"]
+    # The same count as that of wrong tokens.
+    wrong = {"Authorization": f"Bearer {new_token(API_PREFIX, CHANCE)}"}
+    assert problem_of(await flood.get(f"{API}/status", headers=wrong)) == (429, "TOO_MANY")
+    assert (await browser.get(await new_link(bed.store, ""))).status_code == 200
+    for client in (flood, browser):
+        await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("base_url", "asked_by", "is_secure"),
+    [
+        pytest.param("https://windlass.example", "http://127.0.0.1:1", True, id="through a proxy that does not say so"),
+        pytest.param("http://127.0.0.1:1", "http://127.0.0.1:1", False, id="without https"),
+        pytest.param("http://127.0.0.1:1", "https://windlass.example", True, id="by https all the way"),
+    ],
+)
+async def test_a_session_that_began_by_https_is_sent_by_https_alone(
+    bed: Bed, base_url: str, asked_by: str, is_secure: bool
+) -> None:
+    link = await new_link(bed.store, base_url)
+    assert link.startswith(f"{base_url}/login?")
+    welcome = await bed.elsewhere.get(link.replace(base_url, asked_by))
+    assert ("; Secure" in welcome.headers["set-cookie"]) == is_secure
+
+
 async def test_browsers_find_an_icon_on_their_way_in(bed: Bed) -> None:
     icon = await bed.elsewhere.get("/favicon.ico")
     assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
@@ -296,6 +328,33 @@ async def test_pages_of_configured_origins_may_ask_with_a_token(dsn: str) -> Non
         assert "access-control-allow-credentials" not in allowed.headers
         refused = await bed.elsewhere.options(f"{API}/status", headers=asks | {"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_a_page_of_a_configured_origin_may_read_whatever_it_is_answered(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bed_of(dsn, cors_origins=("https://ops.example",), rate_limit=30.0) as bed:
+        asks = {"Origin": "https://ops.example"}
+        may = asks | await bed.token(Role.OPERATOR)
+        wrong = asks | {"Authorization": f"Bearer {new_token(API_PREFIX, CHANCE)}"}
+        large = b" " * (max_body_bytes(10_000) + 1)
+        answers = {
+            200: await bed.elsewhere.get(f"{API}/status", headers=may),
+            400: await bed.elsewhere.get(f"{API}/tasks?limit=0", headers=may),
+            401: await bed.elsewhere.get(f"{API}/status", headers=wrong),
+            404: await bed.elsewhere.get(f"{API}/nothing", headers=may),
+            413: await bed.elsewhere.post(f"{API}/tasks", content=large, headers=may),
+        }
+        monkeypatch.setattr(bed.live, "overview", None)  # a defect
+        answers[500] = await bed.elsewhere.get(f"{API}/overview", headers=may)
+        crowd = [await bed.elsewhere.get("/login", headers=asks) for _ in range(100)]
+        answers[429] = crowd[-1]
+        for status, answer in answers.items():
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "https://ops.example", status
+            assert answer.headers["x-content-type-options"] == "nosniff", status
+        elsewhere = await bed.elsewhere.get(f"{API}/status", headers=wrong | {"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in elsewhere.headers
 
 
 async def test_no_crowd_of_readers_silences_a_worker(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -652,24 +711,50 @@ async def test_bad_input_is_one_sentence(bed: Bed) -> None:
     assert "GET" in refused.headers["allow"]
 
 
+async def test_a_nul_in_an_address_is_refused_in_one_sentence(bed: Bed) -> None:
+    for path in (
+        f"{API}/explain/%00",
+        f"{API}/explain/a%00b",
+        f"{API}/fleets/%00",
+        f"{API}/fleets/%00/history",
+        f"{API}/workers/%00",
+        f"{API}/workers/w%00/log",
+        f"{API}/tasks?search=%00",
+        f"{API}/tasks?queue=a%00",
+        f"{API}/events?code=%00",
+        f"{API}/%00",
+        "/workers/%00",
+        "/tasks?search=%00",
+        "/static/%00.js",
+        "/internal/wheel/%00",
+        "/%00",
+    ):
+        refused = await bed.here.get(path)
+        assert problem_of(refused) == (400, "BAD_INPUT"), path
+        sentence = "the address has a NUL (%00) in it, which no name here can have: leave it out."
+        assert refused.json()["detail"] == sentence, path
+
+
 async def test_every_example_is_as_the_description_says(bed: Bed) -> None:
     description = (await bed.here.get(f"{API}/openapi.json")).json()
     seen = 0
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
-            answers = operation["responses"]
-            for status, answer in answers.items():
-                content = answer.get("content", {}).get("application/json")
-                # One example is enough for an answer that may come with two statuses.
-                if content is None or ("example" not in content and status in ("200", "503") and len(answers) > 2):
-                    continue
-                assert "example" in content, f"{method} {path} {status}"
-                seen += 1
-                schema = content["schema"] | {"components": description["components"]}
-                problems = [error.message for error in Draft202012Validator(schema).iter_errors(content["example"])]
-                assert problems == [], f"{method} {path}"
-    assert seen > 20
-    assert set(EXAMPLES) >= {"problem"}
+            for status, answer in operation["responses"].items():
+                for kind, content in answer.get("content", {}).items():
+                    if content["schema"] == {"$ref": "#/components/schemas/Problem"}:
+                        continue  # all alike: its shape has one
+                    assert "example" in content, f"{method} {path} {status} {kind}"
+                    seen += 1
+                    schema = content["schema"] | {"components": description["components"]}
+                    problems = [error.message for error in Draft202012Validator(schema).iter_errors(content["example"])]
+                    assert problems == [], f"{method} {path} {status}"
+    assert seen > 50
+    assert "example" in description["components"]["schemas"]["Problem"]
+    # Each status has its own.
+    assert not description["paths"]["/readyz"]["get"]["responses"]["503"]["content"]["application/json"]["example"][
+        "is_ready"
+    ]
     bodies = [
         (operation["operationId"], content)
         for methods in description["paths"].values()
@@ -1006,6 +1091,37 @@ async def test_metrics_have_everything_that_is_watched(bed: Bed, clock: Any) -> 
     ):
         assert line in text.splitlines(), f"{line}\n{text}"
     assert "gpus-0" not in text  # no label for each worker
+
+
+async def test_metrics_tell_how_much_room_there_is_and_when_the_queue_is_clear(bed: Bed, clock: Any) -> None:
+    async def told() -> dict[str, float]:
+        clock.advance(2)
+        bed.live.poke()
+        lines = (await bed.here.get("/metrics")).text.splitlines()
+        names = ("windlass_workers_idle", "windlass_places_free", "windlass_queue_clear_seconds")
+        found = (line.split(" ") for line in lines if line.startswith(tuple(f"{name}{{" for name in names)))
+        return {name.partition("{")[0].removeprefix("windlass_"): float(value) for name, value in found}
+
+    first, second = await hire(bed)
+    # Nobody knows yet how long a task takes.
+    assert await told() == {"workers_idle": 2, "places_free": 2}
+    (claim,) = await bed.store.claim(first, ["a"], 1)
+    assert await told() == {"workers_idle": 1, "places_free": 1}
+    clock.advance(10)
+    await bed.store.finish_and_claim(first, [Finished(claim.task_id, claim.token, None)], (), 0)
+    for _ in range(4):
+        await bed.store.enqueue(new_task("a"))
+    seen = await told()
+    assert (seen["workers_idle"], seen["places_free"]) == (2, 2)
+    assert seen["queue_clear_seconds"] == pytest.approx(5 / 2 * 12, abs=0.1)
+    # One that is paused takes nothing, and without a free place nothing is known to clear the queue.
+    await bed.store.set_paused([second], True)
+    assert (await told())["queue_clear_seconds"] == pytest.approx(5 * 12, abs=0.1)
+    await bed.store.claim(first, ["a"], 1)
+    assert await told() == {"workers_idle": 0, "places_free": 0}
+    async with bed.store._connection("emptying the queue") as connection:
+        await connection.execute("delete from windlass.tasks where status = 'queued'")
+    assert await told() == {"workers_idle": 0, "places_free": 0, "queue_clear_seconds": 0}
 
 
 async def test_counters_begin_at_zero_so_that_their_first_increase_is_seen(bed: Bed) -> None:

@@ -25,6 +25,7 @@ from windlass.model.task import Claim, Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.policy.backoff import retry_delay_s
 from windlass.store import listener, postgres
+from windlass.store.examine import check_may_control
 from windlass.store.postgres import PostgresStore, enqueue_on
 from windlass.store.script import GRANTS
 
@@ -1014,6 +1015,12 @@ async def restricted(each_server: Any, each_dsn: str, connection: Any) -> AsyncI
 
 
 Restricted = Callable[[str], str]
+
+
+async def test_whoever_could_not_run_the_control_loop_is_told_so_at_once(each_dsn: str, restricted: Restricted) -> None:
+    await check_may_control(each_dsn)
+    with pytest.raises(DatabaseUnavailable, match="user hand may not run the control loop: it lacks .* and .* more"):
+        await check_may_control(restricted("hand"))
 
 
 async def test_a_producer_needs_no_more_than_its_role(

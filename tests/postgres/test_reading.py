@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import asyncpg
@@ -10,6 +10,7 @@ import pytest
 
 from windlass.cost.meter import read_meter
 from windlass.model.access import FaceAddress
+from windlass.model.config import Retention
 from windlass.model.errors import BadInput
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
@@ -76,6 +77,9 @@ async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: St
     await add_worker(sql, 0, **priced)
     await add_worker(sql, 1, **priced, status="terminating")
     await add_worker(sql, 2, last_heartbeat=clock() - timedelta(hours=1), paused=True)
+    await add_worker(sql, 0, "idle", concurrency=4)
+    await add_worker(sql, 1, "idle", kind="dispatcher", concurrency=8)
+    await add_worker(sql, 2, "idle", last_heartbeat=clock() - timedelta(hours=1))
     for queue, count in (("a", 3), ("b", 2), ("stray", 1)):
         for _ in range(count):
             await store.enqueue(new_task(queue))
@@ -93,6 +97,9 @@ async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: St
     assert gpus.workers[WorkerStatus.ACTIVE] == 2
     assert gpus.workers[WorkerStatus.TERMINATING] == 1
     assert (gpus.hired, gpus.paused, gpus.silent) == (3, 1, 1)
+    # The one at work, one that leaves, and one that is paused and silent.
+    assert (gpus.idle, gpus.free_places) == (0, 0)
+    assert (idle.idle, idle.free_places) == (1, 4)
     assert [(burn.currency, burn.micros_per_hour, burn.machines) for burn in gpus.burn] == [("EUR", 400_000, 2)]
     assert [alert.code for alert in gpus.alerts] == ["HOLD"]
     assert [alert.code for alert in seen.alerts] == ["NO_LEADER"]
@@ -184,18 +191,19 @@ async def test_history_comes_in_as_few_points_as_asked_for(store: Store, sql: An
 async def test_retention_of_what_only_faces_need(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     await store.take_samples(await store.overview())
+    # As many fleets as write in five minutes more than one batch takes.
     await sql.execute(
-        "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
-        " values ('x', 'X', 'warning', 'x', windlass.now())"
+        "insert into windlass.samples (fleet, at, queued, running, spawning, active, terminating, error,"
+        " completed_per_minute) select 'f' || n, windlass.now(), 0, 0, 0, 0, 0, 0, 0 from generate_series(1, 2500) as n"
     )
     await sql.execute(
         "insert into windlass.sessions values ('\\x01', false, 'viewer', windlass.now(), windlass.now() + '1 hour')"
     )
     await store.note_face(FaceAddress("http://127.0.0.1:8080", "gone"))
-    clock.advance(7200)
+    clock.advance(Retention().samples_s + 1)
     await store.note_face(FaceAddress("http://127.0.0.1:8080", "here"))
-    await sql.execute("select set_config('windlass.now', $1, false)", clock().isoformat())
-    assert await sql.fetchval("select windlass.sweep_faces(3600, 3600)") == 4
+    assert await store.sweep_faces() == 2_503
+    assert await sql.fetchval("select count(*) from windlass.samples") == 0
     assert await sql.fetchval("select host from windlass.faces") == "here"
 
 
@@ -332,6 +340,29 @@ async def test_a_search_goes_on_where_it_stopped_looking(
     assert first.rows == ()
     assert first.next_cursor is not None
     assert [row.id for row in await everything(store.tasks_page, queue="rare", limit=1)] == [needle]
+
+
+@pytest.mark.parametrize("which", [TaskList.QUEUED, TaskList.SCHEDULED])
+@pytest.mark.parametrize("queue", [None, "b"])
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+async def test_a_search_among_what_waits_finds_all_of_it_once_and_in_order(
+    store: Store, clock: Any, monkeypatch: pytest.MonkeyPatch, which: TaskList, queue: str | None, patience_s: float
+) -> None:
+    """However much of one queue comes before it, and of another after it."""
+    monkeypatch.setattr(reading, "SCAN_LIMIT", 4)
+    monkeypatch.setattr(reading, "SEARCH_S", patience_s)
+    start = datetime(2040, 1, 1, tzinfo=UTC)
+    wanted: list[int] = []
+    for number in range(30):
+        name = "b" if queue is not None or number % 5 else "a"
+        is_wanted = number in (0, 3, 11, 12, 25, 29)
+        due = {} if which is TaskList.QUEUED else {"run_after": start + timedelta(minutes=number // 2)}
+        task = new_task(name, unique_key=f"needle-{number}" if is_wanted else None, priority=-(number // 10), **due)
+        task_id = await store.enqueue(task)
+        wanted += [task_id] if is_wanted else []
+    for limit in (1, 2, 10):
+        found = await everything(store.tasks_page, which=which, queue=queue, search="needle", limit=limit)
+        assert [row.id for row in found] == wanted, limit
 
 
 async def test_events_and_cycles_come_newest_first(store: Store, sql: Any, clock: Any) -> None:

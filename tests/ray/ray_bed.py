@@ -128,7 +128,7 @@ class Bed:
                 slot,
             )
 
-    def dispatch(self, name: str = "dispatcher") -> subprocess.Popen[bytes]:
+    def dispatch(self, name: str = "dispatcher", **environment: str) -> subprocess.Popen[bytes]:
         config = self.folder / "windlass.toml"
         settings = {
             "provider": "ray-local",
@@ -141,7 +141,7 @@ class Bed:
         }
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items() if value is not None]
         config.write_text("\n".join([f"[fleets.{self.fleet}]", *lines]))
-        return self.start(name, "dispatch", "--fleet", self.fleet, "--config", str(config))
+        return self.start(name, "dispatch", "--fleet", self.fleet, "--config", str(config), **environment)
 
     def start(self, name: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         return self._start(name, ["windlass", "ray", *arguments], environment)

@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import signal
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from ray_bed import WAIT_S, Bed, head_beside, made_bed, until
 
 from servers import Server
@@ -395,12 +399,51 @@ def _is_demanded(cluster: Any, resource: str) -> bool:
     return any(resource in bundle for bundle in wanted)
 
 
-async def test_a_command_is_run_and_ends_with_its_attempt(bed: Bed, tmp_path: Path) -> None:
+class Traces:
+    """Takes what OpenTelemetry is told."""
+
+    def __init__(self) -> None:
+        self.attempts: list[dict[str, int | str]] = []
+        self.url = ""
+
+    def take(self, body: bytes) -> None:
+        sent = ExportTraceServiceRequest.FromString(body)
+        spans = [span for r in sent.resource_spans for s in r.scope_spans for span in s.spans if span.name == "task"]
+        for span in spans:
+            told = {about.key: about.value.int_value or about.value.string_value for about in span.attributes}
+            self.attempts.append(told)
+
+
+@pytest.fixture
+def traces() -> Iterator[Traces]:
+    taken = Traces()
+
+    class Taker(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            taken.take(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Taker) as server:
+        taken.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield taken
+        server.shutdown()
+        thread.join()
+
+
+async def test_a_command_is_run_told_to_telemetry_and_ends_with_its_attempt(
+    bed: Bed, tmp_path: Path, traces: Traces
+) -> None:
     script, pid_file = tmp_path / "command.sh", tmp_path / "pid"
     script.write_text(f"read task; case $task in *wait*) echo $$ > {pid_file}; exec sleep 60;; *) echo $task;; esac")
     bed.settings.update({"handler": None, "exec": f"sh {script}"})
     await bed.hire("n1")
-    bed.dispatch()
+    bed.dispatch(WINDLASS_LOGS__TRACES_ENDPOINT=traces.url)
     await bed.joined("n1")
     echoed = await bed.add(new_task("q", {"say": "hello"}, max_attempts=1))
     endless = await bed.add(new_task("q", {"say": "wait"}))
@@ -415,6 +458,9 @@ async def test_a_command_is_run_and_ends_with_its_attempt(bed: Bed, tmp_path: Pa
     await asyncio.to_thread(process.wait, 15)
     # A command that is nowhere is no task's fault: the dispatcher says so and ends.
     bed.processes["dispatcher"].terminate()
+    await asyncio.to_thread(bed.processes["dispatcher"].wait, 30)
+    about = {"windlass.task.id": echoed, "windlass.task.queue": "q", "windlass.task.attempt": 1}
+    assert about in traces.attempts
     bed.settings["exec"] = "nowhere-to-be-found"
     refused = bed.dispatch("second")
     given_back = await bed.add(new_task("q", {}))

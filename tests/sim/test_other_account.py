@@ -1,7 +1,6 @@
 """A key that becomes another account's: no machine is made there, and none of the former account's is forgotten."""
 
 import asyncio
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -11,6 +10,7 @@ import hetzner_bed
 import runpod_bed
 from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import Hold
 from windlass.model.task import new_task
 from windlass.model.worker import WorkerStatus
 from windlass.ports.control import Candidate
@@ -75,12 +75,32 @@ class Shop:
         (fleet,) = await self.store.fleets()
         return fleet.hold.code if fleet.hold is not None else None
 
+    async def held(self) -> Hold:
+        (fleet,) = await self.store.fleets()
+        assert fleet.hold is not None
+        return fleet.hold
+
+    async def restart(self, slot: int | None = None) -> None:
+        """As `windlass restart` does it."""
+        await self.store.restart_slots("red", slot)
+        workers = [worker.id for worker in await self.store.workers() if slot in (None, worker.slot)]
+        await self.store.set_terminating(workers, "restarted by hand")
+
+    async def left_behind(self) -> dict[str, str]:
+        """By worker, what was remembered of its machine."""
+        alerts = [event for event in self.store._tables.journal.events if event.code == "ALERT"]
+        return {event.worker_id: event.reason for event in alerts if event.detail["code"] == "LEFT_BEHIND"}
+
     async def hired(self) -> int:
         return len(await self.store.workers())
 
 
 def machines(account: Any) -> int:
     return len(account.servers if isinstance(account, hetzner_bed.Bed) else account.pods)
+
+
+def ids(account: Any) -> set[str]:
+    return {str(id_) for id_ in (account.servers if isinstance(account, hetzner_bed.Bed) else account.pods)}
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
@@ -151,25 +171,80 @@ def test_a_new_key_of_the_same_account_changes_nothing(vendor: str) -> None:
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_once_nobody_of_the_former_account_is_heard_any_more_the_fleet_goes_on_in_the_other(vendor: str) -> None:
+def test_silence_does_not_prove_that_the_machines_of_the_former_account_are_gone(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)
         await shop.hire()
-        await shop.live(120)
+        before = ids(shop.former)
         shop.is_heard = False
         shop.rent(shop.other, "another key")
-        await shop.live(SILENCE_S - CYCLE_S)
-        assert await shop.hold() == "OTHER_ACCOUNT"
-        assert machines(shop.other) == 0
-        await until(lambda: machines(shop.other) > 0, shop)
+        await shop.live(10 * SILENCE_S)
+        assert (ids(shop.former), machines(shop.other), await shop.hired()) == (before, 0, len(before))
+        hold = await shop.held()
+        assert hold.code == "OTHER_ACCOUNT"
+        assert f"lists none of its machines ({', '.join(sorted(before))})" in hold.reason
+        assert hold.reason.endswith("put the key back that rented them, or give them up with `windlass restart red`")
+        # The former key is back: they are ended where they are.
+        await shop.finish()
+        shop.rent(shop.former, "the first key")
+        await shop.live(3 * SILENCE_S)
         assert await shop.hold() is None
+        assert (machines(shop.former), await shop.hired()) == (0, 0)
 
     run(story())
 
 
-async def until(is_so: Callable[[], bool], shop: Shop) -> None:
-    for _ in range(200):
-        if is_so():
-            return
-        await shop.live(CYCLE_S)
-    raise AssertionError(f"after {200 * CYCLE_S:g} s it is not so")
+@pytest.mark.parametrize("vendor", VENDORS)
+@pytest.mark.parametrize("is_heard", [True, False], ids=["who are heard", "who are silent"])
+def test_a_person_who_restarts_the_fleet_gives_up_the_former_account_and_its_machines_are_remembered(
+    vendor: str, is_heard: bool
+) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.hire()
+        await shop.live(120)
+        before = ids(shop.former)
+        await shop.restart(slot=0)  # before anything was the matter
+        former_workers = {worker.id for worker in await shop.store.workers()}
+        shop.rent(shop.other, "another key")
+        shop.is_heard = is_heard
+        await shop.live(60)
+        await shop.restart(slot=1)  # of one of them
+        await shop.live(60)
+        assert (ids(shop.former), machines(shop.other), await shop.hold()) == (before, 0, "OTHER_ACCOUNT")
+        assert await shop.left_behind() == {}
+        given_up_at = virtual_now()
+        await shop.restart()
+        await shop.live(3 * SILENCE_S)
+        assert await shop.hold() is None
+        assert ids(shop.former) == before
+        assert machines(shop.other) == await shop.hired() > 0
+        # Nothing of them is open any more, and each stands in an event.
+        assert former_workers.isdisjoint(worker.id for worker in await shop.store.workers())
+        assert former_workers.isdisjoint(account.worker_id for account in await shop.store.open_accounts())
+        for worker_id in former_workers:
+            charges = [each for each in shop.store._tables.ledger.charges if each.worker_id == worker_id]
+            assert max(charge.until_at for charge in charges) >= given_up_at, "it was paid for until then, at least"
+        left = await shop.left_behind()
+        assert set(left) == former_workers
+        assert all(any(id_ in reason for reason in left.values()) for id_ in before)
+        assert all("may still be charged" in reason for reason in left.values())
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_where_the_former_account_has_no_machine_left_the_new_one_is_taken_over_at_once(vendor: str) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.hire()
+        await shop.finish()
+        await shop.live(2 * SILENCE_S)
+        assert (machines(shop.former), await shop.hired()) == (0, 0)
+        shop.rent(shop.other, "another key")
+        shop.idle_s = 0.0
+        await shop.hire()
+        assert await shop.hold() is None
+        assert machines(shop.other) == await shop.hired() > 0
+
+    run(story())

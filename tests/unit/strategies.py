@@ -239,6 +239,7 @@ def memories(draw: st.DrawFn, everybody: list[Character]) -> Memory:
 
     return Memory(
         planned_at=draw(st.sampled_from((ago(0.5), None, ago(400.5)))),
+        gaps_s=draw(st.sampled_from(((), (60.25, 60.25), (400.5,), (400.5, 60.25)))),
         scaled_up_at=draw(maybe_moments),
         over_capacity_since=draw(maybe_moments),
         missing_since=of_all("missing_since"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from windlass.model.alert import Watched, WatchedFleet
+from windlass.model.alert import Firing, Severity, Watched, WatchedFleet
 from windlass.model.record import Fleet
 from windlass.model.snapshot import Hold
 from windlass.policy import stages
@@ -24,9 +24,27 @@ FLEET = Fleet("gpus", "local", ("a",), 0, 4, False, 0, None, (), NOW, NOW, 10.0,
 
 
 def watched(
-    fleet: Fleet = FLEET, *, leaderless_s: float | None = None, dead: dict[str, int] | None = None, **seen: Any
+    fleet: Fleet = FLEET,
+    *,
+    leaderless_s: float | None = None,
+    dead: dict[str, int] | None = None,
+    already: tuple[str, ...] = (),
+    of_all: tuple[str, ...] = (),
+    is_settling: bool = False,
+    **seen: Any,
 ) -> Watched:
-    return Watched(NOW, leaderless_s, (WatchedFleet(fleet, **{"told": {}, **seen}),), dead or {})
+    """`already`: what was told of the fleet; `of_all`: of all of them."""
+    told = [
+        Firing(whose, key, key.partition(" ")[0], Severity.WARNING, "as it was")
+        for whose, keys in ((fleet.name, already), (None, of_all))
+        for key in keys
+    ]
+    since = NOW - timedelta(seconds=5) if is_settling else None
+    fleets = (WatchedFleet(fleet, **{"told": {}, **seen}),)
+    return Watched(NOW, leaderless_s, fleets, dead or {}, tuple(told), since)
+
+
+LONG_AGO = NOW - timedelta(hours=1)
 
 
 def codes(seen: Watched, allowed: int = 0) -> list[tuple[str, str]]:
@@ -65,11 +83,49 @@ CASES: dict[str, tuple[Watched, list[tuple[str, str]]]] = {
     "nobody leads": (watched(replace(FLEET, is_led=False), leaderless_s=GRACE_S), [("NO_LEADER", "critical")]),
     "a restart": (watched(replace(FLEET, is_led=False), leaderless_s=GRACE_S - 1), []),
     "one leads and this fleet is not run": (
-        watched(replace(FLEET, planned_at=NOW - timedelta(hours=1))), [("UNATTENDED", "warning")],
+        watched(replace(FLEET, planned_at=LONG_AGO)), [("UNATTENDED", "warning")],
     ),
-    "what an old plan told is not told again": (
-        watched(replace(FLEET, planned_at=NOW - timedelta(hours=1)), told={"NEAR_MAX": "x"}),
-        [("UNATTENDED", "warning")],
+    "what an old plan told is the last that is known": (
+        watched(replace(FLEET, planned_at=LONG_AGO, hold=Hold("NO_CAPACITY", "none", NOW)), told={"NEAR_MAX": "x"}),
+        [("NEAR_MAX", "warning"), ("NO_CAPACITY", "warning"), ("UNATTENDED", "warning")],
+    ),
+    "a fleet that was wound down": (
+        watched(replace(FLEET, planned_at=LONG_AGO, next_plan_in_s=None), told={"NEAR_MAX": "x"}, leaderless_s=GRACE_S),
+        [],
+    ),
+    "the first look of a process": (
+        watched(
+            replace(FLEET, planned_at=LONG_AGO), told={"BUDGET today": "x"}, already=("NEAR_MAX",), is_settling=True,
+        ),
+        [("NEAR_MAX", "warning")],
+    ),
+    "its first look at a fleet that was wound down before": (
+        watched(
+            replace(FLEET, planned_at=LONG_AGO, next_plan_in_s=None), already=("SLOT_FAILED 3",), is_settling=True,
+        ),
+        [("SLOT_FAILED 3", "warning")],
+    ),
+    "its first look after the first cycle": (
+        watched(told={"BUDGET today": "x"}, already=("NEAR_MAX",), is_settling=True), [("BUDGET today", "critical")],
+    ),
+    "its first look while nobody leads": (watched(leaderless_s=GRACE_S, is_settling=True), []),
+    "its first look while nobody leads, as was told": (
+        watched(leaderless_s=GRACE_S, is_settling=True, of_all=("NO_LEADER",)), [("NO_LEADER", "critical")],
+    ),
+    "a fourth of a kind": (
+        watched(
+            told={f"VRAM_STALE w{number}": "x" for number in range(4)}, already=("VRAM_STALE w1", "VRAM_STALE w9"),
+        ),
+        [("VRAM_STALE", "warning"), ("VRAM_STALE w1", "warning")],
+    ),
+    "two of many are left": (
+        watched(told={"VRAM_STALE w1": "x", "VRAM_STALE w2": "x"}, already=("VRAM_STALE", "VRAM_STALE w1")),
+        [("VRAM_STALE", "warning"), ("VRAM_STALE w1", "warning")],
+    ),
+    "one that has no others": (watched(told={"NEAR_MAX": "x"}, already=("NEAR_MAX",)), [("NEAR_MAX", "warning")]),
+    "dead letters of many queues": (
+        watched(dead={f"q{number}": 1 for number in range(1_000)}, of_all=("DEAD_LETTERS q7",)),
+        [("DEAD_LETTERS", "warning"), ("DEAD_LETTERS q7", "warning")],
     ),
 }  # fmt: skip
 
@@ -83,6 +139,19 @@ def test_many_of_a_kind_are_named_by_the_first_few_and_their_number() -> None:
     told = {f"SLOT_FAILED {number}": f"slot {number} is failed" for number in range(12)}
     (problem,) = firing(watched(told=told), 0, GRACE_S)
     assert problem.reason == "12 at once (0, 1, 2, ...): slot 0 is failed"
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"SLOT_FAILED 10": "x", "SLOT_FAILED 2": "y"}, "2 at once (2, 10): y"),
+        ({"SLOT_FAILED 2": "y"}, "1 is left (2): y"),
+        ({"SLOT_FAILED": "y"}, "y"),
+    ],
+)
+def test_those_that_are_left_of_many_are_named(told: dict[str, str], reason: str) -> None:
+    (problem,) = firing(watched(told=told, already=("SLOT_FAILED",)), 0, GRACE_S)
+    assert (problem.key, problem.reason) == ("SLOT_FAILED", reason)
 
 
 def test_as_many_dead_letters_as_are_allowed_are_no_matter() -> None:

@@ -142,6 +142,10 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
                 ("control", "lease_s", "inf"),
             )
         ),
+        pytest.param(
+            f"[logs]\ntraces_endpoint = 'https://u:{PASSWORD}/x@otel:4318'", "it has a port that is not", id="traces"
+        ),
+        pytest.param("[logs]\ntraces_endpoint = 'otel:4318'", "begins with https:// or http://", id="no scheme"),
         pytest.param("a = = 1", "is not valid TOML (Invalid value (at line 1", id="no TOML"),
         pytest.param(b"a = '\xff'", "is not valid TOML (byte 5 is not UTF-8)", id="no text"),
         pytest.param(f"database_url = ['{PASSWORD}']", "database_url (from windlass.toml): write text", id="a list"),
@@ -154,6 +158,70 @@ def test_a_file_that_cannot_be_used_is_refused_with(tmp_path: Path, content: str
         load_config()
     assert sentence in str(caught.value)
     assert PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        pytest.param(
+            f"smtp_url = 'smtp://bot:{PASSWORD}/x@mail.example.com'", "%2F", id="a / in the password of a mail server"
+        ),
+        pytest.param(f"smtp_url = 'smtp://bot:25/{PASSWORD}@mail'", "%2F", id="a / after digits"),
+        pytest.param(f"smtp_url = 'smtp://bot:25#{PASSWORD}@mail'", "%23", id="a # in the password"),
+        pytest.param(f"smtp_url = 'smtp://bot:[{PASSWORD}@mail'", "brackets", id="a bracket in the password"),
+        pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD} x@mail'", "has a space", id="a space in the password"),
+        pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@mail:http'", "a port that is not", id="a port in letters"),
+        pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@a:25,b:26'", "a port that is not", id="two servers"),
+        pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@mail:0'", "a port that is not", id="port 0"),
+        pytest.param(f"smtp_url = 'https://bot:{PASSWORD}@mail'", "begins with smtp:// or smtps://", id="no mail"),
+        pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@'", "names no host", id="a mail server without a host"),
+        pytest.param("smtp_url = 'smtp://'", "names no host", id="a scheme alone"),
+        pytest.param(
+            f"smtp_url = 'smtp://bot:{PASSWORD}%C3%A9@mail'", "letters that a mail", id="an é in the password"
+        ),
+        pytest.param("smtp_url = 'smtp://mail/x'", "more than a host and a port", id="a mail server with a path"),
+        pytest.param("webhook_url = 'https://'", "names no host", id="a webhook without a host"),
+        pytest.param(f"slack_url = 'https:///{PASSWORD}'", "names no host", id="a path alone"),
+        pytest.param(f"webhook_url = 'https://u:{PASSWORD}/x@hook'", "a port that is not", id="a / in its password"),
+        pytest.param(f"webhook_url = '{PASSWORD}'", "begins with https:// or http://", id="no address"),
+        pytest.param(f'slack_url = "https://hook/\\n{PASSWORD}"', "has a space", id="a line's end in it"),
+        pytest.param("email_to = ['']", "is ['']: write each as ops@example.com", id="nobody's address"),
+        pytest.param("email_to = ['a@b', 'ops']", "write each as ops@example.com", id="a name that is no address"),
+        pytest.param("email_to = ['a@b c@d']", "write each as ops@example.com", id="two addresses in one"),
+        pytest.param('email_to = ["a@b\\nBcc: c@d"]', "write each as ops@example.com", id="a header in an address"),
+        pytest.param("email_from = '   '", "write it as windlass@example.com", id="from nobody"),
+        pytest.param("command = '\"abc'", "a quote in it is not closed", id="an open quote"),
+        pytest.param("command = 'tell \\'", "ends in a backslash", id="a backslash at the end"),
+        pytest.param("command = ' '", "names no program", id="a command without words"),
+        pytest.param("command = '\"\"'", "names no program", id="a program without a name"),
+        pytest.param('command = "tell \\u0000"', "holds a NUL", id="a NUL"),
+    ],
+)
+def test_who_could_never_be_told_is_refused_without_a_secret(tmp_path: Path, setting: str, sentence: str) -> None:
+    server = "" if setting.startswith("smtp_url") else "\nsmtp_url = 'smtp://mail.example.com'"
+    (tmp_path / "windlass.toml").write_text(f"[alerts]\n{setting}{server}")
+    with pytest.raises(ConfigError) as caught:
+        load_config()
+    assert sentence in str(caught.value)
+    assert str(caught.value).startswith(f"alerts.{setting.partition(' ')[0]} (from windlass.toml)")
+    assert PASSWORD not in str(caught.value)
+
+
+def test_who_can_be_told_is_taken_as_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "windlass.toml").write_text(
+        """[alerts]
+webhook_url = "https://user:p%2Fw@hook.example.com:8443/a?key=b"
+slack_url = "http://[::1]/services/T0/B0/x"
+email_to = ["ops@example.com", "On Call <on-call@example.com>", "root@localhost"]
+email_from = "Windlass <windlass@example.com>"
+smtp_url = "smtps://bot:p%2Fw%40@mail.example.com\\n"
+command = "tell --to 'all of us'"
+"""
+    )
+    alerts = load_config().config.alerts
+    assert alerts.email_to[1] == "On Call <on-call@example.com>"
+    assert alerts.smtp_url is not None
+    assert alerts.smtp_url.get_secret_value() == "smtps://bot:p%2Fw%40@mail.example.com"
 
 
 def test_values_at_odds_are_named_each_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,8 @@ def standing(of: Fleet, **changed: Any) -> FleetStanding:
         "hired": 1,
         "paused": 0,
         "silent": 0,
+        "idle": 0,
+        "free_places": 0,
         "decision": "hiring 3: 41 waiting",
         "cycle_id": 7,
         "decided_at": NOW,
@@ -279,7 +281,22 @@ def test_what_an_alert_tells_is_not_told_again() -> None:
     alert = OpenAlert(1, "renders", "FAILURE_RATE", "critical", "5 of 6 failed", NOW, NOW, None)
     held = standing(fleet(hold=Hold("FAILURE_RATE", "5 of 6 failed", NOW)), alerts=(alert,))
     (matter,) = attention(overview(held))
-    assert (matter.is_bad, matter.restarts) == (True, "renders")
+    assert (matter.is_bad, matter.restarts, matter.gives_up) == (True, "renders", False)
+
+
+def test_machines_of_another_account_can_be_given_up_and_that_they_may_cost_is_said() -> None:
+    reason = "its key for hetzner has changed"
+    alert = OpenAlert(1, "renders", "OTHER_ACCOUNT", "critical", reason, NOW, NOW, None)
+    held = fleet(hold=Hold("OTHER_ACCOUNT", reason, NOW, is_total=True))
+    for alerts in ((), (alert,)):
+        (matter,) = attention(overview(standing(held, alerts=alerts)))
+        assert (matter.restarts, matter.gives_up) == ("renders", True)
+        assert matter.advice.endswith("give them up with `windlass restart FLEET`: they may still be charged.")
+    # Whoever presses a button that gives them up is asked with that in view.
+    operator = Setting(NOW, "1", Viewer(may_act=True))
+    for now, told in ((held, 2), (fleet(hold=Hold("FAILURE_RATE", "5 of 6 failed", NOW)), 0)):
+        page = pages.overview_page(operator, overview(standing(now)), {}, ())
+        assert page.count("Machines that its key does not list are given up: they may still be charged.") == told
 
 
 # ------------------------------------------------------------------------------------------------------------- attempts

@@ -370,6 +370,9 @@ class Desk:
         self.claims = list(claims)
         self.told: list[Any] = []
 
+    def knows(self, seat_id: str) -> bool:
+        return seat_id == "s"
+
     def loading(self, *loading: str) -> None:
         self.told.append(loading)
 
@@ -421,6 +424,33 @@ async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> 
         ]
         writer.close()
     finally:
+        await gate.close()
+
+
+async def test_strangers_at_the_gate_are_few_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.engine.gate.MAX_STRANGERS", 2)
+    monkeypatch.setattr("windlass.engine.gate.STRANGER_S", 0.3)
+    desk = Desk(claim({}))
+    gate = Gate(desk, 1 << 20)
+    address = await gate.open("127.0.0.1")
+    callers = [await asyncio.open_connection(*address)]
+    (ours, writer), result = callers[0], Success("9" * (1 << 20))
+    try:
+        writer.write(line.arrival("s", "n"))
+        await ours.readuntil(b"\n{}")
+        callers += [await asyncio.open_connection(*address) for _ in range(5)]
+        callers[1][1].write(line.done("x", uuid4(), result))
+        assert json.loads(await callers[1][0].readline()) == {"run": None}
+        # What never comes to its end is not waited for.
+        callers[2][1].write(line.done("x", uuid4(), result)[:-1])
+        for reader, _ in callers[1:]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        writer.write(line.progress("s", uuid4(), 0.5, None) + line.arrival("another", "n"))
+        assert json.loads(await ours.readline()) == {"run": None}
+    finally:
+        for _, writer in callers:
+            writer.close()
         await gate.close()
 
 

@@ -29,6 +29,7 @@ def test_a_hetzner_fleet_has_the_numbers_of_its_seed() -> None:
     assert fleet.policy == "clear-time"
     assert fleet.hetzner.ordered == (Choice("cx23", "nbg1"), Choice("cx23", "fsn1"), Choice("cx23", "hel1"))
     assert fleet.hetzner.ssh_keys == ()
+    assert fleet.stuck_timeout_s is None, "who computes for an hour is not broken"
 
 
 def test_settings_come_from_a_table_and_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +136,24 @@ def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
     providers.provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}), "instance")
 
 
-def test_fleets_with_the_same_token_share_one_allowance() -> None:
-    slow = HetznerSettings(call_timeout_s=30)
+def test_fleets_with_the_same_token_share_one_account_and_the_patience_of_the_most_patient() -> None:
     config = Config(hetzner_api_token="secret")
-    one, other = providers.hetzner_account(config, 20), providers.hetzner_account(config, slow.call_timeout_s)
-    assert one is not other
-    assert one.limiter is other.limiter
-    assert providers.hetzner_account(Config(hetzner_api_token="another"), 20).limiter is not one.limiter
+    one, other = providers.hetzner_account(config, 20), providers.hetzner_account(config, 30)
+    assert one is other
+    assert providers.hetzner_account(config, 5)._ear.timeout_s == 30
+    assert providers.hetzner_account(Config(hetzner_api_token="another"), 20) is not one
+
+
+@pytest.mark.parametrize("name", ["HETZNER_API_TOKEN", "RUNPOD_API_KEY"])
+def test_a_key_is_one_word_and_the_line_break_of_its_file_is_no_part_of_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What libraries say of a header that they refuse quotes it."""
+    monkeypatch.setenv(name, " abc-DEF_123\n")
+    kept = getattr(load_config().config, name.lower())
+    assert kept.get_secret_value() == "abc-DEF_123"
+    for wrong in ("abc\ndef", "two words", "geheimnisß", "\n"):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(ConfigError, match="it must be one word") as refused:
+            load_config()
+        assert wrong.strip() == "" or wrong not in str(refused.value)

@@ -1,6 +1,7 @@
 """One cycle's decisions, stage by stage: promotion, health, clean-up, drain, reconciliation, and the brakes on them."""
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from windlass.model.cost import Bill, Tariff
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits
 from windlass.model.node import NodeState, NodeView
-from windlass.model.snapshot import RunningView, SlotView, Snapshot
+from windlass.model.snapshot import Hold, RunningView, SlotView, Snapshot
+from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import STAGES, plan
 
 CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, stray_grace_s=60)
@@ -737,7 +739,7 @@ def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account(
     planned = plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU)
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
-    assert "is the key another account's?" in only(planned, Alert).reason
+    assert "Is it the key of another account?" in only(planned, Alert).reason
     # One that is listed: the account is the right one.
     again = plan(snapshot(*views, machines=machines_of(views[:1]), traits=lagging, memory=memory), GPU)
     assert again.hold is None
@@ -792,7 +794,7 @@ def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() 
     planned = plan(seen, fleet(max_workers=9))
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
-    assert "has changed, and none of its 1 machines is listed with the new one" in only(planned, Alert).reason
+    assert "has changed, and the new one lists none of its machines (m-a)" in only(planned, Alert).reason
     assert (kinds(planned), planned.memory.key_hash) == (["Alert"], "old")
     # Without a list nobody knows; there is nothing to tell yet.
     unlisted = plan(replace(seen, machines=None), fleet(max_workers=9))
@@ -811,6 +813,49 @@ def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() 
         taken_over = plan(known, fleet(max_workers=9))
         assert (taken_over.hold, taken_over.memory.key_hash) == (None, "new")
         assert of_kind(taken_over.actions, Spawn)
+
+
+@pytest.mark.parametrize("is_key_new", [True, False], ids=["the key is new", "they are heard, and not listed"])
+def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(is_key_new: bool) -> None:
+    cloud = ProviderTraits(absence_grace_s=60, is_remote=True, key_hash="new")
+    leaving = [worker(f"w{n}", n, "terminating", created=900, terminating=5, heartbeat=1) for n in range(5)]
+    memory = {
+        "key_hash": "old" if is_key_new else "new",
+        "missing_since": {view.id: ago(9000) for view in leaving},
+        "hold": Hold("OTHER_ACCOUNT", "they are not listed", ago(9000), is_total=True),
+    }
+    seen = snapshot(*leaving, machines=(), traits=cloud, memory=memory, queued=9)
+    held = plan(seen, fleet(max_workers=9))
+    assert held.hold is not None
+    assert "lists none of its machines (m-w0, m-w1, m-w2 and 2 more): put the key back" in held.hold.reason
+    assert held.memory.key_hash == memory["key_hash"]
+    # Said before they were missed, of some of them only, or while no list can be had: nothing is given up.
+    staying = (replace(leaving[0], status=WorkerStatus.ACTIVE, terminating_at=None), *leaving[1:])
+    for other in (
+        replace(seen, reset_at=ago(9001)),
+        replace(seen, reset_at=ago(5), workers=staying),
+        replace(seen, reset_at=ago(5), machines=None),
+    ):
+        still = plan(other, fleet(max_workers=9))
+        assert still.hold is not None
+        assert (still.hold.code, of_kind(still.actions, Delete)) == ("OTHER_ACCOUNT", [])
+    given_up = plan(replace(seen, reset_at=ago(5)), fleet(max_workers=9))
+    assert (given_up.hold, given_up.memory.key_hash) == (None, "new")
+    assert len(of_kind(given_up.actions, Delete)) == 5
+    left = [alert for alert in of_kind(given_up.actions, Alert) if alert.code == "LEFT_BEHIND"]
+    assert [alert.worker_id for alert in left] == [view.id for view in leaving]
+    assert left[0].reason == (
+        "m-w0 was given up by hand: the key for local does not list it, and where it was rented it may still be charged"
+    )
+    # Nobody is asked again for those who take their time to leave.
+    memory_then = given_up.memory
+    for after_s in (10, 600):
+        now = NOW + timedelta(seconds=after_s)
+        heard = tuple(replace(view, last_heartbeat=now, running=(task(n),)) for n, view in enumerate(leaving))
+        later = replace(seen, now=now, memory=memory_then, reset_at=ago(5), workers=heard)
+        planned = plan(later, fleet(max_workers=9, stop_timeout_s=9999))
+        assert planned.hold is None
+        memory_then = planned.memory
 
 
 def test_a_choice_that_the_provider_refuses_is_told_once_an_hour_while_another_is_hired() -> None:

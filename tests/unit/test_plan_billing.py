@@ -55,6 +55,40 @@ def test_an_idle_worker_is_kept_until_shortly_before_its_hour_ends(policy: str, 
         assert "1 kept, as the first is paid until" in planned.decision
 
 
+def known_pace(*gaps_s: float) -> dict[str, Any]:
+    """The memory of a fleet that was planned so many seconds apart, up to now."""
+    *before, last = gaps_s
+    return {"gaps_s": tuple(before), "planned_at": ago(last)}
+
+
+@pytest.mark.parametrize(
+    ("gaps_s", "opens", "closes"),
+    [
+        pytest.param((10, 10), 3540, 3560, id="as often as they are meant to be"),
+        pytest.param((10.4, 9.7), 3540, 3560, id="nearly as often"),
+        pytest.param((10, 2), 3540, 3560, id="sooner, for something that rang"),
+        pytest.param((60, 60, 1), 3390, 3510, id="once more than every minute"),
+        pytest.param((60, 61), 3390, 3510, id="every minute"),
+        pytest.param((300, 300), 2670, 3270, id="every five minutes"),
+        pytest.param((300,), 3540, 3560, id="one gap may be an outage"),
+        pytest.param((10, 7200), 3540, 3560, id="an outage of two hours"),
+        pytest.param((7200, 10), 3540, 3560, id="after the outage"),
+    ],
+)
+def test_the_time_to_leave_is_as_wide_as_cycles_are_really_apart(
+    gaps_s: tuple[float, ...], opens: float, closes: float
+) -> None:
+    def goes(lived: float) -> bool:
+        return let_go(plan(seen(paid("w0", 0, lived), memory=known_pace(*gaps_s)), fleet())) == ["w0"]
+
+    assert [goes(lived) for lived in (60, opens - 1, opens, closes, closes + 1)] == [False, False, True, True, False]
+
+
+def test_cycles_farther_apart_than_any_window_do_not_wait_for_the_hour() -> None:
+    (drain,) = of_kind(plan(seen(paid("w0", 0, 60), memory=known_pace(1200, 1200)), fleet()).actions, Drain)
+    assert drain.code == "IDLE"
+
+
 def test_of_many_whose_hours_end_together_the_first_go_early_enough_for_the_last() -> None:
     """A hundred at a third of a deletion a second take five minutes."""
     traits = replace(HOURLY, deletions_per_s=1 / 3)

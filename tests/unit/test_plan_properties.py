@@ -13,7 +13,7 @@ from windlass.model.cost import Spending
 from windlass.model.machine import MachineState
 from windlass.model.snapshot import WorkerView
 from windlass.model.worker import WorkerStatus
-from windlass.policy.billing import cost, next_departure
+from windlass.policy.billing import cost, is_worth_waiting, next_departure
 from windlass.policy.budget import budgets
 from windlass.policy.draft import begin
 from windlass.policy.plan import plan
@@ -218,16 +218,35 @@ def staying_after(scene: Scene, planned: Plan) -> int:
 @always
 @given(scenes())
 def test_nobody_is_let_go_for_want_of_work_while_its_time_is_paid(scene: Scene) -> None:
-    unit_s, poll_s = scene.snapshot.traits.billing_unit_s, scene.fleet.poll_interval_s
+    unit_s, pace_s = scene.snapshot.traits.billing_unit_s, begin(scene.snapshot, scene.fleet).pace_s
+    is_kept = is_worth_waiting(unit_s, pace_s)
     views = {view.id: view for view in scene.snapshot.workers}
     for drain in of_kind(plan(scene.snapshot, scene.fleet).actions, Drain):
-        assert drain.code in ("OVER_MAX", "WOUND_DOWN", "IDLE" if unit_s == 1 else "BILLING_HOUR_END")
+        assert drain.code in ("OVER_MAX", "WOUND_DOWN", "BILLING_HOUR_END" if is_kept else "IDLE")
         if drain.code != "BILLING_HOUR_END":
             continue
         view = views[drain.worker_id]
         assert not view.running, "at work, it is never ended for billing"
-        departure = next_departure(unit_s, view.machine_at or view.created_at, scene.snapshot.now, poll_s)
+        departure = next_departure(unit_s, view.machine_at or view.created_at, scene.snapshot.now, pace_s)
         assert departure.opens <= scene.snapshot.now <= departure.closes
+
+
+@always
+@given(st.one_of(scenes(), paid_scenes()), st.floats(0, 1), st.sampled_from((0.0, 1.0, 9999.0)), st.booleans())
+def test_cycles_at_their_usual_pace_decide_as_if_nothing_were_known_of_it(
+    scene: Scene, share: float, longer_s: float, is_now: bool
+) -> None:
+    """A single gap that is longer, the last one or the one before, is an outage."""
+    usual_s, other_s = share * scene.fleet.poll_interval_s, scene.fleet.poll_interval_s + longer_s
+    last_s, before_s = (other_s, usual_s) if is_now else (usual_s, other_s)
+    last = scene.snapshot.now - timedelta(seconds=last_s)
+
+    def decided(gaps_s: tuple[float, ...]) -> Plan:
+        memory = replace(scene.snapshot.memory, planned_at=last, gaps_s=gaps_s)
+        planned = plan(replace(scene.snapshot, memory=memory), scene.fleet)
+        return replace(planned, memory=replace(planned.memory, gaps_s=()))
+
+    assert decided((before_s,)) == decided(())
 
 
 @often

@@ -54,6 +54,25 @@ async def test_one_that_needs_its_whole_time_to_stop_gets_some_more_to_end_in_go
     assert lines(notes) == ["a started", "a stopped"]
 
 
+async def test_one_that_is_at_work_before_its_start_is_through_is_asked_to_stop_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = tmp_path / "notes"
+
+    async def start(command: Sequence[str], **how: Any) -> Group:
+        group = await start_group(command, **how)
+        await until(lambda: lines(notes) == ["a started"])
+        begun.set()
+        await asyncio.sleep(0)
+        return group
+
+    begun = asyncio.Event()
+    monkeypatch.setattr(supervise, "start_group", start)
+    async with kept_running("a", noter(notes, "a")):
+        await begun.wait()
+    assert lines(notes) == ["a started", "a stopped"]
+
+
 async def test_one_that_never_stops_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "STOP_MARGIN_S", 0.1)
     notes = tmp_path / "notes"

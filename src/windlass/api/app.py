@@ -43,18 +43,19 @@ def make_app(face: Face) -> FastAPI:
             is_open_here=face.shown.is_open_here,
             rate_limit=face.shown.rate_limit,
         )
-        if face.shown.cors_origins:
-            # Before the gate: a browser asks whether it may ask before it has a token.
-            app.add_middleware(
-                CORSMiddleware,
-                allow_origins=face.shown.cors_origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type", CSRF_HEADER],
-            )
     else:
         app.add_middleware(Gate, access=face.access)
-    # Added last, so it stands first.
+    # What is added later stands before what was added first.
     app.add_middleware(Guard, max_body_bytes=max_body_bytes(face.max_payload_bytes), as_page=as_page)
+    if face.shown is not None and face.shown.cors_origins:
+        # Before the gate: a browser asks whether it may ask before it has a token. And before the guard, which answers
+        # for whatever was refused: a page may read that too.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=face.shown.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", CSRF_HEADER],
+        )
     return app
 
 

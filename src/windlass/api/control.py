@@ -38,7 +38,7 @@ def health_routes(face: Face) -> APIRouter:
         return {"status": "ok", "version": face.version}
 
     @router.head("/readyz", include_in_schema=False)
-    @router.get("/readyz", **documented(Readiness, "Is it ready?", "readiness", also=503))
+    @router.get("/readyz", **documented(Readiness, "Is it ready?", "readiness", also=(503, "not_ready")))
     async def readyz() -> JSONResponse:
         """Its database answers and its control loop turns, leading or standing by."""
         has_database = await probe.has_database()
@@ -101,7 +101,10 @@ def control_routes(face: Face) -> APIRouter:
         found = _wheel(face)
         return {"filename": found.filename, "version": found.version, "sha256": found.sha256}
 
-    @router.get("/internal/wheel/{filename}", **documented(bytes, "The program's wheel", media_type="application/zip"))
+    @router.get(
+        "/internal/wheel/{filename}",
+        **documented(bytes, "The program's wheel", "wheel_file", media_type="application/zip"),
+    )
     async def wheel_file(filename: str, _machine: Machine) -> Response:
         found = _wheel(face)
         if filename != found.filename:

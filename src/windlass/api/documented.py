@@ -24,20 +24,20 @@ EXAMPLES: dict[str, Any] = json.loads(resources.files("windlass.api").joinpath("
 def documented(
     kind: Any,
     summary: str,
-    example: str | None = None,
+    example: str,
     *,
     media_type: str = "application/json",
     status_code: int = 200,
-    also: int | None = None,
+    also: tuple[int, str] | None = None,
 ) -> dict[str, Any]:
     """What a route's decorator is told: the shape of its answer, an example of it, and of what goes wrong.
 
-    `also`: another status that comes with the same shape.
+    `also`: another status that comes with the same shape, and an example of that.
     """
-    content: dict[str, Any] = {"schema": {"type": "string"}} if media_type != "application/json" else {}
-    if example is not None:
-        # Only its name: FastAPI would leave out every null of it.
-        content["example"] = example
+    # Of examples only their names: FastAPI would leave out every null of them.
+    content: dict[str, Any] = {"example": example}
+    if media_type != "application/json":
+        content["schema"] = {"type": "string"}
     told: dict[str, Any] = {
         "summary": summary,
         "status_code": status_code,
@@ -51,7 +51,12 @@ def documented(
     else:
         told |= {"response_class": Response, "response_model": None}
     if also is not None:
-        told["responses"][also] = {"description": HTTPStatus(also).phrase, "model": kind}
+        status, its_example = also
+        told["responses"][status] = {
+            "description": HTTPStatus(status).phrase,
+            "model": kind,
+            "content": {media_type: {"example": its_example}},
+        }
     return told
 
 

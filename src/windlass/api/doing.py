@@ -42,7 +42,10 @@ def producing_routes(face: Face, shown: Shown) -> APIRouter:
     router = APIRouter(prefix=API, dependencies=[Producing])
     store = shown.store
 
-    @router.post("/tasks", **documented(Enqueued, "Enqueue a task", "enqueued", status_code=201, also=200))
+    @router.post(
+        "/tasks",
+        **documented(Enqueued, "Enqueue a task", "enqueued", status_code=201, also=(200, "enqueued_before")),
+    )
     async def enqueue(body: NewTaskBody) -> Response:
         task = new_task(**body.model_dump(), max_payload_bytes=face.max_payload_bytes)
         task_id, is_new = await store.enqueue_or_find(task)
@@ -155,7 +158,8 @@ def _fleets(router: APIRouter, shown: Shown) -> None:
     async def restart(fleet: FleetName, body: Which) -> Response:
         """Say that what was broken is mended: restarts are forgotten, failed slots are free, a hold for failures ends.
 
-        Every worker finishes and leaves; the next cycles hire anew."""
+        Every worker finishes and leaves; the next cycles hire anew. Of a fleet on hold with OTHER_ACCOUNT the machines
+        that its key does not list are given up: they may still be charged."""
         await _known(store, fleet)
         count = await restart_fleet(store, fleet, body.slot)
         live.poke()

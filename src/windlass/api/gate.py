@@ -62,7 +62,7 @@ MAX_BELIEVED = 10_000
 MAX_SESSION_LOOKUPS_PER_S = 50.0
 # Unknown tokens looked up at the same time: a flood of them leaves most of the database's connections to workers.
 MAX_LOOKUPS = 2
-# Wrong tokens from one address: this many at once, and one more in each such time.
+# Wrong tokens and links from one address: this many at once, and one more in each such time.
 MAX_FAILURES = 20
 FAILURE_FORGOTTEN_S = 3.0
 MAX_ADDRESSES = 10_000
@@ -74,7 +74,7 @@ _Kind = TypeVar("_Kind", WorkerCaller, JoinCaller)
 
 
 class Gate:
-    """Puts the caller of each request into its scope (None: nobody we know), or answers 401 or 429.
+    """Puts the caller of each request into its scope (None: nobody we know), or answers 400, 401 or 429.
 
     `is_open_here`: whoever is on this host may look for as long as no token was made. `people`: where their tokens and
     sessions are looked up, so that no crowd of them keeps a worker waiting; without it, where machines' are.
@@ -107,10 +107,13 @@ class Gate:
         self._has_tokens = (True, float("-inf"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            _check_address(scope)
         if scope["type"] == "http" and not scope["path"].startswith(OPEN):
             is_guarded = scope["path"].startswith(GUARDED)
             state = await (self._admit(scope) if is_guarded else self._recognise(scope))
             state["may_look"] = functools.partial(self._is_still, state["caller"], scope)
+            state["note_failure"] = functools.partial(self._failures.add, _address(scope))
             scope.setdefault("state", {}).update(state)
             if not isinstance(state["caller"], WorkerCaller | JoinCaller):
                 self._rates.check(state["caller_name"] or _address(scope))
@@ -227,7 +230,7 @@ class _Beliefs:
 
 
 class _Failures:
-    """Wrong tokens by address, each forgotten after its time."""
+    """Wrong tokens and links by address, each forgotten after its time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -247,7 +250,7 @@ class _Failures:
             raise ApiError(
                 429,
                 http.TOO_MANY,
-                "too many wrong tokens came from this address: wait before the next.",
+                "too many wrong tokens or links came from this address: wait before the next.",
                 retry_after_s=int(FAILURE_FORGOTTEN_S),
             )
 
@@ -272,6 +275,14 @@ class Rates:
         self._full_at.move_to_end(name)
         while len(self._full_at) > MAX_ADDRESSES:
             self._full_at.popitem(last=False)
+
+
+def _check_address(scope: Scope) -> None:
+    """Nothing is named so, PostgreSQL takes it for no text, and each route would find its own words for that."""
+    if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+        raise ApiError(
+            400, http.BAD_INPUT, "the address has a NUL (%00) in it, which no name here can have: leave it out."
+        )
 
 
 def _is_looking(scope: Scope) -> bool:

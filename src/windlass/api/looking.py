@@ -128,7 +128,7 @@ def _standing(router: APIRouter, face: Face, shown: Shown) -> None:
         """For charts: what waited, who worked and what it cost, averaged to so many points, oldest first."""
         return _samples(await store.history(fleet, since_s, points))
 
-    @router.get("/stream", **documented(str, "Live change", media_type="text/event-stream"))
+    @router.get("/stream", **documented(str, "Live change", "stream", media_type="text/event-stream"))
     async def stream(
         request: Request,
         last_event_id: Annotated[int | None, Header(ge=0, le=MAX_TASK_ID, description="Of the last one seen.")] = None,

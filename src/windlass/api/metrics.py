@@ -6,12 +6,14 @@ its currency, time in seconds.
 
 from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from math import isfinite
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from windlass.model.money import MICROS
+from windlass.policy.scale.clear_time import clears_in_s
 from windlass.ports.reading import FleetStanding, Measures, Overview
 
 # A cycle takes milliseconds; what takes longer than a lease is an incident.
@@ -19,7 +21,7 @@ _CYCLE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 # What is asked of providers, and how it goes: see control/summary.py.
 _CALLS = ("create", "delete", "grow", "list", "prepare")
 _CALL_OUTCOMES = ("error", "ok", "refused")
-_MESSAGE_OUTCOMES = ("delivered", "failed", "given_up")
+_MESSAGE_OUTCOMES = ("delivered", "failed", "given_up", "refused")
 # Queues are named by whoever enqueues. Beyond so many the rest are counted together.
 MAX_QUEUES = 200
 OTHERS = "(others)"
@@ -131,6 +133,13 @@ def _of_fleets(seen: Overview) -> list[Metric]:
     return [
         each("workers_paused", "Workers that are paused.", lambda f: f.paused),
         each("workers_silent", "Active workers not heard for longer than their lease.", lambda f: f.silent),
+        each("workers_idle", "Active workers that could begin a task and have none.", lambda f: f.idle),
+        each("places_free", "Tasks that active workers could begin now.", lambda f: f.free_places),
+        each(
+            "queue_clear_seconds",
+            "What waits, on the free places, at the median duration; nothing where that is not known.",
+            _clears_in_s,
+        ),
         each("workers_min", "Never fewer workers than this.", lambda f: f.fleet.min_workers),
         each("workers_max", "Never more workers than this.", lambda f: f.fleet.max_workers),
         each("fleet_paused", "Whether the fleet is paused.", lambda f: int(f.fleet.is_paused)),
@@ -160,6 +169,12 @@ def _of_fleets(seen: Overview) -> list[Metric]:
         ),
         _gauge("has_leader", "Whether some orchestrator leads.", (), ((int(seen.leader is not None),),)),
     ]
+
+
+def _clears_in_s(standing: FleetStanding) -> float | None:
+    work = standing.work
+    left_s = clears_in_s(work.queued, standing.free_places, work.duration_p50_s)
+    return left_s if isfinite(left_s) else None
 
 
 def _age_s(standing: FleetStanding, seen: Overview) -> float | None:

@@ -1,9 +1,11 @@
 """A person's browser: let in by a link, known by a cookie, gone by logging out.
 
 The link is good for one browser. What it is exchanged for is a cookie that no script can read and no other site can
-have sent; pages prove themselves by the CSRF token besides (gate.csrf_of).
+have sent; pages prove themselves by the CSRF token besides (gate.csrf_of). Whoever keeps coming with made-up links is
+told to wait, as with made-up tokens; a good one is never refused for that.
 """
 
+import asyncio
 import secrets
 from urllib.parse import parse_qsl
 
@@ -12,11 +14,12 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 from windlass.api.errors import gone, unauthorized
 from windlass.api.face import Shown
-from windlass.api.gate import check_csrf, session_cookie
+from windlass.api.gate import MAX_LOOKUPS, check_csrf, session_cookie
 from windlass.model.access import LINK_PREFIX, SESSION_PREFIX, Role, hash_of, is_token, new_token
 from windlass.ports.access import Access
 
 LOGIN = "/login"
+HTTPS = "https"
 # A link is used when it has been printed, or by whoever comes back to that terminal on the same day.
 LINK_TTL_S = 86_400.0
 SESSION_TTL_S = 7 * 86_400.0
@@ -30,21 +33,29 @@ async def new_link(access: Access, base_url: str, role: Role = Role.OPERATOR) ->
     """The address that lets one browser in."""
     key = new_token(LINK_PREFIX, secrets.SystemRandom())
     await access.create_link(hash_of(key), role, LINK_TTL_S)
-    return f"{base_url}{LOGIN}?key={key}"
+    # A proxy need not tell us that it was asked by https: the link does.
+    return f"{base_url}{LOGIN}?key={key}" + (f"&over={HTTPS}" if base_url.startswith(f"{HTTPS}://") else "")
 
 
 def session_routes(shown: Shown) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     access = shown.store
+    lookups = asyncio.Semaphore(MAX_LOOKUPS)
+
+    async def open_session(key: str, session: str) -> bool:
+        if not is_token(key, LINK_PREFIX):
+            return False
+        async with lookups:
+            return await access.open_session(hash_of(key), hash_of(session), SESSION_TTL_S)
 
     @router.get(LOGIN)
-    async def login(request: Request, key: str = "") -> Response:
+    async def login(request: Request, key: str = "", over: str = "") -> Response:
         """Exchange a link for a session, and show the dashboard."""
         if not key:
             raise unauthorized("a link lets a browser in: `windlass tokens link` prints one.")
         session = new_token(SESSION_PREFIX, secrets.SystemRandom())
-        is_link = is_token(key, LINK_PREFIX)
-        if not is_link or not await access.open_session(hash_of(key), hash_of(session), SESSION_TTL_S):
+        if not await open_session(key, session):
+            request.state.note_failure()
             raise gone("this link was used, or has expired: `windlass tokens link` prints another.")
         answer = HTMLResponse(_WELCOME)
         answer.set_cookie(
@@ -53,7 +64,7 @@ def session_routes(shown: Shown) -> APIRouter:
             max_age=int(SESSION_TTL_S),
             httponly=True,
             samesite="strict",
-            secure=request.url.scheme == "https",
+            secure=HTTPS in (request.url.scheme, over),
         )
         return answer
 

@@ -124,12 +124,14 @@ async def restart(
 ) -> None:
     """Say that what was broken is mended, and replace a fleet's workers by new ones, gracefully.
 
-    Its restarts are forgotten, its failed slots are free again, and a hold for failures ends.
+    Its restarts are forgotten, its failed slots are free again, and a hold for failures ends. If it is on hold because
+    its key is another account's (OTHER_ACCOUNT), the machines that the key does not list are given up.
     """
     from windlass.wire import stores
 
     async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
-        name = (await _one_fleet(store, fleet, fleet_option)).name
+        chosen = await _one_fleet(store, fleet, fleet_option)
+        name = chosen.name
         freed = await store.restart_slots(name, slot)
         workers = [
             worker.id
@@ -137,11 +139,12 @@ async def restart(
             if worker.fleet == name and worker.slot is not None and slot in (None, worker.slot)
         ]
         count = await store.set_terminating(workers, "restarted by hand")
-    _say(
-        {"fleet": name, "slots_freed": freed, "workers": workers, "changed": count},
-        f"{counted(freed, 'failed slot')} freed, {counted(count, 'worker')} asked to leave; the next cycle hires anew",
-        as_json=as_json,
+    sentence = (
+        f"{counted(freed, 'failed slot')} freed, {counted(count, 'worker')} asked to leave; the next cycle hires anew"
     )
+    if slot is None and chosen.hold is not None and chosen.hold.code == "OTHER_ACCOUNT":
+        sentence += "; machines that its key does not list are given up: they may still be charged"
+    _say({"fleet": name, "slots_freed": freed, "workers": workers, "changed": count}, sentence, as_json=as_json)
 
 
 async def _set_paused(

@@ -4,6 +4,9 @@ Every few seconds it looks, judges (policy/alerts.py) and writes down what began
 receiver in the same transaction. Then it sends what is due. Several orchestrators may do the same at the same time:
 each alert begins once, and each message is taken by one of them. A receiver that does not answer is tried again with
 growing pauses and given up after MAX_ATTEMPTS; it delays no other.
+
+Whoever begins to look, or could not for a while, first waits for the fleets' next cycles: meanwhile what was the matter
+goes on, and what only seems so because nobody was there is not told.
 """
 
 import asyncio
@@ -11,19 +14,27 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 import structlog
 
 from windlass.control.summary import Summary
 from windlass.model.alert import Message, Watched
 from windlass.model.errors import DatabaseUnavailable, WindlassError
-from windlass.policy.alerts import LOOK_INTERVAL_S, RESOLVE_AFTER_S, firing
+from windlass.model.record import SLOW_CYCLE_S
+from windlass.policy.alerts import LOOK_INTERVAL_S, PROVIDER_ERRORS, RESOLVE_AFTER_S, firing
 from windlass.policy.backoff import retry_delay_s
-from windlass.ports.alarm import AlarmStore, NotDelivered, Receiver
+from windlass.ports.alarm import AlarmStore, DeliveredInPart, NotDelivered, Receiver
 
 # Errors in a row that ended with nobody calling again are over after this time: longer than a refusal keeps a cycle
 # from asking again, short enough that a fleet without demand does not seem broken.
 STREAK_FORGOTTEN_S = 900.0
+# So long a fleet has for its first cycle after we begin to look: as long as a slow one may take where somebody leads.
+SETTLING_S = SLOW_CYCLE_S
+# A pause between two looks that is longer was an absence, of the database, this process or its host: we begin anew.
+ABSENCE_S = 30.0
+# Retention is applied so often.
+SWEEP_INTERVAL_S = 300.0
 # Longer than any receiver takes: then a message is anybody's again.
 MESSAGE_LEASE_S = 120.0
 SEND_TIMEOUT_S = 60.0
@@ -44,7 +55,9 @@ class _Streak:
 
 
 class Alarm:
-    """`on_message` hears of every message sent, by receiver: delivered, failed or given_up."""
+    """`on_message` hears of every message sent, by receiver: delivered, failed or given_up; and refused, for each of
+    those behind a receiver who did not get what the others did. `settling_s`: 0 for whoever begins to look after the
+    cycles of this process."""
 
     def __init__(
         self,
@@ -54,6 +67,7 @@ class Alarm:
         dead_letters_allowed: int,
         leader_grace_s: float,
         ignored: Sequence[str] = (),
+        settling_s: float = SETTLING_S,
         on_message: Callable[[str, str], None] = lambda _receiver, _outcome: None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,11 +77,16 @@ class Alarm:
         self._dead_letters_allowed = dead_letters_allowed
         self._leader_grace_s = leader_grace_s
         self._ignored = frozenset(ignored)
+        self._settling_s = settling_s
         self._on_message = on_message
         self._rng = rng or random.Random()  # noqa: S311
         self._clock = clock
         # By fleet and call, of the fleets that we lead.
         self._streaks: dict[str, dict[str, _Streak]] = {}
+        # Since when we have looked without an absence, and when we last did, by the database's clock.
+        self._since: datetime | None = None
+        self._looked_at: datetime | None = None
+        self._swept_at = float("-inf")
         self._under_way: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._receivers}
 
     def note(self, summary: Summary) -> None:
@@ -95,23 +114,63 @@ class Alarm:
 
     async def _go_on(self) -> None:
         while True:
-            try:
-                await self.look()
-                await self.send_due(is_waited_for=False)
-            except DatabaseUnavailable as error:
-                log.warning("nobody is told anything: the database is away", error=str(error))
-            except Exception:
-                log.exception("looking for what is the matter failed")
+            await self._look_and_send(is_waited_for=False)
             await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def tell_once(self, limit_s: float) -> None:
+        """One look, and what is due is sent, for whoever goes away afterwards. Raises nothing. What has not arrived
+        within this time is sent by whoever looks next."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._look_and_send(is_waited_for=True)
+        except TimeoutError:
+            log.warning("not everybody could be told in time: the rest is sent next time", limit_s=limit_s)
+
+    async def _look_and_send(self, *, is_waited_for: bool) -> None:
+        try:
+            await self.look()
+            while await self.send_due(is_waited_for=is_waited_for) and is_waited_for:
+                pass
+            await self._sweep()
+        except DatabaseUnavailable as error:
+            log.warning("nobody is told anything: the database is away, or refuses", error=str(error))
+        except Exception:
+            log.exception("looking for what is the matter failed")
+
+    async def _sweep(self) -> None:
+        if self._clock() - self._swept_at >= SWEEP_INTERVAL_S:
+            await self._store.sweep_alerts()
+            self._swept_at = self._clock()
 
     async def look(self) -> None:
         """Write down what is the matter now, and what is over."""
-        watched = _with_errors(await self._store.watch(), self._errors_in_a_row())
+        watched = await self._store.watch()
+        settling_since = self._note_look(watched)
+        watched = replace(_with_errors(watched, self._errors_in_a_row()), settling_since=settling_since)
         found = firing(watched, self._dead_letters_allowed, self._leader_grace_s)
         problems = [problem for problem in found if problem.code not in self._ignored]
         changes = await self._store.note_alerts(problems, tuple(self._receivers), RESOLVE_AFTER_S)
         for kind, fleet, code, reason in changes:
             log.warning(f"alert {kind}", fleet=fleet, code=code, reason=reason)
+
+    def _note_look(self, watched: Watched) -> datetime | None:
+        """Since when we look, if that is not long yet."""
+        now, last = watched.now, self._looked_at
+        if self._since is None or last is None or (now - last).total_seconds() > ABSENCE_S:
+            self._since = now
+        self._looked_at = now
+        if (now - self._since).total_seconds() >= self._settling_s:
+            return None
+        if last is None:
+            self._take_up(watched)
+        return self._since
+
+    def _take_up(self, watched: Watched) -> None:
+        """Errors in a row that whoever looked before us told of go on, until a call says otherwise."""
+        for alert in watched.open:
+            if alert.code == "PROVIDER_ERRORS" and alert.fleet is not None:
+                call = alert.key.removeprefix(alert.code).lstrip()
+                self._streaks.setdefault(alert.fleet, {}).setdefault(call, _Streak(PROVIDER_ERRORS, self._clock()))
 
     def _errors_in_a_row(self) -> dict[str, dict[str, int]]:
         """By fleet and call, those that are not yet forgotten."""
@@ -142,6 +201,11 @@ class Alarm:
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await self._receivers[message.receiver].send(message)
+        except DeliveredInPart as part:
+            log.warning("message delivered in part", receiver=message.receiver, code=message.code, error=str(part))
+            for _ in range(part.refused):
+                self._on_message(message.receiver, "refused")
+            await self._note_delivered(message)
         except (NotDelivered, TimeoutError) as error:
             await self._put_off(message, str(error) or f"no answer within {SEND_TIMEOUT_S:g} s")
         except Exception as error:
@@ -149,8 +213,11 @@ class Alarm:
             log.exception("a receiver failed", receiver=message.receiver)
             await self._put_off(message, type(error).__name__)
         else:
-            self._on_message(message.receiver, "delivered")
-            await self._write_down(self._store.message_delivered(message.id))
+            await self._note_delivered(message)
+
+    async def _note_delivered(self, message: Message) -> None:
+        self._on_message(message.receiver, "delivered")
+        await self._write_down(self._store.message_delivered(message.id))
 
     async def _put_off(self, message: Message, why: str) -> None:
         is_last = message.attempts >= MAX_ATTEMPTS

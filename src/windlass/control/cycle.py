@@ -8,7 +8,7 @@ its volume holds, is unknown: less than a lease.
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -226,7 +226,9 @@ class FleetCycle:
             is_winding_down=self.is_winding_down,
             preparing=self._actor.preparing,
             # What is stored with the cycle is read by many: the environment of workers may hold secrets.
-            settings=self._config.model_copy(update={"env": {}}),
+            settings=self._config.model_copy(
+                update={"env": {}, "runpod": self._config.runpod.model_copy(update={"env": {}})}
+            ),
         )
 
     async def _settle_accounts(self, now: datetime) -> None:
@@ -376,8 +378,12 @@ class FleetCycle:
             return None, problem
 
 
-async def run_once(cycles: Sequence[FleetCycle]) -> list[Summary]:
+async def run_once(
+    cycles: Sequence[FleetCycle], meanwhile: Callable[[list[Summary]], Awaitable[None]] | None = None
+) -> list[Summary]:
     """One cycle of each, and the end of all that they began, for whoever goes away afterwards. Closes them.
+
+    `meanwhile` is begun when all have had their cycle, and is over too when this is.
 
     Preparations take minutes, and nobody else is there to hear of their end; but no fleet waits for another's, and none
     goes without its cycle because another's failed: that is raised when all have had theirs.
@@ -392,7 +398,8 @@ async def run_once(cycles: Sequence[FleetCycle]) -> list[Summary]:
                 raise
             except Exception as error:
                 problems.append(error)
-        await asyncio.gather(*(cycle.settle(is_patient_with_all=True) for cycle in cycles))
+        waiting = [cycle.settle(is_patient_with_all=True) for cycle in cycles]
+        await asyncio.gather(*waiting, *([meanwhile(summaries)] if meanwhile is not None else []))
     finally:
         for cycle in cycles:
             cycle.abandon()

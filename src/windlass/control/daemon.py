@@ -133,7 +133,9 @@ class Daemon:
             except DatabaseUnavailable as error:
                 failures += 1
                 pause_s = reconnect_delay_s(failures, self._rng.random())
-                log.warning("no cycle: the database is away", fleet=fleet.name, error=str(error), failures=failures)
+                log.warning(
+                    "no cycle: the database is away, or refuses", fleet=fleet.name, error=str(error), failures=failures
+                )
             except Exception:
                 failures += 1
                 pause_s = reconnect_delay_s(failures, self._rng.random())

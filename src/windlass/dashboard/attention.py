@@ -11,8 +11,9 @@ from windlass.ports.reading import FleetStanding, OpenAlert, Overview
 
 # The rest of an advice that fits any matter.
 IN_GENERAL = "it is over by itself when the cause is gone"
-# What a restart of the fleet ends, once the cause is mended.
-MENDED_BY_RESTART = ("FAILURE_RATE", "SLOT_FAILED")
+# What a restart of the fleet ends, once the cause is mended, or machines that are not found are given up.
+GIVEN_UP_BY_RESTART = "OTHER_ACCOUNT"
+MENDED_BY_RESTART = ("FAILURE_RATE", "SLOT_FAILED", GIVEN_UP_BY_RESTART)
 # An alert is seen at every look while it lasts; one that was not seen by three of them is no news of now.
 SEEN_LATELY = timedelta(seconds=3 * LOOK_INTERVAL_S)
 NOT_SEEN = f"Not seen any more since then: it counts as over after {RESOLVE_AFTER_S:g} s without it"
@@ -21,7 +22,7 @@ RETRY = "see why they failed, mend it, then retry them"
 
 @dataclass(frozen=True, slots=True)
 class Matter:
-    """`restarts`: the fleet that a restart would help."""
+    """`restarts`: the fleet that a restart would help. `gives_up`: at the price of machines that may cost on."""
 
     id: str
     is_bad: bool
@@ -30,6 +31,7 @@ class Matter:
     since: datetime | None = None
     link: str | None = None
     restarts: str | None = None
+    gives_up: bool = False
 
 
 def attention(overview: Overview) -> list[Matter]:
@@ -62,7 +64,9 @@ def _of_fleet(standing: FleetStanding, told: set[str]) -> Iterator[Matter]:
     if fleet.hold is not None and fleet.hold.code not in told:
         what = f"Fleet {fleet.name} is on hold: {_sentence(fleet.hold.reason)}"
         restarts = fleet.name if fleet.hold.code in MENDED_BY_RESTART else None
-        yield Matter(f"hold-{fleet.name}", True, what, _advice(fleet.hold.code), fleet.hold.since, link, restarts)
+        gives_up = fleet.hold.code == GIVEN_UP_BY_RESTART
+        advice = _advice(fleet.hold.code)
+        yield Matter(f"hold-{fleet.name}", True, what, advice, fleet.hold.since, link, restarts, gives_up)
     if fleet.failed_slots and "SLOT_FAILED" not in told:
         what = f"{counted(len(fleet.failed_slots), 'slot')} of fleet {fleet.name} failed too often and stay empty."
         yield Matter(f"slots-{fleet.name}", True, what, _advice("SLOT_FAILED"), None, link, fleet.name)
@@ -98,6 +102,7 @@ def _of_alert(alert: OpenAlert, now: datetime) -> Matter:
         alert.since,
         "/tasks?which=failed" if is_of_tasks else link,
         alert.fleet if alert.code in MENDED_BY_RESTART else None,
+        alert.code == GIVEN_UP_BY_RESTART,
     )
 
 

@@ -40,7 +40,7 @@ from windlass.model.worker import WorkerKind
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.control import Candidate, LeaseLost, Standby
 from windlass.ports.engine import EngineStore
-from windlass.worker.executor import Outcome
+from windlass.worker.executor import Executor, Outcome
 from windlass.worker.handler import ReportProgress
 from windlass.worker.heartbeat import OpenTransport
 from windlass.worker.runtime import Ending, WorkerRuntime, WorkerSettings
@@ -76,10 +76,19 @@ class Dispatch:
 
 
 class Dispatcher:
-    def __init__(self, dispatch: Dispatch, store: EngineStore, open_transport: OpenTransport) -> None:
+    """`watched`: makes of the executor of attempts one that tells of each."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        store: EngineStore,
+        open_transport: OpenTransport,
+        watched: Callable[[Executor], Executor] = lambda executor: executor,
+    ) -> None:
         self._dispatch = dispatch
         self._store = store
         self._open_transport = open_transport
+        self._watched = watched
         self._cluster = Cluster(dispatch.address)
         self._name = f"ray-{dispatch.fleet}-{uuid4().hex[:8]}"
         offer = dispatch.config.node_offer
@@ -183,7 +192,7 @@ class Dispatcher:
         )
         try:
             await self._look(seats, term)
-            self._make_runtimes(RayExecutor(seats, self._settings), seats)
+            self._make_runtimes(self._watched(RayExecutor(seats, self._settings)), seats)
             if self._stop.is_set():
                 self.stop()
             await self._run_beside(self._renew(term), self._watch(seats, term))
@@ -220,7 +229,7 @@ class Dispatcher:
                 runtime.drain("the term is over", 0.0)
             await asyncio.gather(*watching, *working, return_exceptions=True)
 
-    def _make_runtimes(self, executor: RayExecutor, seats: Seats) -> None:
+    def _make_runtimes(self, executor: Executor, seats: Seats) -> None:
         config = self._dispatch.config
         classes = self._settings.classes(config.queues)
 
@@ -357,7 +366,7 @@ class _Places:
     """The places for one class of tasks, which are those of the other classes too. Counts what is not yet in flight."""
 
     def __init__(
-        self, needs: Needs, executor: RayExecutor, count_free: Callable[[Needs], int], on_less: Callable[[], None]
+        self, needs: Needs, executor: Executor, count_free: Callable[[Needs], int], on_less: Callable[[], None]
     ) -> None:
         self.needs = needs
         self._executor = executor

@@ -20,11 +20,17 @@ from windlass.model.task import Claim
 from windlass.worker.executor import Outcome
 
 PING_INTERVAL_S = 2.5
+# A process names its seat as soon as it is there. Whoever has not named one of ours after this time is somebody else.
+STRANGER_S = 30.0
+MAX_STRANGERS = 1000
+PIECE_BYTES = 1 << 16
 log = structlog.get_logger(__name__)
 
 
 class Desk(Protocol):
     """Who knows the seats: seats.py. Of one it does not know it wants to hear nothing, and has nothing for it."""
+
+    def knows(self, seat_id: str) -> bool: ...
 
     def loading(self, seat_id: str, node_id: str) -> None:
         """A seat gets ready on this node, which may take long."""
@@ -46,6 +52,7 @@ class Gate:
         self._server: asyncio.Server | None = None
         self._lines: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._strangers: set[asyncio.StreamWriter] = set()
         self._pinging: asyncio.Task[None] | None = None
 
     async def open(self, host: str) -> tuple[str, int]:
@@ -76,16 +83,23 @@ class Gate:
             self._lines.add(line)
             line.add_done_callback(self._lines.discard)
         self._writers.add(writer)
+        self._strangers.add(writer)
+        over = (ConnectionError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError)
         try:
-            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                await self._serve(reader, writer)
+            with contextlib.suppress(*over):
+                if len(self._strangers) <= MAX_STRANGERS:
+                    async with asyncio.timeout(STRANGER_S) as patience:
+                        await self._serve(reader, writer, patience)
         except (ValueError, KeyError, TypeError) as error:
             log.warning("somebody else called at the gate", error=str(error))
         finally:
             self._writers.discard(writer)
+            self._strangers.discard(writer)
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, patience: asyncio.Timeout
+    ) -> None:
         # The seat that its process is busy with; once told to end, it may be anybody's.
         busy_with: str | None = None
 
@@ -95,9 +109,16 @@ class Gate:
 
         while text := await reader.readline():
             said = json.loads(text)
-            size = size_of(said, self._max_body_bytes)
-            body = None if size is None else await reader.readexactly(size)
             seat_id = said["seat"]
+            if writer in self._strangers and self._desk.knows(seat_id):
+                self._strangers.discard(writer)
+                patience.reschedule(None)
+            body = None
+            if (size := size_of(said, self._max_body_bytes)) is not None:
+                if writer in self._strangers:
+                    await _pass_over(reader, size)
+                else:
+                    body = await reader.readexactly(size)
             if "loading" in said:
                 self._desk.loading(seat_id, said["loading"])
                 continue
@@ -113,3 +134,12 @@ class Gate:
                 busy_with = None
             writer.write(orders(claim))
             await writer.drain()
+
+
+async def _pass_over(reader: asyncio.StreamReader, size: int) -> None:
+    """As many bytes, without keeping them."""
+    while size > 0:
+        piece = await reader.read(min(size, PIECE_BYTES))
+        if not piece:
+            raise asyncio.IncompleteReadError(b"", size)
+        size -= len(piece)

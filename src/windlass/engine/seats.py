@@ -254,6 +254,9 @@ class Seats:
 
     # --------------------------------------------------------------------------------------- what the gate brings
 
+    def knows(self, seat_id: str) -> bool:
+        return seat_id in self._seats
+
     def loading(self, seat_id: str, node_id: str) -> None:
         if (seat := self._seats.get(seat_id)) is not None:
             seat.loading_on = node_id

@@ -92,6 +92,8 @@ class _Keeper:
         self._name = name
         self._program = program
         self._group: Group | None = None
+        # Held while one is being started: it may be at work before we know who it is.
+        self._starting = asyncio.Lock()
         self._is_stopping = False
 
     async def keep(self) -> None:
@@ -109,9 +111,10 @@ class _Keeper:
     async def _run(self) -> str:
         """From its start to its end. Returns how it ended."""
         try:
-            group = self._group = await start_group(
-                self._program.command, env=self._program.env, max_output_bytes=math.inf
-            )
+            async with self._starting:
+                group = self._group = await start_group(
+                    self._program.command, env=self._program.env, max_output_bytes=math.inf
+                )
         except OSError as error:
             # This host has no process, or no memory, to spare. It may have later.
             return f"did not start ({error})"
@@ -123,7 +126,8 @@ class _Keeper:
 
     async def stop(self, timeout_s: float) -> None:
         self._is_stopping = True
-        group = self._group
+        async with self._starting:
+            group = self._group
         if group is None or group.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):

@@ -1,16 +1,20 @@
-"""Addresses, of a database and of a control plane: whether they are one, and how they may be shown.
+"""Addresses, of a database, a control plane, and who is told of alerts: whether they are one, how they may be shown.
 
 No message here repeats a password.
 """
 
 import ipaddress
 import re
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 # Where only this host can call.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HIDDEN = "********"
 _SCHEMES = ("postgresql", "postgres")
+_WEB = ("https", "http")
+_MAIL = ("smtp", "smtps")
+_UNENCODED = "has a / ? # or @ in its user or password: write %2F, %3F, %23 or %40 for it"
+_NO_PORT = "has a port that is not a number from 1 to 65535, or a special character in its password"
 _SHAPE = "write postgresql://user:password@host:5432/database"
 # Everything up to the last @ of a word: a password that should have been encoded may itself contain : / or @. Tried
 # once a word, for texts may be long.
@@ -49,9 +53,9 @@ def problem_of_database_url(url: str) -> str | None:
         return f"has brackets or characters that no address has: {_SHAPE}"
     # In these cases a piece of the password was taken for the host, the port or the database.
     if parts.fragment or "@" in parts.path or ("@" in parts.query and "@" not in parts.netloc):
-        return "has a / ? # or @ in its user or password: write %2F, %3F, %23 or %40 for it"
+        return _UNENCODED
     if not all(map(_is_port, _ports(parts))):
-        return "has a port that is not a number from 1 to 65535, or a special character in its password: " + _SHAPE
+        return f"{_NO_PORT}: {_SHAPE}"
     return None
 
 
@@ -96,3 +100,41 @@ def is_private_host(host: str) -> bool:
     except ValueError:
         return False
     return address.is_private and not address.is_unspecified
+
+
+# ------------------------------------------------------------------------------------------------------ who is told
+
+
+def problem_of_web_address(url: str) -> str | None:
+    """What is wrong with an address to which something is sent, as the end of a sentence; None if nothing is."""
+    return _problem_of_server(url, _WEB)
+
+
+def problem_of_mail_server(url: str) -> str | None:
+    """What is wrong with smtp://user:password@host:587, as the end of a sentence; None if nothing is."""
+    scheme, _, rest = url.partition("://")
+    # Nothing follows the port: what seems to, follows a piece of the password.
+    if scheme in _MAIL and set("/?#") & set(rest.removesuffix("/")):
+        return _UNENCODED if "@" in rest else "has more than a host and a port"
+    if not unquote(rest.rpartition("@")[0]).isascii():
+        return "has letters that a mail server cannot be told in its user or password: only ASCII can be"
+    return _problem_of_server(url, _MAIL)
+
+
+def _problem_of_server(url: str, schemes: tuple[str, str]) -> str | None:
+    if url.partition("://")[0] not in schemes:
+        return "is not an address that begins with {}:// or {}://".format(*schemes)
+    if not url.isprintable() or " " in url:
+        return "has a space or a line's end in it: write %20 for a space"
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        return "has brackets or characters that no address has"
+    if not host:
+        return "names no host: write {}://host".format(*schemes)
+    try:
+        is_sound = parts.port != 0
+    except ValueError:
+        is_sound = False
+    return None if is_sound else _NO_PORT

@@ -32,7 +32,7 @@ class WatchedFleet:
     fleet: Fleet
     # What its last plan had to tell: key to reason.
     told: Mapping[str, str]
-    # Workers that were not heard of within their time to start, lately.
+    # Workers that were made, lately, and did not come to work.
     provisioning_timeouts: tuple[str, ...] = ()
     # Of the provider's calls, how many of a kind went wrong in a row: call to count.
     provider_errors: Mapping[str, int] | None = None
@@ -48,6 +48,10 @@ class Watched:
     fleets: tuple[WatchedFleet, ...]
     # Queue to how many of its tasks were given up in the last hour; cancelled ones were not.
     dead_letters: Mapping[str, int]
+    # What people were told is the matter, and not yet that it is over.
+    open: tuple[Firing, ...] = ()
+    # Since when it has been looked, while that is short: a fleet without a cycle since then may get one yet.
+    settling_since: datetime | None = None
 
     @property
     def is_led(self) -> bool:

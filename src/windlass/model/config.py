@@ -4,12 +4,14 @@ Where values come from (file, environment, command line) is no concern of this m
 """
 
 import re
+import shlex
+from email.utils import getaddresses
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
-from windlass.model.address import problem_of_control_plane_url
+from windlass.model.address import problem_of_control_plane_url, problem_of_mail_server, problem_of_web_address
 from windlass.model.fleet import FleetConfig, within_ten_years
 from windlass.model.hetzner import HETZNER_ENDPOINT
 from windlass.model.runpod import RUNPOD_ENDPOINT
@@ -127,12 +129,12 @@ class AlertsConfig(_Section):
         description="An incoming webhook of Slack, or of what speaks like it (Mattermost, Discord's /slack).",
     )
     email_to: tuple[str, ...] = Field(default=(), description="Addresses that get each message as a mail.")
-    email_from: str = Field(default="windlass@localhost", min_length=3, description="Who those mails are from.")
+    email_from: str = Field(default="windlass@localhost", description="Who those mails are from.")
     smtp_url: SecretStr | None = Field(
         default=None, description="Through which server: smtp://user:password@host:587, or smtps://."
     )
     command: str | None = Field(
-        default=None, min_length=1, description="A command that gets each message as JSON on its standard input."
+        default=None, description="A command that gets each message as JSON on its standard input."
     )
     dead_letters_per_hour: int = Field(
         default=0, ge=0, description="More dead letters of a queue within an hour than this are told."
@@ -145,25 +147,60 @@ class AlertsConfig(_Section):
         """The environment has only text: names, separated by commas."""
         return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
 
-    @field_validator("webhook_url", "slack_url")
+    @field_validator("webhook_url", "slack_url", "smtp_url")
     @classmethod
-    def _is_web_address(cls, url: SecretStr | None) -> SecretStr | None:
-        if url is not None and not url.get_secret_value().startswith(("https://", "http://")):
-            raise ValueError("it must be an address that begins with https://")
-        return url
+    def _is_an_address(cls, url: SecretStr | None, field: ValidationInfo) -> SecretStr | None:
+        if url is None:
+            return None
+        # A value read from a file often ends with a line's end.
+        address = url.get_secret_value().strip()
+        problem_of = problem_of_mail_server if field.field_name == "smtp_url" else problem_of_web_address
+        problem = problem_of(address)
+        if problem is not None:
+            raise ValueError(f"it {problem}")
+        return SecretStr(address)
 
-    @field_validator("smtp_url")
+    @field_validator("email_to")
     @classmethod
-    def _is_mail_server(cls, url: SecretStr | None) -> SecretStr | None:
-        if url is not None and not url.get_secret_value().startswith(("smtp://", "smtps://")):
-            raise ValueError("it must be an address that begins with smtp:// or smtps://")
-        return url
+    def _are_mail_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(map(_is_mail_address, addresses)):
+            raise ValueError("write each as ops@example.com")
+        return addresses
+
+    @field_validator("email_from")
+    @classmethod
+    def _is_somebody(cls, address: str) -> str:
+        if not _is_mail_address(address):
+            raise ValueError("write it as windlass@example.com")
+        return address
+
+    @field_validator("command")
+    @classmethod
+    def _can_be_run(cls, command: str | None) -> str | None:
+        if command is None:
+            return None
+        if "\0" in command:
+            raise ValueError("it holds a NUL, which no command can")
+        try:
+            words = shlex.split(command)
+        except ValueError:
+            is_open = command.endswith("\\")
+            raise ValueError("it ends in a backslash" if is_open else "a quote in it is not closed") from None
+        if not words or not words[0]:
+            raise ValueError("it names no program: write it as in a shell, /path/to/program --option")
+        return command
 
     @model_validator(mode="after")
     def _mails_have_a_server(self) -> Self:
         if self.email_to and self.smtp_url is None:
             raise ValueError("email_to is set and smtp_url is not: name the server that takes the mails")
         return self
+
+
+def _is_mail_address(text: str) -> bool:
+    """Whether it is one, with or without a name before it: Ops <ops@example.com>."""
+    found = getaddresses([text])
+    return text.isprintable() and len(found) == 1 and bool(re.fullmatch(r"[^@\s]+@[^@\s]+", found[0][1]))
 
 
 class LogsConfig(_Section):
@@ -176,6 +213,14 @@ class LogsConfig(_Section):
         default=None,
         description="Where traces of cycles and tasks go, by OTLP over HTTP; needs the extra windlass[otel].",
     )
+
+    @field_validator("traces_endpoint")
+    @classmethod
+    def _is_an_address(cls, endpoint: str | None) -> str | None:
+        problem = problem_of_web_address(endpoint) if endpoint is not None else None
+        if problem is not None:
+            raise ValueError(f"it {problem}")
+        return endpoint
 
 
 class Config(_Section):
@@ -225,6 +270,17 @@ class Config(_Section):
     alerts: AlertsConfig = AlertsConfig()
     logs: LogsConfig = LogsConfig()
     fleets: dict[str, FleetConfig] = Field(default_factory=dict, description="One table per fleet.")
+
+    @field_validator("hetzner_api_token", "runpod_api_key")
+    @classmethod
+    def _fits_into_a_header(cls, key: SecretStr | None) -> SecretStr | None:
+        """Files and secrets of clusters often end in a line break. What libraries say of such a header quotes it."""
+        if key is None:
+            return None
+        bare = key.get_secret_value().strip()
+        if not re.fullmatch(r"[!-~]+", bare):
+            raise ValueError("it must be one word of letters, digits and signs, as the vendor's console shows it")
+        return SecretStr(bare)
 
     @field_validator("hetzner_endpoint", "runpod_endpoint")
     @classmethod

@@ -40,8 +40,6 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "min_scaling_interval_s": 0.0,
         "spawn_grace_s": 0.0,
         "scale_down_grace_s": 0.0,
-        # Whoever runs an app on their own host knows how long its tasks take; an hour is no reason to kill them.
-        "stuck_timeout_s": None,
     },
     "hetzner": {
         "policy": "clear-time",
@@ -70,7 +68,6 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "min_scaling_interval_s": 0.0,
         "spawn_grace_s": 0.0,
         "scale_down_grace_s": 0.0,
-        "stuck_timeout_s": None,
     },
     # The nodes of a cluster that others run: nobody is hired, so nothing of the rest matters.
     "ray": {"engine": "ray", "heartbeat_interval_s": 5.0, "heartbeat_timeout_s": 30.0, "stop_timeout_s": 30.0},
@@ -85,6 +82,7 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "heartbeat_interval_s": 20.0,
         "heartbeat_timeout_s": 600.0,
         "spawn_timeout_s": 600.0,
+        # A GPU that hangs is common and dear. Elsewhere tasks take the time they take, unless somebody sets a limit.
         "stuck_timeout_s": 1200.0,
         "stop_timeout_s": 600.0,
     },
@@ -222,7 +220,7 @@ class FleetConfig(BaseModel):
         120.0, "Word about the GPU's memory older than this is a warning.", env="GPU_HEALTH_CHECK_TIMEOUT_SEC", gt=0
     )
     stuck_timeout_s: float | None = _setting(
-        1200.0,
+        None,
         "A task without a limit of its own that runs for longer is stuck, and its worker broken. Without it: no limit.",
         env="TASK_STUCK_TIMEOUT_SEC",
         gt=0,

@@ -204,6 +204,8 @@ class Memory:
     cycle: int = 0
     # When the last plan was made. A long gap since then means that we, or the database, were away.
     planned_at: datetime | None = None
+    # How far apart the last plans were, the newest last; not those that something brought about before their time.
+    gaps_s: tuple[float, ...] = ()
     # How long after it the next one is due. None: it was to be the last, because the fleet is wound down.
     next_plan_in_s: float | None = None
     scaled_up_at: datetime | None = None
@@ -227,6 +229,8 @@ class Memory:
     tried_at: datetime | None = None
     # The key that its machines were last listed with (ProviderTraits.key_hash).
     key_hash: str | None = None
+    # When a person last gave up machines that are not listed: those of everybody hired before.
+    given_up_at: datetime | None = None
     # Since when no list of machines could be had.
     unlisted_since: datetime | None = None
     guard: Guard = Guard()

@@ -2,13 +2,15 @@
 
 import smtplib
 import ssl
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from email.message import EmailMessage
 from urllib.parse import unquote, urlsplit
 
-from windlass.model.alert import Message
+from windlass.model.alert import Message, MessageKind
 from windlass.notify.aside import Aside
 from windlass.notify.plain import to_sentences
-from windlass.ports.alarm import NotDelivered
+from windlass.ports.alarm import DeliveredInPart, NotDelivered
 
 # For each step of it, and for all of it.
 TIMEOUT_S = 20.0
@@ -36,22 +38,33 @@ class Email:
     async def send(self, message: Message) -> None:
         letter = self._letter(message)
         try:
-            await self._aside.call(lambda: self._send(letter), DEADLINE_S)
+            refused = await self._aside.call(lambda: self._send(letter), DEADLINE_S)
         except (smtplib.SMTPException, OSError, ssl.SSLError) as error:
             # What the server says may repeat what we said.
             raise NotDelivered(f"the mail server at {self._host} did not take it ({type(error).__name__})") from None
+        if refused:
+            whom = ", ".join(f"{recipient} ({code})" for recipient, (code, _) in refused.items())
+            raise DeliveredInPart(f"the mail server at {self._host} refused {whom}", len(refused))
 
     def _letter(self, message: Message) -> EmailMessage:
         letter = EmailMessage()
         letter["From"] = self._sender
         letter["To"] = ", ".join(self._recipients)
         letter["Subject"] = " ".join(f"windlass {message.title}".split())
-        # The same when it comes twice, and one thread for an alert's beginning and end.
-        letter["Message-ID"] = f"<windlass-{message.alert_id}-{message.kind}-{message.since:%Y%m%d%H%M%S}@{self._host}>"
+        letter["Date"] = datetime.now(UTC)
+        letter["Message-ID"] = self._message_id(message, message.kind)
+        if message.kind is MessageKind.RESOLVED:
+            # One thread for an alert's beginning and end.
+            letter["In-Reply-To"] = letter["References"] = self._message_id(message, MessageKind.FIRING)
         letter.set_content(to_sentences(message))
         return letter
 
-    def _send(self, letter: EmailMessage) -> None:
+    def _message_id(self, message: Message, kind: MessageKind) -> str:
+        """The same when it comes twice."""
+        return f"<windlass-{message.alert_id}-{kind}-{message.since:%Y%m%d%H%M%S}@{self._host}>"
+
+    def _send(self, letter: EmailMessage) -> Mapping[str, tuple[int, bytes]]:
+        """Who of the recipients was refused, if others were not."""
         context = ssl.create_default_context()
         if self._is_encrypted:
             server: smtplib.SMTP = smtplib.SMTP_SSL(self._host, self._port, timeout=TIMEOUT_S, context=context)
@@ -63,4 +76,4 @@ class Email:
                 server.starttls(context=context)
             if self._user is not None:
                 server.login(self._user, self._password)
-            server.send_message(letter)
+            return server.send_message(letter)

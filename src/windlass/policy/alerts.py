@@ -4,9 +4,11 @@ Most of it the plan itself finds out and keeps in its memory while it lasts (slo
 is put together with what no plan can know: that there was none, what providers answered, what became of tasks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from datetime import datetime
 
 from windlass.model.alert import Firing, Severity, Watched, WatchedFleet
+from windlass.model.record import Fleet
 from windlass.model.snapshot import Hold
 
 # It is looked so often, and what has not been seen for so long is over: longer than a cause takes that comes and
@@ -15,7 +17,7 @@ LOOK_INTERVAL_S = 5.0
 RESOLVE_AFTER_S = 60.0
 # Errors of one kind of call in a row.
 PROVIDER_ERRORS = 3
-# Of one code in one fleet, told apart; more are told as one: whoever hears of a thousand hears nothing.
+# Of one code in one fleet, or in all queues, told apart; more are told as one: who hears of a thousand hears nothing.
 MAX_APART = 3
 # Codes of the plan that cannot wait until tomorrow. What holds a fleet back entirely is always one of them.
 CRITICAL = frozenset(
@@ -58,7 +60,8 @@ ADVICE = {
     "NOT_DELETED": "it goes on costing money: see what the provider answered, and delete it by hand",
     "NO_CAPACITY": "add other types or places to the fleet's list, or wait",
     "NO_LEADER": "start `windlass up`; if it runs, look at its log and at the database",
-    "OTHER_ACCOUNT": "put the key of the account back that rents its machines, until they are gone",
+    "OTHER_ACCOUNT": "put the key back that rented its machines, or give them up with `windlass restart FLEET`: "
+    "they may still be charged",
     "OTHER_PROVIDER": "put the fleet's former provider back until they are gone, or give the new one another fleet",
     "PROVIDER_ERRORS": "see the provider's status page, and the log for what it answered",
     "PROVIDER_PAUSE": "wait until its pause is over; if it comes again, see who else uses the account's key so often",
@@ -82,29 +85,57 @@ def firing(watched: Watched, dead_letters_allowed: int, leader_grace_s: float) -
     """Everything that is the matter, in a stable order. `dead_letters_allowed`: in an hour, of a queue.
     `leader_grace_s`: for a restart, or for another to take over."""
     found = [problem for fleet in watched.fleets for problem in _of_fleet(fleet, watched)]
-    if watched.leaderless_s is not None and watched.leaderless_s >= leader_grace_s and watched.fleets:
-        found.append(_firing(None, "NO_LEADER", "", "no orchestrator leads: nobody is hired, healed or let go"))
+    found += _of_all(watched, dead_letters_allowed, leader_grace_s)
+    return sorted(found, key=lambda problem: (problem.fleet or "", problem.key))
+
+
+def _of_all(watched: Watched, dead_letters_allowed: int, leader_grace_s: float) -> Iterator[Firing]:
+    open_keys = {alert.key for alert in watched.open if alert.fleet is None}
+    is_leaderless = watched.leaderless_s is not None and watched.leaderless_s >= leader_grace_s
+    is_missed = any(not _is_over(seen.fleet, watched.now) for seen in watched.fleets)
+    # Whoever has just begun to look may lead in a moment.
+    if is_leaderless and is_missed and (watched.settling_since is None or "NO_LEADER" in open_keys):
+        yield _firing(None, "NO_LEADER", "", "no orchestrator leads: nobody is hired, healed or let go")
+    given_up: dict[str, str] = {}
     for queue, count in sorted(watched.dead_letters.items()):
         if count > dead_letters_allowed:
             what = "1 task was" if count == 1 else f"{count} tasks were"
-            found.append(_firing(None, "DEAD_LETTERS", queue, f"{what} given up in queue {queue} within an hour"))
-    return sorted(found, key=lambda problem: (problem.fleet or "", problem.key))
+            given_up[queue] = f"{what} given up in queue {queue} within an hour"
+    yield from _told(None, "DEAD_LETTERS", given_up, open_keys)
 
 
 def _of_fleet(seen: WatchedFleet, watched: Watched) -> Iterator[Firing]:
     name = seen.fleet.name
-    unattended_s = seen.fleet.unattended_s(watched.now)
-    if unattended_s is not None:
-        # What its last plan found is as old as that plan.
-        if watched.is_led:
+    already = [alert for alert in watched.open if alert.fleet == name]
+    if _is_awaited(seen.fleet, watched.settling_since):
+        # Its first cycle will say what became of it; until then nothing is over, and nothing new.
+        yield from already
+    elif not _is_over(seen.fleet, watched.now):
+        unattended_s = seen.fleet.unattended_s(watched.now)
+        if unattended_s is not None and watched.is_led:
             yield _firing(name, "UNATTENDED", "", f"fleet {name} has had no cycle for {unattended_s:.0f} s")
-        return
+        # Also where that is long ago: nobody has seen that it is over.
+        yield from _last_known(seen, {alert.key for alert in already})
+
+
+def _is_awaited(fleet: Fleet, settling_since: datetime | None) -> bool:
+    """Whether it has had no cycle since somebody began to look, just now."""
+    return settling_since is not None and fleet.planned_at is not None and fleet.planned_at <= settling_since
+
+
+def _is_over(fleet: Fleet, now: datetime) -> bool:
+    """It was wound down: its last plan was to be the last."""
+    return fleet.next_plan_in_s is None and fleet.unattended_s(now) is not None
+
+
+def _last_known(seen: WatchedFleet, open_keys: Container[str]) -> Iterator[Firing]:
+    name = seen.fleet.name
     by_code: dict[str, dict[str, str]] = {}
     for key, reason in seen.told.items():
         code, _, about = key.partition(" ")
         by_code.setdefault(code, {})[about] = reason
     for code, reasons in by_code.items():
-        yield from _told(name, code, reasons)
+        yield from _told(name, code, reasons, open_keys)
     hold = seen.fleet.hold
     if hold is not None and hold.code not in by_code:
         yield _held(name, hold)
@@ -116,18 +147,30 @@ def _of_fleet(seen: WatchedFleet, watched: Watched) -> Iterator[Firing]:
         who = ", ".join(seen.provisioning_timeouts[:3])
         count = len(seen.provisioning_timeouts)
         what = f"{who} was" if count == 1 else f"{count} workers ({who}{', ...' if count > 3 else ''}) were"
-        yield _firing(name, "PROVISIONING_TIMEOUT", "", f"{what} made and never heard of")
+        yield _firing(name, "PROVISIONING_TIMEOUT", "", f"{what} made and never came to work")
 
 
-def _told(fleet: str, code: str, reasons: Mapping[str, str]) -> Iterator[Firing]:
-    """`reasons`: by what each is about."""
-    if len(reasons) <= MAX_APART:
-        for about, reason in reasons.items():
+def _told(fleet: str | None, code: str, reasons: Mapping[str, str], open_keys: Container[str]) -> Iterator[Firing]:
+    """`reasons`: by what each is about. `open_keys`: of what people were told already.
+
+    Those that were told apart end one by one, also when there are more by then. Those that were told as one end as one,
+    with the last of them.
+    """
+    is_one = len(reasons) > MAX_APART or code in open_keys
+    for about, reason in reasons.items():
+        if not is_one or (about and f"{code} {about}" in open_keys):
             yield _firing(fleet, code, about, reason)
-        return
+    if reasons and is_one:
+        yield _firing(fleet, code, "", _in_one(reasons))
+
+
+def _in_one(reasons: Mapping[str, str]) -> str:
     # Slot 2 before slot 10.
     first = sorted(reasons, key=lambda about: (len(about), about))[:MAX_APART]
-    yield _firing(fleet, code, "", f"{len(reasons)} at once ({', '.join(first)}, ...): {reasons[first[0]]}")
+    if first == [""]:
+        return reasons[""]
+    what = "1 is left" if len(reasons) == 1 else f"{len(reasons)} at once"
+    return f"{what} ({', '.join(first)}{', ...' if len(reasons) > MAX_APART else ''}): {reasons[first[0]]}"
 
 
 def _held(fleet: str, hold: Hold) -> Firing:

@@ -16,8 +16,9 @@ nothing more and claims what comes. Then it must go in time. From the cycle that
     call                         what the provider takes for that, with room for a second try
     boundary                     the next unit begins
 
-The window is two cycles wide, so that one cycle that fails or is late does not cost a unit. Where a provider deletes
-only so many machines a second, the windows of those who end together open earlier, one after another.
+A cycle is here the time that there really is between two of them. The window is two wide, so that one cycle that fails
+or is late does not cost a unit. Where a provider deletes only so many machines a second, the windows of those who end
+together open earlier, one after another.
 """
 
 from collections.abc import Iterator, Sequence
@@ -134,15 +135,15 @@ class Departure:
     boundary: datetime
 
 
-def is_worth_waiting(unit_s: int, poll_interval_s: float) -> bool:
+def is_worth_waiting(unit_s: int, cycle_s: float) -> bool:
     """Whether idle workers are kept for what is paid. Not where the way out takes longer than a unit."""
-    return unit_s >= LONG_UNIT_S and _lead_s(unit_s, poll_interval_s, WINDOW_OPENS_CYCLES) < unit_s
+    return unit_s >= LONG_UNIT_S and _lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES) < unit_s
 
 
-def next_departure(unit_s: int, since: datetime, now: datetime, poll_interval_s: float) -> Departure:
+def next_departure(unit_s: int, since: datetime, now: datetime, cycle_s: float) -> Departure:
     """The window that is open, or opens next."""
-    opens = timedelta(seconds=_lead_s(unit_s, poll_interval_s, WINDOW_OPENS_CYCLES))
-    closes = timedelta(seconds=_lead_s(unit_s, poll_interval_s, WINDOW_CLOSES_CYCLES))
+    opens = timedelta(seconds=_lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES))
+    closes = timedelta(seconds=_lead_s(unit_s, cycle_s, WINDOW_CLOSES_CYCLES))
     boundary = unit_end(unit_s, since, now)
     if now > boundary - closes:
         boundary += timedelta(seconds=unit_s)
@@ -166,5 +167,5 @@ def one_after_another(unit_s: int, leaving: Sequence[Departure], deletions_per_s
     return found[::-1]
 
 
-def _lead_s(unit_s: int, poll_interval_s: float, cycles: int) -> float:
-    return cycles * poll_interval_s + min(DELETE_CALL_S, unit_s / _CALL_SHARE)
+def _lead_s(unit_s: int, cycle_s: float, cycles: int) -> float:
+    return cycles * cycle_s + min(DELETE_CALL_S, unit_s / _CALL_SHARE)

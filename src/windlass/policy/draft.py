@@ -19,6 +19,10 @@ LIST_SHRANK = "LIST_SHRANK"
 SHRUNK_PATIENCE = 3
 # Who was heard less than so many beats ago is there.
 BEATS_WHILE_SPEAKING = 2
+# So many gaps between plans, one after another, are how often there is one. A single long one was an outage.
+GAPS_OF_A_PACE = 2
+# Of the poll interval: a plan that comes sooner was brought about by something, and tells nothing of the next.
+EARLY_SHARE = 0.5
 # Whoever was told of something that lasts is reminded this often.
 ALERT_AGAIN_S = 3600.0
 
@@ -107,6 +111,13 @@ class Draft:
                 pairs += [(machine, keep) for machine in found if machine.id != keep]
         return pairs
 
+    @property
+    def pace_s(self) -> float:
+        """How far apart cycles are: as they are meant to be, or farther, if whoever runs them does so less often."""
+        gaps_s = self.memory.gaps_s
+        lasting_s = min(gaps_s) if len(gaps_s) == GAPS_OF_A_PACE else 0.0
+        return max(self.fleet.poll_interval_s, lasting_s)
+
     def is_speaking(self, worker: WorkerView) -> bool:
         heard_at = worker.last_heartbeat
         return heard_at is not None and self.age_s(heard_at) < BEATS_WHILE_SPEAKING * self.fleet.heartbeat_interval_s
@@ -124,7 +135,9 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> Draft:
     for machine in sorted(snapshot.machines or (), key=lambda m: (m.created_at or snapshot.now, m.id)):
         machines.setdefault(machine.name, []).append(machine)
     # Holds are decided anew in every cycle: the cause is there, or the hold is gone.
-    memory = replace(snapshot.memory, cycle=snapshot.memory.cycle + 1, hold=None)
+    memory = replace(
+        snapshot.memory, cycle=snapshot.memory.cycle + 1, hold=None, gaps_s=_gaps_s(snapshot, fleet.poll_interval_s)
+    )
     by_name = {name: tuple(found) for name, found in machines.items()}
     found = ((worker.id, _machine_of(worker, by_name.get(worker.id, ()))) for worker in snapshot.workers)
     own = {worker_id: machine for worker_id, machine in found if machine is not None}
@@ -152,6 +165,12 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> Draft:
         unclaimed_since={s.worker.id: s.unclaimed_since for s in states if s.unclaimed_since is not None},
     )
     return draft
+
+
+def _gaps_s(snapshot: Snapshot, poll_interval_s: float) -> tuple[float, ...]:
+    before, last = snapshot.memory.gaps_s, snapshot.memory.planned_at
+    gap_s = (snapshot.now - last).total_seconds() if last is not None else 0.0
+    return (*before, gap_s)[-GAPS_OF_A_PACE:] if gap_s >= EARLY_SHARE * poll_interval_s else before
 
 
 def _machine_of(worker: WorkerView, found: tuple[Machine, ...]) -> Machine | None:

@@ -20,6 +20,17 @@ class NotDelivered(WindlassError):
     """A message did not arrive, as far as we know. The text says why, without secrets."""
 
 
+class DeliveredInPart(WindlassError):
+    """A message arrived, but not for so many of those who were to have it; sent again, the others would have it twice.
+
+    The text says for whom, without secrets.
+    """
+
+    def __init__(self, message: str, refused: int) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
 class AlarmStore(Protocol):
     async def watch(self) -> Watched:
         """All that alerts are judged by, but what providers answered."""
@@ -37,9 +48,12 @@ class AlarmStore(Protocol):
     async def message_failed(self, message_id: int, error: str, retry_in_s: float | None) -> None:
         """It did not arrive, and is due again then. None: it is given up."""
 
+    async def sweep_alerts(self) -> int:
+        """Apply retention to what is over, and to what was told of it. Returns how many alerts went."""
+
 
 class Receiver(Protocol):
-    """Where messages go. Raises NotDelivered, within its own time limit."""
+    """Where messages go. Raises NotDelivered or DeliveredInPart, within its own time limit."""
 
     @property
     def name(self) -> str:

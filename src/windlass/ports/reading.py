@@ -5,8 +5,7 @@ The contract:
 - No call reads more than a bounded number of rows, however many workers and tasks there are. Where that leaves a number
   or a list incomplete, it says so: a count of COUNT_LIMIT means "at least", a page with a cursor has more behind it.
 - A page is a list of rows and the cursor of the next page; None at the end. A search may come back with few rows, or
-  none, and a cursor: it has looked at SCAN_LIMIT rows and goes on from there. (Of tasks that wait it looks at that many
-  of each queue, and no further.)
+  none, and a cursor: it has looked at SCAN_LIMIT rows (of tasks that wait: of each queue) and goes on from there.
 - Lists of tasks that wait in any queue are of those queues that an overview tells of; of another, by its name.
 - A cursor is opaque. One that is not ours is BadInput.
 """
@@ -100,6 +99,9 @@ class FleetStanding:
     paused: int
     # Active, and not heard for longer than their lease.
     silent: int
+    # Of those that could begin a task now, neither paused nor silent: who has none, and how many they could begin.
+    idle: int
+    free_places: int
     # What the last cycle decided, in words; None before the first.
     decision: str | None
     cycle_id: int | None

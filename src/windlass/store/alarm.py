@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from windlass.model.alert import Firing, Message, MessageKind, Severity, Watched, WatchedFleet
 from windlass.model.task import storable
@@ -23,6 +23,7 @@ TIMEOUTS_S = 600.0
 MAX_TIMEOUTS = 100
 DEAD_LETTERS_S = 3_600.0
 MAX_DEAD_LETTERS = 10_000
+MAX_OPEN = 10_000
 
 
 class PostgresAlarmStore(PostgresControlStore):
@@ -34,8 +35,11 @@ class PostgresAlarmStore(PostgresControlStore):
             told = await connection.fetch(QUERIES["told"], TOLD_S, MAX_TOLD)
             timeouts = await connection.fetch(QUERIES["provisioning_timeouts"], TIMEOUTS_S, MAX_TIMEOUTS)
             dead = await connection.fetch(QUERIES["dead_letters"], DEAD_LETTERS_S, MAX_DEAD_LETTERS)
-        # Newest last, so that the newest words stay.
-        words = {(row["fleet"], row["key"]): row["reason"] for row in told}
+            rows = await connection.fetch(QUERIES["open"], MAX_OPEN)
+        already = tuple(Firing(**{**row, "severity": Severity(row["severity"])}) for row in rows)
+        # Newest last, so that the newest words stay. Of a fleet without cycles they are those that people have.
+        words = {(alert.fleet, alert.key): alert.reason for alert in already}
+        words |= {(row["fleet"], row["key"]): row["reason"] for row in told}
         by_fleet: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for row in causes:
             by_fleet[row["fleet"]][row["key"]] = words.get((row["fleet"], row["key"]), "see the fleet's last decision")
@@ -50,9 +54,10 @@ class PostgresAlarmStore(PostgresControlStore):
                 )
                 # One that only workers started by hand belong to has no plan.
                 for fleet in fleets
-                if fleet.planned_at is not None and not _is_over(fleet, moment)
+                if fleet.planned_at is not None
             ),
             dead_letters={row["queue"]: row["count"] for row in dead},
+            open=already,
         )
 
     async def note_alerts(
@@ -82,10 +87,8 @@ class PostgresAlarmStore(PostgresControlStore):
         async with self._connection("noting a delivery") as connection:
             await connection.execute(QUERIES["message_failed"], message_id, storable(error), retry_in_s)
 
-
-def _is_over(fleet: Any, moment: Any) -> bool:
-    """It was wound down: its last plan was to be the last."""
-    return fleet.next_plan_in_s is None and fleet.unattended_s(moment["now"]) is not None
+    async def sweep_alerts(self) -> int:
+        return await self._sweep_all("select windlass.sweep_alerts($1, $2)", self._retention.events_s)
 
 
 if TYPE_CHECKING:

@@ -32,19 +32,28 @@ from (
 ) as t
 order by t.id;
 
+-- name: open
+-- What people were told is the matter; alerts_open, a handful of rows: of each fleet and code a few at most.
+select fleet, key, code, severity, reason
+from windlass.alerts
+where resolved_at is null
+order by id
+limit $1;
+
 -- name: provisioning_timeouts
--- Who was made and never heard of; workers_failed of each fleet.
+-- Who was made and never came to work; workers_failed of each fleet. Preparations have codes of their own.
 select f.name as fleet, w.id
 from windlass.fleets f
 cross join lateral (
-  select l.id, l.code
+  select l.id, l.code, l.prepare_code
   from windlass.workers l
   where l.fleet = f.name
     and l.failed_at > windlass.now() - make_interval(secs => $1::double precision)
   order by l.failed_at desc
   limit $2
 ) as w
-where w.code in ('SPAWNING_TIMEOUT', 'NO_HEARTBEAT')
+where w.code in ('SPAWNING_TIMEOUT', 'NO_HEARTBEAT', 'NODE_NOT_JOINED', 'STARTUP_NEVER_READY')
+  or w.code = w.prepare_code
 order by f.name, w.id;
 
 -- name: dead_letters

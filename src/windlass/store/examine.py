@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import asyncpg
 
+from windlass.model.errors import DatabaseUnavailable
 from windlass.store.connect import connected
 from windlass.store.migrate import applied_migrations
 from windlass.store.postgres import QUERIES
@@ -59,6 +60,19 @@ async def examine(dsn: str) -> Examination:
             # Behind a pooler it may succeed by chance, and would leave a LISTEN on a connection that others get.
             can_listen=not is_pooled and await _can_listen(connection),
         )
+
+
+async def check_may_control(dsn: str) -> None:
+    """Raise DatabaseUnavailable if this user may not do all that the control loop does: it would try for ever."""
+    async with connected(dsn, "looking at this user's rights") as connection:
+        rows = await connection.fetch(QUERIES["missing_for_control"])
+        if rows:
+            user = await connection.fetchval("select current_user")
+            more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+            raise DatabaseUnavailable(
+                f"the database's user {user} may not run the control loop: it lacks "
+                f"{', '.join(row['missing'] for row in rows[:3])}{more}: name the schema's owner in DATABASE_URL."
+            )
 
 
 async def _can_listen(connection: Any) -> bool:

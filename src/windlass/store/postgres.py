@@ -454,28 +454,28 @@ class PostgresStore:
         return deleted
 
     async def sweep(self) -> int:
+        kept = self._retention
+        return await self._sweep_all(
+            "select windlass.sweep($1, $2, $3, $4, $5, $6, $7)",
+            kept.complete_s,
+            kept.failed_s,
+            kept.events_s,
+            kept.cycles_s,
+            kept.logs_s,
+            kept.charges_s,
+        )
+
+    async def _sweep_all(self, query: str, *kept_s: float) -> int:
+        """`query` deletes what is older, so many rows of a kind as its last argument says, and returns how many. Again
+        and again, until nothing is left or the time is over."""
         deleted, give_up_at = 0, time.monotonic() + SWEEP_TIMEOUT_S
         while time.monotonic() < give_up_at:
-            count = await self._sweep_once()
+            async with self._connection("applying retention") as connection:
+                count: int = await connection.fetchval(query, *kept_s, SWEEP_BATCH)
             deleted += count
             if count < SWEEP_BATCH:
                 break
         return deleted
-
-    async def _sweep_once(self) -> int:
-        kept = self._retention
-        async with self._connection("applying retention") as connection:
-            count: int = await connection.fetchval(
-                "select windlass.sweep($1, $2, $3, $4, $5, $6, $7)",
-                kept.complete_s,
-                kept.failed_s,
-                kept.events_s,
-                kept.cycles_s,
-                kept.logs_s,
-                kept.charges_s,
-                SWEEP_BATCH,
-            )
-        return count
 
     async def now(self) -> datetime:
         async with self._connection("reading the time") as connection:

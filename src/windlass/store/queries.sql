@@ -230,6 +230,17 @@ select
   has_database_privilege(current_database(), 'create') as may_create_schema,
   clock_timestamp() as now;
 
+-- name: missing_for_control
+-- `windlass up`: what this user lacks of what the control loop needs, which is everything but to change the schema.
+select needed || ' on ' || class.relname as missing
+from pg_class as class
+cross join unnest(array['select', 'insert', 'update', 'delete']) as needed
+where class.relnamespace = 'windlass'::regnamespace
+  and class.relkind = 'r'
+  and class.relname <> 'migrations'
+  and not has_table_privilege(class.oid, needed)
+order by class.relname, needed;
+
 -- name: missing_privileges
 -- `windlass doctor`: what this user lacks of what producers and workers need. Empty without a schema. One that has a role
 -- of grants.sql has what that role needs, and is not asked for more.

@@ -108,7 +108,7 @@ class PostgresReadingStore(PostgresAccessStore):
                     workers={status: workers[fleet.name][status] if fleet.name in workers else 0 for status in _LIVE},
                     **{
                         name: workers[fleet.name][name] if fleet.name in workers else 0
-                        for name in ("hired", "paused", "silent")
+                        for name in ("hired", "paused", "silent", "idle", "free_places")
                     },
                     decision=cycles[fleet.name]["decision"] if fleet.name in cycles else None,
                     cycle_id=cycles[fleet.name]["id"] if fleet.name in cycles else None,
@@ -142,9 +142,7 @@ class PostgresReadingStore(PostgresAccessStore):
 
     async def sweep_faces(self) -> int:
         """Apply retention to what only faces need. Returns how many rows went."""
-        kept = self._retention
-        async with self._connection("applying retention") as connection:
-            return int(await connection.fetchval("select windlass.sweep_faces($1, $2)", kept.samples_s, kept.events_s))
+        return await self._sweep_all("select windlass.sweep_faces($1, $2)", self._retention.samples_s)
 
     async def measures(self) -> list[Measures]:
         async with self._connection("measuring") as connection:
@@ -255,19 +253,30 @@ class PostgresReadingStore(PostgresAccessStore):
     async def _waiting_ids(
         self, queue: str | None, which: TaskList, search: str | None, limit: int, cursor: str | None
     ) -> tuple[list[int], str | None]:
+        after: tuple[Any, ...]
+        status: tuple[TaskStatus, ...] = ()
+        if which is TaskList.QUEUED:
+            query = "tasks_queued"
+            after = _read_cursor(cursor, _PRIORITY_AND_ID) or (None, None)
+        else:
+            query = "tasks_waiting"
+            after = _read_cursor(cursor, _AT_AND_ID) or (None, None)
+            status = (TaskStatus.ERROR if which is TaskList.ERROR else TaskStatus.QUEUED,)
         scan = SCAN_LIMIT if search is not None else limit
+        rows: list[Any] = []
+        end = None
+        until = time.monotonic() + SEARCH_S
         async with self._connection("listing tasks") as connection:
             queues = [queue] if queue is not None else (await _queues(connection))[0]
-            if which is TaskList.QUEUED:
-                priority, last_id = _read_cursor(cursor, _PRIORITY_AND_ID) or (None, None)
-                rows = await connection.fetch(QUERIES["tasks_queued"], queues, search, limit, scan, priority, last_id)
-            else:
-                at, last_id = _read_cursor(cursor, _AT_AND_ID) or (None, None)
-                status = TaskStatus.ERROR if which is TaskList.ERROR else TaskStatus.QUEUED
-                rows = await connection.fetch(
-                    QUERIES["tasks_waiting"], queues, search, limit, scan, at, last_id, status
-                )
-        return [row["id"] for row in rows], _next(rows, limit)
+            while True:
+                found = await connection.fetch(QUERIES[query], queues, search, limit - len(rows), scan, *after, *status)
+                if search is not None:
+                    end = await connection.fetchrow(QUERIES[f"{query}_end"], queues, scan, *after, *status)
+                # What lies beyond comes again: there a queue that was not looked through may have something before it.
+                rows += found if end is None else [row for row in found if _turn(row) <= _turn(end)]
+                if len(rows) == limit or end is None or time.monotonic() >= until:
+                    return [row["id"] for row in rows], _next(rows, limit, end)
+                after = _key(end)
 
     async def events_page(
         self,
@@ -476,7 +485,7 @@ async def _searched(
         end = await connection.fetchrow(QUERIES[f"{query}_end"], scan, *after)
         if end is None or time.monotonic() >= until:
             break
-        after = (end["id"],) if query == "tasks_newest" else (end["at"], end["id"])
+        after = _key(end)
     return [row["id"] for row in rows], _next(rows, limit, end)
 
 
@@ -486,8 +495,17 @@ def _next(rows: Sequence[Any], limit: int, end: Any = None, key: Sequence[str] =
     last = rows[-1] if len(rows) == limit else end
     if last is None:
         return None
-    columns = key or sorted(last.keys(), key=lambda column: column == "id")
-    return _cursor(*(last[column] for column in columns))
+    return _cursor(*([last[column] for column in key] if key else _key(last)))
+
+
+def _key(row: Any) -> tuple[Any, ...]:
+    """All its columns, the id last."""
+    return tuple(row[column] for column in sorted(row.keys(), key=lambda column: column == "id"))
+
+
+def _turn(row: Any) -> tuple[Any, ...]:
+    """Its place among tasks that wait: by priority, the highest first, or by the time that they wait for."""
+    return (-row["priority"], row["id"]) if "priority" in row.keys() else (row["at"], row["id"])  # noqa: SIM118
 
 
 def _limit(limit: int) -> int:

@@ -1,7 +1,7 @@
 -- Named queries of store/reading.py: what the faces show. Each reads a bounded number of rows.
 
 -- name: worker_counts
--- overview; workers_live.
+-- overview; workers_live, and all of tasks_running once.
 select
   w.fleet,
   count(*) filter (where w.status = 'spawning') as spawning,
@@ -12,8 +12,24 @@ select
   count(*) filter (where w.paused) as paused,
   count(*) filter (
     where w.status = 'active' and w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s)
-  ) as silent
+  ) as silent,
+  count(*) filter (where ready.can_begin and r.tasks is null) as idle,
+  coalesce(
+    sum(greatest(0, w.concurrency - coalesce(r.tasks, 0))) filter (where ready.can_begin), 0
+  )::bigint as free_places
 from windlass.workers w
+left join (
+  select t.worker_id, count(*) as tasks
+  from windlass.tasks t
+  where t.status = 'running'
+  group by t.worker_id
+) as r on r.worker_id = w.id
+cross join lateral (
+  -- A dispatcher places tasks on nodes, and has no places of its own.
+  select
+    w.status = 'active' and not w.paused and w.kind <> 'dispatcher'
+    and w.last_heartbeat >= windlass.now() - make_interval(secs => w.lease_s) as can_begin
+) as ready
 where w.status <> 'terminated'
 group by w.fleet;
 
@@ -415,6 +431,24 @@ cross join lateral (
 order by m.priority desc, m.id
 limit $3;
 
+-- name: tasks_queued_end
+-- tasks_page; of the queues ($1) that have more than was looked at ($2 rows of each), where the first of them was left.
+select e.id, e.priority
+from unnest($1::text[]) as q (name)
+cross join lateral (
+  select t.id, t.priority
+  from windlass.tasks t
+  where t.queue = q.name
+    and t.status = 'queued'
+    and t.run_after is null
+    and ($3::integer is null or (t.priority <= $3 and (t.priority < $3 or t.id > $4::bigint)))
+  order by t.priority desc, t.id
+  offset $2::bigint - 1
+  limit 1
+) as e
+order by e.priority desc, e.id
+limit 1;
+
 -- name: tasks_waiting
 -- tasks_page; tasks_waiting of each queue ($1), from the cursor ($5, $6) on, over at most $4 rows of each.
 select m.id, m.run_after as at
@@ -436,6 +470,24 @@ cross join lateral (
 ) as m
 order by m.run_after, m.id
 limit $3;
+
+-- name: tasks_waiting_end
+-- tasks_page; as tasks_queued_end.
+select e.id, e.run_after as at
+from unnest($1::text[]) as q (name)
+cross join lateral (
+  select t.id, t.run_after
+  from windlass.tasks t
+  where t.queue = q.name
+    and t.status = $5
+    and t.run_after is not null
+    and ($3::timestamptz is null or (t.run_after >= $3 and (t.run_after > $3 or t.id > $4::bigint)))
+  order by t.run_after, t.id
+  offset $2::bigint - 1
+  limit 1
+) as e
+order by e.run_after, e.id
+limit 1;
 
 -- name: tasks_named
 -- tasks_page: what a search means exactly; primary key, tasks_unique_key of each queue ($2).

@@ -15,6 +15,7 @@ from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.postgres import PostgresStore
 from windlass.wire.signals import on_stop_signals
 from windlass.wire.stores import data_dir, database
+from windlass.wire.tracing import attempts_traced
 
 if TYPE_CHECKING:
     from windlass.engine.node import NodeSettings
@@ -63,6 +64,7 @@ async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, versio
     async with (
         database(config) as dsn,
         PostgresEngineStore(dsn, retention=config.retention, max_connections=4) as opened,
+        attempts_traced(config, version) as traced,
     ):
         dispatcher = Dispatcher(
             Dispatch(
@@ -80,6 +82,7 @@ async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, versio
                 max_connections=2,
                 command_timeout_s=min(COMMAND_TIMEOUT_S, chosen.heartbeat_timeout_s / 2),
             ),
+            traced,
         )
         await dispatcher.connect()
         # Now, because Ray takes signals for itself when it connects.

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from windlass.model.machine import MachineRequest
     from windlass.ports.provider import Provider
     from windlass.providers.hetzner import Account
-    from windlass.providers.hetzner.limiter import Limiter
     from windlass.providers.remark import Remark
     from windlass.providers.runpod.account import Account as RunpodAccount
     from windlass.providers.runpod.ssh import Identity
@@ -174,8 +173,10 @@ def _with_ray(bootstrap: "BootstrapSettings") -> "BootstrapSettings":
 
 
 def hetzner_account(config: Config, timeout_s: float) -> "Account":
-    """One for all fleets with the same token: they share its allowance of requests."""
-    return _hetzner_account(_hetzner_token(config), config.hetzner_endpoint, timeout_s)
+    """One for all fleets with the same token: they share its allowance of requests, and what is out of stock."""
+    account = _hetzner_account(_hetzner_token(config), config.hetzner_endpoint)
+    account.be_patient(timeout_s)
+    return account
 
 
 def _hetzner_token(config: Config) -> str:
@@ -188,17 +189,10 @@ def _hetzner_token(config: Config) -> str:
 
 
 @functools.cache
-def _hetzner_account(token: str, endpoint: str, timeout_s: float) -> "Account":
+def _hetzner_account(token: str, endpoint: str) -> "Account":
     from windlass.providers.hetzner import Account
 
-    return Account(token, endpoint=endpoint, timeout_s=timeout_s, limiter=_hetzner_limiter(token, endpoint))
-
-
-@functools.cache
-def _hetzner_limiter(token: str, endpoint: str) -> "Limiter":  # noqa: ARG001 - whose allowance it is
-    from windlass.providers.hetzner.limiter import Limiter
-
-    return Limiter()
+    return Account(token, endpoint=endpoint, timeout_s=0.0)
 
 
 async def examine_hetzner(config: Config) -> "AsyncGenerator[Remark, None]":

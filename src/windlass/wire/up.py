@@ -16,50 +16,65 @@ from windlass.store.postgres import PostgresStore
 from windlass.wire.beside import beside
 from windlass.wire.engine import check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
+from windlass.wire.handlers import check_commands
 from windlass.wire.providers import check_keys, check_machines_can_call, hiring_fleets, provider
 from windlass.wire.receivers import receivers
 from windlass.wire.reload import Current, check_hiring, reloading
 from windlass.wire.signals import on_stop_signals
-from windlass.wire.stores import (
-    applied_migrations_of,
-    control_store,
-    database,
-    described_database,
-    has_embedded_database,
-)
+from windlass.wire.stores import applied_migrations_of, database, described_database, has_embedded_database
 
 if TYPE_CHECKING:
     from windlass.configure import Loaded
+    from windlass.control.alarm import Alarm
     from windlass.control.cycle import FleetCycle
     from windlass.control.summary import Summary
     from windlass.control.up import Up
     from windlass.model.fleet import FleetConfig
     from windlass.ports.alarm import Receiver
     from windlass.ports.control import Candidate
+    from windlass.store.alarm import PostgresAlarmStore
     from windlass.store.control import PostgresControlStore
 
 # Without a leader for so many leases before people are told: a restart and a failover take one.
 LEADER_GRACE_LEASES = 2
+# What a single cycle has to tell is sent within this time, or by the next: longer than any receiver takes.
+TELL_TIMEOUT_S = 90.0
 NO_FLEET = "there is no fleet: write a table [fleets.NAME] with queues and a handler into windlass.toml"
 # Hands every log line to whoever asks, until they call what they got for it.
 Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
 
 async def run_cycles(config: Config) -> "list[Summary]":
-    """One cycle of every fleet, then give the lead up: for cron and the like."""
+    """One cycle of every fleet, then give the lead up: for cron and the like. Beside them, what `up` does: people are
+    told what is the matter, and retention is applied."""
     from windlass.control.cycle import run_once
+    from windlass.store.alarm import PostgresAlarmStore
 
     check_machines_can_call(config)
     check_keys(config)
+    # Not their handlers: to import those may take long, each time. Workers do it, and say what is wrong.
+    check_commands(config)
     await check_ray(config)
-    async with control_store(config) as store:
+    async with database(config) as dsn, PostgresAlarmStore(dsn, retention=config.retention) as store:
         ourselves, instance_id = candidate(config), await store.instance_id()
+        # The cycles of this process are over when it looks.
+        alarm = _make_alarm(config, store, receivers(config), settling_s=0.0)
+
+        async def tell_and_sweep(summaries: "list[Summary]") -> None:
+            for summary in summaries:
+                alarm.note(summary)
+            # Whoever leads does it.
+            if any(summary.is_leader for summary in summaries):
+                await alarm.tell_once(TELL_TIMEOUT_S)
+                await store.sweep()
+
         try:
             return await run_once(
                 [
                     fleet_cycle(name, fleet, config, store, ourselves, instance_id)
                     for name, fleet in hiring_fleets(config).items()
-                ]
+                ],
+                tell_and_sweep,
             )
         finally:
             await store.resign(ourselves)
@@ -135,7 +150,10 @@ async def _is_anybody_left(config: Config) -> bool:
 
 @asynccontextmanager
 async def _migrated(dsn: str) -> AsyncIterator[None]:
+    from windlass.store.examine import check_may_control
+
     await migrate(dsn)
+    await check_may_control(dsn)
     yield
 
 
@@ -193,22 +211,27 @@ async def _alarm(
     on_message: Callable[[str, str], None],
 ) -> AsyncIterator[None]:
     """People are told what is the matter for as long as this is open."""
-    from windlass.control.alarm import Alarm
     from windlass.store.alarm import PostgresAlarmStore
 
     # Its own connections: whatever a receiver does, no cycle waits for one.
     async with PostgresAlarmStore(dsn, retention=config.retention, max_connections=2) as store:
-        alarm = Alarm(
-            store,
-            told,
-            dead_letters_allowed=config.alerts.dead_letters_per_hour,
-            leader_grace_s=LEADER_GRACE_LEASES * config.control.lease_s,
-            ignored=config.alerts.ignored,
-            on_message=on_message,
-        )
+        alarm = _make_alarm(config, store, told, on_message=on_message)
         watchers.append(alarm.note)
         async with beside(alarm.run()):
             yield
+
+
+def _make_alarm(config: Config, store: "PostgresAlarmStore", told: "list[Receiver]", **other: Any) -> "Alarm":
+    from windlass.control.alarm import Alarm
+
+    return Alarm(
+        store,
+        told,
+        dead_letters_allowed=config.alerts.dead_letters_per_hour,
+        leader_grace_s=LEADER_GRACE_LEASES * config.control.lease_s,
+        ignored=config.alerts.ignored,
+        **other,
+    )
 
 
 @asynccontextmanager

@@ -1,12 +1,9 @@
 """Workers: over the database, or over HTTP, on a machine that has joined or as one that nobody hired."""
 
-import asyncio
 import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +12,7 @@ from windlass.model.errors import BadInput, HandlerNotFound, WindlassError
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.postgres import PostgresStore
 from windlass.wire.stores import database
+from windlass.wire.tracing import attempts_traced
 
 if TYPE_CHECKING:
     from windlass.model.order import RayOrder, WorkOrder
@@ -35,7 +33,7 @@ async def run_worker(
     from windlass.worker.runtime import WorkerRuntime
 
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
-    async with database(config) as dsn, _traced(config, executor, settings) as traced:
+    async with database(config) as dsn, attempts_traced(config, settings.version) as traced:
 
         def open_transport() -> PostgresStore:
             return PostgresStore(
@@ -47,7 +45,7 @@ async def run_worker(
                 command_timeout_s=min(COMMAND_TIMEOUT_S, settings.lease_s / 2),
             )
 
-        return await WorkerRuntime(settings, open_transport, traced).run()
+        return await WorkerRuntime(settings, open_transport, traced(executor)).run()
 
 
 async def run_enlisted_worker(
@@ -68,8 +66,8 @@ async def run_enlisted_worker(
 
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
     enlistment = new_enlistment(url, api_token, tls_context(url, None))
-    async with _traced(config, executor, settings) as traced:
-        return await WorkerRuntime(settings, lambda: EnlistedTransport(enlistment), traced).run()
+    async with attempts_traced(config, settings.version) as traced:
+        return await WorkerRuntime(settings, lambda: EnlistedTransport(enlistment), traced(executor)).run()
 
 
 async def run_joined_worker(join_file: Path, version: str) -> "Ending":
@@ -126,8 +124,8 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
     executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
     if not order.is_inline:
         _stop_looking_for_sniffio()
-    async with _traced(config, executor, settings) as traced:
-        return await WorkerRuntime(settings, open_transport, traced).run()
+    async with attempts_traced(config, settings.version) as traced:
+        return await WorkerRuntime(settings, open_transport, traced(executor)).run()
 
 
 async def _run_joined_node(
@@ -150,22 +148,6 @@ async def _run_joined_node(
         head_versions=Versions(ray.ray_version, ray.python_version),
     )
     return await Node(settings, open_transport).run()
-
-
-@asynccontextmanager
-async def _traced(config: Config, executor: "Executor", settings: "WorkerSettings") -> "AsyncIterator[Executor]":
-    """The same executor, whose attempts are told to OpenTelemetry if that is configured."""
-    if config.logs.traces_endpoint is None:
-        yield executor
-        return
-    from windlass.traces import Traces
-    from windlass.worker.traced import TracedExecutor
-
-    traces = Traces(config.logs.traces_endpoint, "windlass-worker", settings.version or "")
-    try:
-        yield TracedExecutor(executor, traces.note)
-    finally:
-        await asyncio.to_thread(traces.close)
 
 
 def _stop_looking_for_sniffio() -> None:

@@ -162,9 +162,12 @@
   function announce(before) {
     const news = [];
     for (const [id, kind] of spoken()) if (before.get(id) !== kind) news.push(document.getElementById(id).dataset.say);
-    if (news.length === 0) return;
+    if (news.length) say(news.join(" "));
+  }
+
+  function say(words) {
     const line = document.createElement("p");
-    line.textContent = news.join(" ");
+    line.textContent = words;
     document.getElementById("news").append(line);
     setTimeout(() => line.remove(), NEWS_LASTS_MS);
   }
@@ -317,6 +320,7 @@
     const element = document.getElementById("toast");
     element.textContent = words;
     element.hidden = false;
+    say(words);
     clearTimeout(toastTimer);
     toastTimer = setTimeout(() => { element.hidden = true; }, 6000);
   }

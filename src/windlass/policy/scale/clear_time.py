@@ -24,18 +24,21 @@ def clear_time(demand: Demand) -> Wish:
     if free >= queued:
         spare = demand.unneeded
         return Wish(f"{seen}: enough", spare=spare, is_over_capacity=bool(spare))
-    clears_in_s = _clears_in_s(queued, free, demand.queue.duration_p50_s)
-    if clears_in_s < fleet.clear_time_s:
-        return Wish(f"{queued} waiting, clears in {clears_in_s:.0f} s, below {fleet.clear_time_s:g} s: no need")
+    left_s = clears_in_s(queued, free, demand.queue.duration_p50_s)
+    if left_s < fleet.clear_time_s:
+        return Wish(f"{queued} waiting, clears in {left_s:.0f} s, below {fleet.clear_time_s:g} s: no need")
     hire = ceil((queued - free) / fleet.concurrency)
     if free <= 0:
         seen = f"{queued} waiting, no place is free"
     else:
-        seen += ", how long they take is not known" if clears_in_s == inf else f", clears in {clears_in_s:.0f} s"
+        seen += ", how long they take is not known" if left_s == inf else f", clears in {left_s:.0f} s"
     return Wish(f"{seen}: {hire} more wanted", hire=hire)
 
 
-def _clears_in_s(queued: int, free: int, duration_s: float | None) -> float:
+def clears_in_s(queued: int, free: int, duration_s: float | None) -> float:
+    """How long so many that wait take on so many free places; infinite if that is not known."""
+    if queued == 0:
+        return 0.0
     if free <= 0 or duration_s is None:
         return inf
     return queued / (free / max(duration_s, _SHORTEST_S))

@@ -2,7 +2,7 @@
 
 from datetime import datetime, timedelta
 
-from windlass.model.action import Action, Adopt, Delete, DeleteStray, Drain, Prepare, Price
+from windlass.model.action import Action, Adopt, Alert, Delete, DeleteStray, Drain, Prepare, Price
 from windlass.model.machine import Machine, MachineState
 from windlass.model.worker import WorkerStatus
 from windlass.policy.derive import Lifecycle, Presence, WorkerState
@@ -10,6 +10,10 @@ from windlass.policy.draft import Draft
 from windlass.policy.stages.health import has_no_machine
 
 OTHER_PROVIDER, OTHER_ACCOUNT = "OTHER_PROVIDER", "OTHER_ACCOUNT"
+# Machines of another account that a person gave up.
+LEFT_BEHIND = "LEFT_BEHIND"
+# Machines named in one sentence; the rest are counted.
+MAX_NAMED = 3
 # Whose machines are of the same kind as another's: processes of this host, whatever they run.
 _SAME_MACHINES = {"ray-local": "local"}
 TOO_MANY_STRAYS = "TOO_MANY_STRAYS"
@@ -41,41 +45,35 @@ def keep_provider(draft: Draft) -> list[Action]:
 
 
 def _keep_account(draft: Draft) -> list[Action]:
-    """A key that has changed is taken over once a machine of the fleet is listed with it, or nobody can be left who was
-    rented with the former one. Until then nothing is touched: machines would be made in another account, and those of
-    the former one, which it does not find, be taken for gone."""
+    """A key that has changed is taken over once a machine of the fleet is listed with it, at once where no machine can
+    be left that was rented with the former one, or when a person gives those up. Until then nothing is touched:
+    machines would be made in another account, and those of the former one, which it does not find, be taken for gone.
+    That nobody is heard proves nothing: a machine is paid for though its worker is silent."""
     key, known = draft.snapshot.traits.key_hash, draft.memory.key_hash
     if key == known:
         return _heed_voices(draft)
     # Also those whose creation has no answer: their machines may be there.
     rented = [s for s in draft.states.values() if s.is_hired and s.worker.creation != "refused"]
-    if known is None or draft.own or not rented or _is_nobody_left(draft, rented):
+    if known is None or draft.own or not rented:
         draft.remember(key_hash=key)
         return _heed_voices(draft)
-    what = f"its key for {draft.fleet.provider} has changed, and none of its {len(rented)} machines"
+    what = f"its key for {draft.fleet.provider} has changed"
     if draft.snapshot.machines is None:
-        draft.hold(OTHER_ACCOUNT, f"{what} could be listed with the new one yet", is_total=True)
+        why = f"{what}, and its machines ({_named(rented)}) could not be listed with the new one yet"
+        draft.hold(OTHER_ACCOUNT, why, is_total=True)
         draft.keep_alerts(OTHER_ACCOUNT)
         return []
-    draft.hold(OTHER_ACCOUNT, f"{what} is listed with the new one", is_total=True)
-    return draft.alert(OTHER_ACCOUNT, f"{what} is listed with the new one: is it another account's? Nothing is touched")
-
-
-def _is_nobody_left(draft: Draft, rented: list[WorkerState]) -> bool:
-    """Whether none of them was heard in all the time that one who lives needs: to boot, and to be missed."""
-    before = draft.snapshot.memory.hold
-    is_doubted = before is not None and before.code == OTHER_ACCOUNT
-    silent_s, boot_s = draft.fleet.heartbeat_timeout_s, draft.fleet.spawn_timeout_s
-    if before is None or not is_doubted or draft.age_s(before.since) < max(silent_s, boot_s):
-        return False
-    return all(s.heartbeat_age_s is None or s.heartbeat_age_s > silent_s for s in rented)
+    if _are_given_up(draft, rented):
+        draft.remember(key_hash=key)
+        return _leave_behind(draft, rented)
+    return _hold_account(draft, f"{what}, and the new one lists none of its machines ({_named(rented)})")
 
 
 def _heed_voices(draft: Draft) -> list[Action]:
     """Whoever speaks has a machine. A provider that lists none of a fleet's machines, asked to end one, says that it is
     gone: with the key of another account, that would be how each of them is forgotten."""
     grace_s, missing = draft.snapshot.traits.absence_grace_s, draft.memory.missing_since
-    before = draft.snapshot.memory.hold
+    before, given_up_at = draft.snapshot.memory.hold, draft.memory.given_up_at
     is_unlisted = draft.snapshot.machines is None
     # Without a list, what the last one lacked is as it was.
     if grace_s == 0 or draft.own or (is_unlisted and (before is None or before.code != OTHER_ACCOUNT)):
@@ -86,12 +84,51 @@ def _heed_voices(draft: Draft) -> list[Action]:
         if state.worker.id in missing
         and draft.age_s(missing[state.worker.id]) >= grace_s
         and draft.is_speaking(state.worker)
+        and (given_up_at is None or state.worker.created_at >= given_up_at)
     ]
     if not speaking:
         return []
-    what = f"{len(speaking)} of its workers are heard, and {draft.fleet.provider} lists none of its machines"
-    draft.hold(OTHER_ACCOUNT, what, is_total=True)
-    return draft.alert(OTHER_ACCOUNT, f"{what}: is the key another account's? Nothing is touched")
+    if not is_unlisted and _are_given_up(draft, speaking):
+        return _leave_behind(draft, speaking)
+    listed = f"{draft.fleet.provider} lists none of its machines ({_named(speaking)})"
+    return _hold_account(draft, f"{len(speaking)} of its workers are heard, and {listed}")
+
+
+def _hold_account(draft: Draft, what: str) -> list[Action]:
+    how = f"put the key back that rented them, or give them up with `windlass restart {draft.snapshot.fleet}`"
+    draft.hold(OTHER_ACCOUNT, f"{what}: {how}", is_total=True)
+    return draft.alert(OTHER_ACCOUNT, f"{what}. Is it the key of another account? Nothing is touched: {how}")
+
+
+def _are_given_up(draft: Draft, states: list[WorkerState]) -> bool:
+    """Whether a person, who could read that they are not listed, has restarted the fleet since. All of it: of one slot,
+    or one worker, that is said for other reasons."""
+    before, reset_at = draft.snapshot.memory.hold, draft.snapshot.reset_at
+    is_said = before is not None and before.code == OTHER_ACCOUNT and reset_at is not None and reset_at >= before.since
+    return is_said and not any(s.worker.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE) for s in states)
+
+
+def _leave_behind(draft: Draft, states: list[WorkerState]) -> list[Action]:
+    """Their rows close from now on, as if their machines were gone; which those are is remembered, each for itself.
+    Nobody is told when it is over, as of other alerts: we shall not know."""
+    # They were there until now, as far as anybody knows: their bills end here, not where they were first missing.
+    draft.remember(given_up_at=draft.now, missing_since={})
+    return [
+        Alert(
+            LEFT_BEHIND,
+            f"{state.worker.machine_id or f'whatever was made as {state.worker.id}'} was given up by hand: the key for "
+            f"{draft.fleet.provider} does not list it, and where it was rented it may still be charged",
+            state.worker.id,
+        )
+        for state in states
+    ]
+
+
+def _named(states: list[WorkerState]) -> str:
+    """Their machines, as a person finds them in the provider's console: by id, or by name where none was told."""
+    names = sorted(state.worker.machine_id or state.worker.id for state in states)
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _machines_of(provider: str) -> str:

@@ -80,11 +80,11 @@ def _staying(draft: Draft) -> list[WorkerState]:
 
 def _departures(draft: Draft, staying: list[WorkerState]) -> dict[str, Departure]:
     """When each could leave without being paid for again. Empty where time is paid as it passes."""
-    unit_s, poll_s = draft.snapshot.traits.billing_unit_s, draft.fleet.poll_interval_s
-    if not billing.is_worth_waiting(unit_s, poll_s):
+    unit_s, pace_s = draft.snapshot.traits.billing_unit_s, draft.pace_s
+    if not billing.is_worth_waiting(unit_s, pace_s):
         return {}
     return {
-        state.worker.id: billing.next_departure(unit_s, _billed_since(state), draft.now, poll_s) for state in staying
+        state.worker.id: billing.next_departure(unit_s, _billed_since(state), draft.now, pace_s) for state in staying
     }
 
 

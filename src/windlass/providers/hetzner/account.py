@@ -68,15 +68,18 @@ P = TypeVar("P", bound=Page)
 
 
 class _Ear(BaseAdapter):
-    """Hears what the vendor says about its own count of our requests, which the SDK does not tell."""
+    """Hears what the vendor says about its own count of our requests, which the SDK does not tell, and sets the time
+    limit of each."""
 
-    def __init__(self, inner: BaseAdapter) -> None:
+    def __init__(self, inner: BaseAdapter, timeout_s: float) -> None:
         super().__init__()
         self._inner = inner
+        self.timeout_s = timeout_s
         # Written by threads, read by the loop.
         self.heard: deque[tuple[int, Mapping[str, str]]] = deque(maxlen=MAX_THREADS)
 
     def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
+        options["timeout"] = (min(CONNECT_TIMEOUT_S, self.timeout_s), self.timeout_s)
         response = self._inner.send(request, *arguments, **options)
         self.heard.append((response.status_code, response.headers))
         return response
@@ -101,10 +104,9 @@ class Account:
     ) -> None:
         self._rng = rng or random.Random()  # noqa: S311
         self.limiter = limiter or Limiter()
-        self.timeout_s = timeout_s
         self.key_hash = fingerprint(endpoint, token)
-        self._ear = _Ear(adapter or HTTPAdapter(pool_maxsize=MAX_THREADS))
-        self.api = _connect(token, endpoint, timeout_s, self._ear)
+        self._ear = _Ear(adapter or HTTPAdapter(pool_maxsize=MAX_THREADS), timeout_s)
+        self.api = _connect(token, endpoint, self._ear)
         self._pool: ThreadPoolExecutor | None = None
         self._users = 0
         self._run: Run = run or self._run_in_thread
@@ -116,11 +118,15 @@ class Account:
         self._hints_due: dict[str, float] = {}
         self._asking = asyncio.Lock()
 
+    def be_patient(self, timeout_s: float) -> None:
+        """Those who share it wait for an answer as long as the most patient of them."""
+        self._ear.timeout_s = max(self._ear.timeout_s, timeout_s)
+
     async def call(self, call: Callable[[], T], *, max_wait_s: float, is_urgent: bool = False) -> T:
         """One request. Raises whatever the SDK does, TimeoutError, or Throttled: nothing was sent then."""
         await self.limiter.wait(max_wait_s, is_urgent=is_urgent)
         try:
-            return await self._run(call, self.timeout_s + TRICKLE_S)
+            return await self._run(call, self._ear.timeout_s + TRICKLE_S)
         finally:
             while self._ear.heard:
                 self.limiter.learn(*self._ear.heard.popleft())
@@ -252,13 +258,8 @@ def _said(error: Exception) -> str:
     return str(error) if isinstance(error, Throttled) else problem_of(error).words
 
 
-def _connect(token: str, endpoint: str, timeout_s: float, adapter: BaseAdapter) -> hcloud.Client:
-    client = hcloud.Client(
-        token=token,
-        api_endpoint=endpoint,
-        application_name="windlass",
-        timeout=(min(CONNECT_TIMEOUT_S, timeout_s), timeout_s),
-    )
+def _connect(token: str, endpoint: str, adapter: BaseAdapter) -> hcloud.Client:
+    client = hcloud.Client(token=token, api_endpoint=endpoint, application_name="windlass")
     # The SDK has no public way to either; tests/unit/test_hetzner_account.py fails if a newer one has moved them.
     client._client._retry_max_retries = 0
     for scheme in ("https://", "http://"):

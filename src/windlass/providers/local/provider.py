@@ -213,7 +213,9 @@ class LocalProvider:
 
     def _create(self, request: MachineRequest, doing: str, give_up_at: float) -> Machine:
         environment = self._environment(request)
-        self._check_startable(doing, environment)
+        problem = why_not_startable(self._fleet, self._config, environment.get("PATH"))
+        if problem is not None:
+            raise Refused(f"{doing}: {problem}")
         with self._lock:
             try:
                 for running in self._groups().get(request.name, _Group()).leaders:
@@ -276,32 +278,6 @@ class LocalProvider:
             raise Refused(f"{doing}: {sys.executable} cannot be started ({error.strerror}).") from error
         except ValueError as error:
             raise Refused(f"{doing}: its environment or command is not one ({error}): check env and exec.") from error
-
-    def _check_startable(self, doing: str, environment: dict[str, str]) -> None:
-        """Raise Refused if a worker could only fail. (Whether a handler can be imported, only its process can tell.)"""
-        config, fleet = self._config, self._fleet
-        if config.handler is None and config.exec is None:
-            raise Refused(f"{doing}: fleet {fleet} has neither handler nor exec: say what its workers run.")
-        folder = Path() if config.chdir is None else config.chdir
-        if not folder.is_dir():
-            raise Refused(f"{doing}: there is no folder {folder}: check chdir of fleet {fleet}.")
-        if not os.access(folder, os.X_OK):
-            raise Refused(f"{doing}: the folder {folder} may not be entered: check chdir of fleet {fleet}.")
-        if config.exec is None:
-            return
-        try:
-            words = shlex.split(config.exec)
-        except ValueError as error:
-            raise Refused(
-                f"{doing}: the command {config.exec!r} cannot be read ({error}): check exec of fleet {fleet}."
-            ) from None
-        name = words[0] if words else ""
-        # A name with a slash is meant from the folder the worker works in, any other is looked for in its PATH.
-        place = str(folder / name) if "/" in name else name
-        if not name or shutil.which(place, path=environment.get("PATH")) is None:
-            raise Refused(
-                f"{doing}: there is no command {name!r}: check exec of fleet {fleet}, and the PATH of its workers."
-            )
 
     def _command(self, request: MachineRequest) -> list[str]:
         config = self._config
@@ -493,6 +469,32 @@ class LocalProvider:
             _reap(machine.id)
             self._known.pop(machine.id, None)
             self._ended.pop(machine.id, None)
+
+
+def why_not_startable(fleet: str, config: FleetConfig, path: str | None) -> str | None:
+    """Why a worker could only fail, in a sentence. (Whether a handler can be imported, only its process can tell.)
+
+    `path`: the PATH of its environment.
+    """
+    if config.handler is None and config.exec is None:
+        return f"fleet {fleet} has neither handler nor exec: say what its workers run."
+    folder = Path() if config.chdir is None else config.chdir
+    if not folder.is_dir():
+        return f"there is no folder {folder}: check chdir of fleet {fleet}."
+    if not os.access(folder, os.X_OK):
+        return f"the folder {folder} may not be entered: check chdir of fleet {fleet}."
+    if config.exec is None:
+        return None
+    try:
+        words = shlex.split(config.exec)
+    except ValueError as error:
+        return f"the command {config.exec!r} cannot be read ({error}): check exec of fleet {fleet}."
+    name = words[0] if words else ""
+    # A name with a slash is meant from the folder the worker works in, any other is looked for in its PATH.
+    place = str(folder / name) if "/" in name else name
+    if not name or shutil.which(place, path=path) is None:
+        return f"there is no command {name!r}: check exec of fleet {fleet}, and the PATH of its workers."
+    return None
 
 
 def _reap(machine_id: str) -> int | None:

@@ -1,5 +1,5 @@
 -- What the faces need beyond what the control loop keeps: how things stood over time, what people were told, who is
--- looking. Retention of all of it is applied by sweep_faces.
+-- looking. Retention is applied by whoever writes it: sweep_alerts to what people were told, sweep_faces to the rest.
 
 -- How a fleet stood at a moment: what charts are drawn from. A cycle's snapshot holds every worker and is far too large
 -- to be read by the thousand.
@@ -197,9 +197,25 @@ as $$
     or coalesce(position(lower(p_search) in lower(p_error)) > 0, false)
 $$;
 
--- Apply retention. Returns how many rows are gone, at most p_limit of each kind.
-create function windlass.sweep_faces(p_samples_s double precision, p_alerts_s double precision, p_limit integer default 1000)
-returns integer
+-- Apply retention to what is over, and to what was told of it. Returns how many alerts are gone, at most p_limit.
+create function windlass.sweep_alerts(p_alerts_s double precision, p_limit integer default 1000) returns integer
+language sql
+set enable_seqscan = off
+as $$
+  with gone as (
+    delete from windlass.alerts where id = any (array(
+      select a.id from windlass.alerts a
+      where a.resolved_at < windlass.now() - make_interval(secs => p_alerts_s)
+      order by a.resolved_at
+      limit p_limit
+    ))
+    returning id
+  )
+  select count(*)::integer from gone
+$$;
+
+-- Apply retention to the rest. Returns how many rows are gone, at most p_limit of each kind that grows by itself.
+create function windlass.sweep_faces(p_samples_s double precision, p_limit integer default 1000) returns integer
 language plpgsql
 set enable_seqscan = off
 as $$
@@ -215,15 +231,6 @@ begin
     limit p_limit
   ) as old
   where s.fleet = old.fleet and s.at = old.at;
-  get diagnostics v_count = row_count;
-  v_deleted := v_deleted + v_count;
-
-  delete from windlass.alerts where id = any (array(
-    select a.id from windlass.alerts a
-    where a.resolved_at < v_now - make_interval(secs => p_alerts_s)
-    order by a.resolved_at
-    limit p_limit
-  ));
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
