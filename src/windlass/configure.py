@@ -22,6 +22,7 @@ from windlass.model.address import HIDDEN, is_database_url, masked, problem_of_d
 from windlass.model.config import Config
 from windlass.model.errors import WORDS_OF_TYPES, ConfigError
 from windlass.model.fleet import FleetConfig
+from windlass.model.secrecy import is_named_secret
 from windlass.model.worker import DEFAULT_FLEET
 
 DEFAULT_FILE = Path("windlass.toml")
@@ -210,17 +211,13 @@ def secret_variables() -> dict[str, Key]:
     return aliases | {variable_of(key): key for key in secrets}
 
 
-# A variable of a fleet's environment that is named so is taken for a secret.
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-
-
 def secrets_of(config: Config) -> set[str]:
     """All that no log may hold: secrets, the passwords in them, and what is named so in the environment of workers."""
     found: set[str] = set()
     _collect_secrets(config, found)
     for fleet in config.fleets.values():
         environment = {**fleet.env, **fleet.runpod.env}
-        found |= {value for name, value in environment.items() if _SECRET_NAME.search(name)}
+        found |= {value for name, value in environment.items() if is_named_secret(name)}
     return found
 
 

@@ -364,6 +364,30 @@ async def test_a_worker_is_seen_with_everything_it_said_and_has(
     assert ann.snapshot.boot_p50_s == 10.0
 
 
+async def test_since_when_a_gpu_is_gone_that_was_there_is_counted_from_the_first_word_of_it_without_a_break(
+    store: ControlStores, ann: Leader, clock: Any
+) -> None:
+    await ann.hire(0)
+    await store.register(Registration("w0", ("a",), fleet="f"))
+
+    async def lost_after(**vitals: int | None) -> datetime | None:
+        clock.advance(5)
+        await store.heartbeat("w0", (), vitals)
+        (view,) = (await ann.observe()).workers
+        return view.vram_lost_at
+
+    assert await lost_after(pid=7) is None
+    assert await lost_after(vram_total_mb=0, vram_used_mb=0) is None, "it has never had any"
+    assert await lost_after(vram_total_mb=0, vram_used_mb=0) is None
+    assert await lost_after(vram_total_mb=100, vram_used_mb=7) is None
+    assert await lost_after(vram_total_mb=0, vram_used_mb=0) == (gone_at := clock())
+    assert await lost_after(vram_total_mb=0, vram_used_mb=0) == gone_at
+    assert await lost_after(pid=7) == gone_at, "no word changes nothing"
+    assert await lost_after(vram_total_mb=None) == gone_at
+    assert await lost_after(vram_total_mb=100, vram_used_mb=7) is None
+    assert await lost_after(vram_total_mb=0, vram_used_mb=0) == clock()
+
+
 async def test_workers_of_other_fleets_and_terminated_ones_are_not_seen(store: ControlStores, ann: Leader) -> None:
     other = Leader(store, ANN, "g")
     await other.observe()
@@ -1930,6 +1954,11 @@ def _telling(event: Any) -> tuple[str, ...]:
     return *map(str, named), json.dumps(event.detail, sort_keys=True)
 
 
+VITALS: list[dict[str, Any]] = [
+    {}, {"idle_s": 1.5}, {"vram_total_mb": 4}, {"vram_total_mb": 0}, {"pid": 7}, {"storage_used_bytes": 9}
+]  # fmt: skip
+
+
 async def live(twins: Twins, rng: Random) -> None:
     hired = [f"w{number}" for number in range(12)]
     names = [*hired, "hand", "nobody"]
@@ -2033,7 +2062,7 @@ async def live(twins: Twins, rng: Random) -> None:
         twins.clock.advance(rng.choice([0.25, 1.0, 10.0, 31.0, 250.0]))
 
     def vitals() -> dict[str, Any]:
-        return rng.choice([{}, {"idle_s": 1.5}, {"vram_total_mb": 4}, {"pid": 7}, {"storage_used_bytes": 9}])
+        return rng.choice(VITALS)
 
     steps: list[Callable[[], Awaitable[Any]]] = [
         commit, commit, commit, report, report, work, work, finish, advance, advance, advance,

@@ -427,6 +427,46 @@ async def test_a_reload_rents_with_the_keys_of_the_new_file_and_one_in_vain_chan
     await until(lambda: "machines unknown" in host.log(), f"it calls\n{host.log()}")
 
 
+async def test_a_file_without_a_fleet_is_enough_while_workers_of_the_last_one_live(host: Host) -> None:
+    host.configure(min_workers=1)
+    file = host.folder / "windlass.toml"
+    whole = file.read_text()
+    without = whole.partition("[fleets.default]")[0]
+    up = host.up("--leave-workers")
+    (worker,) = await host.until_workers(1)
+    up.send_signal(signal.SIGTERM)
+    await until(lambda: up.poll() is not None, f"it ends\n{host.log()}")
+    file.write_text(without)
+    again = host.up()
+    told = '"event": "a fleet with workers is not configured here"'
+    await until(lambda: told in host.log(), f"it says so\n{host.log()}")
+    assert '"wound_down_in": "300 s"' in host.log()
+    file.write_text(whole)
+    again.send_signal(signal.SIGHUP)
+    await until(lambda: '"new": ["default"]' in host.log(), f"it is put back in time\n{host.log()}")
+    assert [each.id for each in await host.until_workers(1)] == [worker.id]
+    file.write_text(without)
+    again.send_signal(signal.SIGHUP)
+    await until(lambda: "there is no fleet any more" in host.log(), f"an empty file changes nothing\n{host.log()}")
+    assert [each.id for each in await host.until_workers(1)] == [worker.id]
+    await host.end(again)
+    done = host.windlass("up")
+    assert (done.code, done.err) == (
+        2,
+        "windlass: there is no fleet: write a table [fleets.NAME] with queues and a handler into windlass.toml, or "
+        "give --queue and --handler.\n",
+    )
+
+
+def test_without_a_fleet_no_database_is_made_to_find_that_nobody_is_left(tmp_path: Path, empty_dsn: str) -> None:
+    done = CommandLine(tmp_path)("up", "--data-dir", tmp_path / "data")
+    assert (done.code, done.err[:28]) == (2, "windlass: there is no fleet:")
+    assert not (tmp_path / "data").exists()
+    unmigrated = CommandLine(tmp_path, {"DATABASE_URL": empty_dsn})
+    assert unmigrated("up").err == done.err
+    assert json.loads(unmigrated("db", "status", "--json").out)["version"] is None
+
+
 def _handles_sighup(pid: int) -> bool:
     caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) & 1 << (signal.SIGHUP - 1))

@@ -85,6 +85,26 @@ def test_the_doctor_says_what_stands_in_the_way(
     assert TOKEN not in done.out
 
 
+LOCAL = '[fleets.near]\nprovider = "local"\nhandler = "a:b"\n'
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        ({}, ("ok", "the token is good; 0 servers are ours")),
+        ({"HETZNER_API_TOKEN": ""}, None),
+        ({"HETZNER_API_TOKEN": "wrong"}, ("warn", "unable to authenticate (unauthorized)")),
+    ],
+)
+def test_the_doctor_asks_a_vendor_whose_key_is_there_also_when_no_fleet_rents_from_it_any_more(
+    windlass: CommandLine, env: dict[str, str], found: tuple[str, str] | None
+) -> None:
+    (windlass.folder / "windlass.toml").write_text(LOCAL)
+    told = findings(windlass.with_env(**env)("doctor", "--json"))
+    assert told.get("hetzner") == found
+    assert not told.keys() & {"server type", "image", "network"}
+
+
 def test_the_doctor_warns_of_what_is_out(windlass: CommandLine, emulator: HetznerEmulator) -> None:
     configure(windlass)
     emulator.faults.no_capacity("cx23", "*")

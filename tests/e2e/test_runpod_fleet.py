@@ -19,6 +19,7 @@ from windlass.emulate.runpod.pod_host import RealPodHost, find_sshd
 from windlass.emulate.serve import serving
 from windlass.model.event import Event
 from windlass.model.task import TaskStatus, new_task
+from windlass.providers.runpod.naming import fleet_tag
 from windlass.store.control import PostgresControlStore
 
 KEY = "a-good-key"
@@ -263,6 +264,16 @@ async def test_the_doctor_asks_for_everything_a_runpod_fleet_needs(site: Site) -
     assert found["gpu type"] == ("ok", f"{OTHER_GPU} in SECURE/EU-RO-1, 0.27 USD per hour")
     assert found["ssh key"][0] == "ok"
     assert {method for _, method, path in site.emulator.requests if path != "/v2/network-volumes"} == {"GET"}
+
+
+async def test_the_doctor_names_pods_of_the_last_fleet_that_left_the_file(site: Site) -> None:
+    tag = f"{fleet_tag(await site.store.instance_id(), 'pods')}pods-0-aa"
+    pod = {"name": "pods-0-aa", "image": "i", "gpu": {"id": GPU}, "env": {"WINDLASS_POD": tag}}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert site.emulator.handle("POST", "/v2/pods", [], headers, json.dumps(pod).encode()).status == 201
+    found = findings(site.windlass("doctor", "--json"))
+    assert found["runpod"] == ("warn", "there are pods of fleets that are not configured: pods")
+    assert not found.keys() & {"volume", "gpu type", "ssh key"}
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ async def test_a_script_that_fails_at_once_is_quoted_without_its_secrets(place: 
         with pytest.raises(NotPrepared) as caught:
             await provider.prepare(machine, None, unheard)
         lines = caught.value.output.splitlines()
-        assert lines[-2:] == ["have (a token)", "it ended with 3"]
+        assert lines[-2:] == ["have wlj_********", "it ended with 3"]
         assert len(lines) == 20
         # Whoever comes later finds the same, and starts nothing.
         with pytest.raises(NotPrepared, match="it ended with 3"):

@@ -229,6 +229,19 @@ async def test_the_first_fleet_that_a_reload_brings_takes_the_right_to_the_head_
             await until(lambda: is_said('"dispatching"'), "its dispatcher", RUN_TIMEOUT_S)
             assert isinstance(await store.lead(another), Standby)
 
+        # Where all machines are others' there are no cycles, and tasks to place all the same.
+        folder = tmp_path / "others"
+        folder.mkdir()
+        others = LOCAL.replace("ray-local", "ray") + COMMON.format(chdir=HANDLERS)
+        async with up(folder, dsn, others, **given) as process:
+            log = folder / "up.log"
+
+            async def is_dispatching() -> bool:
+                return '"dispatching"' in log.read_text()
+
+            await until(is_dispatching, "its dispatcher", RUN_TIMEOUT_S)
+            assert (process.poll(), '"ended"' in log.read_text()) == (None, False)
+
 
 def _dispatcher(pid: int) -> psutil.Process:
     (found,) = [child for child in psutil.Process(pid).children() if "dispatch" in child.cmdline()]

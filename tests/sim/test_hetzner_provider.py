@@ -922,7 +922,7 @@ async def test_the_doctor_finds_servers_nobody_looks_after() -> None:
     await bed.provider("green", identity="other").create(request_for(fleet="green"))
     remark = await anext(examine(bed.account(), "this", {"red": HetznerSettings()}, None))
     assert (remark.what, remark.is_grave) == ("there are servers of fleets that are not configured: blue", False)
-    assert remark.do == "nobody looks after them: delete them, or configure the fleets again"
+    assert remark.do.startswith("`windlass up` lets those go whose workers it knows; delete the others")
     # Whose they are cannot be told without the database.
     remark = await anext(examine(bed.account(), None, {"red": HetznerSettings()}, None))
     assert (remark.what, remark.do) == ("the token is good; 3 servers are ours", "")

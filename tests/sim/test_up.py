@@ -63,22 +63,23 @@ class Bed:
         def move_in(entry: Entry) -> SimWorker:
             process, habits = Process(entry.name), Habits(task_s=(LONG_S, LONG_S))
             luck, rng = Luck(boots_s=1.0), Random(3)  # noqa: S311
-            worker = SimWorker(entry, cloud, self.fleets[name], self.store, process, luck, habits, rng, self.story)
+            fleet = self.fleets.get(name, config(name))
+            worker = SimWorker(entry, cloud, fleet, self.store, process, luck, habits, rng, self.story)
             worker.start()
             return worker
 
         cloud.move_in = move_in
         return cloud
 
-    def start(self) -> "Running":
+    def start(self, *, is_clearing_up: bool = False) -> "Running":
         self.orchestrators += 1
         candidate = Candidate(f"o{self.orchestrators}", TTL_S)
 
         def make_cycle(name: str, fleet: FleetConfig) -> FleetCycle:
             return FleetCycle(name, fleet, self.store, self.clouds[name], candidate, Random(4))  # noqa: S311
 
-        up = Up(self.store, make_cycle, lambda name, _: self.clouds[name], lambda _: None)
-        return Running(up, asyncio.ensure_future(up.run(self.fleets)))
+        up = Up(self.store, candidate, make_cycle, lambda name, _: self.clouds[name], lambda _: None)
+        return Running(up, asyncio.ensure_future(up.run(self.fleets, is_clearing_up=is_clearing_up)))
 
     async def workers(self, fleet: str | None = None) -> list[Worker]:
         return [worker for worker in await self.store.workers() if fleet in (None, worker.fleet)]
@@ -303,6 +304,132 @@ def test_what_cannot_be_read_of_a_missing_fleet_is_read_again(read: str) -> None
             await asyncio.sleep(FORGOTTEN_GRACE_S + 2 * FORGOTTEN_LOOK_S + SOON_S)
         assert bed.clouds["blue"].billed() == []
         assert any(line["log_level"] == "error" and ("exc_info" in line or "ValueError" in str(line)) for line in lines)
+
+    in_a_bed(live)
+
+
+async def without_any(bed: Bed) -> Running:
+    """Started again, after a stop that left the workers, with a file that has no fleet any more."""
+    up = bed.start()
+    await asyncio.sleep(SOON_S)
+    up.up.stop(is_leaving_workers=True)
+    await up.ends_within(10.0)
+    bed.fleets = {}
+    again = bed.start(is_clearing_up=True)
+    await asyncio.sleep(TTL_S + FORGOTTEN_GRACE_S / 2)
+    assert len(await bed.active("red")) == len(await bed.active("blue")) == 1, "a wrong file is noticed in time"
+    return again
+
+
+def test_the_last_fleets_that_left_the_file_are_wound_down_after_a_while_and_then_it_ends() -> None:
+    async def live(bed: Bed) -> None:
+        up = await without_any(bed)
+        await up.ends_within(FORGOTTEN_GRACE_S / 2 + 4 * FORGOTTEN_LOOK_S)
+        assert await bed.workers() == []
+        assert [cloud.billed() for cloud in bed.clouds.values()] == [[], []]
+        assert [cloud.closed for cloud in bed.clouds.values()] == [2, 2]
+
+    in_a_bed(live)
+
+
+def test_the_last_fleets_put_back_in_time_keep_their_workers_and_it_stays() -> None:
+    async def live(bed: Bed) -> None:
+        up = await without_any(bed)
+        before = await bed.active("blue")
+        up.up.reconfigure({"blue": config("blue"), "red": config("red")})
+        await asyncio.sleep(FORGOTTEN_GRACE_S + 4 * FORGOTTEN_LOOK_S)
+        assert await bed.active("blue") == before
+        assert not up.task.done()
+        up.up.stop()
+        await up.ends_within(10.0)
+        assert await bed.workers() == []
+
+    in_a_bed(live)
+
+
+def test_without_a_fleet_of_its_own_it_touches_nobody_while_another_leads() -> None:
+    async def live(bed: Bed) -> None:
+        leader = bed.start()
+        await asyncio.sleep(SOON_S)
+        before = [(worker.id, worker.status) for worker in await bed.workers()]
+        bed.fleets = {}
+        standby = bed.start(is_clearing_up=True)
+        await asyncio.sleep(2 * FORGOTTEN_GRACE_S)
+        assert [(worker.id, worker.status) for worker in await bed.workers()] == before
+        standby.up.stop()
+        assert await standby.ends_within(1.0) == 0.0
+        assert not leader.task.done()
+
+    in_a_bed(live)
+
+
+def test_without_a_fleet_of_its_own_it_leaves_those_alone_whose_cycles_are_far_apart() -> None:
+    """Whoever runs them holds the lead for a moment in ten minutes only, and must find it free then."""
+
+    async def live(bed: Bed) -> None:
+        bed.fleets = {"red": config("red", poll_interval_s=600.0)}
+        bed.start()
+        await asyncio.sleep(SOON_S)
+        (hired,) = await bed.workers()
+        bed.fleets = {}
+        bed.start(is_clearing_up=True)
+        counts = count_cycles(bed)
+        await asyncio.sleep(3600.0)
+        assert await bed.active("red") == [hired.id]
+        assert counts["red"] >= 5
+
+    in_a_bed(live)
+
+
+def test_without_a_fleet_there_is_a_leader_all_the_while_and_a_stop_leaves_the_workers() -> None:
+    """Nobody is told that none leads, nor waits for the lease of one that has nothing to do."""
+
+    async def live(bed: Bed) -> None:
+        up = await without_any(bed)
+        for _ in range(40):
+            assert bed.store._tables.leases.leaderless_s() < TTL_S
+            await asyncio.sleep(TTL_S / 10)
+        up.up.stop()
+        assert await up.ends_within(1.0) == 0.0
+        assert len(await bed.workers()) == 2
+
+    in_a_bed(live)
+
+
+def test_the_last_fleet_whose_settings_nobody_knows_any_more_is_told_of_and_it_stays() -> None:
+    async def live(bed: Bed) -> None:
+        with capture_logs() as lines:
+            up = await without_any(bed)
+            rows = bed.store._tables.cycles.rows
+            for row_id in [row_id for row_id, row in rows.items() if row.cycle.fleet == "blue"]:
+                del rows[row_id]
+            await asyncio.sleep(FORGOTTEN_GRACE_S / 2 + 5 * FORGOTTEN_LOOK_S)
+        assert await bed.workers("red") == []
+        assert len(await bed.active("blue")) == 1
+        assert not up.task.done()
+        told = [line for line in lines if line["event"].startswith("nobody lets the workers of this fleet go")]
+        assert [line["fleet"] for line in told] == ["blue"]
+
+    in_a_bed(live)
+
+
+def test_where_nobody_is_hired_here_it_stays_all_the_same_until_it_is_told_to_stop() -> None:
+    """As where all fleets' machines are others': what is beside the cycles goes on."""
+
+    async def live(bed: Bed) -> None:
+        bed.fleets = {}
+        up = bed.start()
+        await asyncio.sleep(LONG_S)
+        assert not up.task.done()
+        up.up.reconfigure({"red": config("red")})
+        await asyncio.sleep(SOON_S)
+        assert len(await bed.active("red")) == 1
+        up.up.reconfigure({})
+        await asyncio.sleep(10 * FORGOTTEN_LOOK_S)
+        assert await bed.workers() == []
+        assert not up.task.done()
+        up.up.stop()
+        assert await up.ends_within(1.0) == 0.0
 
     in_a_bed(live)
 

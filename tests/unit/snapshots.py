@@ -75,6 +75,7 @@ def worker(
     prepared: float | None = None,
     vram_mb: int | None = None,
     vram: float | None = None,
+    vram_lost: float | None = None,
     machine_at: float | None = None,
     machine_id: str | None = "own",
     **rest: Any,
@@ -100,6 +101,7 @@ def worker(
         machine_at=_maybe(machine_at),
         vram_total_mb=vram_mb,
         vram_at=_maybe(vram if vram is not None or vram_mb is None else 1),
+        vram_lost_at=_maybe(vram_lost),
         **rest,
     )
 

@@ -69,6 +69,7 @@ def _character(dice: random.Random) -> Character:
     tasks = dice.choice((0, 1, 1, 2)) if claimed else 0
     is_known = dice.random() < 0.8
     vram_at = maybe(since(created), 0.6)
+    vram_mb = dice.choice((0, 24_000, 24_000)) if vram_at else None
     states = (MachineState.RUNNING,) * 5 + (MachineState.BOOTING, MachineState.EXITED)
     return Character(
         view=WorkerView(
@@ -87,8 +88,9 @@ def _character(dice: random.Random) -> Character:
             machine_at=maybe(since(created), 0.5) if is_known else None,
             creation="created" if is_known else dice.choice((None, "ambiguous")),
             prepared_at=maybe(since(created), 0.5),
-            vram_total_mb=vram_at and dice.choice((0, 24_000, 24_000)),
+            vram_total_mb=vram_mb,
             vram_at=vram_at,
+            vram_lost_at=maybe(since(created), 0.5) if vram_mb == 0 else None,
             running=tuple(RunningView(n, since(created), dice.choice((None, 60.0, 9000.0))) for n in range(tasks)),
             lease_s=30.0,
             prepare_code=maybe("DISK_FULL", 0.1),

@@ -304,6 +304,25 @@ TERMINATIONS = (
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
     ),
     Case(
+        "one look at its GPU in vain is nothing, however long it has worked",
+        worker(created=7200, claimed=7000, running=(task(),), vram_mb=0, vram_lost=1),
+        Lifecycle.ACTIVE_GPU_NOT_DETECTED,
+        flags={"is_gpu_broken": False},
+    ),
+    Case(
+        "a GPU that was there and is gone has its whole time to come back",
+        worker(created=7200, vram_mb=0, vram_lost=300),
+        Lifecycle.ACTIVE_GPU_NOT_DETECTED,
+    ),
+    Case(
+        "a GPU that was there and has been gone for its time is counted from when it went",
+        worker(created=7200, claimed=7000, vram_mb=0, vram_lost=301),
+        Lifecycle.ACTIVE_GPU_NOT_DETECTED,
+        "GPU_NOT_DETECTED",
+        "GPU not detected (VRAM=0) after 301s",
+        flags={"is_gpu_broken": True},
+    ),
+    Case(
         "003: ready, tasks waiting for it all the while, and never claimed one",
         worker(created=500, vram_mb=24_000),
         Lifecycle.ACTIVE_READY,

@@ -91,6 +91,20 @@ def test_no_secret_reaches_a_line_however_it_is_logged(stream: Written, tmp_path
     assert "wlt_********" in text
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("+ export RUNPOD_API_KEY=rpa_ABC", "+ export RUNPOD_API_KEY=********"),
+        ("HF_TOKEN='it'\\''s mine' PGPASSWORD=\"a b\" run", "HF_TOKEN=******** PGPASSWORD=******** run"),
+        ("MODE=fast KEYS=", "MODE=fast KEYS="),
+        ('SSH_SECRET="one\ntwo" three', "SSH_SECRET=******** three"),
+        ("unique_key=abc", "unique_key=abc"),
+    ],
+)
+def test_what_a_shell_says_of_a_variable_that_is_named_like_a_secret_is_hidden(text: str, shown: str) -> None:
+    assert Mask()(text) == shown
+
+
 async def test_what_is_read_of_a_workers_log_has_no_secrets(tmp_path: Path) -> None:
     folder = log_folder(tmp_path, "gpus", mask_of(["handler-secret-3"]))
     os.close(folder.create("w0"))

@@ -2,25 +2,30 @@
 
 import json
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from servers import wait_until
+from windlass.model.errors import NotPrepared
 from windlass.model.runpod import RunpodSettings
-from windlass.providers.runpod import naming
+from windlass.model.secrecy import Mask, mask_of
+from windlass.providers.runpod import naming, preparing
 from windlass.providers.runpod.catalog import micros_of, read_offers
 from windlass.providers.runpod.preparing import (
     WRITE_JOIN_FILE,
+    Preparer,
     checks,
     lack_of_disk,
     last_lines,
     launch,
-    masked,
     missing_gpus,
 )
 from windlass.providers.runpod.problems import MAX_WORDS, Kind, problem_of_answer, problem_of_error
+from windlass.providers.runpod.ssh import Endpoint, Said
 
 TIMEOUT_S = 20.0
 NO_CAPACITY = (
@@ -162,10 +167,44 @@ def test_only_what_is_used_is_looked_at() -> None:
     ]  # fmt: skip
 
 
-def test_what_was_said_is_kept_short_and_without_tokens() -> None:
-    assert last_lines("".join(f"line {n}\n\n" for n in range(99))).splitlines()[0] == "line 79"
-    assert len(last_lines("x" * 10_000)) == 2000
-    assert masked(f"join with wlj_{'a' * 64} or wlw_{'0' * 64}") == "join with (a token) or (a token)"
+def test_what_was_said_is_kept_short() -> None:
+    assert last_lines("".join(f"line {n}\n\n" for n in range(99)), Mask()).splitlines()[0] == "line 79"
+    assert len(last_lines("x" * 10_000, Mask())) == 2000
+
+
+SAID = (
+    f"join with wlj_{'a' * 64} or a part of it: wlw_{'0' * 20}\n+ export RUNPOD_API_KEY=rpa_ABC\n"
+    "cannot reach postgresql://app:pa55word@db.internal/app with hf-secret-4"
+)
+SHOWN = [
+    "join with wlj_******** or a part of it: wlw_********",
+    "+ export RUNPOD_API_KEY=********",
+    "cannot reach postgresql://app:********@db.internal/app with ********",
+]
+
+
+async def test_what_a_pod_said_goes_into_the_event_and_the_reason_without_secrets() -> None:
+    class Pod:
+        host_key = "ssh-ed25519 AAAA"
+
+        async def run(self, command: str, timeout_s: float) -> Said:
+            return Said(1, SAID)
+
+    @asynccontextmanager
+    async def open_shell(_endpoint: Endpoint, _host_key: str | None) -> AsyncIterator[Pod]:
+        yield Pod()
+
+    async def where() -> Endpoint:
+        return Endpoint("10.0.0.1", 22, "root")
+
+    async def on_host_key(_host_key: str) -> None:
+        return
+
+    preparer = Preparer(RunpodSettings(), open_shell, mask=mask_of(["hf-secret-4"]))
+    with pytest.raises(NotPrepared) as failed:
+        await preparer.prepare("pod p", where, None, on_host_key)
+    assert failed.value.output.splitlines() == SHOWN
+    assert str(failed.value).endswith(SHOWN[-1])
 
 
 # ----------------------------------------------------------------------------------------------------------- starting
@@ -244,7 +283,7 @@ def test_a_program_is_started_once_with_the_containers_environment_and_without_t
 
 
 def test_one_that_runs_on_is_not_waited_for(disk: Disk) -> None:
-    done = started(disk, "echo $$ > pid; exec sleep 600", watch_s=0.2)
+    done = started(disk, "exec sh -c 'echo $$ > pid; exec sleep 600'", watch_s=0.2)
     assert (done.returncode, done.stdout) == (0, "")
     pid = disk.folder / "pid"
     wait_until(lambda: pid.exists() and pid.read_text().strip().isdigit(), TIMEOUT_S, "starting")
@@ -256,6 +295,29 @@ def test_one_that_fails_at_once_is_quoted(disk: Disk) -> None:
     assert done.returncode == 75
     assert done.stdout.splitlines() == ["it is broken", "it ended with 3"]
     assert started(disk, "echo another").stdout.splitlines() == ["it is broken", "it ended with 3"]
+
+
+def test_what_it_prints_is_kept_within_bounds_and_its_end_stays(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "MAX_LOG_BYTES", 10_000)
+    monkeypatch.setattr(preparing, "LOG_CHECK_S", 0.05)
+    printed = "".join(f"line {n}\n" for n in range(5_000))
+    (disk.folder / "printed").write_text(printed)
+    command = "cat printed; while [ ! -e more ]; do sleep 0.05; done; echo bye"
+    assert started(disk, command, watch_s=0.2).returncode == 0
+    log, before = disk.path("windlass/worker.log"), disk.path("windlass/worker.log.1")
+
+    def is_cut() -> bool:
+        has_both = before.exists() and log.stat().st_size <= 10_000
+        return has_both and printed.endswith(before.read_text() + log.read_text())
+
+    try:
+        wait_until(is_cut, TIMEOUT_S, "its cut")
+    finally:
+        (disk.folder / "more").touch()
+    assert 0 < before.stat().st_size <= 10_000
+    assert before.stat().st_mode & 0o777 == 0o600
+    wait_until(disk.path("windlass/launch/status").exists, TIMEOUT_S, "its end")
+    assert log.read_text().endswith("bye\n")
 
 
 def test_without_a_place_for_its_marker_nothing_is_started(disk: Disk) -> None:

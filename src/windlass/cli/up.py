@@ -36,7 +36,6 @@ Port = Annotated[
         min=0, max=65_535, help="Serve the dashboard, the API, and machines that work over HTTP.", metavar="PORT"
     ),
 ]
-NO_FLEET = "there is no fleet: write a table [fleets.NAME] with queues and a handler into windlass.toml"
 
 
 @command
@@ -82,7 +81,7 @@ async def up(
         chosen: dict[str, Any] = {f"fleets.default.{name}": value for name, value in given.items()}
         chosen |= {"api.host": host, "api.port": port}
         loaded = load(config, data_dir, **chosen)
-        check_fleets(loaded, f"{NO_FLEET}, or give --queue and --handler.")
+        check_fleets(loaded)
         hide(secrets_of(loaded.config))
         return loaded
 
@@ -108,24 +107,23 @@ async def cycle(
     While another orchestrator leads nothing is done, and `is_leader` is false: no error, so the exit code is 0.
     """
     from windlass.configure import secrets_of
-    from windlass.wire.up import run_cycles
+    from windlass.wire.up import NO_FLEET, run_cycles
 
     del as_json
     configure_logs("auto")
     loaded = load(config, data_dir)
     hide(secrets_of(loaded.config))
-    check_fleets(loaded, f"{NO_FLEET}.")
+    if not loaded.config.fleets:
+        raise BadInput(f"{NO_FLEET}.")
+    check_fleets(loaded)
     summaries = [summary.to_plain() for summary in await run_cycles(loaded.config)]
     print_json(summaries[0] if len(summaries) == 1 else summaries)
 
 
-def check_fleets(loaded: "Loaded", otherwise: str) -> None:
-    """Raise an error unless there is a fleet, and every fleet has what its workers need to start, as far as that is
-    cheap to see: whoever cannot start costs a launch each time, and the reason stands in a log."""
-    fleets = loaded.config.fleets
-    if not fleets:
-        raise BadInput(otherwise)
-    for name, fleet in fleets.items():
+def check_fleets(loaded: "Loaded") -> None:
+    """Raise an error unless every fleet has what its workers need to start, as far as that is cheap to see: whoever
+    cannot start costs a launch each time, and the reason stands in a log."""
+    for name, fleet in loaded.config.fleets.items():
         if fleet.handler is None and fleet.exec is None:
             raise BadInput(f"fleet {name}{_made_by(loaded, name)} has nothing to run: set its handler or exec.")
         if fleet.is_of_this_host and fleet.chdir is not None and not fleet.chdir.is_dir():

@@ -14,7 +14,8 @@ but not at once), or when somebody else leads: it is then not ours to end.
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any
 
 import structlog
 
@@ -91,15 +92,21 @@ class Daemon:
         self._fleets[name].is_winding_down = True
         self._wakers[name].set()
 
-    async def run(self) -> None:
-        """Until stopped, or until every fleet has been wound down or removed."""
+    async def run(self, until: Coroutine[Any, Any, None] | None = None) -> None:
+        """Until stopped, or until every fleet has been wound down or removed; and until `until` is over, before which
+        there may be more to come."""
         async with asyncio.TaskGroup() as group:
             self._group = group
+            if until is not None:
+                self._begin(group, until)
             for fleet in tuple(self._fleets.values()):
                 self._start(group, fleet)
 
     def _start(self, group: asyncio.TaskGroup, fleet: FleetCycle) -> None:
-        keeper = group.create_task(self._keep(fleet, self._wakers[fleet.name]))
+        self._begin(group, self._keep(fleet, self._wakers[fleet.name]))
+
+    def _begin(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+        keeper = group.create_task(work)
         self._keepers.add(keeper)
         keeper.add_done_callback(self._keepers.discard)
 

@@ -4,6 +4,7 @@ Fleets are run until told to stop. A stop lets the workers finish and leave, wit
 whoever stands by just leaves. A changed configuration is taken over between cycles: a fleet that is left out of it is
 wound down, however long that takes, and one that is put back stays. So is a fleet that has workers and is missing from
 the configuration at the start, by the settings of its last cycle; but only after a while, in which a mistake shows.
+Where none is configured at all that is all there is to do, and when it is done we end.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from windlass.control.daemon import Daemon
 from windlass.control.summary import Summary
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
-from windlass.ports.control import Operations
+from windlass.ports.control import Candidate, ControlStore, Operations, Standby
 from windlass.ports.provider import Provider
 from windlass.ports.store import Store
 
@@ -44,7 +45,7 @@ END_S = 2.0
 log = structlog.get_logger(__name__)
 
 
-class UpStore(Store, Operations, Protocol):
+class UpStore(Store, ControlStore, Operations, Protocol):
     """What running a host needs of the store beyond its cycles."""
 
 
@@ -66,14 +67,18 @@ class _Forgotten:
 
 
 class Up:
+    """`candidate`: ourselves, as in every cycle that is made."""
+
     def __init__(
         self,
         store: UpStore,
+        candidate: Candidate,
         make_cycle: Callable[[str, FleetConfig], FleetCycle],
         make_provider: Callable[[str, FleetConfig], Provider],
         on_summary: Callable[[Summary], None],
     ) -> None:
         self._store = store
+        self._candidate = candidate
         self._make_cycle = make_cycle
         self._make_provider = make_provider
         self._on_summary = on_summary
@@ -92,28 +97,42 @@ class Up:
         self._heard: dict[str, Heard] = {}
         # Fleets with workers that are not configured here.
         self._forgotten: dict[str, _Forgotten] = {}
+        # That another leads was said, by us who have no cycle that says so.
+        self._is_standby_told = False
+        # None is configured: what is left of those that were is all there is to do.
+        self._is_clearing_up = False
+        # Set when nothing more is to come.
+        self._is_over = asyncio.Event()
         # Set by the next summary, which puts a new one here.
         self._news = asyncio.Event()
 
-    async def run(self, fleets: Mapping[str, FleetConfig]) -> None:
-        """Until stopped."""
+    async def run(self, fleets: Mapping[str, FleetConfig], *, is_clearing_up: bool = False) -> None:
+        """Until stopped. `is_clearing_up`: no fleet is configured, not even one whose machines are others'; then also
+        until those that are not configured have no workers any more."""
+        self._is_clearing_up = is_clearing_up
         for name, config in fleets.items():
             self._daemon.add(self._make_cycle(name, config))
         for work in (self._wake_for_tasks, self._sweep, self._look_for_the_forgotten):
             self._begin(work())
         try:
-            await self._daemon.run()
+            await self._daemon.run(self._until_over())
         finally:
             for task in self._beside:
                 task.cancel()
             for timer in self._farewells:
                 timer.cancel()
 
-    def reconfigure(self, fleets: Mapping[str, FleetConfig], *, has_new_accounts: bool = False) -> None:
+    async def _until_over(self) -> None:
+        await self._is_over.wait()
+
+    def reconfigure(
+        self, fleets: Mapping[str, FleetConfig], *, has_new_accounts: bool = False, is_clearing_up: bool = False
+    ) -> None:
         """From the next cycle on: changed fleets change, new ones start, those left out are wound down.
 
-        `has_new_accounts`: providers that are made now are others, also of fleets that have not changed. Raises what
-        making a provider raises, and WindlassError when we are about to end; nothing is changed then.
+        `has_new_accounts`: providers that are made now are others, also of fleets that have not changed.
+        `is_clearing_up`: as in run(). Raises what making a provider raises, and WindlassError when we are about to end;
+        nothing is changed then.
         """
         if self._is_stopping:
             raise WindlassError("taking a configuration over: it is too late, we are about to end")
@@ -132,6 +151,7 @@ class Up:
             for made in unused:
                 self._begin(made.close())
             raise
+        self._is_clearing_up = is_clearing_up
         changes: dict[str, list[str]] = {"new": list(new)} if new else {}
         for name in fleets.keys() - new.keys():
             # Whoever was told to leave, while it was left out, does; others are hired.
@@ -160,6 +180,7 @@ class Up:
             self._daemon.stop_at_once()
             return
         self._is_stopping = True
+        self._is_over.set()
         if is_leaving_workers or self._daemon.fleets.keys() <= self._standing_by:
             self._daemon.stop()
             return
@@ -275,32 +296,61 @@ class Up:
 
     async def _look_for_the_forgotten(self) -> None:
         """Workers of fleets that no configuration here has would be nobody's to let go, and may be paid for."""
-        while True:
-            # Whoever leads has the say; its file may have them.
-            if self._heard.keys() - self._standing_by and not self._is_stopping:
-                try:
+        while not self._is_stopping:
+            try:
+                if await self._has_the_say():
                     await self._attend_to_the_forgotten()
-                except DatabaseUnavailable:
-                    pass  # the cycles say so
-                except Exception:
-                    # Whatever is wrong with one look, the next must come: they may be paid for.
-                    log.exception("it is not known whether there are workers of fleets that are not configured here")
-            await asyncio.sleep(FORGOTTEN_LOOK_S if self._heard else WAKE_INTERVAL_S)
+            except DatabaseUnavailable as error:
+                if not self._daemon.fleets:  # else the cycles say so
+                    log.warning("the database is away", error=str(error))
+            except Exception:
+                # Whatever is wrong with one look, the next must come: they may be paid for.
+                log.exception("it is not known whether there are workers of fleets that are not configured here")
+            await asyncio.sleep(self._look_again_s)
+
+    async def _has_the_say(self) -> bool:
+        """Whoever leads has it: its file may have them."""
+        if self._daemon.fleets:
+            return any(heard.summary.is_leader for heard in self.heard().values())
+        # There is no cycle that would ask for the lead.
+        if not isinstance(await self._store.lead(self._candidate), Standby):
+            return True
+        if not self._is_standby_told:
+            self._is_standby_told = True
+            log.info("standing by: another orchestrator leads")
+        return False
+
+    @property
+    def _look_again_s(self) -> float:
+        if not self._daemon.fleets:
+            # Whoever has fleets to run finds the lead free in between; and it is not nobody's for so long that people
+            # would be told of it.
+            return min(FORGOTTEN_LOOK_S, 1.5 * self._candidate.ttl_s)
+        return FORGOTTEN_LOOK_S if self.heard() else WAKE_INTERVAL_S
 
     async def _attend_to_the_forgotten(self) -> None:
         hired = Counter(worker.fleet for worker in await self._store.workers() if worker.slot is not None)
         names = sorted(hired.keys() - self._daemon.fleets.keys())
         self._forgotten = {name: self._forgotten.get(name, _Forgotten()) for name in names}
+        attended = await self._attended() if names else set()
         for name in names:
-            await self._attend_to(name, self._forgotten[name], hired[name])
+            await self._attend_to(name, self._forgotten[name], hired[name], is_attended=name in attended)
+        if self._is_clearing_up and not names and not self._daemon.fleets:
+            log.info("no fleet is configured here, and nobody is left of any other: there is nothing to do")
+            self.stop()
 
-    async def _attend_to(self, name: str, forgotten: "_Forgotten", workers: int) -> None:
+    async def _attended(self) -> set[str]:
+        """Fleets that have somebody, here or elsewhere: where cycles are far apart, the lead is free in between."""
+        now = await self._store.now()
+        return {each.name for each in await self._store.fleets() if each.planned_at and each.unattended_s(now) is None}
+
+    async def _attend_to(self, name: str, forgotten: "_Forgotten", workers: int, *, is_attended: bool) -> None:
         now = asyncio.get_running_loop().time()
         if forgotten.since is None:
             forgotten.since = now
             in_s = f"{FORGOTTEN_GRACE_S:.0f} s"
             log.error("a fleet with workers is not configured here", fleet=name, workers=workers, wound_down_in=in_s)
-        if now - forgotten.since < FORGOTTEN_GRACE_S:
+        if is_attended or now - forgotten.since < FORGOTTEN_GRACE_S:
             return
         problem = await self._wind_down_forgotten(name)
         if problem is not None and now - forgotten.told_at >= FORGOTTEN_TOLD_S:

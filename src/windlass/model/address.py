@@ -16,8 +16,9 @@ _MAIL = ("smtp", "smtps")
 _UNENCODED = "has a / ? # or @ in its user or password: write %2F, %3F, %23 or %40 for it"
 _NO_PORT = "has a port that is not a number from 1 to 65535, or a special character in its password"
 _SHAPE = "write postgresql://user:password@host:5432/database"
-# Everything up to the last @ of a word: a password that should have been encoded may itself contain : / or @.
-_PASSWORD_IN_URL = re.compile(r"([a-zA-Z][\w+.-]*://[^:/?#@\s]*):\S*@")
+# Everything up to the last @ of a word: a password that should have been encoded may itself contain : / or @. Tried
+# once a word, for texts may be long.
+_PASSWORD_IN_URL = re.compile(r"(?<![\w+.-])([\w+.-]+://[^:/?#@\s]*):\S*@")
 _PASSWORD_IN_QUERY = re.compile(r"([?&]\w*password)=[^&\s]*", re.IGNORECASE)
 
 

@@ -217,7 +217,10 @@ class FleetConfig(BaseModel):
         180.0, "Ready, tasks waiting, and never claimed one for this long.", env="READY_NOT_CLAIMING_TIMEOUT_SEC", gt=0
     )
     gpu_not_detected_timeout_s: float = _setting(
-        300.0, "A GPU of zero memory for this long is broken.", env="GPU_NOT_DETECTED_TIMEOUT_SEC", gt=0
+        300.0,
+        "A GPU of zero memory for this long, without a break, is broken.",
+        env="GPU_NOT_DETECTED_TIMEOUT_SEC",
+        gt=0,
     )
     vram_stale_s: float = _setting(
         120.0, "Word about the GPU's memory older than this is a warning.", env="GPU_HEALTH_CHECK_TIMEOUT_SEC", gt=0

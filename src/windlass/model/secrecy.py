@@ -1,5 +1,6 @@
 """Texts and settings as they may leave the program: into logs, reasons, answers and pages, without secrets."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,19 @@ from windlass.model.address import HIDDEN, masked
 
 # Shorter ones would be found in ordinary words.
 MIN_SECRET_LENGTH = 6
+# In the name of a variable: what it holds is taken for a secret.
+_TELLING_WORDS = "KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL"
+_SECRET_NAME = re.compile(_TELLING_WORDS, re.IGNORECASE)
+# As a shell writes it down (`set -x`, `export -p`): its value ends with the word, quoted parts included. Programs write
+# in small letters whatever they like (unique_key=7), so only names of environments are meant. (The lookahead is tried
+# once a word: text of any length takes a time that grows with its length, not with the square of it.)
+_ASSIGNMENT = re.compile(rf"""\b(?=[A-Z0-9_]*(?:{_TELLING_WORDS}))([A-Z0-9_]+)=(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|\S)+""")
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Hides these secrets, passwords in addresses, and our tokens."""
+    """Hides these secrets, passwords in addresses, our tokens, and the values of variables that are named like
+    secrets, where a shell shows them."""
 
     secrets: tuple[str, ...] = ()
 
@@ -21,10 +30,15 @@ class Mask:
         text = without_tokens(masked(text))
         for secret in self.secrets:
             text = text.replace(secret, HIDDEN)
-        return text
+        return _ASSIGNMENT.sub(rf"\1={HIDDEN}", text)
 
     def __repr__(self) -> str:
         return f"Mask({len(self.secrets)} secrets)"
+
+
+def is_named_secret(variable: str) -> bool:
+    """Whether a variable of an environment is to be taken for a secret."""
+    return _SECRET_NAME.search(variable) is not None
 
 
 def mask_of(secrets: Iterable[str]) -> Mask:

@@ -53,6 +53,9 @@ class WorkerView:
     vram_total_mb: int | None = None
     vram_used_mb: int | None = None
     vram_at: datetime | None = None
+    # Since when it has reported a GPU of zero memory without a break, having reported some before. None: it has memory
+    # by its last word, or never had any.
+    vram_lost_at: datetime | None = None
     running: tuple[RunningView, ...] = ()
     code: str | None = None
     reason: str | None = None

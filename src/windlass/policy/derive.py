@@ -248,8 +248,12 @@ def _trouble(  # noqa: PLR0912 - one for each way to be broken
         return QUARANTINED, blamed
     if fleet.engine is not None and _is_engine_silent(worker, fleet, now):
         return None, None
-    if lifecycle is Lifecycle.ACTIVE_GPU_NOT_DETECTED and age_s > fleet.gpu_not_detected_timeout_s:
-        return "GPU_NOT_DETECTED", f"GPU not detected (VRAM=0) after {age_s:.0f}s"
+    if lifecycle is Lifecycle.ACTIVE_GPU_NOT_DETECTED:
+        lost_s = _age_s(worker.vram_lost_at, now)
+        # One that never had a GPU has been without for as long as it has run.
+        without_s = age_s if lost_s is None else lost_s
+        if without_s > fleet.gpu_not_detected_timeout_s:
+            return "GPU_NOT_DETECTED", f"GPU not detected (VRAM=0) after {without_s:.0f}s"
     unclaimed_s = _age_s(unclaimed_since, now)
     if lifecycle is Lifecycle.ACTIVE_INITIALIZING:
         if _is_never_ready(worker, fleet, age_s, unclaimed_s):

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# What to do about machines of ours whose fleet is not configured.
+OF_OTHER_FLEETS = "`windlass up` lets those go whose workers it knows; delete the others, or configure the fleets again"
+
 
 @dataclass(frozen=True, slots=True)
 class Remark:

@@ -284,13 +284,13 @@ def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
             worker_id,
             slot,
             _STATUSES[status],
-            *known[:15],
+            *known[:16],
             running,
-            *known[15:18],
+            *known[16:19],
             bill,
-            *known[24:28],
-            node_view(known[28]),
-            *known[29:31],
+            *known[25:29],
+            node_view(known[29]),
+            *known[30:32],
         ]
         views.append(WorkerView(*fields))
     return tuple(views)

@@ -4,12 +4,13 @@ import functools
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from windlass.model.address import LOOPBACK, problem_of_control_plane_url
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
-from windlass.model.secrecy import mask_of
+from windlass.model.secrecy import Mask, mask_of
 from windlass.wire.stores import control_store, data_dir, has_embedded_database
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         return _hetzner_provider(name, fleet, config, instance_id)
     if fleet.provider == "runpod":
         return _runpod_provider(name, fleet, config, instance_id)
-    from windlass.configure import environment_of, secrets_of
+    from windlass.configure import environment_of
     from windlass.providers.local import LocalProvider
 
     program = _node_program(fleet, config) if fleet.provider == "ray-local" else ("windlass", "worker")
@@ -91,9 +92,15 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
         settings=environment_of(config, "worker", "retention", "max_payload_bytes", "logs"),
         withheld=withheld_from(fleet),
         program=program,
-        # The fleet may have been reloaded since.
-        mask=mask_of(secrets_of(config.model_copy(update={"fleets": {**config.fleets, name: fleet}}))),
+        mask=_mask(name, fleet, config),
     )
+
+
+def _mask(name: str, fleet: "FleetConfig", config: Config) -> Mask:
+    """What workers of this fleet say, before it is told to anybody. The fleet may have been reloaded since."""
+    from windlass.configure import secrets_of
+
+    return mask_of(secrets_of(config.model_copy(update={"fleets": {**config.fleets, name: fleet}})))
 
 
 def withheld_from(fleet: "FleetConfig") -> list[str]:
@@ -189,21 +196,24 @@ def _hetzner_account(token: str, endpoint: str) -> "Account":
 
 
 async def examine_hetzner(config: Config) -> "AsyncGenerator[Remark, None]":
-    """What stands in the way of the Hetzner fleets. Reads only. Raises ConfigError."""
+    """What stands in the way of the Hetzner fleets, and what is there of others: as long as there is a token, also when
+    the last fleet has left the configuration. Reads only. Raises ConfigError."""
+    from windlass.model.hetzner import HetznerSettings
     from windlass.providers.hetzner.examine import boot_time, examine
 
     fleets = {name: fleet.hetzner for name, fleet in config.fleets.items() if fleet.provider == "hetzner"}
-    if not fleets:
+    if not fleets and config.hetzner_api_token is None:
         return
     for slow in filter(None, (boot_time(name, config.fleets[name]) for name in fleets)):
         yield slow
-    timeout_s = min(settings.call_timeout_s for settings in fleets.values())
+    timeouts_s = (settings.call_timeout_s for settings in fleets.values())
+    timeout_s = min(timeouts_s, default=HetznerSettings().call_timeout_s)
     account = hetzner_account(config, timeout_s)
     instance_id = await _known_instance_id(config)
     try:
         async with aclosing(examine(account, instance_id, fleets, config.hetzner_network_id)) as remarks:
             async for remark in remarks:
-                yield remark
+                yield _remark(remark, has_fleets=bool(fleets))
     finally:
         account.close()
 
@@ -215,13 +225,14 @@ def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_i
     url = _machine_url(name, config)
     settings = fleet.runpod
     identity = runpod_identity(name, fleet, config) if fleet.auto_start_worker else None
+    mask = _mask(name, fleet, config)
     return RunpodProvider(
         name,
         settings,
         runpod_account(config, settings.call_timeout_s),
         identity=instance_id,
         url=url,
-        preparer=Preparer(settings, identity.open_shell) if identity is not None else None,
+        preparer=Preparer(settings, identity.open_shell, mask=mask) if identity is not None else None,
         public_key=identity.public_key if identity is not None else None,
     )
 
@@ -263,25 +274,33 @@ def _runpod_account(key: str, endpoint: str) -> "RunpodAccount":
 
 
 async def examine_runpod(config: Config) -> "AsyncGenerator[Remark, None]":
-    """What stands in the way of the Runpod fleets. Reads only. Raises ConfigError."""
+    """What stands in the way of the Runpod fleets, and what is there of others: as long as there is a key, also when
+    the last fleet has left the configuration. Reads only. Raises ConfigError."""
+    from windlass.model.runpod import RunpodSettings
     from windlass.providers.remark import Remark
     from windlass.providers.runpod.examine import examine
 
     fleets = {name: fleet for name, fleet in config.fleets.items() if fleet.provider == "runpod"}
-    if not fleets:
+    if not fleets and config.runpod_api_key is None:
         return
     settings = {name: fleet.runpod for name, fleet in fleets.items()}
-    account = runpod_account(config, min(each.call_timeout_s for each in settings.values()))
+    timeouts_s = (each.call_timeout_s for each in settings.values())
+    account = runpod_account(config, min(timeouts_s, default=RunpodSettings().call_timeout_s))
     try:
         async with aclosing(examine(account, await _known_instance_id(config), settings)) as remarks:
             async for remark in remarks:
-                yield remark
+                yield _remark(remark, has_fleets=bool(fleets))
     finally:
         await account.close()
     for name, fleet in fleets.items():
         if fleet.auto_start_worker:
             identity = runpod_identity(name, fleet, config)
             yield Remark("ssh key", f"the pods of fleet {name} let {identity.key.get_fingerprint()} in")
+
+
+def _remark(remark: "Remark", *, has_fleets: bool) -> "Remark":
+    """A key that no fleet uses may be for something else, and stands in nobody's way."""
+    return remark if has_fleets else replace(remark, is_grave=False)
 
 
 async def _known_instance_id(config: Config) -> str | None:

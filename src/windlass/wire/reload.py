@@ -111,6 +111,9 @@ async def _reconfigure(up: "Up", current: Current, load: "Callable[[], Loaded]",
     from windlass.configure import differing_keys
 
     loaded = load().config
+    if current.config.fleets and not loaded.fleets:
+        # A file that is gone, or empty, is more often a mistake than a wish.
+        raise ConfigError("there is no fleet any more: to let all of them go, stop `windlass up`.")
     config = current.with_changes_of(loaded, is_head_in_use=ray.address is not None)
     # Before anything is refused: what is missing may be among them.
     if ignored := differing_keys(config, loaded):
@@ -120,4 +123,4 @@ async def _reconfigure(up: "Up", current: Current, load: "Callable[[], Loaded]",
     has_new_accounts = any(getattr(config, name) != getattr(current.config, name) for name in ACCOUNTS)
     async with ray.rearranged(config) as ray_address:
         with current.changed_to(config, ray_address):
-            up.reconfigure(hiring_fleets(config), has_new_accounts=has_new_accounts)
+            up.reconfigure(hiring_fleets(config), has_new_accounts=has_new_accounts, is_clearing_up=not config.fleets)

@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
-from windlass.model.errors import DatabaseUnavailable
+from windlass.model.errors import BadInput, DatabaseUnavailable
 from windlass.store.migrate import migrate
+from windlass.store.postgres import PostgresStore
 from windlass.wire.beside import beside
 from windlass.wire.engine import check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
@@ -20,7 +21,7 @@ from windlass.wire.providers import check_keys, check_machines_can_call, hiring_
 from windlass.wire.receivers import receivers
 from windlass.wire.reload import Current, check_hiring, reloading
 from windlass.wire.signals import on_stop_signals
-from windlass.wire.stores import database, described_database
+from windlass.wire.stores import applied_migrations_of, database, described_database, has_embedded_database
 
 if TYPE_CHECKING:
     from windlass.configure import Loaded
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 LEADER_GRACE_LEASES = 2
 # What a single cycle has to tell is sent within this time, or by the next: longer than any receiver takes.
 TELL_TIMEOUT_S = 90.0
+NO_FLEET = "there is no fleet: write a table [fleets.NAME] with queues and a handler into windlass.toml"
 # Hands every log line to whoever asks, until they call what they got for it.
 Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
@@ -89,7 +91,8 @@ async def run_up(
 ) -> None:
     """Every fleet, until told to stop: SIGTERM and Ctrl-C end in good order, a second one at once; SIGHUP reloads.
 
-    `load` is asked for the configuration now, and for each reload.
+    `load` is asked for the configuration now, and for each reload. One without a fleet is enough for as long as there
+    are workers of former fleets, which are then let go; BadInput if there are none.
     `on_link` is told, once, the address that lets a person's browser in. `tap` hands log lines to whoever asks.
     """
     import structlog
@@ -101,6 +104,8 @@ async def run_up(
     is_reload_wanted = asyncio.Event()
     loop.add_signal_handler(signal.SIGHUP, is_reload_wanted.set)
     config = load().config
+    if not config.fleets and not await _is_anybody_left(config):
+        raise BadInput(f"{NO_FLEET}, or give --queue and --handler.")
     await check_hiring(config)
     # Before anything else: a port that is taken ends the matter.
     listener = open_listener(config)
@@ -124,10 +129,23 @@ async def run_up(
             _logs_in_database(config, dsn, tap, counts.on_dropped),
             _traced_cycles(config, version, watchers),
         ):
-            await up.run(hiring_fleets(config))
+            await up.run(hiring_fleets(config), is_clearing_up=not config.fleets)
         with contextlib.suppress(DatabaseUnavailable):
             await opened.resign(ourselves)
         log.info("ended")
+
+
+async def _is_anybody_left(config: Config) -> bool:
+    """Whether workers live that some fleet hired. No database, and no schema, is made for this question; an old schema
+    is brought up to date, as it is by every start."""
+    if config.database_url is None and not has_embedded_database(config):
+        return False
+    async with database(config, is_migrating=False) as dsn:
+        if not await applied_migrations_of(dsn):
+            return False
+        await migrate(dsn)
+        async with PostgresStore(dsn, max_connections=1) as store:
+            return any(worker.slot is not None for worker in await store.workers())
 
 
 @asynccontextmanager
@@ -155,6 +173,7 @@ def _make_up(
 
     return Up(
         store,
+        ourselves,
         lambda name, fleet: fleet_cycle(name, fleet, current.of_providers(), store, ourselves, instance_id),
         lambda name, fleet: provider(name, fleet, current.of_providers(), instance_id),
         tell_all,

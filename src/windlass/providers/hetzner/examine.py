@@ -8,7 +8,7 @@ from windlass.model.hetzner import HetznerSettings
 from windlass.providers.hetzner.account import PAGE_SIZE, Account
 from windlass.providers.hetzner.naming import FLEET, INSTALLATION, MANAGED_BY, fleet_label, installation_of, selector
 from windlass.providers.hetzner.problems import HOW_TO_BE_LET_IN, Kind, Trouble
-from windlass.providers.remark import Remark
+from windlass.providers.remark import OF_OTHER_FLEETS, Remark
 
 # Installing Docker takes about a minute, and a gigabyte of images another.
 SLOW_BOOT_S = 300.0
@@ -62,7 +62,7 @@ async def _token(account: Account, identity: str | None, fleets: dict[str, Hetzn
     others = sorted({(server.labels or {}).get(FLEET, "?") for server in servers} - known)
     if others and identity is not None:
         what = f"there are servers of fleets that are not configured: {', '.join(others)}"
-        return Remark("hetzner", what, "nobody looks after them: delete them, or configure the fleets again")
+        return Remark("hetzner", what, OF_OTHER_FLEETS)
     return Remark("hetzner", f"the token is good; {len(servers)} servers are ours")
 
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 from windlass.model.errors import Throttled
 from windlass.model.runpod import GpuChoice, RunpodSettings
-from windlass.providers.remark import Remark
+from windlass.providers.remark import OF_OTHER_FLEETS, Remark
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Account, Json
 from windlass.providers.runpod.catalog import Offer, read_offers
@@ -50,7 +50,7 @@ def _key(pods: list[Json], identity: str | None, fleets: dict[str, RunpodSetting
     others = sorted(set(ours) - set(fleets))
     if others:
         what = f"there are pods of fleets that are not configured: {', '.join(others)}"
-        return Remark("runpod", what, "nobody looks after them: delete them, or configure the fleets again")
+        return Remark("runpod", what, OF_OTHER_FLEETS)
     return Remark("runpod", f"the key is good; {sum(ours.values())} pods are ours")
 
 

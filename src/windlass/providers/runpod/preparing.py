@@ -13,7 +13,6 @@ nothing was started (its disk was full at that very moment) is never heard of, a
 
 import asyncio
 import random
-import re
 import shlex
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from math import ceil
 from windlass.model.errors import NotPrepared, Throttled, Unavailable
 from windlass.model.machine import Preparation
 from windlass.model.runpod import JOIN_FILE, RunpodSettings
+from windlass.model.secrecy import Mask
 from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod.problems import Trouble
 from windlass.providers.runpod.ssh import Endpoint, HostKeyChanged, OpenShell, Said, Shell, Unreachable
@@ -35,12 +35,15 @@ FOLDER = "/etc/windlass"
 MARKER = f"{FOLDER}/launch"
 STATUS = f"{MARKER}/status"
 LOG = f"{FOLDER}/worker.log"
+# When it is longer, its end is put aside and it is emptied: there are two files at most, each of this size and what can
+# be printed from one look to the next.
+MAX_LOG_BYTES = 4 * 1024 * 1024
+LOG_CHECK_S = 5.0
 # Where Runpod's images put the container's environment, which a login does not have.
 ENVIRONMENT = "/etc/rp_environment"
 WATCH_STEP_S = 0.2
 SSH_UNREACHABLE = "SSH_UNREACHABLE"
 _KB_PER_GB = 1_000_000 / 1.024
-_TOKEN = re.compile(r"wl[jwt]_[0-9a-f]{8,}")
 # Where the pod is reached now; None while it is not. Raises Trouble, Throttled, and NotPrepared if it never will be.
 Where = Callable[[], Awaitable[Endpoint | None]]
 
@@ -56,24 +59,28 @@ class Check:
 
 
 class Preparer:
+    """`mask`: whatever a pod's commands print goes into events and reasons."""
+
     def __init__(
         self,
         settings: RunpodSettings,
         open_shell: OpenShell,
         rng: random.Random | None = None,
         retry_s: float = RETRY_S,
+        mask: Mask = Mask(),  # noqa: B008 - a value
     ) -> None:
         self._settings = settings
         self._open_shell = open_shell
         self._rng = rng or random.Random()  # noqa: S311
         self._retry_s = retry_s
+        self._mask = mask
 
     async def prepare(
         self, pod: str, where: Where, host_key: str | None, on_host_key: OnHostKey, last_known: Endpoint | None = None
     ) -> Preparation:
         """Raises NotPrepared; Unavailable if we could not know enough to say that. `pod`: as it is called in what is
         said about it. `last_known`: where it was reached before."""
-        attempt = _Attempt(pod, host_key, on_host_key, last_known)
+        attempt = _Attempt(pod, host_key, on_host_key, last_known, self._mask)
         try:
             async with asyncio.timeout(self._settings.ssh.timeout_s):
                 while not await self._is_done(attempt, where):  # noqa: ASYNC110 - it is the pod that is waited for
@@ -118,13 +125,13 @@ class Preparer:
         for check in checks(self._settings):
             attempt.code, attempt.last = check.code, f"looking whether {check.what}"
             said = await shell.run(check.command, limit_s)
-            problem = check.problem(said.output) if said.status == 0 else how_it_ended(said, limit_s)
+            problem = check.problem(said.output) if said.status == 0 else how_it_ended(said, limit_s, self._mask)
             if problem is not None:
                 raise attempt.failure(f"it is not so that {check.what}: {problem}", said.output)
         attempt.code, attempt.last = "START_SCRIPT_FAILED", "starting its worker"
         said = await shell.run(launch(self._settings), limit_s + self._settings.ssh.start_watch_s)
         if said.status != 0:
-            raise attempt.failure(f"its worker was not started: {how_it_ended(said, limit_s)}", said.output)
+            raise attempt.failure(f"its worker was not started: {how_it_ended(said, limit_s, self._mask)}", said.output)
 
 
 @dataclass(slots=True)
@@ -135,6 +142,7 @@ class _Attempt:
     host_key: str | None
     on_host_key: OnHostKey
     last_known: Endpoint | None
+    mask: Mask
     code: str = SSH_UNREACHABLE
     last: str = "nothing was tried"
     # Whether the API once did not say where the pod is.
@@ -147,24 +155,21 @@ class _Attempt:
             self.host_key = host_key
 
     def failure(self, why: str, output: str = "") -> NotPrepared:
-        return NotPrepared(self.code, masked(f"preparing {self.pod}: {why}"), last_lines(output), self.host_key)
+        words = self.mask(f"preparing {self.pod}: {why}")
+        return NotPrepared(self.code, words, last_lines(output, self.mask), self.host_key)
 
 
-def how_it_ended(said: Said, limit_s: float) -> str:
+def how_it_ended(said: Said, limit_s: float, mask: Mask) -> str:
     if said.status is None:
         return f"no answer within {limit_s:g} s"
-    lines = last_lines(said.output).splitlines()
+    lines = last_lines(said.output, mask).splitlines()
     return lines[-1] if lines else f"it ended with {said.status}"
 
 
-def last_lines(output: str) -> str:
-    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
-    return masked("\n".join(lines[-MAX_LINES:]))[-MAX_CHARACTERS:]
-
-
-def masked(text: str) -> str:
-    """Without join tokens: whatever a script prints goes into events."""
-    return _TOKEN.sub("(a token)", text)
+def last_lines(output: str, mask: Mask) -> str:
+    # Masked before it is cut: half of a secret would not be known as one.
+    lines = [line.rstrip() for line in mask(output).splitlines() if line.strip()]
+    return "\n".join(lines[-MAX_LINES:])[-MAX_CHARACTERS:]
 
 
 # ------------------------------------------------------------------------------------------------------------ checks
@@ -224,10 +229,16 @@ def launch(settings: RunpodSettings) -> str:
     program = f"""\
 {_TAKE_ENVIRONMENT}
 unset WINDLASS_JOIN
+: > {LOG}
+while sleep {LOG_CHECK_S} && kill -0 $$; do
+[ $(wc -c < {LOG}) -gt {MAX_LOG_BYTES} ] || continue
+tail -c {MAX_LOG_BYTES} {LOG} > {LOG}.1
+: > {LOG}
+done &
 (
 {cd}
 {ssh.start_command}
-) > {LOG} 2>&1
+) >> {LOG} 2>&1
 echo $? > {STATUS}.new; mv {STATUS}.new {STATUS}"""
     return f"""\
 umask 077

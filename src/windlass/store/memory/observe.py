@@ -125,6 +125,7 @@ def _view(worker: WorkerRow, running: Sequence[TaskRow]) -> WorkerView:
         vram_total_mb=worker.vram_total_mb,
         vram_used_mb=worker.vram_used_mb,
         vram_at=hired.vram_at,
+        vram_lost_at=hired.vram_lost_at,
         running=tuple(
             RunningView(row.id, row.started_at, row.timeout_s) for row in running if row.started_at is not None
         ),

@@ -48,6 +48,7 @@ class Hired:
     host_key: str | None = None
     failed_at: datetime | None = None
     vram_at: datetime | None = None
+    vram_lost_at: datetime | None = None
     bill: Bill | None = None
     settle_at: datetime | None = None
     spans: dict[tuple[datetime, int], Span] = field(default_factory=dict)
@@ -150,6 +151,11 @@ class WorkerRow:
             }
         except ValueError as error:
             raise BadInput(f"sending a heartbeat: the vitals cannot be stored ({error}).") from None
+        total_mb = numbers.get("vram_total_mb")
+        if total_mb == 0 and self.vram_total_mb:
+            self.hired.vram_lost_at = now
+        elif total_mb:
+            self.hired.vram_lost_at = None
         for name, value in numbers.items():
             setattr(self, name, value)
         self.metadata.update(vitals)

@@ -112,6 +112,8 @@ create table windlass.workers (
   vram_total_mb integer,
   vram_used_mb integer,
   vram_at timestamptz,
+  -- Since when it has reported a GPU of zero memory without a break, having reported some before.
+  vram_lost_at timestamptz,
   late_results integer not null default 0,
   price_micros_per_hour bigint,
   -- What the price is made of, where a calendar month of each part has a limit: [[micros per hour, per month]].

@@ -706,6 +706,11 @@ begin
       vram_total_mb = coalesce((p_vitals ->> 'vram_total_mb')::integer, w.vram_total_mb),
       vram_used_mb = coalesce((p_vitals ->> 'vram_used_mb')::integer, w.vram_used_mb),
       vram_at = case when p_vitals ? 'vram_total_mb' then v_now else w.vram_at end,
+      vram_lost_at = case
+        when (p_vitals ->> 'vram_total_mb')::integer > 0 then null
+        when (p_vitals ->> 'vram_total_mb')::integer = 0 and w.vram_total_mb > 0 then v_now
+        else w.vram_lost_at
+      end,
       metadata = w.metadata || (p_vitals - 'pid' - 'vram_total_mb' - 'vram_used_mb')
   where w.id = p_worker_id
     and w.status in ('spawning', 'active', 'terminating')

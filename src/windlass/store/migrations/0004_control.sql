@@ -182,6 +182,7 @@ create function windlass.observe(
   vram_total_mb integer,
   vram_used_mb integer,
   vram_at timestamptz,
+  vram_lost_at timestamptz,
   code text,
   reason text,
   lease_s double precision,
@@ -338,9 +339,9 @@ begin
     select
       null::json, w.id, w.slot, w.status, w.paused, w.concurrency, w.created_at, w.activated_at, w.last_heartbeat,
       w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
-      w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.code, w.reason, w.lease_s::double precision,
-      w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since, w.settled_until,
-      w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since, w.provider,
+      w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.vram_lost_at, w.code, w.reason,
+      w.lease_s::double precision, w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since,
+      w.settled_until, w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since, w.provider,
       t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
