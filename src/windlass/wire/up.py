@@ -140,7 +140,7 @@ async def _is_anybody_left(config: Config) -> bool:
     is brought up to date, as it is by every start."""
     if config.database_url is None and not has_embedded_database(config):
         return False
-    async with database(config, is_migrating=False) as dsn:
+    async with database(config, makes_schema=False) as dsn:
         if not await applied_migrations_of(dsn):
             return False
         await migrate(dsn)
