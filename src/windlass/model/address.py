@@ -17,8 +17,8 @@ _UNENCODED = "has a / ? # or @ in its user or password: write %2F, %3F, %23 or %
 _NO_PORT = "has a port that is not a number from 1 to 65535, or a special character in its password"
 _SHAPE = "write postgresql://user:password@host:5432/database"
 # Everything up to the last @ of a word: a password that should have been encoded may itself contain : / or @. Tried
-# once a word, for texts may be long.
-_PASSWORD_IN_URL = re.compile(r"(?<![\w+.-])([\w+.-]+://[^:/?#@\s]*):\S*@")
+# once a word, and not for ever: texts may be long, and made to be slow.
+_PASSWORD_IN_URL = re.compile(r"(?<![\w+.-])([\w+.-]+://[^:/?#@\s]{0,256}):\S{0,1000}@")
 _PASSWORD_IN_QUERY = re.compile(r"([?&]\w*password)=[^&\s]*", re.IGNORECASE)
 
 
