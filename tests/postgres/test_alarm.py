@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from email import message_from_string
 from email.policy import default as default_policy
@@ -28,6 +29,7 @@ from structlog.testing import capture_logs
 from windlass.api.server import listen
 from windlass.control.alarm import MAX_AT_ONCE, MAX_ATTEMPTS, MESSAGE_LEASE_S, SETTLING_S, STREAK_FORGOTTEN_S, Alarm
 from windlass.control.summary import Summary
+from windlass.control.up import CARETAKER
 from windlass.model.action import Alert, Plan
 from windlass.model.alert import Message, MessageKind, Severity
 from windlass.model.config import Retention
@@ -570,6 +572,19 @@ async def test_provider_errors_dead_letters_and_a_missing_leader(
     await alarm.look()
     await alarm.send_due()
     assert sorted(heard(inbox)) == [("firing", "DEAD_LETTERS"), ("firing", "NO_LEADER"), ("firing", "PROVIDER_ERRORS")]
+
+
+async def test_where_nobody_leads_but_somebody_looks_after_it_the_fleet_is_what_is_told_of(
+    store: PostgresAlarmStore, inbox: Inbox, clock: Any
+) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store, next_plan_in_s=10)
+    await store.resign(ANN)
+    clock.advance(3600)
+    await store.lead(replace(ANN, lease=CARETAKER))
+    await alarm.look()
+    await alarm.send_due()
+    assert heard(inbox) == [("firing", "UNATTENDED")]
 
 
 CREATES_FAIL = Summary("gpus", True, "", provider_calls=(("create", "error", 3), ("list", "ok", 1)))

@@ -8,6 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from windlass.control.up import CARETAKER
 from windlass.cost.meter import read_meter
 from windlass.model.access import FaceAddress
 from windlass.model.config import Retention
@@ -106,6 +107,14 @@ async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: St
     assert idle.work.queued == 0
     assert seen.queues["stray"].queued == 1
     assert seen.leader is None
+
+
+async def test_who_leads_is_told_before_whoever_looks_after_what_nobody_leads(store: Store, sql: Any) -> None:
+    take = "select windlass.take_lease($1, $2, 60)"
+    for lease, holder, told in (("ray:x", "r", None), (CARETAKER, "c", "c"), ("orchestrator", "o", "o")):
+        await sql.execute(take, lease, holder)
+        leader = (await store.overview()).leader
+        assert (leader.holder if leader is not None else None) == told
 
 
 async def test_waits_and_throughput_are_those_of_recent_work(store: Store, sql: Any, clock: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from windlass.control.cycle import FleetCycle
+from windlass.control.cycle import FleetCycle, run_once
 from windlass.control.up import END_S, FORGOTTEN_GRACE_S, FORGOTTEN_LOOK_S, STOP_MARGIN_S, SWEEP_INTERVAL_S, Up
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
@@ -80,6 +80,21 @@ class Bed:
 
         up = Up(self.store, candidate, make_cycle, lambda name, _: self.clouds[name], lambda _: None)
         return Running(up, asyncio.ensure_future(up.run(self.fleets, is_clearing_up=is_clearing_up)))
+
+    async def cycle(self) -> bool:
+        """One of each fleet, as from cron on another host. Whether it found the lead free."""
+        cron = Candidate("cron", TTL_S)
+        cycles = [
+            FleetCycle(name, fleet, self.store, self.clouds[name], cron, Random(4))  # noqa: S311
+            for name, fleet in self.fleets.items()
+        ]
+        summaries = await run_once(cycles)
+        await self.store.resign(cron)
+        return all(summary.is_leader for summary in summaries)
+
+    async def unfinished(self) -> list[str]:
+        """Fleets that somebody has run, and nobody has wound down."""
+        return [fleet.name for fleet in await self.store.fleets() if fleet.next_plan_in_s is not None]
 
     async def workers(self, fleet: str | None = None) -> list[Worker]:
         return [worker for worker in await self.store.workers() if fleet in (None, worker.fleet)]
@@ -381,16 +396,97 @@ def test_without_a_fleet_of_its_own_it_leaves_those_alone_whose_cycles_are_far_a
     in_a_bed(live)
 
 
-def test_without_a_fleet_there_is_a_leader_all_the_while_and_a_stop_leaves_the_workers() -> None:
+@pytest.mark.parametrize("every_s", [300.0, 900.0])
+@pytest.mark.parametrize("begins_s", [0.0, 7.0, 14.0])
+def test_without_a_fleet_of_its_own_it_keeps_no_single_cycle_from_running(begins_s: float, every_s: float) -> None:
+    """Though they come less often than the poll interval says: how often they do is what counts."""
+
+    async def live(bed: Bed) -> None:
+        bed.fleets = {"red": config("red", poll_interval_s=30.0)}
+        for _ in range(3):  # so many tell how far apart they are
+            await asyncio.sleep(every_s)
+            assert await bed.cycle()
+        await asyncio.sleep(begins_s)
+        (hired,) = await bed.workers("red")
+        mine, bed.fleets = bed.fleets, {}
+        up = bed.start()
+        bed.fleets = mine
+        for _ in range(12):
+            await asyncio.sleep(every_s)
+            assert await bed.cycle()
+        assert await bed.active("red") == [hired.id]
+        up.up.stop()
+        await up.ends_within(1.0)
+
+    in_a_bed(live)
+
+
+@pytest.mark.parametrize("away_s", [0.0, 2 * FORGOTTEN_GRACE_S])
+def test_without_a_fleet_of_its_own_it_grants_each_absence_of_the_leader_the_whole_time(away_s: float) -> None:
+    """Also where the database was away: until just now nobody could run a cycle."""
+
+    async def live(bed: Bed) -> None:
+        lead, is_away = bed.store.lead, False
+
+        async def lead_if_there(candidate: Candidate) -> Any:
+            if is_away:
+                raise DatabaseUnavailable("away")
+            return await lead(candidate)
+
+        bed.store.lead = lead_if_there  # type: ignore[method-assign]
+        fleets = bed.fleets
+        leader = bed.start()
+        await asyncio.sleep(SOON_S)
+        before = [(worker.id, worker.status) for worker in await bed.workers()]
+        bed.fleets = {}
+        bed.start()
+        bed.fleets = fleets
+        for without_database_s in (0.0, away_s, away_s):
+            await asyncio.sleep(3600.0)
+            leader.up.stop(is_leaving_workers=True)
+            await leader.ends_within(10.0)
+            is_away = without_database_s > 0
+            await asyncio.sleep(without_database_s)
+            is_away = False
+            await asyncio.sleep(FORGOTTEN_GRACE_S / 2)
+            leader = bed.start()
+            await asyncio.sleep(SOON_S)
+            assert [(worker.id, worker.status) for worker in await bed.workers()] == before
+
+    in_a_bed(live)
+
+
+def test_whoever_has_fleets_grants_each_absence_of_others_the_whole_time() -> None:
+    """As where two hosts have different files, and one runs its cycles from cron."""
+
+    async def live(bed: Bed) -> None:
+        red, blue = {"red": config("red", poll_interval_s=600.0)}, {"blue": config("blue")}
+        bed.fleets = red
+        up = bed.start()
+        await asyncio.sleep(TTL_S + SOON_S)
+        bed.fleets = blue
+        ran = 0
+        for _ in range(36):
+            ran += await bed.cycle()
+            await asyncio.sleep(280.0)
+        assert ran > 30, "its lease runs out between its own cycles"
+        assert len(await bed.active("blue")) == 1
+        assert up.up.fleets == ("red",)
+
+    in_a_bed(live)
+
+
+def test_without_a_fleet_somebody_is_there_all_the_while_and_a_stop_leaves_the_workers() -> None:
     """Nobody is told that none leads, nor waits for the lease of one that has nothing to do."""
 
     async def live(bed: Bed) -> None:
         up = await without_any(bed)
         for _ in range(40):
-            assert bed.store._tables.leases.leaderless_s() < TTL_S
+            assert all(fleet.is_led for fleet in await bed.store.fleets())
             await asyncio.sleep(TTL_S / 10)
         up.up.stop()
         assert await up.ends_within(1.0) == 0.0
+        assert not any(fleet.is_led for fleet in await bed.store.fleets())
         assert len(await bed.workers()) == 2
 
     in_a_bed(live)
@@ -409,6 +505,87 @@ def test_the_last_fleet_whose_settings_nobody_knows_any_more_is_told_of_and_it_s
         assert not up.task.done()
         told = [line for line in lines if line["event"].startswith("nobody lets the workers of this fleet go")]
         assert [line["fleet"] for line in told] == ["blue"]
+
+    in_a_bed(live)
+
+
+async def without_workers(bed: Bed) -> None:
+    """Two fleets that nobody works for were run until a kill; one of them is left in the file."""
+    bed.fleets = {name: config(name, min_workers=0) for name in bed.fleets}
+    up = bed.start()
+    await asyncio.sleep(SOON_S)
+    up.up.stop(is_leaving_workers=True)
+    await up.ends_within(10.0)
+    assert (await bed.workers(), await bed.unfinished()) == ([], ["blue", "red"])
+    bed.fleets = {"red": bed.fleets["red"]}
+    await asyncio.sleep(3600.0)
+
+
+def test_a_fleet_without_workers_that_is_missing_at_the_start_is_wound_down_too() -> None:
+    """What is the matter with it would never be over, nor that nobody runs it."""
+
+    async def live(bed: Bed) -> None:
+        await without_workers(bed)
+        up = bed.start()
+        await asyncio.sleep(FORGOTTEN_GRACE_S)
+        assert await bed.unfinished() == ["blue", "red"], "a wrong file is noticed in time"
+        counts = count_cycles(bed)
+        await asyncio.sleep(2 * FORGOTTEN_LOOK_S)
+        assert await bed.unfinished() == ["red"]
+        assert up.up.fleets == ("red",)
+        assert counts["blue"] == 1
+        await asyncio.sleep(LONG_S)
+        assert counts["blue"] == 1, "what is over is left alone"
+
+    in_a_bed(live)
+
+
+def test_the_last_fleet_without_workers_is_wound_down_before_it_ends() -> None:
+    async def live(bed: Bed) -> None:
+        await without_workers(bed)
+        bed.fleets = {}
+        up = bed.start(is_clearing_up=True)
+        assert await up.ends_within(FORGOTTEN_GRACE_S + 2 * FORGOTTEN_LOOK_S) >= FORGOTTEN_GRACE_S
+        assert await bed.unfinished() == []
+
+    in_a_bed(live)
+
+
+@pytest.mark.parametrize("is_clearing_up", [False, True])
+def test_a_fleet_without_workers_whose_provider_cannot_be_made_is_told_of_once_an_hour(is_clearing_up: bool) -> None:
+    """As one whose key is gone. It is no reason to stay where nothing else is left to do."""
+
+    async def live(bed: Bed) -> None:
+        await without_workers(bed)
+        bed.fleets = {} if is_clearing_up else bed.fleets
+        del bed.clouds["blue"]
+        with capture_logs() as lines:
+            up = bed.start(is_clearing_up=is_clearing_up)
+            await asyncio.sleep(FORGOTTEN_GRACE_S + 2 * 3600.0)
+        told = [line["fleet"] for line in lines if line["event"].startswith("nobody winds this fleet down")]
+        assert told == (["blue"] if is_clearing_up else ["blue", "blue"])
+        assert up.task.done() == is_clearing_up
+        assert "blue" in await bed.unfinished()
+
+    in_a_bed(live)
+
+
+def test_fleets_that_nobody_ever_ran_or_that_others_run_are_left_alone() -> None:
+    async def live(bed: Bed) -> None:
+        await bed.store.register(Registration("by-hand", ("green",), fleet="green", lease_s=LONG_S))
+        bed.fleets = {"blue": config("blue", min_workers=0, poll_interval_s=30.0)}
+        assert await bed.cycle()
+        mine, bed.fleets = bed.fleets, {}
+        with capture_logs() as lines:
+            up = bed.start()
+            bed.fleets = mine
+            for _ in range(36):
+                await asyncio.sleep(300.0)
+                assert await bed.cycle()
+                assert await bed.unfinished() == ["blue"]
+        assert up.up.fleets == ()
+        assert not [line for line in lines if line["event"].startswith("winding down")]
+        assert [worker.status for worker in await bed.workers("green")] == [WorkerStatus.ACTIVE]
 
     in_a_bed(live)
 

@@ -866,3 +866,19 @@ def test_a_choice_that_the_provider_refuses_is_told_once_an_hour_while_another_i
     assert alert.reason.endswith("are hired instead: not in your plan (403)")
     again = plan(snapshot(traits=traits, memory={"alerts": {"CHOICE_REFUSED L40S in SECURE": ago(3599)}}), GPU)
     assert of_kind(again.actions, Alert) == []
+
+
+@pytest.mark.parametrize(
+    ("gaps_s", "due_in_s"),
+    [
+        pytest.param((10.0, 10.0), 10.0, id="as often as was meant"),
+        pytest.param((300.0, 290.0), 290.0, id="from cron"),
+        pytest.param((10.0, 300.0), 10.0, id="after an outage"),
+        pytest.param((300.0,), 10.0, id="too few to tell"),
+    ],
+)
+def test_the_next_plan_is_due_when_it_is_usual(gaps_s: tuple[float, ...], due_in_s: float) -> None:
+    seen = snapshot()
+    seen = replace(seen, memory=replace(seen.memory, planned_at=ago(1), gaps_s=gaps_s))
+    assert plan(seen, fleet(poll_interval_s=10.0)).memory.next_plan_in_s == due_in_s
+    assert plan(replace(seen, is_winding_down=True), fleet()).memory.next_plan_in_s is None

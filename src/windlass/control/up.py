@@ -2,15 +2,16 @@
 
 Fleets are run until told to stop. A stop lets the workers finish and leave, within their time, if it is us who lead;
 whoever stands by just leaves. A changed configuration is taken over between cycles: a fleet that is left out of it is
-wound down, however long that takes, and one that is put back stays. So is a fleet that has workers and is missing from
-the configuration at the start, by the settings of its last cycle; but only after a while, in which a mistake shows.
-Where none is configured at all that is all there is to do, and when it is done we end.
+wound down, however long that takes, and one that is put back stays. So is a fleet that is missing from the
+configuration at the start and that nobody runs, by the settings of its last cycle; but only after a while, in which a
+mistake shows. Where none is configured at all that is all there is to do, and when it is done we end.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -30,12 +31,15 @@ WAKE_INTERVAL_S = 0.5
 LOOK_OUT_S = 60.0
 # Retention is applied in small bites all day.
 SWEEP_INTERVAL_S = 60.0
-# How often we look for workers of fleets that are not configured here, and for how long they are only told of: whoever
-# started us with the wrong file has that long to notice.
+# How often we look for fleets that are not configured here and not over, and for how long they are only told of:
+# whoever started us with the wrong file has that long to notice.
 FORGOTTEN_LOOK_S = 60.0
 FORGOTTEN_GRACE_S = 300.0
-# How often a person is told of workers that nobody here can let go.
+# How often a person is told of a fleet that nobody here can wind down.
 FORGOTTEN_TOLD_S = 3600.0
+# The lease that we hold while we have no fleet to lead for: somebody is there, and the lead itself is free for whoever
+# has one, if only for a single cycle.
+CARETAKER = "caretaker"
 # A cycle that was asked for ends within this time: it waits for its provider no longer than a few seconds.
 CYCLE_TIMEOUT_S = 60.0
 # Beyond a worker's own time to stop: for the cycles that notice and the processes that end.
@@ -59,11 +63,12 @@ class Heard:
 
 @dataclass(slots=True)
 class _Forgotten:
-    """Since when a fleet with workers has not been configured here, and when a person was last told that nobody lets
-    them go, by the loop's clock."""
+    """A fleet that is not configured here, and not over. By the loop's clock: since when, without a break, we have had
+    the say and seen nobody run it, and when a person was last told that we cannot wind it down."""
 
+    is_told: bool = False
     since: float | None = None
-    told_at: float = float("-inf")
+    stuck_at: float | None = None
 
 
 class Up:
@@ -79,6 +84,7 @@ class Up:
     ) -> None:
         self._store = store
         self._candidate = candidate
+        self._caretaker = replace(candidate, lease=CARETAKER)
         self._make_cycle = make_cycle
         self._make_provider = make_provider
         self._on_summary = on_summary
@@ -95,7 +101,7 @@ class Up:
         self._is_stopping = False
         self._beside: set[asyncio.Task[None]] = set()
         self._heard: dict[str, Heard] = {}
-        # Fleets with workers that are not configured here.
+        # Fleets that are not configured here, and not over.
         self._forgotten: dict[str, _Forgotten] = {}
         # That another leads was said, by us who have no cycle that says so.
         self._is_standby_told = False
@@ -108,7 +114,7 @@ class Up:
 
     async def run(self, fleets: Mapping[str, FleetConfig], *, is_clearing_up: bool = False) -> None:
         """Until stopped. `is_clearing_up`: no fleet is configured, not even one whose machines are others'; then also
-        until those that are not configured have no workers any more."""
+        until those that are not configured are wound down."""
         self._is_clearing_up = is_clearing_up
         for name, config in fleets.items():
             self._daemon.add(self._make_cycle(name, config))
@@ -121,6 +127,8 @@ class Up:
                 task.cancel()
             for timer in self._farewells:
                 timer.cancel()
+        with suppress(DatabaseUnavailable):
+            await self._store.resign(self._caretaker)
 
     async def _until_over(self) -> None:
         await self._is_over.wait()
@@ -295,11 +303,15 @@ class Up:
                 self._daemon.wake_fleet(name)
 
     async def _look_for_the_forgotten(self) -> None:
-        """Workers of fleets that no configuration here has would be nobody's to let go, and may be paid for."""
+        """Workers of fleets that no configuration here has would be nobody's to let go, and may be paid for; and what
+        was the matter with a fleet that nobody runs would never be over."""
         while not self._is_stopping:
             try:
                 if await self._has_the_say():
                     await self._attend_to_the_forgotten()
+                else:
+                    for forgotten in self._forgotten.values():
+                        forgotten.since = None
             except DatabaseUnavailable as error:
                 if not self._daemon.fleets:  # else the cycles say so
                     log.warning("the database is away", error=str(error))
@@ -314,6 +326,8 @@ class Up:
             return any(heard.summary.is_leader for heard in self.heard().values())
         # There is no cycle that would ask for the lead.
         if not isinstance(await self._store.lead(self._candidate), Standby):
+            await self._store.resign(self._candidate)
+            await self._store.lead(self._caretaker)
             return True
         if not self._is_standby_told:
             self._is_standby_told = True
@@ -323,44 +337,46 @@ class Up:
     @property
     def _look_again_s(self) -> float:
         if not self._daemon.fleets:
-            # Whoever has fleets to run finds the lead free in between; and it is not nobody's for so long that people
-            # would be told of it.
-            return min(FORGOTTEN_LOOK_S, 1.5 * self._candidate.ttl_s)
+            return min(FORGOTTEN_LOOK_S, self._caretaker.ttl_s / 2)  # which renews our lease
         return FORGOTTEN_LOOK_S if self.heard() else WAKE_INTERVAL_S
 
     async def _attend_to_the_forgotten(self) -> None:
         hired = Counter(worker.fleet for worker in await self._store.workers() if worker.slot is not None)
-        names = sorted(hired.keys() - self._daemon.fleets.keys())
+        now = await self._store.now()
+        planned = [fleet for fleet in await self._store.fleets() if fleet.planned_at is not None]
+        # None: somebody runs it, here or elsewhere. Where cycles are far apart, the lead is free in between.
+        unattended_s = {fleet.name: fleet.unattended_s(now) for fleet in planned}
+        # The last plan of one that was wound down was to be the last.
+        unfinished = {fleet.name for fleet in planned if fleet.next_plan_in_s is not None and unattended_s[fleet.name]}
+        names = sorted((hired.keys() | unfinished) - self._daemon.fleets.keys())
         self._forgotten = {name: self._forgotten.get(name, _Forgotten()) for name in names}
-        attended = await self._attended() if names else set()
-        for name in names:
-            await self._attend_to(name, self._forgotten[name], hired[name], is_attended=name in attended)
-        if self._is_clearing_up and not names and not self._daemon.fleets:
+        for name, forgotten in self._forgotten.items():
+            await self._attend_to(name, forgotten, hired[name], unattended_s.get(name, float("inf")))
+        is_done = all(not hired[name] and each.stuck_at is not None for name, each in self._forgotten.items())
+        if self._is_clearing_up and is_done and not self._daemon.fleets:
             log.info("no fleet is configured here, and nobody is left of any other: there is nothing to do")
             self.stop()
 
-    async def _attended(self) -> set[str]:
-        """Fleets that have somebody, here or elsewhere: where cycles are far apart, the lead is free in between."""
-        now = await self._store.now()
-        return {each.name for each in await self._store.fleets() if each.planned_at and each.unattended_s(now) is None}
-
-    async def _attend_to(self, name: str, forgotten: "_Forgotten", workers: int, *, is_attended: bool) -> None:
+    async def _attend_to(self, name: str, forgotten: "_Forgotten", workers: int, unattended_s: float | None) -> None:
         now = asyncio.get_running_loop().time()
+        if not forgotten.is_told:
+            forgotten.is_told = True
+            what = "a fleet with workers" if workers else "a fleet that nobody runs"
+            in_s = f"{FORGOTTEN_GRACE_S:.0f} s"
+            log.error(f"{what} is not configured here", fleet=name, workers=workers, wound_down_in=in_s)
+        if unattended_s is None:
+            forgotten.since = None
+            return
         if forgotten.since is None:
             forgotten.since = now
-            in_s = f"{FORGOTTEN_GRACE_S:.0f} s"
-            log.error("a fleet with workers is not configured here", fleet=name, workers=workers, wound_down_in=in_s)
-        if is_attended or now - forgotten.since < FORGOTTEN_GRACE_S:
+        # A cycle between two looks is one, too.
+        if min(unattended_s, now - forgotten.since) < FORGOTTEN_GRACE_S:
             return
         problem = await self._wind_down_forgotten(name)
-        if problem is not None and now - forgotten.told_at >= FORGOTTEN_TOLD_S:
-            forgotten.told_at = now
-            log.error(
-                "nobody lets the workers of this fleet go: put it back into the configuration",
-                fleet=name,
-                workers=workers,
-                error=problem,
-            )
+        if problem is not None and (forgotten.stuck_at is None or now - forgotten.stuck_at >= FORGOTTEN_TOLD_S):
+            forgotten.stuck_at = now
+            what = "nobody lets the workers of this fleet go" if workers else "nobody winds this fleet down"
+            log.error(f"{what}: put it back into the configuration", fleet=name, workers=workers, error=problem)
 
     async def _wind_down_forgotten(self, name: str) -> str | None:
         """By the settings of its last cycle. Why that cannot be, if it cannot."""

@@ -41,6 +41,6 @@ def plan(snapshot: Snapshot, fleet: FleetConfig) -> Plan:
     draft = begin(snapshot, fleet)
     for stage in STAGES:
         draft.actions += stage(draft)
-    next_plan_in_s = None if snapshot.is_winding_down else fleet.poll_interval_s
+    next_plan_in_s = None if snapshot.is_winding_down else draft.pace_s
     draft.remember(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s, alerts=draft.alerts)
     return Plan(tuple(draft.actions), draft.memory, draft.decision, draft.is_cut_short)

@@ -1,13 +1,14 @@
 -- Named queries of store/alarm.py: what alerts are judged by, and what became of messages.
 
 -- name: alarm_moment
--- Since when nobody leads; primary key.
+-- Since when nobody leads, nor looks after what nobody leads; a handful of rows.
 select
   windlass.now() as now,
   (
-    select extract(epoch from windlass.now() - l.expires_at)::double precision
+    select extract(epoch from windlass.now() - max(l.expires_at))::double precision
     from windlass.leases l
-    where l.name = 'orchestrator' and l.expires_at <= windlass.now()
+    where l.name not like 'ray:%'
+    having max(l.expires_at) <= windlass.now()
   ) as leaderless_s;
 
 -- name: causes

@@ -161,11 +161,13 @@ order by since, id
 limit 500;
 
 -- name: leader
--- overview; primary key.
+-- overview; a handful of rows. Where nobody leads, whoever looks after what nobody leads.
 select l.holder, l.term, extract(epoch from l.expires_at - windlass.now())::double precision as expires_in_s
 from windlass.leases l
-where l.name = 'orchestrator'
-  and l.expires_at > windlass.now();
+where l.name not like 'ray:%'
+  and l.expires_at > windlass.now()
+order by l.name = 'orchestrator' desc
+limit 1;
 
 -- name: moment
 -- overview; primary key backwards.
