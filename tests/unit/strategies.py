@@ -180,6 +180,7 @@ def scenes(draw: st.DrawFn) -> Scene:
             is_paused=draw(st.integers(0, 9)) == 9,
             is_winding_down=draw(st.integers(0, 9)) == 9,
             reset_at=draw(st.sampled_from((None, None, ago(1000.5), ago(5.5)))),
+            restarted_at=draw(st.sampled_from((None, None, ago(1000.5), ago(5.5)))),
             requested=draw(st.sampled_from((0, 0, 1, 5))),
             memory=draw(memories(everybody)),
         ),

@@ -283,6 +283,8 @@ class Snapshot:
     requested: int = 0
     # When a person last said, by `windlass restart`, that what was broken is mended.
     reset_at: datetime | None = None
+    # When they last said it of the whole fleet, not of one slot.
+    restarted_at: datetime | None = None
     # What the ledger has closed of the present hour, day and month, for each currency.
     spending: tuple[Spending, ...] = ()
     # Machines that are gone and not in the ledger yet. Those that are there stand with their workers.
