@@ -249,6 +249,7 @@ def memories(draw: st.DrawFn, everybody: list[Character]) -> Memory:
         doubted_since=draw(maybe_moments),
         idle_since=of_all("idle_since"),
         unclaimed_since=of_all("unclaimed_since"),
+        own_listed_at=draw(maybe_moments),
         unlisted_since=draw(maybe_moments),
         guard=draw(st.sampled_from(GUARDS)),
         refused=draw(st.sampled_from((None, None, Pause("NO_CAPACITY", 1, ago(90.5)), Pause("DENIED", 2, ago(-20.5))))),

@@ -815,6 +815,22 @@ def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() 
         assert of_kind(taken_over.actions, Spawn)
 
 
+def test_one_that_was_missing_beside_others_is_no_sign_of_another_account_when_those_are_gone() -> None:
+    cloud = ProviderTraits(absence_grace_s=60, is_remote=True, key_hash="same")
+    unlisted = worker("a", 0, created=900, heartbeat=1)
+    memory: dict[str, Any] = {"key_hash": "same", "missing_since": {"a": ago(90)}}
+    seen = snapshot(unlisted, machines=(), traits=cloud, memory=memory | {"own_listed_at": ago(80)})
+    assert plan(seen, fleet()).hold is None
+    # But those who were last listed together, and are missing since, are.
+    seen = snapshot(unlisted, machines=(), traits=cloud, memory=memory | {"own_listed_at": ago(100)})
+    hold = plan(seen, fleet()).hold
+    assert hold is not None
+    assert hold.code == "OTHER_ACCOUNT"
+    # What lists one is the account's key, now.
+    both = snapshot(unlisted, worker("b", 1), machines=machines_of((worker("b", 1),)), traits=cloud, memory=memory)
+    assert plan(both, fleet()).memory.own_listed_at == NOW
+
+
 @pytest.mark.parametrize("is_key_new", [True, False], ids=["the key is new", "they are heard, and not listed"])
 def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(is_key_new: bool) -> None:
     cloud = ProviderTraits(absence_grace_s=60, is_remote=True, key_hash="new")

@@ -229,6 +229,8 @@ class Memory:
     tried_at: datetime | None = None
     # The key that its machines were last listed with (ProviderTraits.key_hash).
     key_hash: str | None = None
+    # When a machine of the fleet was last listed: until then the key was the one that rents them.
+    own_listed_at: datetime | None = None
     # When a person last gave up machines that are not listed: those of everybody hired before.
     given_up_at: datetime | None = None
     # Since when no list of machines could be had.

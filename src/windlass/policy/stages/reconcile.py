@@ -53,6 +53,8 @@ def _keep_account(draft: Draft) -> list[Action]:
     machines would be made in another account, and those of the former one, which it does not find, be taken for gone.
     That nobody is heard proves nothing: a machine is paid for though its worker is silent."""
     key, known = draft.snapshot.traits.key_hash, draft.memory.key_hash
+    if draft.own:
+        draft.remember(own_listed_at=draft.now)
     if key == known:
         return _heed_voices(draft)
     # Also those whose creation has no answer: their machines may be there.
@@ -76,9 +78,11 @@ def _keep_account(draft: Draft) -> list[Action]:
 
 def _heed_voices(draft: Draft) -> list[Action]:
     """Whoever speaks has a machine. A provider that lists none of a fleet's machines, asked to end one, says that it is
-    gone: with the key of another account, that would be how each of them is forgotten."""
+    gone: with the key of another account, that would be how each of them is forgotten. (Whoever was missing while
+    others were listed was so in the right account.)"""
     grace_s, missing = draft.snapshot.traits.absence_grace_s, draft.memory.missing_since
     given_up_at, is_unlisted = draft.memory.given_up_at, draft.snapshot.machines is None
+    proven_at = draft.memory.own_listed_at
     # Without a list, what the last one lacked is as it was.
     if grace_s == 0 or draft.own or (is_unlisted and _told(draft) is None):
         return []
@@ -88,6 +92,7 @@ def _heed_voices(draft: Draft) -> list[Action]:
         if state.worker.id in missing
         and draft.age_s(missing[state.worker.id]) >= grace_s
         and draft.is_speaking(state.worker)
+        and (proven_at is None or missing[state.worker.id] > proven_at)
         and (given_up_at is None or state.worker.created_at >= given_up_at)
     ]
     if not speaking:
