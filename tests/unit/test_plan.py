@@ -678,8 +678,10 @@ def test_machines_that_have_exited_are_no_reason_to_doubt() -> None:
 )
 def test_doubted_strays_are_ended_after_an_hour_or_by_hand(doubted: float, reset: float | None, ended: int) -> None:
     memory = {"strays_doubted_since": ago(doubted), "alerts": {"TOO_MANY_STRAYS": NOW}}
-    reset_at = None if reset is None else ago(reset)
-    planned = plan(snapshot(machines=strays(4), memory=memory, reset_at=reset_at), LOCAL)
+    restarted_at = None if reset is None else ago(reset)
+    # That a slot was restarted says nothing of strays.
+    seen = snapshot(machines=strays(4), memory=memory, restarted_at=restarted_at, reset_at=ago(0))
+    planned = plan(seen, LOCAL)
     assert len(planned.actions) == ended
 
 

@@ -297,9 +297,9 @@ def doubt_strays(draft: Draft) -> list[Action]:
 
 
 def _are_strays_in_doubt(draft: Draft, since: datetime) -> bool:
-    """Whether a person may still look: not for longer than an hour, nor after a restart by hand."""
-    reset_at = draft.snapshot.reset_at
-    return draft.age_s(since) < STRAYS_DOUBTED_S and (reset_at is None or reset_at < since)
+    """Whether a person may still look: not for longer than an hour, nor after the fleet was restarted by hand."""
+    restarted_at = draft.snapshot.restarted_at
+    return draft.age_s(since) < STRAYS_DOUBTED_S and (restarted_at is None or restarted_at < since)
 
 
 def _lasting_strays(draft: Draft) -> list[Machine]:
