@@ -1468,13 +1468,24 @@ async def test_what_was_hired_for_the_queue_fulfils_nobodys_wish(store: ControlS
     assert (await ann.observe()).requested == 1
 
 
-async def test_a_restart_by_hand_is_seen_with_its_time(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    assert ann.snapshot.reset_at is None
+async def test_a_restart_by_hand_is_seen_with_its_time_and_apart_from_it_that_of_all(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    assert (ann.snapshot.reset_at, ann.snapshot.restarted_at) == (None, None)
     clock.advance(5)
     await store.restart_slots("f", 0)
-    restarted_at = clock()
+    of_a_slot = clock()
     clock.advance(5)
-    assert (await ann.observe()).reset_at == restarted_at
+    seen = await ann.observe()
+    assert (seen.reset_at, seen.restarted_at) == (of_a_slot, None)
+    await store.restart_slots("f")
+    of_all = clock()
+    clock.advance(5)
+    seen = await ann.observe()
+    assert (seen.reset_at, seen.restarted_at) == (of_all, of_all)
+    await store.restart_slots("f", 0)
+    seen = await ann.observe()
+    assert (seen.reset_at, seen.restarted_at) == (clock(), of_all)
 
 
 async def test_a_database_has_one_identity(store: ControlStores) -> None:

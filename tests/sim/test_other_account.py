@@ -9,6 +9,7 @@ import pytest
 import hetzner_bed
 import runpod_bed
 from windlass.control.cycle import FleetCycle
+from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Hold
 from windlass.model.task import new_task
@@ -25,7 +26,7 @@ VENDORS = {"hetzner": hetzner_bed.Bed, "runpod": runpod_bed.Bed}
 class Shop:
     """One fleet and whoever works in it, and two accounts of its vendor."""
 
-    def __init__(self, vendor: str) -> None:
+    def __init__(self, vendor: str, max_workers: int = 3) -> None:
         self.store = MemoryAccessStore(virtual_now)
         self.former, self.other = VENDORS[vendor](), VENDORS[vendor]()
         self.fleet = FleetConfig(
@@ -33,7 +34,7 @@ class Shop:
             queues=("red",),
             handler="app:work",
             min_workers=0,
-            max_workers=3,
+            max_workers=max_workers,
             poll_interval_s=CYCLE_S,
             heartbeat_interval_s=5,
             heartbeat_timeout_s=SILENCE_S,
@@ -86,10 +87,13 @@ class Shop:
         workers = [worker.id for worker in await self.store.workers() if slot in (None, worker.slot)]
         await self.store.set_terminating(workers, "restarted by hand")
 
+    def told(self, code: str) -> list[Event]:
+        alerts = [event for event in self.store._tables.journal.events if event.code == "ALERT"]
+        return [event for event in alerts if event.detail["code"] == code]
+
     async def left_behind(self) -> dict[str, str]:
         """By worker, what was remembered of its machine."""
-        alerts = [event for event in self.store._tables.journal.events if event.code == "ALERT"]
-        return {event.worker_id: event.reason for event in alerts if event.detail["code"] == "LEFT_BEHIND"}
+        return {event.worker_id: event.reason for event in self.told("LEFT_BEHIND")}
 
     async def hired(self) -> int:
         return len(await self.store.workers())
@@ -229,6 +233,62 @@ def test_a_person_who_restarts_the_fleet_gives_up_the_former_account_and_its_mac
         assert set(left) == former_workers
         assert all(any(id_ in reason for reason in left.values()) for id_ in before)
         assert all("may still be charged" in reason for reason in left.values())
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+@pytest.mark.parametrize("is_heard", [True, False], ids=["who are heard", "who are silent"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_restarts_of_single_slots_give_up_nothing_though_they_are_all_there_are(
+    vendor: str, is_heard: bool, workers: int
+) -> None:
+    async def story() -> None:
+        shop = Shop(vendor, max_workers=workers)
+        await shop.hire()
+        await shop.live(120)
+        before = ids(shop.former)
+        assert len(before) == workers == await shop.hired()
+        shop.rent(shop.other, "another key")
+        shop.is_heard = is_heard
+        await shop.live(60)
+        for slot in range(workers):
+            await shop.restart(slot)
+        await shop.live(3 * SILENCE_S)
+        assert (ids(shop.former), machines(shop.other), await shop.hired()) == (before, 0, workers)
+        assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_restart_from_before_it_was_told_that_no_machine_is_listed_gives_up_nothing(vendor: str) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.hire()
+        await shop.live(120)
+        before = ids(shop.former)
+        shop.rent(shop.other, "another key")
+        shop.other.faults.burst(times=1000)
+        await shop.live(60)
+        hold = await shop.held()
+        assert (hold.code, hold.is_total, shop.told("OTHER_ACCOUNT")) == ("KEY_CHANGED", True, [])
+        assert f"its machines ({', '.join(sorted(before))}) could not be listed with the new one yet" in hold.reason
+        await shop.restart()
+        shop.other.faults.clear()
+        await shop.live(3 * SILENCE_S)
+        assert (ids(shop.former), machines(shop.other), await shop.hired()) == (before, 0, len(before))
+        assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
+        assert len(shop.told("OTHER_ACCOUNT")) == 1
+        # Said again by who knows of it, also while no list can be had: the next one shows what is given up.
+        shop.other.faults.burst(times=1000)
+        await shop.live(60)
+        await shop.restart()
+        await shop.live(60)
+        assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
+        shop.other.faults.clear()
+        await shop.live(3 * SILENCE_S)
+        assert (await shop.hold(), len(await shop.left_behind())) == (None, len(before))
 
     run(story())
 

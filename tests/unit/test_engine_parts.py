@@ -429,7 +429,7 @@ async def test_the_gate_gives_a_seat_what_there_is_and_takes_large_results() -> 
 
 async def test_strangers_at_the_gate_are_few_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.engine.gate.MAX_STRANGERS", 2)
-    monkeypatch.setattr("windlass.engine.gate.STRANGER_S", 0.3)
+    monkeypatch.setattr("windlass.engine.gate.STRANGER_S", 2.0)
     desk = Desk(claim({}))
     gate = Gate(desk, 1 << 20)
     address = await gate.open("127.0.0.1")

@@ -99,6 +99,12 @@ def test_no_secret_reaches_a_line_however_it_is_logged(stream: Written, tmp_path
         ("MODE=fast KEYS=", "MODE=fast KEYS="),
         ('SSH_SECRET="one\ntwo" three', "SSH_SECRET=******** three"),
         ("unique_key=abc", "unique_key=abc"),
+        ("A_KEY='never closed\nthe cause", "A_KEY=********\nthe cause"),
+        ("A_KEY=ab'c d'e f", "A_KEY=******** f"),
+        ('{"cmd": "run with HF_TOKEN=abc", "error": "boom"}', '{"cmd": "run with HF_TOKEN=********", "error": "boom"}'),
+        ('{"cmd": "HF_TOKEN=\\"a b\\" run", "error": "b"}', '{"cmd": "HF_TOKEN=******** run", "error": "b"}'),
+        ('{"cmd": "run with HF_TOKEN=", "error": "boom"}', '{"cmd": "run with HF_TOKEN=", "error": "boom"}'),
+        ('{"cmd": "HF_TOKEN=********", "error": "boom"}', '{"cmd": "HF_TOKEN=********", "error": "boom"}'),
     ],
 )
 def test_what_a_shell_says_of_a_variable_that_is_named_like_a_secret_is_hidden(text: str, shown: str) -> None:

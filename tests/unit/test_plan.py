@@ -678,8 +678,10 @@ def test_machines_that_have_exited_are_no_reason_to_doubt() -> None:
 )
 def test_doubted_strays_are_ended_after_an_hour_or_by_hand(doubted: float, reset: float | None, ended: int) -> None:
     memory = {"strays_doubted_since": ago(doubted), "alerts": {"TOO_MANY_STRAYS": NOW}}
-    reset_at = None if reset is None else ago(reset)
-    planned = plan(snapshot(machines=strays(4), memory=memory, reset_at=reset_at), LOCAL)
+    restarted_at = None if reset is None else ago(reset)
+    # That a slot was restarted says nothing of strays.
+    seen = snapshot(machines=strays(4), memory=memory, restarted_at=restarted_at, reset_at=ago(0))
+    planned = plan(seen, LOCAL)
     assert len(planned.actions) == ended
 
 
@@ -799,7 +801,7 @@ def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() 
     # Without a list nobody knows; there is nothing to tell yet.
     unlisted = plan(replace(seen, machines=None), fleet(max_workers=9))
     assert unlisted.hold is not None
-    assert (unlisted.hold.code, kinds(unlisted)) == ("OTHER_ACCOUNT", [])
+    assert (unlisted.hold.code, unlisted.hold.is_total, kinds(unlisted)) == ("KEY_CHANGED", True, [])
     # A creation without an answer may have made one.
     unanswered = worker("a", 0, "spawning", created=5, heartbeat=None, machine_id=None)
     assert plan(replace(seen, workers=(unanswered,)), fleet(max_workers=9)).memory.key_hash == "old"
@@ -813,6 +815,22 @@ def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() 
         taken_over = plan(known, fleet(max_workers=9))
         assert (taken_over.hold, taken_over.memory.key_hash) == (None, "new")
         assert of_kind(taken_over.actions, Spawn)
+
+
+def test_one_that_was_missing_beside_others_is_no_sign_of_another_account_when_those_are_gone() -> None:
+    cloud = ProviderTraits(absence_grace_s=60, is_remote=True, key_hash="same")
+    unlisted = worker("a", 0, created=900, heartbeat=1)
+    memory: dict[str, Any] = {"key_hash": "same", "missing_since": {"a": ago(90)}}
+    seen = snapshot(unlisted, machines=(), traits=cloud, memory=memory | {"own_listed_at": ago(80)})
+    assert plan(seen, fleet()).hold is None
+    # But those who were last listed together, and are missing since, are.
+    seen = snapshot(unlisted, machines=(), traits=cloud, memory=memory | {"own_listed_at": ago(100)})
+    hold = plan(seen, fleet()).hold
+    assert hold is not None
+    assert hold.code == "OTHER_ACCOUNT"
+    # What lists one is the account's key, now.
+    both = snapshot(unlisted, worker("b", 1), machines=machines_of((worker("b", 1),)), traits=cloud, memory=memory)
+    assert plan(both, fleet()).memory.own_listed_at == NOW
 
 
 @pytest.mark.parametrize("is_key_new", [True, False], ids=["the key is new", "they are heard, and not listed"])
@@ -829,17 +847,18 @@ def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(
     assert held.hold is not None
     assert "lists none of its machines (m-w0, m-w1, m-w2 and 2 more): put the key back" in held.hold.reason
     assert held.memory.key_hash == memory["key_hash"]
-    # Said before they were missed, of some of them only, or while no list can be had: nothing is given up.
+    # Said before they were missed, of slots, not to all of them yet, or while no list can be had: nothing is given up.
     staying = (replace(leaving[0], status=WorkerStatus.ACTIVE, terminating_at=None), *leaving[1:])
     for other in (
-        replace(seen, reset_at=ago(9001)),
-        replace(seen, reset_at=ago(5), workers=staying),
-        replace(seen, reset_at=ago(5), machines=None),
+        replace(seen, restarted_at=ago(9001)),
+        replace(seen, reset_at=ago(5), restarted_at=ago(9001)),
+        replace(seen, restarted_at=ago(5), workers=staying),
+        replace(seen, restarted_at=ago(5), machines=None),
     ):
         still = plan(other, fleet(max_workers=9))
         assert still.hold is not None
         assert (still.hold.code, of_kind(still.actions, Delete)) == ("OTHER_ACCOUNT", [])
-    given_up = plan(replace(seen, reset_at=ago(5)), fleet(max_workers=9))
+    given_up = plan(replace(seen, restarted_at=ago(5)), fleet(max_workers=9))
     assert (given_up.hold, given_up.memory.key_hash) == (None, "new")
     assert len(of_kind(given_up.actions, Delete)) == 5
     left = [alert for alert in of_kind(given_up.actions, Alert) if alert.code == "LEFT_BEHIND"]
@@ -852,7 +871,7 @@ def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(
     for after_s in (10, 600):
         now = NOW + timedelta(seconds=after_s)
         heard = tuple(replace(view, last_heartbeat=now, running=(task(n),)) for n, view in enumerate(leaving))
-        later = replace(seen, now=now, memory=memory_then, reset_at=ago(5), workers=heard)
+        later = replace(seen, now=now, memory=memory_then, restarted_at=ago(5), workers=heard)
         planned = plan(later, fleet(max_workers=9, stop_timeout_s=9999))
         assert planned.hold is None
         memory_then = planned.memory

@@ -123,12 +123,18 @@ async def cycle(
 def check_fleets(loaded: "Loaded") -> None:
     """Raise an error unless every fleet has what its workers need to start, as far as that is cheap to see: whoever
     cannot start costs a launch each time, and the reason stands in a log."""
+    from windlass.providers.local.provider import why_not_startable
+
     for name, fleet in loaded.config.fleets.items():
         if fleet.handler is None and fleet.exec is None:
             raise BadInput(f"fleet {name}{_made_by(loaded, name)} has nothing to run: set its handler or exec.")
         if fleet.is_of_this_host and fleet.chdir is not None and not fleet.chdir.is_dir():
             source = loaded.source(f"fleets.{name}.chdir")
             raise ConfigError(f"fleets.{name}.chdir (from {source}) is {fleet.chdir}: there is no such folder.")
+        if fleet.provider == "local":
+            problem = why_not_startable(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))
+            if problem is not None:
+                raise ConfigError(problem)
 
 
 def _made_by(loaded: "Loaded", fleet: str) -> str:

@@ -16,22 +16,34 @@ _MAIL = ("smtp", "smtps")
 _UNENCODED = "has a / ? # or @ in its user or password: write %2F, %3F, %23 or %40 for it"
 _NO_PORT = "has a port that is not a number from 1 to 65535, or a special character in its password"
 _SHAPE = "write postgresql://user:password@host:5432/database"
-# Everything up to the last @ of a word: a password that should have been encoded may itself contain : / or @. Tried
-# once a word, and not for ever: texts may be long, and made to be slow.
-_PASSWORD_IN_URL = re.compile(r"(?<![\w+.-])([\w+.-]+://[^:/?#@\s]{0,256}):\S{0,1000}@")
+_WORD = re.compile(r"\S+")
+_USER = re.compile(r"(?<![\w+.-])[\w+.-]+://[^:/?#@]*:")
 _PASSWORD_IN_QUERY = re.compile(r"([?&]\w*password)=[^&\s]*", re.IGNORECASE)
 
 
 def masked(text: str) -> str:
     """The text without the passwords of the addresses in it."""
-    return _PASSWORD_IN_QUERY.sub(rf"\1={HIDDEN}", _PASSWORD_IN_URL.sub(rf"\1:{HIDDEN}@", text))
+    return _PASSWORD_IN_QUERY.sub(rf"\1={HIDDEN}", _replace_passwords(text, f":{HIDDEN}"))
 
 
 def without_password(url: str) -> str:
     """The address for a program that asks for the password itself, or finds it in PGPASSWORD or ~/.pgpass."""
-    url = _PASSWORD_IN_QUERY.sub("", _PASSWORD_IN_URL.sub(r"\1@", url))
+    url = _PASSWORD_IN_QUERY.sub("", _replace_passwords(url, ""))
     # If that was the first of several parts of the query, the next one is the first now.
     return re.sub(r"^([^?&]*)&", r"\1?", url)
+
+
+def _replace_passwords(text: str, shown: str) -> str:
+    return _WORD.sub(lambda word: _replace_password(word[0], shown), text) if "://" in text else text
+
+
+def _replace_password(word: str, shown: str) -> str:
+    """All between the user and the last @ of the word: a password that should have been encoded may itself contain : /
+    or @. (No pattern: texts may be long, and made to be slow.)"""
+    user, end = _USER.search(word), word.rfind("@")
+    if user is None or end < user.end():
+        return word
+    return word[: user.end() - 1] + shown + word[end:]
 
 
 def is_database_url(url: str) -> bool:

@@ -13,10 +13,15 @@ MIN_SECRET_LENGTH = 6
 # In the name of a variable: what it holds is taken for a secret.
 _TELLING_WORDS = "KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL"
 _SECRET_NAME = re.compile(_TELLING_WORDS, re.IGNORECASE)
-# As a shell writes it down (`set -x`, `export -p`): its value ends with the word, quoted parts included. Programs write
-# in small letters whatever they like (unique_key=7), so only names of environments are meant. (The lookahead is tried
-# once a word: text of any length takes a time that grows with its length, not with the square of it.)
-_ASSIGNMENT = re.compile(rf"""\b(?=[A-Z0-9_]*(?:{_TELLING_WORDS}))([A-Z0-9_]+)=(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|\S)+""")
+# A part of a value in quotes, also as those stand in JSON. (A quote before one of these signs ends what is around it.)
+_QUOTED = r"""(?:"(?![,:}\]\s])(?:\\.|[^"\\])*"|'(?![,:}\]\s])[^']*'|\\"(?:[^"\\]|\\[^"])*\\")"""
+# As a shell writes it down (`set -x`, `export -p`): its value ends with the word, quoted parts included; with a quote
+# that is never closed, at the end of the line. Programs write in small letters whatever they like (unique_key=7), so
+# only names of environments are meant. (The lookahead is tried once a word: text of any length takes a time that grows
+# with its length, not with the square of it.)
+_ASSIGNMENT = re.compile(
+    rf"""\b(?=[A-Z0-9_]*(?:{_TELLING_WORDS}))([A-Z0-9_]+)=(?:\$?(?:{_QUOTED}|\\.|[^\s"'\\])+|["'](?![,:}}\]\s])[^\n]+)"""
+)
 
 
 @dataclass(frozen=True, slots=True)

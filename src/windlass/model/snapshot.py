@@ -229,6 +229,8 @@ class Memory:
     tried_at: datetime | None = None
     # The key that its machines were last listed with (ProviderTraits.key_hash).
     key_hash: str | None = None
+    # When a machine of the fleet was last listed: until then the key was the one that rents them.
+    own_listed_at: datetime | None = None
     # When a person last gave up machines that are not listed: those of everybody hired before.
     given_up_at: datetime | None = None
     # Since when no list of machines could be had.
@@ -283,6 +285,8 @@ class Snapshot:
     requested: int = 0
     # When a person last said, by `windlass restart`, that what was broken is mended.
     reset_at: datetime | None = None
+    # When they last said it of the whole fleet, not of one slot.
+    restarted_at: datetime | None = None
     # What the ledger has closed of the present hour, day and month, for each currency.
     spending: tuple[Spending, ...] = ()
     # Machines that are gone and not in the ledger yet. Those that are there stand with their workers.

@@ -53,6 +53,7 @@ ADVICE = {
     "ENGINE_SILENT": "see whether `windlass up` runs with this fleet, and whether Ray's head answers",
     "FAILURE_RATE": "see why workers break (`windlass explain FLEET`), mend it, then `windlass restart FLEET`",
     "INVALID_REQUEST": "the provider refuses what is asked for: correct the fleet's settings",
+    "KEY_CHANGED": "see whether the provider's API answers, and whether the new key is good: nothing is touched before",
     "LIMIT_REACHED": "add funds if the balance is spent; else have the account's limit raised, or lower max_workers",
     "LIST_SHRANK": "look at the provider's console: are the machines gone, or only the list short?",
     "LIST_UNKNOWN": "see whether the provider's API answers, and whether the token is still good",

@@ -244,8 +244,8 @@ class Operations(Protocol):
 
     async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
         """A person has mended something: forget the restarts of a slot, or of all, so that they may be filled again,
-        and what the fleet's guards hold against it. Returns how many slots were failed. BadInput for a slot that the
-        fleet cannot have."""
+        and what the fleet's guards hold against it. Said of all, it also gives up machines of another account that the
+        fleet is held for. Returns how many slots were failed. BadInput for a slot that the fleet cannot have."""
 
     async def request_workers(self, fleet: str, count: int) -> int:
         """Ask for so many more; below 0 takes a wish back. Returns how many are now asked for and not yet hired.

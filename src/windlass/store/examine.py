@@ -62,6 +62,14 @@ async def examine(dsn: str) -> Examination:
         )
 
 
+async def has_hired_workers(dsn: str) -> bool:
+    """Whether there are workers that a fleet hired and that have not ended. Of a schema of any version, or none."""
+    async with connected(dsn, "looking for workers") as connection:
+        if await connection.fetchval("select to_regclass('windlass.workers')") is None:
+            return False
+        return bool(await connection.fetchval(QUERIES["has_hired_workers"]))
+
+
 async def check_may_control(dsn: str) -> None:
     """Raise DatabaseUnavailable if this user may not do all that the control loop does: it would try for ever."""
     async with connected(dsn, "looking at this user's rights") as connection:

@@ -230,16 +230,35 @@ select
   has_database_privilege(current_database(), 'create') as may_create_schema,
   clock_timestamp() as now;
 
+-- name: has_hired_workers
+-- `windlass up` without a fleet; workers_one_live_per_slot.
+select exists (
+  select from windlass.workers where slot is not null and status in ('spawning', 'active', 'terminating', 'error')
+);
+
 -- name: missing_for_control
 -- `windlass up`: what this user lacks of what the control loop needs, which is everything but to change the schema.
-select needed || ' on ' || class.relname as missing
-from pg_class as class
-cross join unnest(array['select', 'insert', 'update', 'delete']) as needed
-where class.relnamespace = 'windlass'::regnamespace
-  and class.relkind = 'r'
-  and class.relname <> 'migrations'
-  and not has_table_privilege(class.oid, needed)
-order by class.relname, needed;
+select 'usage on schema windlass' as missing
+where not has_schema_privilege('windlass', 'usage')
+union all
+(
+  select needed || ' on ' || class.relname
+  from pg_class as class
+  cross join unnest(array['select', 'insert', 'update', 'delete']) as needed
+  where class.relnamespace = 'windlass'::regnamespace
+    and class.relkind = 'r'
+    and class.relname <> 'migrations'
+    and not has_table_privilege(class.oid, needed)
+  order by class.relname, needed
+)
+union all
+(
+  select 'execute on ' || function.proname
+  from pg_proc as function
+  where function.pronamespace = 'windlass'::regnamespace
+    and not has_function_privilege(function.oid, 'execute')
+  order by function.proname
+);
 
 -- name: missing_privileges
 -- `windlass doctor`: what this user lacks of what producers and workers need. Empty without a schema. One that has a role

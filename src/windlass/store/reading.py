@@ -266,7 +266,8 @@ class PostgresReadingStore(PostgresAccessStore):
         rows: list[Any] = []
         end = None
         until = time.monotonic() + SEARCH_S
-        async with self._connection("listing tasks") as connection:
+        async with self._connection("listing tasks") as connection, connection.transaction(isolation="repeatable_read"):
+            # Of one moment: while workers claim, the end would lie beyond what was looked at.
             queues = [queue] if queue is not None else (await _queues(connection))[0]
             while True:
                 found = await connection.fetch(QUERIES[query], queues, search, limit - len(rows), scan, *after, *status)

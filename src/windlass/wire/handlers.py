@@ -20,17 +20,6 @@ CHECK_TIMEOUT_S = 10.0
 MAX_SENTENCE_BYTES = 4_000
 
 
-def check_commands(config: Config) -> None:
-    """Raise ConfigError if workers of this host could only fail: without a command, or a folder to run it in."""
-    from windlass.providers.local.provider import why_not_startable
-
-    for name, fleet in config.fleets.items():
-        if fleet.provider == "local":
-            problem = why_not_startable(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))
-            if problem is not None:
-                raise ConfigError(problem)
-
-
 async def check_handlers(config: Config) -> None:
     """Raise ConfigError, in the words of `windlass worker`, if a fleet of this host cannot import its handler."""
     checked = {name: fleet for name, fleet in config.fleets.items() if fleet.provider == "local" and fleet.handler}

@@ -14,7 +14,7 @@ from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.wire.beside import beside
 from windlass.wire.engine import RayBeside
-from windlass.wire.handlers import check_commands, check_handlers
+from windlass.wire.handlers import check_handlers
 from windlass.wire.providers import check_keys, check_machines_can_call, hiring_fleets
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ async def check_hiring(config: Config) -> None:
     """Raise ConfigError if a fleet lacks what its machines need, as far as that can be seen before one is hired."""
     check_machines_can_call(config)
     check_keys(config)
-    check_commands(config)
     await check_handlers(config)
 
 

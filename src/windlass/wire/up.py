@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, DatabaseUnavailable
 from windlass.store.migrate import migrate
-from windlass.store.postgres import PostgresStore
 from windlass.wire.beside import beside
 from windlass.wire.engine import check_ray, ray_beside
 from windlass.wire.face import http_face, open_listener
-from windlass.wire.handlers import check_commands
 from windlass.wire.providers import check_keys, check_machines_can_call, hiring_fleets, provider
 from windlass.wire.receivers import receivers
 from windlass.wire.reload import Current, check_hiring, reloading
 from windlass.wire.signals import on_stop_signals
-from windlass.wire.stores import applied_migrations_of, database, described_database, has_embedded_database
+from windlass.wire.stores import database, described_database, has_embedded_database
 
 if TYPE_CHECKING:
     from windlass.configure import Loaded
@@ -52,8 +50,6 @@ async def run_cycles(config: Config) -> "list[Summary]":
 
     check_machines_can_call(config)
     check_keys(config)
-    # Not their handlers: to import those may take long, each time. Workers do it, and say what is wrong.
-    check_commands(config)
     await check_ray(config)
     async with database(config) as dsn, PostgresAlarmStore(dsn, retention=config.retention) as store:
         ourselves, instance_id = candidate(config), await store.instance_id()
@@ -66,7 +62,8 @@ async def run_cycles(config: Config) -> "list[Summary]":
             # Whoever leads does it.
             if any(summary.is_leader for summary in summaries):
                 await alarm.tell_once(TELL_TIMEOUT_S)
-                await store.sweep()
+                with contextlib.suppress(DatabaseUnavailable):  # the next one does it
+                    await store.sweep()
 
         try:
             return await run_once(
@@ -136,16 +133,14 @@ async def run_up(
 
 
 async def _is_anybody_left(config: Config) -> bool:
-    """Whether workers live that some fleet hired. No database, and no schema, is made for this question; an old schema
-    is brought up to date, as it is by every start."""
+    """Whether workers live that some fleet hired. Nothing is made or migrated for this question: the answer may be that
+    we are in the wrong folder."""
+    from windlass.store.examine import has_hired_workers
+
     if config.database_url is None and not has_embedded_database(config):
         return False
     async with database(config, makes_schema=False) as dsn:
-        if not await applied_migrations_of(dsn):
-            return False
-        await migrate(dsn)
-        async with PostgresStore(dsn, max_connections=1) as store:
-            return any(worker.slot is not None for worker in await store.workers())
+        return await has_hired_workers(dsn)
 
 
 @asynccontextmanager

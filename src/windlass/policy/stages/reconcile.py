@@ -4,12 +4,15 @@ from datetime import datetime, timedelta
 
 from windlass.model.action import Action, Adopt, Alert, Delete, DeleteStray, Drain, Prepare, Price
 from windlass.model.machine import Machine, MachineState
+from windlass.model.snapshot import Hold
 from windlass.model.worker import WorkerStatus
 from windlass.policy.derive import Lifecycle, Presence, WorkerState
 from windlass.policy.draft import Draft
 from windlass.policy.stages.health import has_no_machine
 
 OTHER_PROVIDER, OTHER_ACCOUNT = "OTHER_PROVIDER", "OTHER_ACCOUNT"
+# No list has told yet whether it is another account's.
+KEY_CHANGED = "KEY_CHANGED"
 # Machines of another account that a person gave up.
 LEFT_BEHIND = "LEFT_BEHIND"
 # Machines named in one sentence; the rest are counted.
@@ -50,6 +53,8 @@ def _keep_account(draft: Draft) -> list[Action]:
     machines would be made in another account, and those of the former one, which it does not find, be taken for gone.
     That nobody is heard proves nothing: a machine is paid for though its worker is silent."""
     key, known = draft.snapshot.traits.key_hash, draft.memory.key_hash
+    if draft.own:
+        draft.remember(own_listed_at=draft.now)
     if key == known:
         return _heed_voices(draft)
     # Also those whose creation has no answer: their machines may be there.
@@ -59,8 +64,10 @@ def _keep_account(draft: Draft) -> list[Action]:
         return _heed_voices(draft)
     what = f"its key for {draft.fleet.provider} has changed"
     if draft.snapshot.machines is None:
+        # Who has not been told that they are not listed cannot give them up: until then it is a hold of its own.
+        code = OTHER_ACCOUNT if _told(draft) is not None else KEY_CHANGED
         why = f"{what}, and its machines ({_named(rented)}) could not be listed with the new one yet"
-        draft.hold(OTHER_ACCOUNT, why, is_total=True)
+        draft.hold(code, why, is_total=True)
         draft.keep_alerts(OTHER_ACCOUNT)
         return []
     if _are_given_up(draft, rented):
@@ -71,12 +78,13 @@ def _keep_account(draft: Draft) -> list[Action]:
 
 def _heed_voices(draft: Draft) -> list[Action]:
     """Whoever speaks has a machine. A provider that lists none of a fleet's machines, asked to end one, says that it is
-    gone: with the key of another account, that would be how each of them is forgotten."""
+    gone: with the key of another account, that would be how each of them is forgotten. (Whoever was missing while
+    others were listed was so in the right account.)"""
     grace_s, missing = draft.snapshot.traits.absence_grace_s, draft.memory.missing_since
-    before, given_up_at = draft.snapshot.memory.hold, draft.memory.given_up_at
-    is_unlisted = draft.snapshot.machines is None
+    given_up_at, is_unlisted = draft.memory.given_up_at, draft.snapshot.machines is None
+    proven_at = draft.memory.own_listed_at
     # Without a list, what the last one lacked is as it was.
-    if grace_s == 0 or draft.own or (is_unlisted and (before is None or before.code != OTHER_ACCOUNT)):
+    if grace_s == 0 or draft.own or (is_unlisted and _told(draft) is None):
         return []
     speaking = [
         state
@@ -84,6 +92,7 @@ def _heed_voices(draft: Draft) -> list[Action]:
         if state.worker.id in missing
         and draft.age_s(missing[state.worker.id]) >= grace_s
         and draft.is_speaking(state.worker)
+        and (proven_at is None or missing[state.worker.id] > proven_at)
         and (given_up_at is None or state.worker.created_at >= given_up_at)
     ]
     if not speaking:
@@ -102,10 +111,17 @@ def _hold_account(draft: Draft, what: str) -> list[Action]:
 
 def _are_given_up(draft: Draft, states: list[WorkerState]) -> bool:
     """Whether a person, who could read that they are not listed, has restarted the fleet since. All of it: of one slot,
-    or one worker, that is said for other reasons."""
-    before, reset_at = draft.snapshot.memory.hold, draft.snapshot.reset_at
-    is_said = before is not None and before.code == OTHER_ACCOUNT and reset_at is not None and reset_at >= before.since
+    or one worker, that is said for other reasons, even if there is no other."""
+    told, said_at = _told(draft), draft.snapshot.restarted_at
+    is_said = told is not None and said_at is not None and said_at >= told.since
+    # It is said of the fleet first, and then to each worker: this look may have come between the two.
     return is_said and not any(s.worker.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE) for s in states)
+
+
+def _told(draft: Draft) -> Hold | None:
+    """The last look's hold, if it is that no machine is listed: it began when a list said so, and a person was told."""
+    before = draft.snapshot.memory.hold
+    return before if before is not None and before.code == OTHER_ACCOUNT else None
 
 
 def _leave_behind(draft: Draft, states: list[WorkerState]) -> list[Action]:
@@ -281,9 +297,9 @@ def doubt_strays(draft: Draft) -> list[Action]:
 
 
 def _are_strays_in_doubt(draft: Draft, since: datetime) -> bool:
-    """Whether a person may still look: not for longer than an hour, nor after a restart by hand."""
-    reset_at = draft.snapshot.reset_at
-    return draft.age_s(since) < STRAYS_DOUBTED_S and (reset_at is None or reset_at < since)
+    """Whether a person may still look: not for longer than an hour, nor after the fleet was restarted by hand."""
+    restarted_at = draft.snapshot.restarted_at
+    return draft.age_s(since) < STRAYS_DOUBTED_S and (restarted_at is None or restarted_at < since)
 
 
 def _lasting_strays(draft: Draft) -> list[Machine]:

@@ -117,6 +117,8 @@ class MemoryControlStore(MemoryStore):
         for number in chosen:
             slots[number] = SlotRow()
         row.reset_at = self._clock()
+        if slot is None:
+            row.restarted_at = row.reset_at
         self._note("SLOTS_RESTARTED", "restart counts cleared by hand", fleet=fleet, detail={"slot": slot})
         return failed
 

@@ -31,6 +31,7 @@ class FleetRow:
     is_paused: bool = False
     requested_workers: int = 0
     reset_at: datetime | None = None
+    restarted_at: datetime | None = None
     memory: Memory = field(default_factory=Memory)
     slots: dict[int, SlotRow] = field(default_factory=dict)
 

@@ -67,6 +67,7 @@ def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
         ),
         requested=fleet.requested_workers,
         reset_at=fleet.reset_at,
+        restarted_at=fleet.restarted_at,
         spending=tables.ledger.spent_by(fleet.name, now),
         ended_bills=tuple(islice(_ended_bills(workers), MAX_ENDED_BILLS)),
         is_settlement_due=bool(to_settle(workers, fleet.name, now)),

@@ -43,7 +43,9 @@ alter table windlass.fleets
   -- Workers a person asked for and nobody has hired yet.
   add column requested_workers integer not null default 0 check (requested_workers >= 0),
   -- When a person last said, by `windlass restart`, that what was broken is mended: no guard looks further back.
-  add column reset_at timestamptz;
+  add column reset_at timestamptz,
+  -- The same of the whole fleet, not of one slot: who says it gives up machines of another account.
+  add column restarted_at timestamptz;
 
 alter table windlass.slots
   -- When its workers broke, newest last; what is older than any window is forgotten.
@@ -234,6 +236,7 @@ begin
         'is_paused', f.paused,
         'requested', f.requested_workers,
         'reset_at', f.reset_at,
+        'restarted_at', f.restarted_at,
         'memory', f.memory,
         'queue', windlass.observe_queues(p_queues, v_now),
         'refusal', windlass.last_refusal(p_fleet),
@@ -936,7 +939,10 @@ begin
   set status = 'ok', restart_count = 0, last_restart_at = null, restarts = '{}', failed_at = null, failed_reason = null
   where fleet = p_fleet
     and (p_slot is null or slot = p_slot);
-  update windlass.fleets set reset_at = windlass.now() where name = p_fleet;
+  update windlass.fleets
+  set reset_at = windlass.now(),
+      restarted_at = case when p_slot is null then windlass.now() else restarted_at end
+  where name = p_fleet;
   perform windlass.note('SLOTS_RESTARTED', 'restart counts cleared by hand', p_fleet, null, null,
     jsonb_build_object('slot', p_slot));
   return v_count;
