@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from snapshots import Clockwork, apply, beating, of_kind
 from strategies import Scene, paid_scenes, scenes, uncapped
 
-from windlass.model.action import Alert, Delete, DeleteStray, Drain, Fail, FailSlot, Plan, Promote, Spawn
+from windlass.model.action import Action, Alert, Delete, DeleteStray, Drain, Fail, FailSlot, Plan, Promote, Spawn
 from windlass.model.cost import Spending
 from windlass.model.machine import MachineState
 from windlass.model.snapshot import WorkerView
@@ -26,6 +26,19 @@ always = settings(
 often = settings(always, max_examples=500)
 
 
+def unforeseen(first: Plan, second: Plan) -> list[Action]:
+    """What comes second and does not follow from what was done first: where that made the fleet smaller, those who were
+    told to leave need not be doubted any more if they are not listed, and strays may have become the most."""
+    leaving = {action.worker_id for action in of_kind(first.actions, Drain)}
+    is_smaller = bool(of_kind(first.actions, Delete))
+    return [
+        action
+        for action in second.actions
+        if not (isinstance(action, Delete) and action.code == "DRAINED" and action.worker_id in leaving)
+        and not (isinstance(action, Alert) and action.code == "TOO_MANY_STRAYS" and is_smaller)
+    ]
+
+
 @often
 @given(st.one_of(scenes(), paid_scenes()))
 def test_planning_again_after_its_own_actions_gives_nothing(scene: Scene) -> None:
@@ -34,9 +47,9 @@ def test_planning_again_after_its_own_actions_gives_nothing(scene: Scene) -> Non
     if first.is_cut_short:
         # What a cap left for later, in the same direction, is all that may follow.
         going_on = Spawn if not of_kind(first.actions, Drain) else Drain
-        assert all(isinstance(action, going_on | DeleteStray) for action in second.actions), second.actions
+        assert all(isinstance(action, going_on | DeleteStray) for action in unforeseen(first, second)), second.actions
     else:
-        assert second.actions == (), second.actions
+        assert unforeseen(first, second) == [], second.actions
 
 
 @often
@@ -48,7 +61,7 @@ def test_a_moment_later_nothing_more_is_wanted(scene: Scene) -> None:
         return
     after = apply(first, scene.snapshot, scene.fleet)
     later = plan(replace(after, now=after.now + timedelta(milliseconds=1)), scene.fleet)
-    assert later.actions == (), later.actions
+    assert unforeseen(first, later) == [], later.actions
 
 
 @settings(always, max_examples=60)
