@@ -37,8 +37,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example that takes long on a busy machine says nothing about the product.
-# And a failure in CI is a failure at home: every run tries the same. (By itself Hypothesis also tries constants of whatever
-# modules are loaded, which would differ by what ran before.)
+# And a failure in CI is a failure at home: every run tries the same. (By itself Hypothesis also tries constants of
+# whatever modules are loaded, which would differ by what ran before.)
 hypothesis_providers._get_local_constants = lambda: hypothesis_providers._local_constants
 hypothesis.settings.register_profile("windlass", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("windlass")
