@@ -111,6 +111,14 @@ async def hire(provider: RunpodProvider, slot: int = 0) -> Machine:
             await asyncio.sleep(0.05)
 
 
+async def has_port(provider: RunpodProvider, machine: Machine) -> None:
+    """Wait until it is listed with one: the time to prepare it counts from then on."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while provider._endpoint(provider._account.last_seen(machine.id) or {}) is None:
+            await asyncio.sleep(0.05)
+            await provider.list_machines()
+
+
 async def test_a_good_pod_is_looked_over_and_its_worker_started_with_what_it_needs(place: Place) -> None:
     async with place.provider(checks=("python3 -c 'import json'", "command -v windlass")) as provider:
         machine = await hire(provider)
@@ -209,6 +217,7 @@ async def test_each_failure_has_its_own_code_and_says_what_was_said(
     place.emulator.faults.next_pod(**luck)
     async with place.provider(**ssh) as provider:
         machine = await hire(provider)
+        await has_port(provider, machine)
         with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: .*{words}") as caught:
             await provider.prepare(machine, None, unheard)
     assert caught.value.code == code

@@ -55,6 +55,9 @@ max_workers = 1
 """
 
 
+DELIVERED = 'windlass_alert_messages_total{outcome="delivered",receiver="webhook"}'
+
+
 class Outside:
     """Everybody whom it talks to: takes alerts and traces."""
 
@@ -165,9 +168,13 @@ async def _watch(outside: Outside, store: PostgresReadingStore, log: Callable[[]
             return any(alert["code"] == "DEAD_LETTERS" for alert in outside.alerts)
 
         await until(told, "the dead letter is told")
-        metrics = (await browser.get("/metrics")).text
+
+        async def counted() -> str | None:
+            metrics = (await browser.get("/metrics")).text
+            return metrics if f"{DELIVERED} 1.0" in metrics else None
+
+        metrics = await until(counted, "its delivery is counted")
         assert 'windlass_workers{fleet="default",status="active"} 1.0' in metrics
-        assert 'windlass_alert_messages_total{outcome="delivered",receiver="webhook"} 1.0' in metrics
 
         async def sampled() -> bool:
             return bool((await browser.get("/api/v1/fleets/default/history")).json())
