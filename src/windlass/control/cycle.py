@@ -95,6 +95,8 @@ class FleetCycle:
         self._unlisted: tuple[str, float] | None = None
         # The fleet is to end: everybody is let go and nobody hired, whatever waits.
         self.is_winding_down = False
+        # One of many programs that end after it: how far apart they are is the pace. A gap of our own is an outage.
+        self.is_single = False
 
     def _now(self) -> datetime | None:
         """The database's time, reckoned from when it was last read."""
@@ -224,6 +226,7 @@ class FleetCycle:
             listed_at=seen.now - timedelta(seconds=self._clock[1] - listing),
             traits=self._traits(),
             is_winding_down=self.is_winding_down,
+            memory=seen.memory if self.is_single else replace(seen.memory, gaps_s=()),
             preparing=self._actor.preparing,
             # What is stored with the cycle is read by many: the environment of workers may hold secrets.
             settings=self._config.model_copy(
@@ -392,6 +395,7 @@ async def run_once(
     problems: list[Exception] = []
     try:
         for cycle in cycles:
+            cycle.is_single = True
             try:
                 summaries.append(await cycle.run())
             except DatabaseUnavailable:
