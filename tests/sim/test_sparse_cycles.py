@@ -74,3 +74,17 @@ def test_cycles_too_far_apart_for_any_window_let_an_idle_server_go_as_soon_as_th
         assert await cron.lives_s() <= 3 * HOUR_S + 60
 
     run(story())
+
+
+@pytest.mark.parametrize("is_single", [True, False], ids=["of cron, they are its pace", "of one program, outages"])
+def test_gaps_between_cycles_are(is_single: bool) -> None:
+    async def story() -> None:
+        cron = Cron(every_s=300)
+        lasting = FleetCycle("red", FLEET, cron.store, cron.project.provider(), Candidate("up", 30.0), cron.rng)
+        for _ in range(4):
+            await (cron.tick() if is_single else lasting.run())
+            await asyncio.sleep(cron.every_s)
+        (fleet,) = await cron.store.fleets()
+        assert fleet.next_plan_in_s == pytest.approx(300 if is_single else FLEET.poll_interval_s, abs=5)
+
+    run(story())

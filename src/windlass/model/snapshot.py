@@ -204,7 +204,8 @@ class Memory:
     cycle: int = 0
     # When the last plan was made. A long gap since then means that we, or the database, were away.
     planned_at: datetime | None = None
-    # How far apart the last plans were, the newest last; not those that something brought about before their time.
+    # How far apart the last plans were, the newest last; not those that something brought about before their time. Kept
+    # only from one single cycle to the next: of one program that plans again and again a gap is an outage.
     gaps_s: tuple[float, ...] = ()
     # How long after it the next one is due. None: it was to be the last, because the fleet is wound down.
     next_plan_in_s: float | None = None
