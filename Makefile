@@ -22,7 +22,7 @@ check: setup
 
 # A thousand random histories of each cloud: some twenty minutes on two cores.
 histories: setup
-	WINDLASS_SEEDS=1000 $(BIN)/pytest -n 2 -q tests/sim/test_runpod_histories.py tests/sim/test_hetzner_histories.py
+	WINDLASS_SEEDS=1000 $(BIN)/pytest -n 2 -q tests/simulator/test_runpod_histories.py tests/simulator/test_hetzner_histories.py
 
 bench: bench-queue bench-control bench-api bench-live bench-engine
 

@@ -25,27 +25,27 @@ import asyncpg
 
 from bench.control import FILL_QUEUE, FINISHED, FLEET, QUEUED, Still, fill
 from bench.figures import percentile, table
-from windlass.api.app import make_app
-from windlass.api.doorbell import Doorbell
-from windlass.api.face import Face, Shown
-from windlass.api.live import Live
-from windlass.api.metrics import Metrics
-from windlass.api.server import listen, serving
 from windlass.cli.logs import configure_logs
-from windlass.control.alarm import Alarm
+from windlass.control.alerting import AlertManager
 from windlass.control.cycle import FleetCycle
 from windlass.control.explain import tell
-from windlass.model.access import API_PREFIX, Role, hash_of, new_token
+from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
 from windlass.ports.control import Candidate
-from windlass.store.access import PostgresAccessStore
-from windlass.store.alarm import PostgresAlarmStore
+from windlass.server.app import make_app
+from windlass.server.context import AppContext, DashboardContext
+from windlass.server.event_stream import OverviewFeed
+from windlass.server.long_poll import LongPollHub
+from windlass.server.metrics import Metrics
+from windlass.server.server import listen, serving
+from windlass.store.alerts import PostgresAlertStore
+from windlass.store.auth import PostgresAuthStore
 from windlass.store.control import PostgresControlStore
+from windlass.store.dashboard_queries import PostgresQueryStore
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
-from windlass.store.reading import PostgresReadingStore
-from windlass.wire.face import face_stores, take_samples
+from windlass.wiring.http_server import face_stores, take_samples
 
 WORKERS = 1_000
 CYCLE_INTERVAL_S = 1.0
@@ -85,12 +85,12 @@ async def serve(dsn: str) -> None:
     async with (
         face_stores(dsn) as (machines, people),
         PostgresControlStore(dsn) as own,
-        PostgresAlarmStore(dsn, max_connections=2) as told,
+        PostgresAlertStore(dsn, max_connections=2) as told,
     ):
         await people.create_token("bench", Role.VIEWER, hash_of(token))
         listener = listen("127.0.0.1", 0)
-        live = Live(people, lambda: frozenset({FLEET}))
-        alarm = Alarm(told, [], dead_letters_allowed=0, leader_grace_s=60.0)
+        live = OverviewFeed(people, lambda: frozenset({FLEET}))
+        alarm = AlertManager(told, [], dead_letters_allowed=0, leader_grace_s=60.0)
         cycle = FleetCycle(FLEET, config, own, Still(WORKERS), Candidate("bench", 600), random.Random(1))
         beside = [asyncio.create_task(work) for work in (take_samples(people, live), alarm.run())]
         async with serving(make_app(_face(machines, people, live, config)), listener):
@@ -103,14 +103,16 @@ async def serve(dsn: str) -> None:
                 await asyncio.sleep(max(0.0, CYCLE_INTERVAL_S - took_s))
 
 
-def _face(machines: PostgresAccessStore, people: PostgresReadingStore, live: Live, config: FleetConfig) -> Face:
+def _face(
+    machines: PostgresAuthStore, people: PostgresQueryStore, live: OverviewFeed, config: FleetConfig
+) -> AppContext:
     async def no_cycle() -> list[dict[str, Any]]:
         return []
 
-    return Face(
+    return AppContext(
         store=machines,
         access=machines,
-        doorbell=Doorbell(machines.wait_for_work),
+        long_poll_hub=LongPollHub(machines.wait_for_work),
         fleet={FLEET: config}.get,
         worker_defaults=WorkerConfig(),
         max_payload_bytes=1 << 20,
@@ -119,7 +121,7 @@ def _face(machines: PostgresAccessStore, people: PostgresReadingStore, live: Liv
         pulses=dict,
         run_cycle=no_cycle,
         wheel=lambda: None,
-        shown=Shown(
+        shown=DashboardContext(
             store=people,
             live=live,
             explain=lambda what: tell(people, what),

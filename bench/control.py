@@ -143,7 +143,7 @@ async def first_claim(dsn: str, folder: Path, rounds: int) -> list[float]:
             while await connection.fetchval("select finished_at is null from windlass.tasks where id = $1", task_id):
                 await asyncio.sleep(0.005)
             for worker in await store.workers():
-                await store.end_worker(worker.id, "the round is over")
+                await store.terminate_worker(worker.id, "the round is over")
             while await connection.fetchval(
                 "select count(*) from windlass.workers where fleet = 'first' and status <> 'terminated'"
             ):

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import rate_table
-from windlass.engine.head import HeadAddress, kept_head
 from windlass.model.ray import RaySettings
 from windlass.model.task import new_task
+from windlass.ray.head import HeadAddress, kept_head
 from windlass.store.embedded import EmbeddedPostgres
-from windlass.store.engine import PostgresEngineStore
 from windlass.store.migrate import migrate
+from windlass.store.ray import PostgresRayStore
 
 FLEET = "bench"
 TIMEOUT_S = 300.0
@@ -47,7 +47,7 @@ async def main() -> None:
         folder.chmod(0o711)
         with EmbeddedPostgres(folder / "data") as postgres:
             await migrate(postgres.dsn)
-            async with kept_head() as head, PostgresEngineStore(postgres.dsn) as store:
+            async with kept_head() as head, PostgresRayStore(postgres.dsn) as store:
                 print(await _measure(chosen, folder, postgres.dsn, head, store))
 
 

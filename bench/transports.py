@@ -13,24 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windlass.api.app import make_app
-from windlass.api.doorbell import Doorbell
-from windlass.api.face import Face
-from windlass.api.server import listen, serving
 from windlass.cli.logs import configure_logs
-from windlass.model.access import JOIN_PREFIX, WORKER_PREFIX, hash_of, new_token
 from windlass.model.action import Plan
+from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, hash_of, new_token
 from windlass.model.config import Config, WorkerConfig
 from windlass.model.fleet import FleetConfig
-from windlass.model.snapshot import Memory
+from windlass.model.snapshot import PlannerState
 from windlass.model.task import MAX_PAYLOAD_BYTES, Finished, NewTask
 from windlass.model.worker import Registration
 from windlass.ports.control import Candidate, Intent
-from windlass.store.access import PostgresAccessStore
+from windlass.server.app import make_app
+from windlass.server.context import AppContext
+from windlass.server.long_poll import LongPollHub
+from windlass.server.server import listen, serving
+from windlass.store.auth import PostgresAuthStore
 from windlass.store.postgres import PostgresStore
-from windlass.wire import stores
-from windlass.wire.face import MACHINES_CONNECTIONS
-from windlass.worker.http_transport import HttpTransport, Membership
+from windlass.wiring import stores
+from windlass.wiring.http_server import MACHINES_CONNECTIONS
+from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 
 QUEUE = "q"
 FLEET = FleetConfig(queues=(QUEUE,), max_workers=100)
@@ -44,10 +44,11 @@ async def _no_cycle() -> list[dict[str, Any]]:
 
 async def serve(dsn: str) -> None:
     configure_logs("json")
-    async with PostgresAccessStore(dsn, max_connections=MACHINES_CONNECTIONS) as store:
-        doorbell, listener = Doorbell(store.wait_for_work), listen("127.0.0.1", 0)
-        face = Face(
-            store=store, access=store, doorbell=doorbell, fleet=lambda _: FLEET, worker_defaults=WorkerConfig(),
+    async with PostgresAuthStore(dsn, max_connections=MACHINES_CONNECTIONS) as store:
+        long_poll_hub, listener = LongPollHub(store.wait_for_work), listen("127.0.0.1", 0)
+        face = AppContext(
+            store=store, access=store,
+            long_poll_hub=long_poll_hub, fleet=lambda _: FLEET, worker_defaults=WorkerConfig(),
             max_payload_bytes=MAX_PAYLOAD_BYTES, version="bench", ask_database=store.now, pulses=dict,
             run_cycle=_no_cycle, wheel=lambda: None,
         )  # fmt: skip
@@ -59,14 +60,14 @@ async def serve(dsn: str) -> None:
 async def hire(dsn: str, count: int) -> dict[str, str]:
     """Workers that have joined, and their tokens."""
     chance, ourselves, tokens = random.SystemRandom(), Candidate("bench", 3600.0), {}
-    async with PostgresAccessStore(dsn) as store:
+    async with PostgresAuthStore(dsn) as store:
         for slot in range(count):
             name, join = f"w{slot}", new_token(JOIN_PREFIX, chance)
             tokens[name] = new_token(WORKER_PREFIX, chance)
             observed = await store.observe(ourselves, "far", FLEET)
             assert isinstance(observed, tuple)
             intent = Intent(name, slot, "bench", 30.0, join_token_hash=hash_of(join), join_ttl_s=600.0)
-            await store.commit_plan(ourselves, observed[0], observed[1], Plan((), Memory(), "x"), [intent])
+            await store.commit_plan(ourselves, observed[0], observed[1], Plan((), PlannerState(), "x"), [intent])
             await store.activate(name, hash_of(join), hash_of(tokens[name]))
     return tokens
 
@@ -107,7 +108,7 @@ async def main() -> None:
                     names = list(tokens)[:crowd]
                     for what, open_transport in {
                         "database": lambda _: PostgresStore(dsn, max_connections=2),
-                        "http": lambda name: HttpTransport(Membership(name, url, tokens[name]), False),
+                        "http": lambda name: HttpTransport(WorkerCredentials(name, url, tokens[name]), False),
                     }.items():
                         rate = await measure(dsn, open_transport, names)
                         print(f"{crowd} workers over {what:>8}: {rate:6.0f} finish-and-claim a second")

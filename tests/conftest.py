@@ -19,7 +19,7 @@ import hypothesis.internal.conjecture.providers as hypothesis_providers
 import psutil
 import pytest
 
-from servers import (
+from support.postgres_servers import (
     STOP_TIMEOUT_S,
     SYSTEM_POSTGRES,
     UNSAFE_SETTINGS,

@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from windlass.configure import PREFIX
+from windlass.config_loader import PREFIX
 from windlass.model.config import Config
 from windlass.model.fleet import PROVIDER_DEFAULTS, FleetConfig
 from windlass.model.worker import DEFAULT_FLEET, MAX_COUNT

@@ -19,12 +19,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
-from windlass.configure import load_config
+from windlass.config_loader import load_config
 from windlass.model.errors import BadInput, WindlassError
 from windlass.model.event import check_reason
 from windlass.model.task import NewTask, Task, TaskStatus, check_payload_size, new_task
 from windlass.store.postgres import PostgresStore, enqueue_on
-from windlass.wire import stores
+from windlass.wiring import stores
 
 RESULT_POLL_MIN_S = 0.02
 RESULT_POLL_MAX_S = 1.0
@@ -39,7 +39,7 @@ class TaskFailed(WindlassError):
         self.task = task
 
 
-class Connection(Protocol):
+class ClientConnection(Protocol):
     """What is needed of an asyncpg connection."""
 
     async def fetchval(self, query: str, *args: Any) -> Any: ...
@@ -73,7 +73,7 @@ class Client:
         max_attempts: int = 3,
         timeout_s: float | None = None,
         unique_key: str | None = None,
-        connection: Connection | None = None,
+        connection: ClientConnection | None = None,
     ) -> int:
         """Add a task and return its id. With a unique key that is already there: that task's id, unchanged.
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from house import CLOUD_SQL, House, NewPage
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from servers import Server, do_without, reachable_temp_dir
+from support.browser_site import CLOUD_SQL, House, NewPage
+from support.postgres_servers import Server, do_without, reachable_temp_dir
 
 # The machine may be busy with other tests.
 PATIENCE_MS = 20_000

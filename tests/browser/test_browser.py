@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from house import House, NewPage
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from servers import Server, wait_until
+from support.browser_site import House, NewPage
+from support.postgres_servers import Server, wait_until
 from windlass.model.task import TaskStatus
 from windlass.model.worker import WorkerStatus
 

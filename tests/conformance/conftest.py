@@ -6,9 +6,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from over_http import OverHttp, over_http
-from worlds import RETENTION, empty_tables, hire_in_postgres
 
+from support.http_transport_fixture import OverHttp, over_http
+from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
 from windlass.ports.store import Store
 from windlass.store.memory.store import MemoryStore
 from windlass.store.postgres import PostgresStore

@@ -18,20 +18,20 @@ import pytest
 
 from windlass.cost.ledger import settle
 from windlass.model.action import (
-    Acquittal,
     Action,
     Adopt,
-    Alert,
+    AttemptRefund,
     Delete,
-    DeleteStray,
+    DeleteOrphan,
     Drain,
     Fail,
     FailSlot,
     GrowVolume,
     Plan,
     Prepare,
-    Price,
     Promote,
+    RaiseAlert,
+    RecordPrice,
     Requeue,
     Spawn,
 )
@@ -40,9 +40,17 @@ from windlass.model.cost import Bill, PricePart, Span, Spending, Tariff
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
-from windlass.model.snapshot import Failure, Hold, Memory, Refusal, Snapshot, StorageUse, Suspect
+from windlass.model.snapshot import (
+    FailureStreak,
+    Hold,
+    PlannerState,
+    ProviderRefusal,
+    RecentFailure,
+    Snapshot,
+    StorageUse,
+)
 from windlass.model.task import Finished, NewTask, TaskStatus
-from windlass.model.worker import HeldClaim, Recovery, Registration, WorkerKind, WorkerStatus
+from windlass.model.worker import HeldClaim, RecoveredTasks, Registration, WorkerKind, WorkerStatus
 from windlass.ports.control import (
     Candidate,
     Committed,
@@ -54,12 +62,12 @@ from windlass.ports.control import (
     Intent,
     LeaseLost,
     NotDeleted,
+    OrphanDeleted,
     Outcome,
     PreparationFailed,
     PreparationUnclear,
     Prepared,
     Standby,
-    StrayDeleted,
     VolumeGrown,
     VolumeNotGrown,
 )
@@ -161,7 +169,11 @@ class Leader:
         return self.snapshot
 
     async def commit(
-        self, *actions: Action, intents: tuple[Intent, ...] = (), memory: Memory | None = None, decision: str = "so"
+        self,
+        *actions: Action,
+        intents: tuple[Intent, ...] = (),
+        memory: PlannerState | None = None,
+        decision: str = "so",
     ) -> Committed:
         plan = Plan(actions, memory or self.snapshot.memory, decision)
         return await self.store.commit_plan(self.candidate, self.term, self.snapshot, plan, intents)
@@ -278,9 +290,9 @@ async def test_a_plan_of_a_lost_lease_changes_nothing(
         await ann.commit(
             Promote("w0", "heard"),
             Drain("w0", "IDLE", "idle"),
-            Alert("X", "x"),
+            RaiseAlert("X", "x"),
             intents=(intent("w1", 1),),
-            memory=Memory(cycle=9),
+            memory=PlannerState(cycle=9),
         )
     after = await store.events(limit=1000), await store.workers(), await store.cycles("f"), await store.fleets()
     assert after == before
@@ -500,20 +512,20 @@ async def test_hirings_of_the_window_are_seen_and_those_that_broke_in_it(
     await ann.observe()
     await ann.hire(1, 2)
     second = clock()
-    assert [(hiring.at, hiring.has_failed) for hiring in (await ann.observe()).hirings] == [
+    assert [(hiring.at, hiring.has_failed) for hiring in (await ann.observe()).launches] == [
         (first, False), (first, False), (second, False),
     ]  # fmt: skip
     clock.advance(200)
     await ann.observe()
     # Hired before the window, found broken in it.
     await ann.commit(Fail("w0", "SPAWNING_TIMEOUT", "too slow"), Fail("w2", "SPAWNING_TIMEOUT", "too slow"))
-    assert [(hiring.at, hiring.has_failed) for hiring in (await ann.observe()).hirings] == [
+    assert [(hiring.at, hiring.has_failed) for hiring in (await ann.observe()).launches] == [
         (first, True), (second, True),
     ]  # fmt: skip
     clock.advance(299)
-    assert len((await ann.observe()).hirings) == 2
+    assert len((await ann.observe()).launches) == 2
     clock.advance(1)
-    assert (await ann.observe()).hirings == ()
+    assert (await ann.observe()).launches == ()
 
 
 async def test_a_slot_remembers_restarts_within_the_window(
@@ -551,12 +563,12 @@ async def test_tasks_in_the_name_of_the_dead_are_seen_as_orphaned(
 
 
 async def test_a_fleets_memory_comes_back_as_it_was(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    memory = Memory(
+    memory = PlannerState(
         cycle=7,
         scaled_up_at=clock(),
         over_capacity_since=clock(),
         missing_since={"w0": clock()},
-        stray_since={"m0": clock() - timedelta(microseconds=1)},
+        orphan_since={"m0": clock() - timedelta(microseconds=1)},
         hold=Hold("X", "because", clock(), is_total=True),
         policy={"rate": 1.25, "seen": [1, 2], "name": "ü"},
     )
@@ -604,7 +616,7 @@ async def test_failing_gives_tasks_to_others_and_counts_for_the_slot(
     assert len(turn.lost) == 2
     snapshot = await ann.observe()
     assert [slot.restarts for slot in snapshot.slots] == [(clock(),)]
-    assert [hiring.has_failed for hiring in snapshot.hirings] == [True]
+    assert [hiring.has_failed for hiring in snapshot.launches] == [True]
     assert (await ann.commit(Fail("w0", "AGAIN", "again"))).requeued == 0
     assert (await store.worker("w0")).code == "CRASHED"
 
@@ -716,7 +728,7 @@ async def test_a_worker_that_is_heard_was_prepared_whatever_anybody_says(store: 
 
 async def test_a_failed_slot_and_an_alert_are_noted(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
-    await ann.commit(FailSlot(0, "too often"), Alert("SLOT_FAILED", "slot 0 is failed", "w0", "0"))
+    await ann.commit(FailSlot(0, "too often"), RaiseAlert("SLOT_FAILED", "slot 0 is failed", "w0", "0"))
     told = {event.code: event for event in await store.events(limit=1000)}
     assert (told["SLOT_FAILED"].reason, told["SLOT_FAILED"].detail) == ("too often", {"slot": 0})
     assert (told["ALERT"].worker_id, told["ALERT"].detail) == ("w0", {"code": "SLOT_FAILED", "about": "0"})
@@ -725,7 +737,7 @@ async def test_a_failed_slot_and_an_alert_are_noted(store: ControlStores, ann: L
 async def test_what_a_provider_must_do_first_changes_no_worker(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     before = await store.workers()
-    await ann.commit(Delete("w0", "m0", "X", "x"), DeleteStray("m9", "w9", "x"), Spawn(1, "x"))
+    await ann.commit(Delete("w0", "m0", "X", "x"), DeleteOrphan("m9", "w9", "x"), Spawn(1, "x"))
     assert await store.workers() == before
 
 
@@ -813,7 +825,7 @@ async def test_a_refused_creation_is_over_and_only_a_plain_no_is_a_failure(
     worker = await store.worker("w0")
     assert (worker.status, worker.code, worker.reason) == (WorkerStatus.TERMINATED, code, "said no")
     snapshot = await ann.observe()
-    assert [hiring.has_failed for hiring in snapshot.hirings] == [is_failure]
+    assert [hiring.has_failed for hiring in snapshot.launches] == [is_failure]
     assert snapshot.slots == ()
     assert (await ann.commit(intents=(intent("y0", 0),))).granted == {"y0"}
 
@@ -840,7 +852,7 @@ async def test_a_refusal_of_the_whole_fleet_is_seen_until_a_machine_was_had_afte
     await ann.report(Created("w1", machine(1, "w1")))  # at the same moment, so it may have come first
     clock.advance(5)
     await ann.report(CreationRefused("w2", "REFUSED", "a plain no is about one machine"))
-    assert (await ann.observe()).refusal == Refusal(code, "said no", refused_at)
+    assert (await ann.observe()).refusal == ProviderRefusal(code, "said no", refused_at)
     await ann.report(Created("w3", machine(3, "w3")))
     assert (await ann.observe()).refusal is None
 
@@ -907,10 +919,10 @@ async def test_what_could_not_be_deleted_and_strays_are_noted_and_change_nothing
 ) -> None:
     await ann.hire(0)
     before = await store.workers()
-    await ann.report(NotDeleted("w0", "denied"), StrayDeleted(Machine("m7", "w7", MachineState.RUNNING), "nobody's"))
+    await ann.report(NotDeleted("w0", "denied"), OrphanDeleted(Machine("m7", "w7", MachineState.RUNNING), "nobody's"))
     assert await store.workers() == before
     assert await events(store, "w0") == ["WORKER_HIRED", "MACHINE_NOT_DELETED"]
-    assert await events(store, "w7") == ["STRAY_DELETED"]
+    assert await events(store, "w7") == ["ORPHAN_DELETED"]
 
 
 # ------------------------------------------------------------------------------------------------------ transitions
@@ -963,10 +975,10 @@ async def test_a_cycle_is_stored_with_what_it_saw_and_decided(
         Drain("d", "IDLE", "idle"),
         Delete("e", None, "X", "x"),
         Adopt("f", "m1", "found"),
-        DeleteStray("m2", "g", "x"),
+        DeleteOrphan("m2", "g", "x"),
         FailSlot(0, "x"),
         Spawn(1, "x"),
-        Alert("Y", "y"),
+        RaiseAlert("Y", "y"),
     )
     committed = await ann.commit(*actions, decision="hiring 1: 1 waiting")
     stored = await store.cycle(committed.cycle_id)
@@ -987,7 +999,7 @@ async def test_a_cycle_is_stored_with_what_it_saw_and_decided(
 async def test_a_cycle_that_asks_nothing_of_a_provider_is_finished_at_once(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    committed = await ann.commit(Alert("X", "x"))
+    committed = await ann.commit(RaiseAlert("X", "x"))
     assert (await store.cycle(committed.cycle_id)).cycle.finished_at == clock()
 
 
@@ -998,12 +1010,12 @@ async def test_cycles_that_do_nothing_and_say_the_same_are_counted(
     for _ in range(2):
         clock.advance(10)
         await ann.observe()
-        assert (await ann.commit(decision="steady", memory=Memory(cycle=5))).cycle_id == first
+        assert (await ann.commit(decision="steady", memory=PlannerState(cycle=5))).cycle_id == first
     (cycle,) = await store.cycles("f")
     assert (cycle.repeats, cycle.repeated_at) == (2, clock())
     assert (await ann.observe()).memory.cycle == 5
     second = (await ann.commit(decision="other")).cycle_id
-    third = (await ann.commit(Alert("X", "x"), decision="other")).cycle_id
+    third = (await ann.commit(RaiseAlert("X", "x"), decision="other")).cycle_id
     fourth = (await ann.commit(decision="other")).cycle_id
     assert len({first, second, third, fourth}) == 4
     assert [cycle.id for cycle in await store.cycles("f")] == [fourth, third, second, first]
@@ -1141,13 +1153,13 @@ async def test_a_machine_with_a_price_has_a_bill_from_its_creation(
 async def test_a_machine_that_nobody_had_is_in_the_ledger_once(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    stray = replace(PRICED, id="m9", name="nobody", created_at=clock() - timedelta(seconds=30))
+    orphan = replace(PRICED, id="m9", name="nobody", created_at=clock() - timedelta(seconds=30))
     for _ in range(2):
-        await ann.report(StrayDeleted(stray, "nobody's", 60, clock() - timedelta(seconds=10)))
+        await ann.report(OrphanDeleted(orphan, "nobody's", 60, clock() - timedelta(seconds=10)))
     clock.advance(60)
     await settle_all(store)
-    assert await told(store, "worker") == {"stray-m9": (0, 20_000, 0, 40_000)}
-    worker = await store.worker("stray-m9")
+    assert await told(store, "worker") == {"orphan-m9": (0, 20_000, 0, 40_000)}
+    worker = await store.worker("orphan-m9")
     assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "STRAY")
     assert worker.reason == "machine of nobody: nobody's"
 
@@ -1182,11 +1194,11 @@ async def test_a_price_that_comes_to_light_later_is_paid_from_the_machines_creat
     await ann.observe()
     listed = replace(PRICED, created_at=born)
     ann.snapshot = replace(ann.snapshot, machines=(listed,), traits=ProviderTraits(billing_unit_s=3600))
-    await ann.commit(Price("w0", "m0", "known now"))
+    await ann.commit(RecordPrice("w0", "m0", "known now"))
     (view,) = (await ann.observe()).workers
     assert view.bill == Bill(Tariff(3_600_000, "EUR", 3600, PARTS), born)
     ann.snapshot = replace(ann.snapshot, machines=(replace(listed, price_micros_per_hour=1),))
-    await ann.commit(Price("w0", "m0", "dearer"))
+    await ann.commit(RecordPrice("w0", "m0", "dearer"))
     (again,) = (await ann.observe()).workers
     assert again.bill == view.bill, "what was agreed stays"
 
@@ -1436,11 +1448,11 @@ async def test_the_last_one_that_broke_is_seen_with_its_reason(
     assert ann.snapshot.last_failure is None
     await ann.hire(0, 1, 2)
     await ann.commit(Fail("w1", "MACHINE_GONE", "exit code 2"), Drain("w2", "IDLE", "idle"))
-    assert (await ann.observe()).last_failure == Failure("w1", "MACHINE_GONE", "exit code 2", clock())
+    assert (await ann.observe()).last_failure == RecentFailure("w1", "MACHINE_GONE", "exit code 2", clock())
     clock.advance(5)
     await ann.hire(3)
     await ann.report(CreationRefused("w3", "REFUSED", "there is no folder /x"))
-    assert (await ann.observe()).last_failure == Failure("w3", "REFUSED", "there is no folder /x", clock())
+    assert (await ann.observe()).last_failure == RecentFailure("w3", "REFUSED", "there is no folder /x", clock())
 
 
 async def test_a_fleet_says_when_its_last_cycle_was_and_whether_somebody_leads(
@@ -1448,14 +1460,14 @@ async def test_a_fleet_says_when_its_last_cycle_was_and_whether_somebody_leads(
 ) -> None:
     (before,) = await store.fleets()
     assert (before.planned_at, before.next_plan_in_s, before.is_led) == (None, None, True)
-    await ann.commit(memory=Memory(planned_at=clock(), next_plan_in_s=10.0))
+    await ann.commit(memory=PlannerState(planned_at=clock(), next_plan_in_s=10.0))
     clock.advance(29)
     (fleet,) = await store.fleets()
     assert (fleet.planned_at, fleet.next_plan_in_s, fleet.is_led) == (clock() - timedelta(seconds=29), 10.0, True)
-    assert fleet.unattended_s(clock()) is None
+    assert fleet.without_orchestrator_s(clock()) is None
     clock.advance(1)
     (fleet,) = await store.fleets()
-    assert (fleet.is_led, fleet.unattended_s(clock())) == (False, 30.0)
+    assert (fleet.is_led, fleet.without_orchestrator_s(clock())) == (False, 30.0)
 
 
 async def test_what_was_hired_for_the_queue_fulfils_nobodys_wish(store: ControlStores, ann: Leader) -> None:
@@ -1515,10 +1527,10 @@ async def test_the_newest_cycle_that_saw_a_worker_is_found(
 
 async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="f"))
-    assert await store.tasks_at_hand() == {}
+    assert await store.running_tasks() == {}
     ids = [await store.enqueue(NewTask("a")) for _ in range(3)]
     await store.claim("hand", ("a",), 2)
-    assert await store.tasks_at_hand() == {"hand": ids[:2]}
+    assert await store.running_tasks() == {"hand": ids[:2]}
 
 
 async def test_how_many_come_before_a_task(
@@ -1545,10 +1557,10 @@ async def test_queues_in_which_a_task_waits_are_told_from_those_in_which_none_do
     await store.enqueue(NewTask("later", run_after=clock() + timedelta(seconds=9)))
     await store.claim("hand", ("busy",), 1)
     await store.claim("d", ("held",), 1)
-    assert await store.waiting_queues(queues) == {"ready", "held"}
+    assert await store.queues_with_tasks(queues) == {"ready", "held"}
     clock.advance(10)
-    assert await store.waiting_queues(queues) == {"ready", "held", "later"}
-    assert await store.waiting_queues(()) == set()
+    assert await store.queues_with_tasks(queues) == {"ready", "held", "later"}
+    assert await store.queues_with_tasks(()) == set()
 
 
 async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: ControlStores, ann: Leader) -> None:
@@ -1570,20 +1582,20 @@ async def test_a_worker_ended_at_once_loses_its_tasks_and_is_nobodys_failure(sto
     await ann.hire(0)
     task_id = await store.enqueue(NewTask("a"))
     await store.claim("w0", ("a",), 1)
-    assert await store.end_worker("w0", "it annoys me") is True
+    assert await store.terminate_worker("w0", "it annoys me") is True
     worker = await store.worker("w0")
     assert (worker.status, worker.code, worker.reason) == (WorkerStatus.ERROR, "MANUAL", "it annoys me")
     assert (await store.task(task_id)).status is TaskStatus.QUEUED
     snapshot = await ann.observe()
-    assert [hiring.has_failed for hiring in snapshot.hirings] == [False]
+    assert [hiring.has_failed for hiring in snapshot.launches] == [False]
     assert snapshot.slots == ()
-    assert await store.end_worker("w0", "again") is False
-    assert await store.end_worker("nobody", "x") is False
+    assert await store.terminate_worker("w0", "again") is False
+    assert await store.terminate_worker("nobody", "x") is False
 
 
 async def test_a_worker_started_by_hand_that_is_ended_at_once_is_over(store: ControlStores, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="f"))
-    assert await store.end_worker("hand", "x") is True
+    assert await store.terminate_worker("hand", "x") is True
     worker = await store.worker("hand")
     assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "MANUAL")
     assert worker.terminated_at is not None
@@ -1599,7 +1611,7 @@ async def test_a_lost_hired_worker_is_the_orchestrators_to_judge_until_nobody_ha
     task_id = await store.enqueue(NewTask("a"))
     await store.claim("w0", ("a",), 1)
 
-    async def judged_after(seconds: int) -> list[Recovery]:
+    async def judged_after(seconds: int) -> list[RecoveredTasks]:
         for _ in range(seconds // 10):
             clock.advance(10)
             await store.heartbeat("judge")
@@ -1611,14 +1623,14 @@ async def test_a_lost_hired_worker_is_the_orchestrators_to_judge_until_nobody_ha
         assert await judged_after(10) == []
     await store.resign(ANN)
     assert await judged_after(60) == []
-    assert await judged_after(10) == [Recovery("w0", tasks_requeued=1, tasks_failed=0)]
+    assert await judged_after(10) == [RecoveredTasks("w0", tasks_requeued=1, tasks_failed=0)]
     assert (await store.task(task_id)).status is TaskStatus.QUEUED
     # What the control loop finds when it is back: a broken worker, whose slot has counted it.
     snapshot = await ann.observe()
     (broken,) = snapshot.workers
     assert (broken.id, broken.status, broken.code) == ("w0", WorkerStatus.ERROR, "STALE_HEARTBEAT")
     assert [(slot.slot, len(slot.restarts)) for slot in snapshot.slots] == [(0, 1)]
-    assert [hiring.has_failed for hiring in snapshot.hirings] == [True]
+    assert [hiring.has_failed for hiring in snapshot.launches] == [True]
 
 
 async def test_what_is_asked_of_an_unknown_fleet_is_refused(store: ControlStores) -> None:
@@ -1656,7 +1668,7 @@ async def test_a_worker_on_which_tasks_fail_in_a_row_is_a_suspect_with_how_other
     for _ in range(3):
         failed.append(await fail_one(store, "w0"))
         clock.advance(1)
-    assert (await ann.observe()).suspects == (Suspect("w0", since, tuple(failed)),)
+    assert (await ann.observe()).failure_streaks == (FailureStreak("w0", since, tuple(failed)),)
     clock.advance(5)
     # The first comes back: it fails on w1 too. Of the others, w1 completes one; b is completed as well, c is not ours.
     assert await fail_one(store, "w1") == failed[0]
@@ -1665,11 +1677,11 @@ async def test_a_worker_on_which_tasks_fail_in_a_row_is_a_suspect_with_how_other
     await store.finish_and_claim("w1", [Finished(claim.task_id, claim.token, None)], (), 0)
     await do(store, clock, "w1", 1.0, "b")
     await do(store, clock, "w2", 1.0, "c")
-    (suspect,) = (await ann.observe()).suspects
-    assert suspect == Suspect(
+    (suspect,) = (await ann.observe()).failure_streaks
+    assert suspect == FailureStreak(
         "w0", since, tuple(failed), {failed[1]: "w1"}, (failed[0],), others=1, others_completed=2, others_failed=1
     )
-    assert (await ann.observe(FLEET.model_copy(update={"quarantine_min_failures": 4}))).suspects == ()
+    assert (await ann.observe(FLEET.model_copy(update={"quarantine_min_failures": 4}))).failure_streaks == ()
 
 
 async def test_how_others_did_is_seen_beside_a_queue_that_is_far_busier(
@@ -1688,7 +1700,7 @@ async def test_how_others_did_is_seen_beside_a_queue_that_is_far_busier(
     await store.enqueue_many([NewTask("c") for _ in range(600)])
     claims = await store.claim("busy", ("c",), 600)
     await store.finish_and_claim("busy", [Finished(claim.task_id, claim.token, None) for claim in claims], (), 0)
-    (suspect,) = (await ann.observe()).suspects
+    (suspect,) = (await ann.observe()).failure_streaks
     assert (suspect.others, suspect.others_completed) == (1, 1)
 
 
@@ -1712,10 +1724,10 @@ async def test_a_completed_task_ends_a_row_of_failures(
         await store.enqueue(NewTask(queue))
     for _ in range(3):
         await fail_one(store, "w0")
-    assert len((await ann.observe()).suspects) == 1
+    assert len((await ann.observe()).failure_streaks) == 1
     await complete(store, "w0")
     await fail_one(store, "w0")
-    assert (await ann.observe()).suspects == ()
+    assert (await ann.observe()).failure_streaks == ()
 
 
 async def test_the_same_task_again_makes_no_longer_row_and_a_long_one_is_kept_in_part(
@@ -1727,11 +1739,11 @@ async def test_the_same_task_again_makes_no_longer_row_and_a_long_one_is_kept_in
     for _ in range(3):
         assert await fail_one(store, "w0", "b") == again
         clock.advance(60)
-    assert (await ann.observe()).suspects == ()
+    assert (await ann.observe()).failure_streaks == ()
     ids = [await store.enqueue(NewTask("a")) for _ in range(101)]
     for _ in ids:
         await fail_one(store, "w0")
-    (suspect,) = (await ann.observe()).suspects
+    (suspect,) = (await ann.observe()).failure_streaks
     assert suspect.failed == tuple(ids[-100:])
 
 
@@ -1759,8 +1771,8 @@ async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
     assert [claim.task_id for claim in await store.claim("w0", ("a",))] == [at_hand]
     (claim,) = [claim for claim in await store.claim("w1", ("a",), 2) if claim.task_id == others]
     await store.fail("w1", others, claim.token, "no", jitter=0.0)
-    (suspect,) = (await ann.observe()).suspects
-    committed = await ann.commit(Fail("w0", "QUARANTINED", "all fails here", suspect, Acquittal(suspect.since)))
+    (suspect,) = (await ann.observe()).failure_streaks
+    committed = await ann.commit(Fail("w0", "QUARANTINED", "all fails here", suspect, AttemptRefund(suspect.since)))
     assert committed.requeued == 1
     told = {task_id: await store.task(task_id) for task_id in (before, dead, waiting, others, cancelled, at_hand)}
     assert {
@@ -1794,8 +1806,8 @@ async def test_a_task_is_acquitted_on_trial_once_until_a_person_retries_it(store
         assert await fail_one(store, f"w{slot}") == task_id
         (view,) = [view for view in (await ann.observe()).workers if view.id == f"w{slot}"]
         assert view.failing_since is not None
-        acquittal = Acquittal(view.failing_since, is_trial=True)
-        await ann.commit(Fail(f"w{slot}", "QUARANTINED", "another is tried", None, acquittal))
+        attempt_refund = AttemptRefund(view.failing_since, is_trial=True)
+        await ann.commit(Fail(f"w{slot}", "QUARANTINED", "another is tried", None, attempt_refund))
         task = await store.task(task_id)
         assert task is not None
         attempts.append((task.status, task.attempts))
@@ -1839,7 +1851,7 @@ async def test_a_dead_letter_says_on_whom_it_failed_and_who_has_worked_since(
     last = (await store.events(task_id=task_id))[-1]
     assert (last.code, last.reason) == ("TASK_FAILED", "attempt 3 of 9: boom; it failed on w0, w1, w2")
     assert last.detail is not None
-    assert last.detail["failed_on"] == [
+    assert last.detail["failed_attempts"] == [
         {"attempt": 1, "worker_id": "w0", "error_code": "HANDLER_ERROR", "has_worked_since": True},
         {"attempt": 2, "worker_id": "w1", "error_code": "HANDLER_ERROR", "has_worked_since": False},
         {"attempt": 3, "worker_id": "w2", "error_code": "HANDLER_ERROR", "has_worked_since": False},
@@ -1945,9 +1957,9 @@ class Twins:
             for cycle in await self.both("cycles", fleet, 3):
                 await self.both("cycle", cycle.id)
             await self.both("last_cycle_with", fleet, "w0")
-        await self.both("tasks_at_hand")
+        await self.both("running_tasks")
         await self.both("ready_before", 5)
-        await self.both("waiting_queues", ("a", "b", "nowhere"))
+        await self.both("queues_with_tasks", ("a", "b", "nowhere"))
         await self.both("fleets")
         await self.both("open_accounts")
         for by in ("day", "fleet", "queue", "worker", "task"):
@@ -1957,7 +1969,7 @@ class Twins:
 
 
 def quarantine(worker_id: str, since: datetime) -> Fail:
-    return Fail(worker_id, "QUARANTINED", "all fails", Suspect(worker_id, since, (1, 2), {1: "w1"}))
+    return Fail(worker_id, "QUARANTINED", "all fails", FailureStreak(worker_id, since, (1, 2), {1: "w1"}))
 
 
 def _telling(event: Any) -> tuple[str, ...]:
@@ -1992,11 +2004,11 @@ async def live(twins: Twins, rng: Random) -> None:
             lambda: Drain(name(), "IDLE", "idle"),
             lambda: Delete(name(), rng.choice([None, *machines]), "X", "x"),
             lambda: Adopt(name(), rng.choice(machines), "found", rng.random() < 0.5),
-            lambda: Price(name(), rng.choice(machines), "known"),
+            lambda: RecordPrice(name(), rng.choice(machines), "known"),
             lambda: Prepare(name(), rng.choice(machines), "it runs"),
             lambda: FailSlot(rng.randrange(5), "too often"),
             lambda: Spawn(rng.randrange(5), "x"),
-            lambda: Alert("A", "alert"),
+            lambda: RaiseAlert("A", "alert"),
         ]
         return tuple(rng.choice(makers)() for _ in range(rng.choice([0, 0, 1, 2, 3])))
 
@@ -2015,8 +2027,8 @@ async def live(twins: Twins, rng: Random) -> None:
             lambda: CreationRefused(name(), rng.choice(["REFUSED", "NO_CAPACITY", "LIMIT_REACHED"]), "no"),
             lambda: Deleted(name(), rng.choice([None, *machines]), "D", "deleted"),
             lambda: NotDeleted(name(), "denied"),
-            lambda: StrayDeleted(Machine(rng.choice(machines), name(), MachineState.RUNNING), "stray"),
-            lambda: StrayDeleted(replace(priced(), name=name()), "stray", 60, twins.clock()),
+            lambda: OrphanDeleted(Machine(rng.choice(machines), name(), MachineState.RUNNING), "stray"),
+            lambda: OrphanDeleted(replace(priced(), name=name()), "stray", 60, twins.clock()),
             lambda: HostKeySeen(name(), rng.choice(machines), rng.choice(["key 1", "key 2"])),
             lambda: Prepared(name(), rng.choice(machines), rng.choice([None, "key 1", "key 2"])),
             lambda: PreparationFailed(name(), rng.choice(machines), "DISK_FULL", "full", "df", rng.choice([None, "k"])),
@@ -2046,7 +2058,7 @@ async def live(twins: Twins, rng: Random) -> None:
             return
         term, snapshot = twins.seen[fleet]
         snapshot = replace(snapshot, machines=(priced(), priced()), traits=ProviderTraits(billing_unit_s=3600))
-        memory = Memory(cycle=rng.randrange(5), policy={"x": rng.randrange(3)})
+        memory = PlannerState(cycle=rng.randrange(5), policy={"x": rng.randrange(3)})
         decided = Plan(some_actions(), memory, rng.choice(["steady", "hiring"]))
         committed = await twins.both("commit_plan", candidate, term, snapshot, decided, some_intents())
         if isinstance(committed, Committed):
@@ -2091,7 +2103,7 @@ async def live(twins: Twins, rng: Random) -> None:
         lambda: twins.both("restart_slots", rng.choice(["f", "no"]), rng.choice([None, 0, 1])),
         lambda: twins.both("request_workers", rng.choice(["f", "no"]), rng.randrange(-2, 4)),
         lambda: twins.both("pause_fleet", rng.choice(["f", "no"]), rng.random() < 0.3),
-        lambda: twins.both("end_worker", name(), "by hand"),
+        lambda: twins.both("terminate_worker", name(), "by hand"),
         close_accounts,
         close_accounts,
     ]  # fmt: skip

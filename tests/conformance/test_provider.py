@@ -14,9 +14,9 @@ from typing import Protocol
 from uuid import uuid4
 
 import pytest
-from hetzner_world import HetznerWorld
-from runpod_world import RunpodWorld
 
+from support.hetzner_provider_fixture import HetznerWorld
+from support.runpod_provider_fixture import RunpodWorld
 from windlass.model.errors import Ambiguous, Refused, Throttled, Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState
@@ -360,4 +360,4 @@ async def test_preparing_where_there_is_nothing_to_prepare_changes_nothing(provi
 
 async def test_traits_are_times(provider: Provider) -> None:
     traits = provider.traits
-    assert min(traits.absence_grace_s, traits.creation_lateness_s, traits.stray_grace_s) >= 0
+    assert min(traits.absence_grace_s, traits.creation_lateness_s, traits.orphan_grace_s) >= 0

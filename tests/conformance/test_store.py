@@ -14,7 +14,7 @@ import pytest
 
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, new_task
-from windlass.model.worker import HeldClaim, Recovery, Registration, WorkerStatus
+from windlass.model.worker import HeldClaim, RecoveredTasks, Registration, WorkerStatus
 from windlass.policy.backoff import RETRY_CEILING_S, RETRY_FIRST_S, retry_delay_s
 from windlass.ports.store import Store
 
@@ -831,14 +831,14 @@ async def test_registering_again_renews_what_the_worker_says_of_itself(store: St
     )
 
 
-@pytest.mark.parametrize("is_hired", [False, True], ids=["started by hand", "hired"])
+@pytest.mark.parametrize("is_managed", [False, True], ids=["started by hand", "hired"])
 @pytest.mark.parametrize(
     "starts", [("one", "two", "three"), (None, None, None)], ids=["starts with an id", "starts without an id"]
 )
 async def test_a_task_that_kills_a_worker_which_is_always_started_again_ends_as_a_dead_letter(
-    store: Store, hire: Any, clock: Any, starts: tuple[str | None, ...], is_hired: bool
+    store: Store, hire: Any, clock: Any, starts: tuple[str | None, ...], is_managed: bool
 ) -> None:
-    if is_hired:
+    if is_managed:
         await hire("w1", "gpus", 0)
     poison = await add(store, max_attempts=2)
     for start_id, (attempts, status) in zip(
@@ -1070,7 +1070,7 @@ async def test_the_tasks_of_a_lost_worker_go_to_others(store: Store, clock: Any)
     await beat(store, clock, "judge", 30)
     assert await store.recover_lost_workers("judge") == []
     clock.advance(1)
-    assert await store.recover_lost_workers("judge") == [Recovery("lost", tasks_requeued=1, tasks_failed=0)]
+    assert await store.recover_lost_workers("judge") == [RecoveredTasks("lost", tasks_requeued=1, tasks_failed=0)]
     task = await task_of(store, task_id)
     assert (task.status, task.attempts, task.worker_id) == (TaskStatus.QUEUED, 1, None)
     assert (task.error_code, task.error) == ("WORKER_LOST", "worker lost was lost")
@@ -1114,7 +1114,7 @@ async def test_a_worker_that_never_beat_is_judged_by_its_age(store: Store, clock
     await beat(store, clock, "judge", 30)
     assert await store.recover_lost_workers("judge") == []
     clock.advance(0.5)
-    assert await store.recover_lost_workers("judge") == [Recovery("silent", 0, 0)]
+    assert await store.recover_lost_workers("judge") == [RecoveredTasks("silent", 0, 0)]
     worker = await store.worker("silent")
     assert worker is not None
     assert worker.reason == "no heartbeat for 31 s"
@@ -1232,7 +1232,7 @@ async def test_where_nobody_leads_a_lost_hired_worker_loses_its_tasks_and_waits_
     await beat(store, clock, "judge", 30)
     assert await store.recover_lost_workers("judge") == []
     clock.advance(1)
-    assert await store.recover_lost_workers("judge") == [Recovery("h1", tasks_requeued=1, tasks_failed=0)]
+    assert await store.recover_lost_workers("judge") == [RecoveredTasks("h1", tasks_requeued=1, tasks_failed=0)]
     assert await status_of(store, claim) is TaskStatus.QUEUED
     worker = await store.worker("h1")
     assert worker is not None
@@ -1265,7 +1265,7 @@ async def test_upkeep_recovers_and_sweeps(store: Store, clock: Any) -> None:
     await complete(store, claim, "judge")
     left_behind = await claimed(store, "lost")
     await beat(store, clock, "judge", 7200, every_s=10)
-    assert await store.upkeep("judge") == [Recovery("lost", tasks_requeued=1, tasks_failed=0)]
+    assert await store.run_maintenance("judge") == [RecoveredTasks("lost", tasks_requeued=1, tasks_failed=0)]
     assert await store.task(claim.task_id) is None
     assert await status_of(store, left_behind) is TaskStatus.QUEUED
 

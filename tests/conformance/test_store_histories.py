@@ -25,9 +25,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from over_http import OverHttp, over_http
-from worlds import RETENTION, empty_tables, hire_in_postgres
 
+from support.http_transport_fixture import OverHttp, over_http
+from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import typer
-from command_line import CommandLine
 
+from support.command_line import CommandLine
 from windlass import __version__
 from windlass.cli.app import app
 
@@ -126,9 +126,9 @@ def test_a_question_that_is_interrupted_ends_the_command(windlass: CommandLine) 
 
 def test_a_defect_is_one_sentence_and_its_traceback_is_there_for_the_asking(windlass: CommandLine) -> None:
     (windlass.folder / "sitecustomize.py").write_text(
-        "import windlass.configure\n"
+        "import windlass.config_loader\n"
         "def broken(*_, **__): raise KeyError('postgresql://u:hunter2@h/d')\n"
-        "windlass.configure.load_config = broken\n"
+        "windlass.config_loader.load_config = broken\n"
     )
     broken = windlass.with_env(PYTHONPATH=str(windlass.folder))
     done = broken("config", "show")

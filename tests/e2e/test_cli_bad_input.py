@@ -8,7 +8,8 @@ from typing import Any
 
 import asyncpg
 import pytest
-from command_line import CommandLine, Done
+
+from support.command_line import CommandLine, Done
 
 PASSWORD = "hunter2"
 # Nobody listens on port 1.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import CommandLine
 
+from support.command_line import CommandLine
 from windlass.cli.bootstrap import PLACEHOLDER_TOKEN, PLACEHOLDER_URL
 from windlass.model.config import Config
 

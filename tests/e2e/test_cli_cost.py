@@ -7,13 +7,13 @@ from typing import Any
 
 import asyncpg
 import pytest
-from command_line import CommandLine
 
+from support.command_line import CommandLine
 from windlass.cost.ledger import settle
 from windlass.model.action import Plan, Promote
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
-from windlass.model.snapshot import Memory
+from windlass.model.snapshot import PlannerState
 from windlass.model.task import Finished, NewTask
 from windlass.ports.control import Candidate, Created, Deleted, Intent, Standby
 from windlass.store.control import PostgresControlStore
@@ -40,11 +40,11 @@ async def hire(store: PostgresControlStore, clock: Clock, worker_id: str, slot: 
     assert not isinstance(observed, Standby)
     term, seen = observed
     intent = Intent(worker_id, slot, "wanted", 30.0)
-    await store.commit_plan(ANN, term, seen, Plan((), Memory(), "hiring"), [intent])
+    await store.commit_plan(ANN, term, seen, Plan((), PlannerState(), "hiring"), [intent])
     machine = replace(PRICED, id=f"m{slot}", name=worker_id, created_at=clock())
     await store.commit_outcomes(ANN, term, "red", 1, [Created(worker_id, machine, billing_unit_s=3600)], [], None)
     clock.advance(minutes=1)
-    await store.commit_plan(ANN, term, seen, Plan((Promote(worker_id, "heard"),), Memory(), "up"), [])
+    await store.commit_plan(ANN, term, seen, Plan((Promote(worker_id, "heard"),), PlannerState(), "up"), [])
 
 
 async def work(store: PostgresControlStore, clock: Clock, worker_id: str, queue: str, minutes: float) -> None:

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
-from command_line import TIMEOUT_S, CommandLine
 
-from servers import transaction_pooler
+from support.command_line import TIMEOUT_S, CommandLine
+from support.postgres_servers import transaction_pooler
 from windlass.store import migrate
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import LATEST_VERSION, MIGRATIONS

@@ -8,7 +8,8 @@ from typing import Any
 
 import asyncpg
 import pytest
-from command_line import CommandLine
+
+from support.command_line import CommandLine
 
 UNSERVED = "windlass: nobody serves queue q yet: start `windlass worker --queue q`, or add it to a fleet's queues."
 

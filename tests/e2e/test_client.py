@@ -11,9 +11,9 @@ from pathlib import Path
 
 import asyncpg
 import pytest
-from command_line import CommandLine
 
 import windlass
+from support.command_line import CommandLine
 from windlass import Client, NewTask, SyncClient, TaskFailed, TaskStatus, WindlassError, new_task
 from windlass.model.errors import BadInput, DatabaseUnavailable
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_line import CommandLine
 
-from servers import wait_until
+from support.command_line import CommandLine
+from support.postgres_servers import wait_until
 
 TIDY_TIMEOUT_S = 30.0
 

@@ -16,10 +16,10 @@ from uuid import uuid4
 
 import psutil
 import pytest
-from command_line import CommandLine, Done
 
-from crew import PATIENCE_S, is_alive, until
-from windlass.model.record import Cycle, Fleet
+from support.command_line import CommandLine, Done
+from support.worker_harness import PATIENCE_S, is_alive, until
+from windlass.model.cycle import Cycle, Fleet
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import SAME_SIGNAL_S, Worker, WorkerStatus
 from windlass.store.control import PostgresControlStore
@@ -529,7 +529,7 @@ async def test_a_fleet_that_nobody_runs_any_more_is_said_to_be_so_and_is_not_pau
     up = host.up()
     await host.until_workers(1)
     assert "nobody runs" not in host.windlass("status").out
-    assert host.windlass("status", "--json").json["fleets"][0]["unattended_s"] is None
+    assert host.windlass("status", "--json").json["fleets"][0]["without_orchestrator_s"] is None
     await host.end(up)
     first, *_, last = [json.loads(line) for line in host.log().splitlines()]
     assert (first["event"], first["fleets"], last["event"]) == ("up", ["default"], "ended")

@@ -7,14 +7,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
 from test_demo import remains_of
 
-from hetzner_contract import Contract
-from servers import wait_until
-from vendor_contract import Witnessed
-from windlass.cli.demonstration.hetzner import SECOND_BURST, HetznerDemonstration
-from windlass.emulate.exchange import Emulator
+from support.command_line import CommandLine
+from support.hetzner_contract import Contract
+from support.postgres_servers import wait_until
+from support.vendor_contract import Witnessed
+from windlass.demo.hetzner import SECOND_BURST, HetznerDemo
+from windlass_emulators.http import Emulator
 
 TASKS, SERVERS, HOUR_S = 40, 2, 30
 # For an hour of whoever came last and the second hour of somebody who was late; it takes half of that.
@@ -39,7 +39,7 @@ async def test_servers_are_hired_crash_are_replaced_and_leave_before_their_next_
         judges.append(Witnessed(emulator, contract))
         return judges[-1]
 
-    demonstration = HetznerDemonstration(TASKS, SERVERS, told.append, hour_s=HOUR_S, front=judged)
+    demonstration = HetznerDemo(TASKS, SERVERS, told.append, hour_s=HOUR_S, front=judged)
     async with asyncio.timeout(TIMEOUT_S), demonstration.running() as (report, _):
         story = "\n".join(told)
         assert report.problems() == [], story

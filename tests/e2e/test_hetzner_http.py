@@ -6,16 +6,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine, Done
 
-from windlass.emulate.hetzner import HetznerEmulator
-from windlass.emulate.hetzner.settings import Settings
-from windlass.emulate.serve import serving
+from support.command_line import CommandLine, Done
 from windlass.model.errors import Ambiguous, Throttled, Unavailable
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
-from windlass.providers.hetzner.account import Account
+from windlass.providers.hetzner.account import HetznerAccount
 from windlass.providers.hetzner.provider import HetznerProvider
+from windlass_emulators.hetzner import HetznerEmulator
+from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
+from windlass_emulators.serve import serving
 
 TOKEN = "a-good-token"
 # Nobody listens there: the database is another matter.
@@ -24,7 +24,9 @@ NOWHERE = "postgresql://u@127.0.0.1:1/d"
 
 @pytest.fixture
 def emulator() -> HetznerEmulator:
-    return HetznerEmulator(lambda: datetime.now(UTC), Settings(boot_s=0, action_s=0, delete_s=0, token=TOKEN))
+    return HetznerEmulator(
+        lambda: datetime.now(UTC), HetznerEmulatorSettings(boot_s=0, action_s=0, delete_s=0, token=TOKEN)
+    )
 
 
 @pytest.fixture
@@ -112,7 +114,7 @@ def test_the_doctor_warns_of_what_is_out(windlass: CommandLine, emulator: Hetzne
 
 
 async def test_an_api_that_falls_silent_is_given_up_in_time(emulator: HetznerEmulator, endpoint: str) -> None:
-    account = Account(TOKEN, endpoint=endpoint, timeout_s=0.5)
+    account = HetznerAccount(TOKEN, endpoint=endpoint, timeout_s=0.5)
     provider = HetznerProvider(
         "red",
         HetznerSettings(),
@@ -141,7 +143,7 @@ async def test_an_api_that_falls_silent_is_given_up_in_time(emulator: HetznerEmu
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1/v1", "http://nowhere.invalid/v1"])
 async def test_where_nobody_could_be_asked_no_server_can_have_been_made(endpoint: str) -> None:
-    account = Account(TOKEN, endpoint=endpoint, timeout_s=5.0)
+    account = HetznerAccount(TOKEN, endpoint=endpoint, timeout_s=5.0)
     provider = HetznerProvider(
         "red", HetznerSettings(), account, identity="this", render_user_data=lambda _: "#cloud-config\n"
     )

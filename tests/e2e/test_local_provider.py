@@ -23,7 +23,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from crew import is_alive, until
+from support.worker_harness import is_alive, until
 from windlass.control.cycle import FleetCycle
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, Refused
@@ -38,7 +38,7 @@ from windlass.providers.local.processes import Process, ProcFs, send_signal
 from windlass.providers.local.provider import MARK, _children
 from windlass.store.control import PostgresControlStore
 from windlass.store.postgres import PostgresStore
-from windlass.wire import stores
+from windlass.wiring import stores
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+
+from support.command_line import CommandLine
 
 TIMEOUT_S = 60.0
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from crew import Crew, until
+from support.worker_harness import Crew, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Drivers keep a little for each context, and both sides count in whole MiB.

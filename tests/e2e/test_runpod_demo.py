@@ -5,11 +5,11 @@ import asyncio
 
 import pytest
 
-from runpod_contract import Contract
-from vendor_contract import Witnessed
-from windlass.cli.demonstration.runpod import GPUS, RunpodDemonstration
-from windlass.emulate.exchange import Emulator
-from windlass.emulate.runpod.pod_host import find_sshd
+from support.runpod_contract import Contract
+from support.vendor_contract import Witnessed
+from windlass.demo.runpod import GPUS, RunpodDemo
+from windlass_emulators.http import Emulator
+from windlass_emulators.runpod.pod_host import find_sshd
 
 TASKS, PODS = 60, 3
 TIMEOUT_S = 110.0
@@ -28,7 +28,7 @@ async def test_pods_that_do_not_work_are_gone_and_every_second_is_in_the_ledger(
         judges.append(Witnessed(emulator, contract))
         return judges[-1]
 
-    demonstration = RunpodDemonstration(TASKS, PODS, told.append, front=judged)
+    demonstration = RunpodDemo(TASKS, PODS, told.append, front=judged)
     async with asyncio.timeout(TIMEOUT_S), demonstration.running() as (report, _):
         story = "\n".join(told)
         assert report.problems() == [], story

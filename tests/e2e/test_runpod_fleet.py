@@ -11,16 +11,16 @@ from typing import Any
 
 import asyncssh
 import pytest
-from command_line import CommandLine, Done
 
-from crew import until
-from windlass.emulate.runpod import RunpodEmulator, Settings
-from windlass.emulate.runpod.pod_host import RealPodHost, find_sshd
-from windlass.emulate.serve import serving
+from support.command_line import CommandLine, Done
+from support.worker_harness import until
 from windlass.model.event import Event
 from windlass.model.task import TaskStatus, new_task
 from windlass.providers.runpod.naming import fleet_tag
 from windlass.store.control import PostgresControlStore
+from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
+from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd
+from windlass_emulators.serve import serving
 
 KEY = "a-good-key"
 GPU, OTHER_GPU = "NVIDIA L40S", "NVIDIA RTX A5000"
@@ -135,7 +135,7 @@ class Site:
 @pytest.fixture
 async def site(tmp_path: Path, dsn: str) -> AsyncIterator[Site]:
     plenty = {"requests_per_minute": 10**5, "requests_per_hour": 10**6, "requests_per_day": 10**6}
-    settings = Settings(provisioning_s=0.1, starting_s=0.2, runtime_s=0.1, key=KEY, **plenty)
+    settings = RunpodEmulatorSettings(provisioning_s=0.1, starting_s=0.2, runtime_s=0.1, key=KEY, **plenty)
     with RealPodHost(tmp_path / "pods", stop_grace_s=2.0) as host:
         emulator = RunpodEmulator(lambda: datetime.now(UTC), settings, host)
         with serving(emulator) as address:

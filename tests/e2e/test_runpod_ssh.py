@@ -14,19 +14,19 @@ from typing import Any
 import asyncssh
 import pytest
 
-from servers import wait_until
-from windlass.emulate.runpod import RunpodEmulator, Settings
-from windlass.emulate.runpod.pod_host import RealPodHost, find_sshd
-from windlass.emulate.serve import serving
-from windlass.model.access import JOIN_PREFIX
+from support.postgres_servers import wait_until
+from windlass.model.auth import JOIN_PREFIX
 from windlass.model.errors import ConfigError, NotPrepared
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.runpod import RunpodSettings
-from windlass.providers.runpod.account import Account
-from windlass.providers.runpod.limiter import Limiter
-from windlass.providers.runpod.preparing import Preparer
+from windlass.providers.runpod.account import RunpodAccount
+from windlass.providers.runpod.limiter import RunpodLimiter
 from windlass.providers.runpod.provider import RunpodProvider
+from windlass.providers.runpod.provisioning import Preparer
 from windlass.providers.runpod.ssh import Endpoint, Identity, Shell, Unreachable, read_identity
+from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
+from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd
+from windlass_emulators.serve import serving
 
 TIMEOUT_S = 30.0
 GPU = "NVIDIA L40S"
@@ -66,7 +66,7 @@ class Place:
     @asynccontextmanager
     async def provider(self, preparer: Preparer | None = None, **ssh: Any) -> AsyncIterator[RunpodProvider]:
         settings = self.settings(**ssh)
-        account = Account("any", endpoint=f"{self.address}/v2", limiter=Limiter(1e6, 1000))
+        account = RunpodAccount("any", endpoint=f"{self.address}/v2", limiter=RunpodLimiter(1e6, 1000))
         try:
             yield RunpodProvider(
                 "red",
@@ -87,7 +87,9 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path, key_file: Path) -> Iterator[Place]:
-    settings = Settings(provisioning_s=0, starting_s=0, runtime_s=0, requests_per_minute=10**5, requests_per_hour=10**6)
+    settings = RunpodEmulatorSettings(
+        provisioning_s=0, starting_s=0, runtime_s=0, requests_per_minute=10**5, requests_per_hour=10**6
+    )
     with RealPodHost(tmp_path / "pods", stop_grace_s=1.0) as host:
         emulator = RunpodEmulator(lambda: datetime.now(UTC), settings, host)
         with serving(emulator) as address:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from crew import PATIENCE_S, Crew, Hand, is_alive, until
+from support.worker_harness import PATIENCE_S, Crew, Hand, is_alive, until
 from windlass.cli.worker import END_TIMEOUT_S
 from windlass.model.task import Task, TaskStatus
 from windlass.model.worker import WorkerStatus

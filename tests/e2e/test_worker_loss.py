@@ -7,8 +7,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from crew import QUEUE, Crew, Hand, MortalServer, is_alive, until
-from servers import reachable_temp_dir
+from support.postgres_servers import reachable_temp_dir
+from support.worker_harness import QUEUE, Crew, Hand, MortalServer, is_alive, until
 from windlass.model.task import TaskStatus
 from windlass.model.worker import WorkerStatus
 

@@ -8,8 +8,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from crew import Crew, Hand, is_alive, until
-from servers import Server
+from support.postgres_servers import Server
+from support.worker_harness import Crew, Hand, is_alive, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

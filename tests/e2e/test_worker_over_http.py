@@ -9,25 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
 
-from crew import HERE, PROGRAM, QUEUE, Crew, Hand, MortalServer, until
-from servers import reachable_temp_dir
-from windlass.api import gate
-from windlass.api.app import make_app
-from windlass.api.doorbell import Doorbell
-from windlass.api.face import Face
-from windlass.api.server import listen, serving
-from windlass.model.access import API_PREFIX, JOIN_PREFIX, Role, hash_of, new_token
+from support.command_line import CommandLine
+from support.postgres_servers import reachable_temp_dir
+from support.worker_harness import HERE, PROGRAM, QUEUE, Crew, Hand, MortalServer, until
 from windlass.model.action import Fail, Plan
+from windlass.model.auth import API_PREFIX, JOIN_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
-from windlass.model.snapshot import Memory
+from windlass.model.snapshot import PlannerState
 from windlass.model.task import MAX_PAYLOAD_BYTES, TaskStatus
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
 from windlass.ports.control import Candidate, Deleted, Intent
-from windlass.store.access import PostgresAccessStore
+from windlass.server import auth as gate
+from windlass.server.app import make_app
+from windlass.server.context import AppContext
+from windlass.server.long_poll import LongPollHub
+from windlass.server.server import listen, serving
+from windlass.store.auth import PostgresAuthStore
 
 ANN = Candidate("ann", ttl_s=3600.0)
 SETTINGS: dict[str, Any] = {
@@ -46,7 +46,7 @@ class Plane:
 
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
-        self.store = PostgresAccessStore(crew.dsn)
+        self.store = PostgresAuthStore(crew.dsn)
         self.fleet = FleetConfig(**SETTINGS)
         self.port = 0
         self._open = AsyncExitStack()
@@ -57,11 +57,11 @@ class Plane:
     async def open(self) -> None:
         listener = listen("127.0.0.1", self.port)
         self.port = listener.getsockname()[1]
-        doorbell = Doorbell(self.store.wait_for_work)
-        face = Face(
+        long_poll_hub = LongPollHub(self.store.wait_for_work)
+        face = AppContext(
             store=self.store,
             access=self.store,
-            doorbell=doorbell,
+            long_poll_hub=long_poll_hub,
             fleet=lambda _: self.fleet,
             worker_defaults=WorkerConfig(),
             max_payload_bytes=MAX_PAYLOAD_BYTES,
@@ -72,7 +72,7 @@ class Plane:
             wheel=lambda: None,
         )
         await self._open.enter_async_context(serving(make_app(face), listener))
-        self._open.push_async_callback(doorbell.close)
+        self._open.push_async_callback(long_poll_hub.close)
 
     async def _no_cycle(self) -> list[dict[str, Any]]:
         raise TimeoutError
@@ -88,7 +88,7 @@ class Plane:
         intent = Intent(
             worker_id, slot, "wanted", self.fleet.heartbeat_timeout_s, join_token_hash=hash_of(token), join_ttl_s=600.0
         )
-        committed = await self.store.commit_plan(ANN, observed[0], observed[1], Plan((), Memory(), "x"), [intent])
+        committed = await self.store.commit_plan(ANN, observed[0], observed[1], Plan((), PlannerState(), "x"), [intent])
         assert committed.granted
         file = self.crew.folder / f"{worker_id}.json"
         url = f"http://127.0.0.1:{self.port}"
@@ -264,7 +264,7 @@ async def test_a_machine_whose_handler_is_not_there_says_why_and_is_failed_for_i
 # ------------------------------------------------------------------------------------------ workers that nobody hired
 
 
-async def enlist(plane: Plane) -> Hand:
+async def self_register(plane: Plane) -> Hand:
     """`windlass worker --url`, as somebody starts it on a machine of their own."""
     token = new_token(API_PREFIX, random.SystemRandom())
     await plane.store.create_token("anywhere", Role.WORKER, hash_of(token))
@@ -279,7 +279,7 @@ async def names(plane: Plane) -> list[str]:
 
 
 async def test_a_worker_that_nobody_hired_works_over_http_with_an_api_token(plane: Plane) -> None:
-    hand = await enlist(plane)
+    hand = await self_register(plane)
     first = await plane.crew.enqueue(files(plane.crew))
     await until((plane.crew.folder / "running-1").exists, f"the handler runs\n{hand.last_lines()}")
     (name,) = await until(lambda: names(plane), f"its heartbeat\n{hand.last_lines()}")
@@ -287,7 +287,7 @@ async def test_a_worker_that_nobody_hired_works_over_http_with_an_api_token(plan
     assert worker is not None
     assert (worker.fleet, worker.slot) == ("default", None)
     # Somebody ends it: like any worker started by hand it joins again, under a new name.
-    await plane.store.end_worker(name, "by hand")
+    await plane.store.terminate_worker(name, "by hand")
 
     async def is_back() -> bool:
         return bool(await names(plane)) and await names(plane) != [name]
@@ -306,7 +306,7 @@ async def test_a_worker_that_nobody_hired_works_over_http_with_an_api_token(plan
 
 async def test_revoking_the_api_token_ends_the_workers_it_let_in(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "BELIEVED_S", 0.0)
-    hand = await enlist(plane)
+    hand = await self_register(plane)
     await plane.crew.enqueue(files(plane.crew))
     await until((plane.crew.folder / "running-1").exists, f"the handler runs\n{hand.last_lines()}")
     await plane.store.revoke_token("anywhere")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from crew import HERE, PROGRAM
+from support.worker_harness import HERE, PROGRAM
 
 NO_DATABASE = "postgresql://nobody@127.0.0.1:1/nothing"
 SECONDS = 30

@@ -84,7 +84,7 @@ async def main(dsn: str, name: str) -> None:
         poll_interval_s=0.05,
         spawn_timeout_s=0.5,
         # Nothing here ever works: no guard may stop it.
-        min_hirings_for_rate=100_000,
+        min_spawns_for_rate=100_000,
         restart_window_s=0.001,
     )
     async with PostgresControlStore(dsn) as store, asyncpg.create_pool(dsn, min_size=0) as pool:

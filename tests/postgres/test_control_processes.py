@@ -140,7 +140,7 @@ async def _check_books(connection: Any) -> None:
     # From one leader's last sign to the next one's first. What bounds it: the standby looks when the lease it saw runs
     # out (TTL_S after the killed one's last renewal), and then lists. The rest is no promise of ours but patience with
     # this machine: processes that start, and wait for a processor, beside others. In virtual time, where nobody waits
-    # for one, tests/sim/test_succession.py holds it to the lease and half a second.
+    # for one, tests/simulator/test_succession.py holds it to the lease and half a second.
     longest_s = await connection.fetchval(
         """
         select max(extract(epoch from later - at)) from (

@@ -81,7 +81,7 @@ async def round_trips_of_a_life(dsn: str, workers: int) -> list[int]:
         max_workers=workers,
         max_changes_per_cycle=workers,
         heartbeat_timeout_s=30.0,
-        min_hirings_for_rate=10_000,
+        min_spawns_for_rate=10_000,
     )
     counts = []
     async with CountingStore(dsn, virtual_now=clock) as store:

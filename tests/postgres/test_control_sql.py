@@ -13,7 +13,7 @@ from windlass.cost.ledger import settle
 from windlass.model.action import Adopt, Plan, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
-from windlass.model.snapshot import Memory, Snapshot
+from windlass.model.snapshot import PlannerState, Snapshot
 from windlass.ports.control import Candidate, Created, Deleted, Intent, LeaseLost, Standby
 from windlass.store.control import PostgresControlStore
 
@@ -61,7 +61,7 @@ async def test_of_two_leaders_plans_for_the_same_slots_one_gets_each(each_dsn: s
 
         async def hire(who: int) -> frozenset[str]:
             intents = [Intent(f"w{who}-{slot}", slot, "wanted", 30.0) for slot in range(FLEET.max_workers)]
-            plan = Plan(tuple(Spawn(intent.slot, "wanted") for intent in intents), Memory(), f"hiring {who}")
+            plan = Plan(tuple(Spawn(intent.slot, "wanted") for intent in intents), PlannerState(), f"hiring {who}")
             return (await store.commit_plan(ann, term, snapshot, plan, intents)).granted
 
         granted = await asyncio.gather(*(hire(who) for who in range(8)))
@@ -84,7 +84,7 @@ async def test_nobody_takes_the_lead_in_the_middle_of_a_leaders_plan(each_dsn: s
             assert not taking.done()
         assert await taking == 2
         with pytest.raises(LeaseLost):
-            await store.commit_plan(ann, term, snapshot, Plan((), Memory(), "late"), [])
+            await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "late"), [])
 
 
 async def _waits_for_a_lock(dsn: str) -> None:
@@ -104,12 +104,12 @@ async def test_what_a_machine_is_and_costs_is_kept(each_dsn: str, connection: An
     ann = Candidate("ann", 60.0)
     async with PostgresControlStore(each_dsn) as store:
         term, snapshot = await observed(store, ann)
-        await store.commit_plan(ann, term, snapshot, Plan((), Memory(), "x"), [Intent("w0", 0, "wanted", 30.0)])
+        await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), [Intent("w0", 0, "wanted", 30.0)])
         if way == "created":
             await store.commit_outcomes(ann, term, "f", 1, [Created("w0", MACHINE)], [], {})
         else:
             found = replace(snapshot, machines=(replace(MACHINE, id="m0", name="other"), MACHINE))
-            await store.commit_plan(ann, term, found, Plan((Adopt("w0", "m1", "found"),), Memory(), "x"), [])
+            await store.commit_plan(ann, term, found, Plan((Adopt("w0", "m1", "found"),), PlannerState(), "x"), [])
     row = await connection.fetchrow(
         "select machine_id, instance_type, place, price_micros_per_hour, currency from windlass.workers"
     )
@@ -120,8 +120,8 @@ async def test_an_unknown_machine_can_be_adopted(each_dsn: str, connection: Any)
     ann = Candidate("ann", 60.0)
     async with PostgresControlStore(each_dsn) as store:
         term, snapshot = await observed(store, ann)
-        await store.commit_plan(ann, term, snapshot, Plan((), Memory(), "x"), [Intent("w0", 0, "wanted", 30.0)])
-        await store.commit_plan(ann, term, snapshot, Plan((Adopt("w0", "m1", "found"),), Memory(), "x"), [])
+        await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), [Intent("w0", 0, "wanted", 30.0)])
+        await store.commit_plan(ann, term, snapshot, Plan((Adopt("w0", "m1", "found"),), PlannerState(), "x"), [])
     assert await connection.fetchval("select machine_id from windlass.workers") == "m1"
 
 
@@ -131,7 +131,7 @@ async def test_of_many_who_settle_at_once_one_charges(each_dsn: str, connection:
     async with PostgresControlStore(each_dsn, virtual_now=lambda: times[0], max_connections=10) as store:
         term, snapshot = await observed(store, ann)
         intents = [Intent(f"w{slot}", slot, "wanted", 30.0) for slot in range(4)]
-        await store.commit_plan(ann, term, snapshot, Plan((), Memory(), "x"), intents)
+        await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), intents)
         machines = [replace(MACHINE, id=f"m{n}", name=f"w{n}", created_at=now) for n in range(4)]
         made = [Created(machine.name, machine, billing_unit_s=3600) for machine in machines]
         await store.commit_outcomes(ann, term, "f", 1, made, [], {})

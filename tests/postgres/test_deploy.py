@@ -7,8 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from face_bed import bed_of
-from servers import do_without
+from support.api_fixture import bed_of
+from support.postgres_servers import do_without
 from windlass.policy.alerts import ADVICE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -27,7 +27,7 @@ from windlass.model.config import Config
 from windlass.model.errors import ConfigError, DatabaseUnavailable
 from windlass.store import embedded
 from windlass.store.embedded import EmbeddedPostgres, default_data_dir
-from windlass.wire import stores
+from windlass.wiring import stores
 
 LIMIT_S = 60  # for a wait that ends at once unless something is broken
 IS_ROOT = os.geteuid() == 0

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from windlass.model.errors import DatabaseUnavailable
+from windlass.store.dashboard_queries import PostgresQueryStore
 from windlass.store.log_sink import LogSink, PostgresLogStore
-from windlass.store.reading import PostgresReadingStore
 
 
 class Flaky(PostgresLogStore):
@@ -29,7 +29,7 @@ async def store(dsn: str) -> AsyncIterator[Flaky]:
 
 
 async def written(dsn: str) -> list[Any]:
-    async with PostgresReadingStore(dsn) as reading:
+    async with PostgresQueryStore(dsn) as reading:
         return list((await reading.logs_page(limit=500)).rows)[::-1]
 
 

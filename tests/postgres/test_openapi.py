@@ -20,11 +20,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from face_bed import Bed, bed_of
-from windlass.api.server import listen, serving
-from windlass.model.access import Role
+from support.api_fixture import Bed, bed_of
+from windlass.model.auth import Role
 from windlass.model.task import new_task
 from windlass.model.worker import Registration
+from windlass.server.server import listen, serving
 
 EXAMPLES_OF_EACH = 6
 EXAMPLES_OF_WHO_MAY = 2

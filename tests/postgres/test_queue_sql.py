@@ -18,16 +18,16 @@ from uuid import UUID
 import asyncpg
 import pytest
 
-from servers import transaction_pooler
+from support.postgres_servers import transaction_pooler
 from windlass.cli.tasks import _retry_all_failed
 from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch, TooSlow
 from windlass.model.task import Claim, Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.policy.backoff import retry_delay_s
 from windlass.store import listener, postgres
-from windlass.store.examine import check_may_control
+from windlass.store.doctor_checks import check_may_control
+from windlass.store.export_sql import GRANTS
 from windlass.store.postgres import PostgresStore, enqueue_on
-from windlass.store.script import GRANTS
 
 # Far beyond what anything here takes, even on a busy machine.
 LIMIT_S = 30.0
@@ -516,7 +516,7 @@ async def one_of_each_call(connection: Any) -> None:
     await connection.fetch("select windlass.next_run_after('{q,r}')")
 
 
-async def upkeep(connection: Any) -> None:
+async def run_maintenance(connection: Any) -> None:
     """Completed tasks are kept for an hour and dead letters for a month: none of those there are is too old."""
     await connection.fetch("select * from windlass.recover_lost_workers('w')")
     await connection.fetch("select windlass.sweep(3600, 2592000, 3600, 3600, 3600, 3600)")
@@ -531,12 +531,12 @@ async def test_the_cost_of_a_workers_calls_does_not_grow_with_finished_tasks(
     await connection.execute("select windlass.register_worker('w'), windlass.register_worker('busy')")
     for _ in range(8):
         await one_of_each_call(connection)
-        await upkeep(connection)
+        await run_maintenance(connection)
     await other.execute(FILL)
     async with connection.transaction():
         await one_of_each_call(connection)
         read = await read_so_far(connection)
-        await upkeep(connection)
+        await run_maintenance(connection)
         read_for_upkeep = await read_so_far(connection)
     assert read["seq_scan"] == 0
     assert 0 < read["idx_tup_fetch"] < 100
@@ -582,13 +582,13 @@ async def test_the_plans_of_a_workers_calls_scan_no_table(connection: Any, other
     await connection.execute("select windlass.register_worker('w'), windlass.register_worker('busy')")
     for _ in range(8):
         await one_of_each_call(connection)
-        await upkeep(connection)
+        await run_maintenance(connection)
     await other.execute(FILL)
     await other.execute("analyze windlass.tasks")
     for setting in ("log_min_duration = 0", "log_nested_statements = on", "log_level = notice"):
         await connection.execute(f"set auto_explain.{setting}")
     await one_of_each_call(connection)
-    await upkeep(connection)
+    await run_maintenance(connection)
 
     async def is_explained() -> bool:
         return any("windlass.sweep(" in text for text in explained)
@@ -884,7 +884,7 @@ async def every_call(store: PostgresStore) -> list[BaseException | None]:
         store.fail("w1", 1, token, "it broke"),
         store.release("w1", 1, token, "no"),
         store.heartbeat("w1"),
-        store.upkeep("w1"),
+        store.run_maintenance("w1"),
         store.next_run_after(("q",)),
         store.tasks(),
         store.leave("w1", "done"),
@@ -1045,7 +1045,7 @@ async def test_a_producer_needs_no_more_than_its_role(
             "delete from windlass.tasks",
             "select windlass.register_worker('mine')",
             "select windlass.pause_fleet('default', true)",
-            "select windlass.end_worker('w1', 'x')",
+            "select windlass.terminate_worker('w1', 'x')",
         ):
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
                 await sql.execute(refused)
@@ -1079,7 +1079,7 @@ async def test_a_worker_needs_no_more_than_its_role_from_the_first_call_to_the_l
         )
         await connection.execute("update windlass.workers set heartbeat_gapless_since = now() - interval '1 hour'")
         await connection.execute(FINISHED_LONG_AGO, 3)
-        recovered = await hand.upkeep("w1")
+        recovered = await hand.run_maintenance("w1")
         assert [(r.worker_id, r.tasks_requeued) for r in recovered] == [("h1", 1), ("lost", 1)]
         await connection.execute(
             "update windlass.tasks set finished_at = now() - interval '1 year' where worker_id is null"
@@ -1090,7 +1090,7 @@ async def test_a_worker_needs_no_more_than_its_role_from_the_first_call_to_the_l
             "select windlass.enqueue('q')",
             "select windlass.pause_fleet('default', true)",
             "delete from windlass.fleets",
-            "select windlass.take_lease('orchestrator', 'me', 60)",
+            "select windlass.acquire_lease('orchestrator', 'me', 60)",
         ):
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
                 await sql.execute(refused)
@@ -1138,7 +1138,7 @@ async def test_an_acquittal_takes_no_task_that_somebody_began_meanwhile(
     await store.enqueue(NewTask("q", max_attempts=2))
     (old,) = await store.claim("to-blame", ("q",))
     await store.fail("to-blame", old.task_id, old.token, "it broke", retry=False)
-    acquit = "select windlass.acquit_tasks('to-blame', '-infinity', false)"
+    acquit = "select windlass.refund_attempts('to-blame', '-infinity', false)"
     async with stopped_before_it_locks(restricted, connection, other, acquit):
         await store.retry_task(old.task_id)
         (new,) = await store.claim("w1", ("q",))

@@ -12,11 +12,11 @@ import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from windlass.configure import Loaded
+from windlass.config_loader import Loaded
 from windlass.model.config import AlertsConfig, Config, WorkerConfig
 from windlass.model.fleet import FleetConfig
-from windlass.wire import up as wire_up
-from windlass.wire.up import run_up
+from windlass.wiring import up as wire_up
+from windlass.wiring.up import run_up
 
 LIMIT_S = 30.0
 FLEET = FleetConfig(provider="local", exec="true", queues=("nothing-comes",), poll_interval_s=0.2)
@@ -71,7 +71,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
     """Ended in good order."""
     it = Running(config)
     with capture_logs() as it.lines:
-        task = asyncio.create_task(run_up(it.load, lambda _: it.has_begun.set(), is_leaving_workers=False, version="0"))
+        task = asyncio.create_task(run_up(it.load, lambda _: it.has_begun.set(), keeps_workers=False, version="0"))
         try:
             async with asyncio.timeout(LIMIT_S):
                 await it.has_begun.wait()

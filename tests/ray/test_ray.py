@@ -16,15 +16,15 @@ from typing import Any
 import psutil
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from ray_bed import WAIT_S, Bed, head_beside, made_bed, until
 
-from servers import Server
-from windlass.engine.dispatcher import RENEWALS_PER_LEASE
-from windlass.engine.head import HeadAddress
-from windlass.engine.versions import our_versions
+from support.postgres_servers import Server
+from support.ray_fixture import WAIT_S, Bed, head_beside, made_bed, until
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import WorkerKind, WorkerStatus
+from windlass.ray.dispatcher import RENEWALS_PER_LEASE
+from windlass.ray.head import HeadAddress
+from windlass.ray.versions import our_versions
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -344,7 +344,7 @@ async def test_a_cluster_of_others_grows_by_what_waits_and_nodes_that_lack_our_p
     bed: Bed, head: HeadAddress, tmp_path: Path
 ) -> None:
     """Nodes without our labels; the fleet's usual tasks need what none has, those of its queue `q` do not."""
-    from windlass.engine.cluster import Cluster
+    from windlass.ray.cluster import Cluster
 
     own = f"of-{bed.fleet}"
     bed.settings.update({"provider": "ray", "queues": ["q", "g"], "ray.num_gpus": 1, "ray.margin": 2})
@@ -473,7 +473,7 @@ async def test_a_command_is_run_told_to_telemetry_and_ends_with_its_attempt(
 @contextmanager
 def head_that_says(head: HeadAddress, **versions: str) -> Iterator[None]:
     """A head of other versions, as far as anybody asks it."""
-    from windlass.engine.cluster import Cluster
+    from windlass.ray.cluster import Cluster
 
     gcs = Cluster(head.address)._gcs()
     key, space = b"CLUSTER_METADATA", b"cluster"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from windlass.model.alert import Firing, Severity, Watched, WatchedFleet
-from windlass.model.record import Fleet
+from windlass.model.alert import Alert, AlertInputs, FleetAlertInputs, Severity
+from windlass.model.cycle import Fleet
 from windlass.model.snapshot import Hold
 from windlass.policy import stages
 from windlass.policy.alerts import ADVICE, firing
@@ -32,26 +32,26 @@ def watched(
     of_all: tuple[str, ...] = (),
     is_settling: bool = False,
     **seen: Any,
-) -> Watched:
+) -> AlertInputs:
     """`already`: what was told of the fleet; `of_all`: of all of them."""
     told = [
-        Firing(whose, key, key.partition(" ")[0], Severity.WARNING, "as it was")
+        Alert(whose, key, key.partition(" ")[0], Severity.WARNING, "as it was")
         for whose, keys in ((fleet.name, already), (None, of_all))
         for key in keys
     ]
     since = NOW - timedelta(seconds=5) if is_settling else None
-    fleets = (WatchedFleet(fleet, **{"told": {}, **seen}),)
-    return Watched(NOW, leaderless_s, fleets, dead or {}, tuple(told), since)
+    fleets = (FleetAlertInputs(fleet, **{"told": {}, **seen}),)
+    return AlertInputs(NOW, leaderless_s, fleets, dead or {}, tuple(told), since)
 
 
 LONG_AGO = NOW - timedelta(hours=1)
 
 
-def codes(seen: Watched, allowed: int = 0) -> list[tuple[str, str]]:
+def codes(seen: AlertInputs, allowed: int = 0) -> list[tuple[str, str]]:
     return [(problem.key, problem.severity.value) for problem in firing(seen, allowed, GRACE_S)]
 
 
-CASES: dict[str, tuple[Watched, list[tuple[str, str]]]] = {
+CASES: dict[str, tuple[AlertInputs, list[tuple[str, str]]]] = {
     "all is well": (watched(), []),
     "a slot is failed": (watched(told={"SLOT_FAILED 3": "slot 3"}), [("SLOT_FAILED 3", "critical")]),
     "restarts": (watched(told={"SLOT_RESTARTS 3": "x"}), [("SLOT_RESTARTS 3", "warning")]),
@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Watched, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize(("seen", "expected"), CASES.values(), ids=CASES.keys())
-def test_what_is_the_matter(seen: Watched, expected: list[tuple[str, str]]) -> None:
+def test_what_is_the_matter(seen: AlertInputs, expected: list[tuple[str, str]]) -> None:
     assert codes(seen) == expected
 
 

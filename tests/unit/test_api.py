@@ -8,18 +8,18 @@ from uuid import uuid4
 
 import httpx
 import pytest
-from planes import SECRET, TTL_S, WHEEL, Plane, bearer, plane_of
 from structlog.testing import capture_logs
 
-from windlass.api import gate
-from windlass.api.face import FleetPulse
-from windlass.model.access import JOIN_PREFIX, WORKER_PREFIX, Role
+from support.control_planes import SECRET, TTL_S, WHEEL, Plane, bearer, plane_of
+from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, Role
 from windlass.model.config import ApiConfig
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused, UnknownWorker
 from windlass.model.task import Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.ports.http import max_body_bytes
-from windlass.wire.face import is_reading_open
+from windlass.server import auth as gate
+from windlass.server.context import LoopHealth
+from windlass.wiring.http_server import is_reading_open
 
 TOKEN, OTHER_TOKEN = f"{WORKER_PREFIX}{'1' * 64}", f"{WORKER_PREFIX}{'2' * 64}"
 NOWHERE = "postgresql://u:hunter2@db.internal:5432"
@@ -261,11 +261,11 @@ async def test_a_token_nobody_knows_ends_a_worker_too(plane: Plane) -> None:
 
 async def test_a_refusal_that_is_not_the_control_planes_own_does_not_end_a_worker() -> None:
     """A proxy's login page, a load balancer's 410, another server on that port."""
-    from windlass.worker.http_transport import HttpTransport, Membership
+    from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 
     for status, body in [(401, "<html>"), (410, ""), (502, '{"error": "bad gateway"}'), (200, "hello"), (403, "null")]:
         proxy = httpx.MockTransport(lambda _, s=status, b=body: httpx.Response(s, text=b))
-        async with HttpTransport(Membership("w0", "http://127.0.0.1:1", TOKEN), False, proxy) as transport:
+        async with HttpTransport(WorkerCredentials("w0", "http://127.0.0.1:1", TOKEN), False, proxy) as transport:
             with pytest.raises(ControlPlaneUnavailable):
                 await transport.heartbeat("w0")
             with pytest.raises(ControlPlaneUnavailable):
@@ -407,7 +407,7 @@ async def test_it_is_ready_while_its_database_answers_and_its_loop_turns(plane: 
         "fleets": {"gpus": {"is_leader": True, "last_cycle_age_s": 1.0}},
     }
     # Standing by is being ready too.
-    plane.pulses["gpus"] = FleetPulse(is_leader=False, last_cycle_age_s=60.0, limit_s=60.0)
+    plane.pulses["gpus"] = LoopHealth(is_leader=False, last_cycle_age_s=60.0, limit_s=60.0)
     answer = await plane.client.get("/readyz")
     assert (answer.status_code, answer.json()["is_leader"]) == (200, False)
 
@@ -431,7 +431,7 @@ async def test_it_is_not_ready_without(plane: Plane, what: str) -> None:
     if what == "database":
         plane.store.trouble = DatabaseUnavailable(NOWHERE)
     elif what == "loop":
-        plane.pulses["gpus"] = FleetPulse(is_leader=True, last_cycle_age_s=60.1, limit_s=60.0)
+        plane.pulses["gpus"] = LoopHealth(is_leader=True, last_cycle_age_s=60.1, limit_s=60.0)
     else:
         plane.pulses.clear()
     answer = await plane.client.get("/readyz")

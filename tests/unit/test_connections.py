@@ -18,9 +18,9 @@ import psutil
 import pytest
 import structlog
 
-from windlass.api import connections, server
-from windlass.api.connections import FILES_KEPT, MAX_CONNECTIONS, MAX_FILES, Connections, Patience
-from windlass.api.server import MAX_LINES, listen, serving
+from windlass.server import connections, server
+from windlass.server.connections import FILES_KEPT, MAX_CONNECTIONS, MAX_FILES, ConnectionTracker, Timeouts
+from windlass.server.server import MAX_LINES, listen, serving
 
 ROOM = 20
 HALF_A_HEADER = b"GET /healthz HTTP/1.1\r\nHost: here\r\nX-Half:"
@@ -40,15 +40,17 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second for each thing that is waited for."""
-    patience = Patience(header_s=0.5, body_s=0.5, answer_s=0.5)
-    monkeypatch.setattr(server, "Connections", functools.partial(Connections, patience=patience))
+    patience = Timeouts(header_s=0.5, body_s=0.5, answer_s=0.5)
+    monkeypatch.setattr(server, "ConnectionTracker", functools.partial(ConnectionTracker, patience=patience))
 
 
 @pytest.fixture
 def some_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seconds for any part of an answer."""
     monkeypatch.setattr(connections, "TAKEN_BYTES", 1)
-    monkeypatch.setattr(server, "Connections", functools.partial(Connections, patience=Patience(answer_s=2.0)))
+    monkeypatch.setattr(
+        server, "ConnectionTracker", functools.partial(ConnectionTracker, patience=Timeouts(answer_s=2.0))
+    )
 
 
 @pytest.fixture
@@ -270,7 +272,7 @@ def test_the_limit_of_files_is_raised_and_leaves_room_for_everything_else() -> N
     """In a process of its own: the limit is the process's."""
     code = (
         "import resource\n"
-        "from windlass.api.connections import raise_file_limit, room_for_connections\n"
+        "from windlass.server.connections import raise_file_limit, room_for_connections\n"
         "print(room_for_connections())\n"
         "raise_file_limit()\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], room_for_connections())\n"

@@ -11,27 +11,28 @@ from typing import Any
 
 import pytest
 
-from windlass.dashboard import pages, words
+from windlass.dashboard import filters as words
+from windlass.dashboard import pages
+from windlass.dashboard.alerts import attention
 from windlass.dashboard.attempts import attempts_of
-from windlass.dashboard.attention import attention
 from windlass.dashboard.charts import day_bars, fleet_charts, round_up
-from windlass.dashboard.render import Setting, Viewer, assets, in_code, query
+from windlass.dashboard.render import PageContext, Viewer, assets, in_code, query
 from windlass.dashboard.replay import decide_again, knobs
 from windlass.dashboard.slots import MAX_CELLS, SlotMap, slot_map
 from windlass.model.cost import Cost
+from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.node import NodeState, NodeView
-from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, QueueView, Snapshot
 from windlass.model.task import Task, TaskStatus, TaskSummary
 from windlass.model.worker import WorkerKind, WorkerStatus
 from windlass.policy.alerts import LOOK_INTERVAL_S, RESOLVE_AFTER_S
 from windlass.policy.plan import plan
-from windlass.ports.reading import (
+from windlass.ports.queries import (
     Burn,
-    FleetStanding,
+    FleetOverview,
     Leader,
     OpenAlert,
     Overview,
@@ -43,7 +44,7 @@ from windlass.ports.reading import (
 )
 
 NOW = datetime(2026, 11, 15, 18, 30, tzinfo=UTC)
-SETTING = Setting(now=NOW, version="1.0", viewer=Viewer(may_act=True, csrf="secret"))
+SETTING = PageContext(now=NOW, version="1.0", viewer=Viewer(may_act=True, csrf="secret"))
 LIMIT_BYTES = 100_000
 
 
@@ -66,7 +67,7 @@ def fleet(**changed: Any) -> Fleet:
     return Fleet(**{**plain, **changed})
 
 
-def standing(of: Fleet, **changed: Any) -> FleetStanding:
+def standing(of: Fleet, **changed: Any) -> FleetOverview:
     plain: dict[str, Any] = {
         "fleet": of,
         "work": Work(),
@@ -75,17 +76,17 @@ def standing(of: Fleet, **changed: Any) -> FleetStanding:
         "paused": 0,
         "silent": 0,
         "idle": 0,
-        "free_places": 0,
+        "free_slots": 0,
         "decision": "hiring 3: 41 waiting",
         "cycle_id": 7,
         "decided_at": NOW,
         "burn": (),
         "alerts": (),
     }
-    return FleetStanding(**{**plain, **changed})
+    return FleetOverview(**{**plain, **changed})
 
 
-def overview(*standings: FleetStanding, leader: Leader | None = Leader("us", 1, 20.0), alerts: Any = ()) -> Overview:
+def overview(*standings: FleetOverview, leader: Leader | None = Leader("us", 1, 20.0), alerts: Any = ()) -> Overview:
     queues = {name: standing.work for standing in standings for name in standing.fleet.queues}
     return Overview(NOW, standings, queues, tuple(alerts), leader, 0)
 
@@ -293,7 +294,7 @@ def test_machines_of_another_account_can_be_given_up_and_that_they_may_cost_is_s
         assert (matter.restarts, matter.gives_up) == ("renders", True)
         assert matter.advice.endswith("give them up with `windlass restart FLEET`: they may still be charged.")
     # Whoever presses a button that gives them up is asked with that in view.
-    operator = Setting(NOW, "1", Viewer(may_act=True))
+    operator = PageContext(NOW, "1", Viewer(may_act=True))
     for now, told in ((held, 2), (fleet(hold=Hold("FAILURE_RATE", "5 of 6 failed", NOW)), 0)):
         page = pages.overview_page(operator, overview(standing(now)), {}, ())
         assert page.count("Machines that its key does not list are given up: they may still be charged.") == told
@@ -322,9 +323,9 @@ SETTINGS = FleetConfig(queues=("renders",), handler="app:work", max_workers=4)
 SEEN = Snapshot(NOW, "renders", QueueView(queued=8), machines=(), listed_at=NOW, settings=SETTINGS)
 
 
-def stored() -> CycleInFull:
+def stored() -> CycleDetail:
     made = plan(SEEN, SETTINGS)
-    return CycleInFull(Cycle(1, "renders", 1, NOW, NOW, made.decision, made.actions, None, 0, None), SEEN)
+    return CycleDetail(Cycle(1, "renders", 1, NOW, NOW, made.decision, made.actions, None, 0, None), SEEN)
 
 
 def test_deciding_again_with_the_same_settings_comes_to_the_same() -> None:
@@ -471,12 +472,12 @@ def test_no_page_has_a_script_or_a_style_of_its_own() -> None:
 def test_whoever_may_not_act_sees_no_button_that_does() -> None:
     seen = overview(standing(fleet()))
     assert "csrf" in pages.overview_page(SETTING, seen, {}, [])
-    assert "csrf" not in pages.overview_page(Setting(now=NOW, version="1.0"), seen, {}, [])
+    assert "csrf" not in pages.overview_page(PageContext(now=NOW, version="1.0"), seen, {}, [])
 
 
 def test_a_budget_says_how_much_of_it_is_used_and_what_happens_then() -> None:
     spent = Cost(None, "EUR", task_micros=9_000_000)
-    budget = pages.Budget("renders", "day", "EUR", 9_000_000, 10_000_000, "stop-spawning")
+    budget = pages.BudgetView("renders", "day", "EUR", 9_000_000, 10_000_000, "stop-spawning")
     page = pages.cost_page(
         SETTING,
         since=NOW,

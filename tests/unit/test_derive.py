@@ -5,14 +5,14 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from snapshots import GPU, LOCAL, NOW, ago, fleet, machine, snapshot, task, worker
 
+from support.snapshots import GPU, LOCAL, NOW, ago, fleet, machine, snapshot, task, worker
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits
 from windlass.model.node import NodeState, NodeView
 from windlass.model.snapshot import Snapshot, WorkerView
 from windlass.policy.derive import Lifecycle, Presence, WorkerState, derive_worker_state
-from windlass.policy.draft import begin
+from windlass.policy.planning_context import begin
 
 ALL_CODES = {
     "STALE_HEARTBEAT_ACTIVE_TASK",
@@ -619,7 +619,7 @@ BY_HAND = (
         worker(slot=None, created=9000),
         Lifecycle.ACTIVE_READY,
         queued=5,
-        flags={"is_hired": False, "unclaimed_since": None},
+        flags={"is_managed": False, "unclaimed_since": None},
     ),
     Case("so is how long its tasks take", worker(slot=None, running=(task(started=9999),)), Lifecycle.ACTIVE_READY),
     Case(
@@ -651,7 +651,7 @@ def test_a_worker_started_by_hand_is_judged_by_its_silence_alone(case: Case) -> 
 
 # -------------------------------------------------------------------------------------- what a list of machines says
 
-CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, stray_grace_s=60)
+CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, orphan_grace_s=60)
 
 
 def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:

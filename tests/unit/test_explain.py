@@ -10,11 +10,11 @@ import pytest
 from windlass.control.explain import explain_fleet, explain_task, explain_worker, tell
 from windlass.model.action import Delete, Drain, Fail, Promote, Spawn
 from windlass.model.config import Retention
+from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
-from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Hold, RunningView, Snapshot, WorkerView
 from windlass.model.task import NewTask, Task, TaskStatus
 from windlass.model.worker import Registration, Worker, WorkerStatus
@@ -194,7 +194,7 @@ def test_a_worker_that_has_ended_is_explained_by_its_reason_and_its_last_cycle()
     )
     settings = FleetConfig(stuck_timeout_s=4)
     drain = Drain(WORKER.id, "IDLE", "idle 31 s; 0 waiting")
-    seen = CycleInFull(replace(CYCLE, actions=(drain,)), Snapshot(NOW, "renders", workers=(view,), settings=settings))
+    seen = CycleDetail(replace(CYCLE, actions=(drain,)), Snapshot(NOW, "renders", workers=(view,), settings=settings))
     answer = explain_worker(gone, [event("WORKER_TERMINATING", "idle")], cycle=seen).answer
     assert answer[0] == f"Worker {WORKER.id} has ended (IDLE): idle 31 s; 0 waiting."
     assert answer[1].startswith("Cycle 12 saw it as ")
@@ -209,7 +209,7 @@ def test_no_reason_is_told_twice_and_no_sentence_ends_in_two_stops() -> None:
     view = WorkerView(WORKER.id, 0, WorkerStatus.ACTIVE, False, 1, ago(100), machine_id="m", creation="created")
     machine = Machine("m", WORKER.id, MachineState.EXITED, ago(100), note=reason)
     seen = Snapshot(NOW, "renders", workers=(view,), machines=(machine,), settings=FleetConfig())
-    answer = explain_worker(gone, [], cycle=CycleInFull(replace(CYCLE, actions=actions), seen)).answer
+    answer = explain_worker(gone, [], cycle=CycleDetail(replace(CYCLE, actions=actions), seen)).answer
     assert answer == [
         f"Worker {WORKER.id} has ended (MACHINE_GONE): {reason}",
         "Cycle 12 saw it as crashed.",
@@ -222,7 +222,7 @@ def test_whoever_was_not_heard_of_yet_is_not_called_idle() -> None:
     heard = replace(view, status=WorkerStatus.ACTIVE, last_heartbeat=ago(1), activated_at=ago(2))
     for seen, saw in ((view, "spawning_pod_pending."), (heard, "active_ready (heartbeat 1 s old; idle for 0 s).")):
         snapshot = Snapshot(NOW, "renders", workers=(seen,), settings=FleetConfig())
-        answer = explain_worker(WORKER, [], cycle=CycleInFull(CYCLE, snapshot)).answer
+        answer = explain_worker(WORKER, [], cycle=CycleDetail(CYCLE, snapshot)).answer
         assert answer[1] == f"Cycle 12 saw it as {saw}"
 
 
@@ -302,8 +302,8 @@ def test_a_fleet_is_explained_by_its_last_decision_and_all_that_holds_it_back() 
 
 
 def test_cycles_that_decided_the_same_differ_by_what_they_did() -> None:
-    ending = (Promote("a", "x"), Fail("b", "X", "x"), Drain("c", "X", "x"), Delete("d", None, "X", "x"))
-    cycles = [CYCLE, replace(CYCLE, id=11, actions=ending), replace(CYCLE, id=10, actions=(Spawn(0, "x"),) * 2)]
+    exit_reason = (Promote("a", "x"), Fail("b", "X", "x"), Drain("c", "X", "x"), Delete("d", None, "X", "x"))
+    cycles = [CYCLE, replace(CYCLE, id=11, actions=exit_reason), replace(CYCLE, id=10, actions=(Spawn(0, "x"),) * 2)]
     story = explain_fleet(FLEET, cycles, now=NOW)
     assert sorted(text.partition(" needed")[2] for _, text in story.history) == [
         "",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from windlass.model.errors import HandlerNotFound
-from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, kept_error
+from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, truncate_error
 from windlass.worker.handler import RunningTask, kept_exception, load_handler
 
 MODULES = {
@@ -104,8 +104,8 @@ def test_progress_is_a_number_from_0_to_1_and_a_short_text_whatever_a_handler_sa
 
 
 def test_of_a_long_error_both_ends_are_kept() -> None:
-    assert kept_error("cause") == "cause"
-    kept = kept_error("what: " + "x" * 10_000_000 + "cause")
+    assert truncate_error("cause") == "cause"
+    kept = truncate_error("what: " + "x" * 10_000_000 + "cause")
     assert kept.startswith("what: x")
     assert " ... " in kept
     assert kept.endswith("xcause")

@@ -10,15 +10,15 @@ import pytest
 import requests
 from hcloud import APIException
 
-from hetzner_contract import InProcess
-from windlass.emulate.hetzner import HetznerEmulator, Settings
+from support.hetzner_contract import InProcess
 from windlass.model.errors import Throttled
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
 from windlass.providers.hetzner import account as module
-from windlass.providers.hetzner.account import Account
-from windlass.providers.hetzner.limiter import Limiter
+from windlass.providers.hetzner.account import HetznerAccount
+from windlass.providers.hetzner.limiter import HetznerLimiter
 from windlass.providers.hetzner.provider import HetznerProvider
+from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 
 # Nothing here takes so long.
 LIMIT_S = 20.0
@@ -29,7 +29,7 @@ class Slow(InProcess):
 
     def __init__(self) -> None:
         self.emulator = HetznerEmulator(
-            lambda: datetime.now(UTC), Settings(boot_s=0, action_s=0, delete_s=0, server_limit=50)
+            lambda: datetime.now(UTC), HetznerEmulatorSettings(boot_s=0, action_s=0, delete_s=0, server_limit=50)
         )
         super().__init__(self.emulator)
         # The emulator answers one after the other.
@@ -53,13 +53,15 @@ def vendor() -> Iterator[Slow]:
 
 
 @pytest.fixture
-def account(vendor: Slow) -> Iterator[Account]:
-    account = Account("any", endpoint="http://hetzner.test/v1", adapter=vendor, limiter=Limiter(1e6, burst=1000))
+def account(vendor: Slow) -> Iterator[HetznerAccount]:
+    account = HetznerAccount(
+        "any", endpoint="http://hetzner.test/v1", adapter=vendor, limiter=HetznerLimiter(1e6, burst=1000)
+    )
     yield account
     account.close()
 
 
-def provider_of(account: Account, fleet: str = "red") -> HetznerProvider:
+def provider_of(account: HetznerAccount, fleet: str = "red") -> HetznerProvider:
     return HetznerProvider(
         fleet,
         HetznerSettings(),
@@ -76,7 +78,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_creations_without_an_answer_hold_up_no_list(vendor: Slow, account: Account) -> None:
+async def test_creations_without_an_answer_hold_up_no_list(vendor: Slow, account: HetznerAccount) -> None:
     provider = provider_of(account)
     creations = [asyncio.create_task(provider.create(MachineRequest(f"red-{n}-aa", "red", n))) for n in range(32)]
     await until(lambda: vendor.posts == 32)
@@ -87,7 +89,7 @@ async def test_creations_without_an_answer_hold_up_no_list(vendor: Slow, account
 
 
 async def test_a_call_that_never_got_a_thread_was_not_sent_and_says_so(
-    vendor: Slow, account: Account, monkeypatch: pytest.MonkeyPatch
+    vendor: Slow, account: HetznerAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_THREADS", 1)
     monkeypatch.setattr(module, "MAX_WAIT_S", 0.05)
@@ -101,7 +103,9 @@ async def test_a_call_that_never_got_a_thread_was_not_sent_and_says_so(
     assert vendor.posts == 1
 
 
-async def test_the_time_limit_of_a_call_begins_with_the_call(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_limit_of_a_call_begins_with_the_call(
+    account: HetznerAccount, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_THREADS", 1)
     free = threading.Event()
     before = asyncio.create_task(account._run_in_thread(lambda: free.wait(LIMIT_S), LIMIT_S))
@@ -114,7 +118,7 @@ async def test_the_time_limit_of_a_call_begins_with_the_call(account: Account, m
     assert await before
 
 
-async def test_threads_end_with_the_last_who_uses_the_account(account: Account) -> None:
+async def test_threads_end_with_the_last_who_uses_the_account(account: HetznerAccount) -> None:
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetzner")]
 
@@ -127,7 +131,7 @@ async def test_threads_end_with_the_last_who_uses_the_account(account: Account) 
     await until(lambda: not threads())
 
 
-def test_the_sdk_has_its_retries_and_its_session_where_we_turn_them_off(vendor: Slow, account: Account) -> None:
+def test_the_sdk_has_its_retries_and_its_session_where_we_turn_them_off(vendor: Slow, account: HetznerAccount) -> None:
     """A newer one may have moved them, and would then send creations twice, past our limits."""
     client = account.api._client
     assert client._retry_max_retries == 0

@@ -12,14 +12,14 @@ from windlass.model.errors import Refused, Throttled
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice
 from windlass.model.machine import MachineRequest
-from windlass.providers.allowance import PAUSE_FIRST_S, PAUSE_LONGEST_S
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.catalog import in_order, read_prices
-from windlass.providers.hetzner.examine import boot_time
-from windlass.providers.hetzner.limiter import BURST, RATE_PER_S, Limiter
-from windlass.providers.hetzner.problems import Kind, problem_of
-from windlass.providers.runpod.limiter import Limiter as RunpodLimiter
-from windlass.sim.loop import run
+from windlass.providers.hetzner.doctor_checks import boot_time
+from windlass.providers.hetzner.errors import HetznerErrorKind, problem_of
+from windlass.providers.hetzner.limiter import BURST, RATE_PER_S, HetznerLimiter
+from windlass.providers.rate_limiter import PAUSE_FIRST_S, PAUSE_LONGEST_S
+from windlass.providers.runpod.limiter import RunpodLimiter
+from windlass.simulator.loop import run
 
 # ---------------------------------------------------------------------------------------------------------- problems
 
@@ -31,44 +31,44 @@ def said(code: str | int) -> APIException:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (said("resource_unavailable"), Kind.NO_CAPACITY),
-        (said("placement_error"), Kind.NO_CAPACITY),
-        (said("maintenance"), Kind.NO_CAPACITY),
-        (said("resource_limit_exceeded"), Kind.LIMIT),
-        (said("unauthorized"), Kind.DENIED),
-        (said("token_readonly"), Kind.DENIED),
-        (said("forbidden"), Kind.DENIED),
-        (said("uniqueness_error"), Kind.TAKEN),
-        (said("not_found"), Kind.NOT_FOUND),
-        (said("locked"), Kind.BUSY),
-        (said("conflict"), Kind.BUSY),
-        (said("protected"), Kind.PROTECTED),
-        (said("rate_limit_exceeded"), Kind.THROTTLED),
-        (said("invalid_input"), Kind.REFUSED),
-        (said("json_error"), Kind.REFUSED),
-        (said("server_error"), Kind.LOST),
-        (said("unavailable"), Kind.LOST),
-        (said("timeout"), Kind.LOST),
-        (said("bad_gateway"), Kind.LOST),
-        (said("service_error"), Kind.LOST),
-        (said("a_code_of_next_year"), Kind.LOST),
-        (said(401), Kind.DENIED),
-        (said(404), Kind.NOT_FOUND),
-        (said(400), Kind.REFUSED),
-        (said(408), Kind.LOST),
-        (said(429), Kind.THROTTLED),
-        (said(502), Kind.LOST),
-        (said(200), Kind.LOST),
-        (requests.exceptions.ReadTimeout("read"), Kind.LOST),
-        (requests.exceptions.ConnectTimeout("connect"), Kind.LOST),
-        (requests.exceptions.ConnectionError("refused"), Kind.LOST),
-        (requests.exceptions.ChunkedEncodingError("broken"), Kind.LOST),
-        (TimeoutError(), Kind.LOST),
-        (KeyError("server"), Kind.LOST),
+        (said("resource_unavailable"), HetznerErrorKind.NO_CAPACITY),
+        (said("placement_error"), HetznerErrorKind.NO_CAPACITY),
+        (said("maintenance"), HetznerErrorKind.NO_CAPACITY),
+        (said("resource_limit_exceeded"), HetznerErrorKind.LIMIT),
+        (said("unauthorized"), HetznerErrorKind.DENIED),
+        (said("token_readonly"), HetznerErrorKind.DENIED),
+        (said("forbidden"), HetznerErrorKind.DENIED),
+        (said("uniqueness_error"), HetznerErrorKind.TAKEN),
+        (said("not_found"), HetznerErrorKind.NOT_FOUND),
+        (said("locked"), HetznerErrorKind.BUSY),
+        (said("conflict"), HetznerErrorKind.BUSY),
+        (said("protected"), HetznerErrorKind.PROTECTED),
+        (said("rate_limit_exceeded"), HetznerErrorKind.THROTTLED),
+        (said("invalid_input"), HetznerErrorKind.REFUSED),
+        (said("json_error"), HetznerErrorKind.REFUSED),
+        (said("server_error"), HetznerErrorKind.LOST),
+        (said("unavailable"), HetznerErrorKind.LOST),
+        (said("timeout"), HetznerErrorKind.LOST),
+        (said("bad_gateway"), HetznerErrorKind.LOST),
+        (said("service_error"), HetznerErrorKind.LOST),
+        (said("a_code_of_next_year"), HetznerErrorKind.LOST),
+        (said(401), HetznerErrorKind.DENIED),
+        (said(404), HetznerErrorKind.NOT_FOUND),
+        (said(400), HetznerErrorKind.REFUSED),
+        (said(408), HetznerErrorKind.LOST),
+        (said(429), HetznerErrorKind.THROTTLED),
+        (said(502), HetznerErrorKind.LOST),
+        (said(200), HetznerErrorKind.LOST),
+        (requests.exceptions.ReadTimeout("read"), HetznerErrorKind.LOST),
+        (requests.exceptions.ConnectTimeout("connect"), HetznerErrorKind.LOST),
+        (requests.exceptions.ConnectionError("refused"), HetznerErrorKind.LOST),
+        (requests.exceptions.ChunkedEncodingError("broken"), HetznerErrorKind.LOST),
+        (TimeoutError(), HetznerErrorKind.LOST),
+        (KeyError("server"), HetznerErrorKind.LOST),
     ],
     ids=lambda value: str(value.code) if isinstance(value, APIException) else str(value),
 )
-def test_every_answer_has_one_meaning(error: Exception, kind: Kind) -> None:
+def test_every_answer_has_one_meaning(error: Exception, kind: HetznerErrorKind) -> None:
     problem = problem_of(error)
     assert problem.kind is kind
     assert problem.words
@@ -196,7 +196,7 @@ def test_choices_keep_their_order_except_for_those_said_to_be_out() -> None:
 
 def test_a_burst_goes_at_once_and_then_one_goes_at_a_time() -> None:
     async def times() -> list[float]:
-        limiter, loop = Limiter(), asyncio.get_running_loop()
+        limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
         found = []
         for _ in range(BURST + 5):
             await limiter.wait(60)
@@ -210,7 +210,7 @@ def test_a_burst_goes_at_once_and_then_one_goes_at_a_time() -> None:
 
 def test_those_who_wait_go_in_the_order_of_asking() -> None:
     async def order() -> list[int]:
-        limiter, went = Limiter(rate_per_s=1, burst=1), []
+        limiter, went = HetznerLimiter(rate_per_s=1, burst=1), []
 
         async def go(number: int) -> None:
             await limiter.wait(60)
@@ -224,7 +224,7 @@ def test_those_who_wait_go_in_the_order_of_asking() -> None:
 
 def test_whoever_would_wait_too_long_is_told_at_once_and_takes_nothing() -> None:
     async def tell() -> None:
-        limiter = Limiter(rate_per_s=1, burst=1)
+        limiter = HetznerLimiter(rate_per_s=1, burst=1)
         await limiter.wait(0)
         for _ in range(3):
             with pytest.raises(Throttled) as caught:
@@ -237,7 +237,7 @@ def test_whoever_would_wait_too_long_is_told_at_once_and_takes_nothing() -> None
 
 def test_whoever_is_cancelled_gives_its_turn_back() -> None:
     async def cancel() -> float:
-        limiter, loop = Limiter(rate_per_s=1, burst=1), asyncio.get_running_loop()
+        limiter, loop = HetznerLimiter(rate_per_s=1, burst=1), asyncio.get_running_loop()
         await limiter.wait(0)
         waiting = asyncio.create_task(limiter.wait(60))
         await asyncio.sleep(0)
@@ -251,7 +251,7 @@ def test_whoever_is_cancelled_gives_its_turn_back() -> None:
 
 def test_a_429_stops_everybody_and_the_next_one_for_twice_as_long() -> None:
     async def pauses() -> list[float]:
-        limiter, found = Limiter(), []
+        limiter, found = HetznerLimiter(), []
         for _ in range(8):
             limiter.learn(429, {})
             found.append(limiter.pause_s)
@@ -264,9 +264,9 @@ def test_a_429_stops_everybody_and_the_next_one_for_twice_as_long() -> None:
     assert run(pauses()) == [10, 20, 40, 80, 160, PAUSE_LONGEST_S, PAUSE_LONGEST_S, PAUSE_LONGEST_S, 10]
 
 
-@pytest.mark.parametrize("limiter", [Limiter, RunpodLimiter])
+@pytest.mark.parametrize("limiter", [HetznerLimiter, RunpodLimiter])
 def test_a_429_stops_those_who_wait_already_and_one_burst_of_them_is_one_refusal(
-    limiter: Callable[[], Limiter | RunpodLimiter],
+    limiter: Callable[[], HetznerLimiter | RunpodLimiter],
 ) -> None:
     async def storm() -> tuple[list[float], int, float]:
         allowance, loop, sent = limiter(), asyncio.get_running_loop(), []
@@ -293,7 +293,7 @@ def test_a_429_stops_those_who_wait_already_and_one_burst_of_them_is_one_refusal
 
 def test_a_longer_pause_that_the_vendor_asks_for_is_kept() -> None:
     async def pause() -> float:
-        limiter = Limiter()
+        limiter = HetznerLimiter()
         limiter.learn(429, {})
         limiter.learn(429, {"Retry-After": "33"})
         limiter.learn(200, {})  # sent before either
@@ -306,16 +306,16 @@ def test_a_longer_pause_that_the_vendor_asks_for_is_kept() -> None:
 
 def test_deletions_and_lists_go_before_hirings() -> None:
     async def order() -> list[str]:
-        limiter, went = Limiter(rate_per_s=1, burst=1), []
+        limiter, went = HetznerLimiter(rate_per_s=1, burst=1), []
 
         async def go(name: str, *, is_urgent: bool) -> None:
             await limiter.wait(60, is_urgent=is_urgent)
             went.append(name)
 
-        hirings = [asyncio.create_task(go(f"hiring {n}", is_urgent=False)) for n in range(3)]
+        launches = [asyncio.create_task(go(f"hiring {n}", is_urgent=False)) for n in range(3)]
         await asyncio.sleep(0.5)
         deletions = [asyncio.create_task(go(f"deletion {n}", is_urgent=True)) for n in range(2)]
-        await asyncio.gather(*hirings, *deletions)
+        await asyncio.gather(*launches, *deletions)
         return went
 
     assert run(order()) == ["hiring 0", "deletion 0", "deletion 1", "hiring 1", "hiring 2"]
@@ -323,7 +323,7 @@ def test_deletions_and_lists_go_before_hirings() -> None:
 
 def test_the_vendor_may_say_how_long_to_wait() -> None:
     async def pause() -> float:
-        limiter = Limiter()
+        limiter = HetznerLimiter()
         limiter.learn(429, {"Retry-After": "33"})
         return limiter.pause_s
 
@@ -332,7 +332,7 @@ def test_the_vendor_may_say_how_long_to_wait() -> None:
 
 def test_a_very_long_pause_is_known_as_it_was_asked_for_and_what_is_urgent_goes_sooner() -> None:
     async def pause() -> tuple[float, float]:
-        limiter, loop = Limiter(), asyncio.get_running_loop()
+        limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
         limiter.learn(429, {"Retry-After": "3600"})
         asked_s = limiter.pause_s
         await limiter.wait(3600, is_urgent=True)
@@ -343,7 +343,7 @@ def test_a_very_long_pause_is_known_as_it_was_asked_for_and_what_is_urgent_goes_
 
 def test_where_little_is_left_of_the_vendors_allowance_we_take_half() -> None:
     async def waited(headers: dict[str, str]) -> float:
-        limiter, loop = Limiter(), asyncio.get_running_loop()
+        limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
         limiter.learn(200, headers)
         for _ in range(BURST):
             await limiter.wait(600)
@@ -371,7 +371,7 @@ def test_the_doctor_remarks_on_images_that_take_longer_than_a_server_is_given() 
 
 def test_spare_requests_leave_half_a_burst_to_whoever_comes_next() -> None:
     async def spare() -> list[int]:
-        limiter = Limiter()
+        limiter = HetznerLimiter()
         found = [limiter.spare()]
         for _ in range(BURST):
             await limiter.wait(0)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from windlass.configure import load_config
+from windlass.config_loader import load_config
 from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice, HetznerSettings, problem_of_label
-from windlass.wire import providers
+from windlass.wiring import providers
 
 
 @pytest.fixture(autouse=True)

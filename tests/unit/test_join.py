@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planes import SECRET, Plane, plane_of
 
-from windlass.api.server import listen, serving
-from windlass.model.access import JOIN_PREFIX, WORKER_PREFIX, is_token
+from support.control_planes import SECRET, Plane, plane_of
+from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, is_token
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused
+from windlass.server.server import listen, serving
 from windlass.worker import join as module
 from windlass.worker.http_transport import ControlPlane, HttpTransport
 from windlass.worker.join import join, read_join_file
@@ -50,11 +50,11 @@ async def test_joining_leaves_a_token_of_its_own_and_no_join_token(plane: Plane,
     async with on_a_port(plane) as port:
         url = f"http://127.0.0.1:{port}"
         path = write_join_file(tmp_path, worker_id="w0", url=url + "/", join_token=join_token, note="kept")
-        membership, tls, order = await join(path)
-        assert (membership.worker_id, membership.url, tls) == ("w0", url, False)
+        credentials, tls, order = await join(path)
+        assert (credentials.worker_id, credentials.url, tls) == ("w0", url, False)
         assert (order.queues, order.env) == (("a", "b"), {"API_KEY": SECRET})
         assert SECRET not in repr(order)
-        assert membership.token not in repr(membership)
+        assert credentials.token not in repr(credentials)
         assert json.loads(path.read_text()) == {"worker_id": "w0", "url": url + "/", "note": "kept"}
         own = tmp_path / "join.json.token"
         assert is_token(own.read_text(), WORKER_PREFIX)
@@ -64,7 +64,7 @@ async def test_joining_leaves_a_token_of_its_own_and_no_join_token(plane: Plane,
 
         # A restart goes on with it.
         again, _, order_again = await join(path)
-        assert (again, order_again) == (membership, order)
+        assert (again, order_again) == (credentials, order)
 
 
 async def test_a_machine_that_never_got_its_answer_joins_all_the_same(plane: Plane, tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ async def test_a_control_plane_that_is_away_is_waited_for(plane: Plane, tmp_path
         while not plane.store.refusals:
             await asyncio.sleep(0)
         plane.store.trouble = None
-        membership, _, _ = await asyncio.wait_for(joining, 30)
-    assert membership.worker_id == "w0"
+        credentials, _, _ = await asyncio.wait_for(joining, 30)
+    assert credentials.worker_id == "w0"
 
 
 async def test_the_calls_of_a_worker_go_over_one_connection_that_is_kept() -> None:
@@ -231,8 +231,8 @@ async def test_over_https_the_control_plane_must_prove_who_it_is(
         content = {"worker_id": "w0", "url": f"https://localhost:{port}", "join_token": join_token}
         with pytest.raises(ControlPlaneUnavailable, match="certificate verify failed"):
             await join(write_join_file(tmp_path, **content))
-        membership, tls, order = await join(write_join_file(tmp_path, **content, ca_file=str(certificate)))
-        async with HttpTransport(membership, tls) as transport:
+        credentials, tls, order = await join(write_join_file(tmp_path, **content, ca_file=str(certificate)))
+        async with HttpTransport(credentials, tls) as transport:
             assert await transport.order() == order
 
 

@@ -4,14 +4,14 @@ import json
 from random import Random
 from typing import Any
 
-from windlass.control.act import CALL_TIMEOUT_S
 from windlass.control.cycle import FleetCycle
-from windlass.model.access import JOIN_PREFIX, Activation, hash_of, is_token
+from windlass.control.executor import CALL_TIMEOUT_S
+from windlass.model.auth import JOIN_PREFIX, Activation, hash_of, is_token
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.model.task import new_task
 from windlass.ports.control import Candidate
-from windlass.store.memory.access import MemoryAccessStore
+from windlass.store.memory.auth import MemoryAuthStore
 
 TOKEN = hash_of("token")
 
@@ -34,8 +34,8 @@ class Cloud:
     async def close(self) -> None: ...
 
 
-async def hired(clock: Any, *, is_remote: bool) -> tuple[MemoryAccessStore, list[MachineRequest]]:
-    store, cloud = MemoryAccessStore(clock, None, Random(1)), Cloud(is_remote=is_remote)  # noqa: S311
+async def hired(clock: Any, *, is_remote: bool) -> tuple[MemoryAuthStore, list[MachineRequest]]:
+    store, cloud = MemoryAuthStore(clock, None, Random(1)), Cloud(is_remote=is_remote)  # noqa: S311
     config = FleetConfig(queues=("q",), handler="app:work", max_workers=2, spawn_timeout_s=50, policy="threshold")
     await store.enqueue_many(new_task("q") for _ in range(50))
     await FleetCycle("f", config, store, cloud, Candidate("ann", 30.0), Random(7)).run()  # noqa: S311

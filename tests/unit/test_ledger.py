@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from windlass.cost.ledger import SETTLE_AFTER, apportion, estimate, settle
 from windlass.cost.report import By, add_up, forecasts, merged, total
-from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, PricePart, Settlement, Span, Tariff
+from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, PricePart, Settlement, Span, Tariff
 from windlass.policy import billing
 
 T0 = datetime(2026, 3, 1, 10, 20, tzinfo=UTC)
@@ -28,10 +28,10 @@ def account(
     ready: float | None = 60,
     tariff: Tariff = HOURLY,
     settled: float | None = None,
-) -> Account:
+) -> BillingAccount:
     bill = Bill(tariff, T0, None if until is None else at(until), None if settled is None else at(settled))
     done = tuple(Span(id_, f"q{id_ % 2}", at(begun), None if end is None else at(end)) for id_, begun, end in spans)
-    return Account("w", "f", bill, None if ready is None else at(ready), done)
+    return BillingAccount("w", "f", bill, None if ready is None else at(ready), done)
 
 
 def told(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int]:
@@ -80,7 +80,7 @@ def told(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int]:
         ),
     ],
 )
-def test_what_an_hour_was_spent_on(given: Account, expected: dict[str, int]) -> None:
+def test_what_an_hour_was_spent_on(given: BillingAccount, expected: dict[str, int]) -> None:
     closed = settle(given, at(100_000))
     assert told(closed.charges) == expected
     assert closed.settle_at is None
@@ -149,7 +149,7 @@ seconds = st.floats(0, 20_000).map(lambda value: round(value, 6))
 
 
 @st.composite
-def accounts(draw: st.DrawFn) -> Account:
+def accounts(draw: st.DrawFn) -> BillingAccount:
     spans = [
         (id_, min(one, other), max(one, other) + 0.000001)
         for id_, (one, other) in enumerate(draw(st.lists(st.tuples(seconds, seconds), max_size=8)))
@@ -164,7 +164,7 @@ def accounts(draw: st.DrawFn) -> Account:
 
 @always
 @given(accounts())
-def test_the_parts_of_a_life_add_up_to_what_the_provider_charges(given: Account) -> None:
+def test_the_parts_of_a_life_add_up_to_what_the_provider_charges(given: BillingAccount) -> None:
     bill = given.bill
     assert bill.until is not None
     closed = settle(given, bill.until + timedelta(days=1))
@@ -176,7 +176,7 @@ def test_the_parts_of_a_life_add_up_to_what_the_provider_charges(given: Account)
 
 @always
 @given(accounts(), st.lists(st.floats(0, 25_000), max_size=5))
-def test_it_makes_no_difference_when_it_is_closed(given: Account, looks: list[float]) -> None:
+def test_it_makes_no_difference_when_it_is_closed(given: BillingAccount, looks: list[float]) -> None:
     """Hour by hour while it lives, or all at once when it is gone."""
     until = given.bill.until
     assert until is not None
@@ -201,13 +201,13 @@ def test_it_makes_no_difference_when_it_is_closed(given: Account, looks: list[fl
     assert [*charges, *last.charges] == list(at_once.charges)
 
 
-def after(before: Account, closed: Settlement) -> Account:
+def after(before: BillingAccount, closed: Settlement) -> BillingAccount:
     return replace(before, bill=replace(before.bill, settled_until=closed.settled_until))
 
 
 @always
 @given(accounts(), seconds)
-def test_an_estimate_adds_up_to_what_has_begun(given: Account, now_s: float) -> None:
+def test_an_estimate_adds_up_to_what_has_begun(given: BillingAccount, now_s: float) -> None:
     now = at(now_s)
     living = replace(given, bill=replace(given.bill, until=None))
     guessed = sum(charge.amount_micros for charge in estimate(living, now))
@@ -237,9 +237,9 @@ def test_the_month_is_foretold_from_what_is_spent_and_who_is_there() -> None:
     capped = replace(plain, parts=(PricePart(1_000_000, 1_500_000),))
     born = datetime(2026, 3, 31, 21, 45, tzinfo=UTC)
     open_accounts = [
-        Account("a", "f", Bill(plain, born), None),
-        Account("b", "f", Bill(capped, born), None),
-        Account("c", "f", Bill(plain, born, until=born), None),
+        BillingAccount("a", "f", Bill(plain, born), None),
+        BillingAccount("b", "f", Bill(capped, born), None),
+        BillingAccount("c", "f", Bill(plain, born, until=born), None),
     ]
     (told,) = forecasts([Cost(None, "EUR", task_micros=5)], open_accounts, datetime(2026, 3, 1, tzinfo=UTC), now)
     # Each has begun one hour; the next begin at 22:45 and 23:45, and the cap leaves half of the first.

@@ -10,14 +10,14 @@ import pytest
 import structlog
 
 from windlass.cli import logs
-from windlass.configure import load_config, secrets_of
+from windlass.config_loader import load_config, secrets_of
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import Config
 from windlass.model.fleet import FleetConfig
+from windlass.model.redaction import Mask, mask_of, shown_settings
 from windlass.model.runpod import RunpodSettings
-from windlass.model.secrecy import Mask, mask_of, shown_settings
 from windlass.providers.local.logs import log_folder
-from windlass.worker.stderr import Outlet
+from windlass.worker.nonblocking_stderr import NonblockingWriter
 
 DATABASE = "postgresql://app:pa55word@db.internal:5432/app"
 TOKEN = f"wlt_{'a1' * 32}"
@@ -40,7 +40,7 @@ class Written:
 
     def __init__(self, file: Path) -> None:
         self._file = file.open("wb+", buffering=0)
-        self.outlet = Outlet(self._file.fileno())
+        self.outlet = NonblockingWriter(self._file.fileno())
 
     def getvalue(self) -> str:
         assert self.outlet.drain(20.0)

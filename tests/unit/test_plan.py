@@ -5,20 +5,34 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from snapshots import GPU, LOCAL, NOW, ago, apply, fleet, kinds, machine, machines_of, of_kind, snapshot, task, worker
 
+from support.snapshots import (
+    GPU,
+    LOCAL,
+    NOW,
+    ago,
+    apply,
+    fleet,
+    kinds,
+    machine,
+    machines_of,
+    of_kind,
+    snapshot,
+    task,
+    worker,
+)
 from windlass.model.action import (
     Action,
     Adopt,
-    Alert,
     Delete,
-    DeleteStray,
+    DeleteOrphan,
     Drain,
     Fail,
     FailSlot,
     Plan,
-    Price,
     Promote,
+    RaiseAlert,
+    RecordPrice,
     Requeue,
     Spawn,
 )
@@ -30,7 +44,7 @@ from windlass.model.snapshot import Hold, RunningView, SlotView, Snapshot
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import STAGES, plan
 
-CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, stray_grace_s=60)
+CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, orphan_grace_s=60)
 
 
 def only(planned: Plan, kind: type[Action]) -> Any:
@@ -39,7 +53,7 @@ def only(planned: Plan, kind: type[Action]) -> Any:
 
 
 def alerts(planned: Plan) -> list[str]:
-    return [alert.code for alert in of_kind(planned.actions, Alert)]
+    return [alert.code for alert in of_kind(planned.actions, RaiseAlert)]
 
 
 def test_the_stages_stand_in_the_seeds_order() -> None:
@@ -70,25 +84,25 @@ def test_the_stages_stand_in_the_seeds_order() -> None:
     ("seen", "expected"),
     [
         pytest.param(
-            snapshot(worker(status="spawning", vram_mb=1), queued=1), ["Promote"], id="spawning -> active: heard of"
+            snapshot(worker(status="spawning", vram_mb=1), queued=1), ["promote"], id="spawning -> active: heard of"
         ),
         pytest.param(
             snapshot(worker(status="spawning", heartbeat=None), queued=1), [], id="spawning: not heard of yet"
         ),
         pytest.param(
             snapshot(worker(status="spawning", heartbeat=None, created=601)),
-            ["Fail", "Delete"],
+            ["fail", "delete"],
             id="spawning -> error: time-out; cleaned up in the same cycle",
         ),
         pytest.param(
-            snapshot(worker(heartbeat=601)), ["Fail", "Delete"], id="active -> error: health check failure; cleaned up"
+            snapshot(worker(heartbeat=601)), ["fail", "delete"], id="active -> error: health check failure; cleaned up"
         ),
         pytest.param(
-            snapshot(worker(vram_mb=1), idle=30), ["Drain"], id="active -> terminating: idle and above the minimum"
+            snapshot(worker(vram_mb=1), idle=30), ["drain"], id="active -> terminating: idle and above the minimum"
         ),
         pytest.param(
             snapshot(worker(status="terminating", terminating=1)),
-            ["Delete"],
+            ["delete"],
             id="terminating -> terminated: no running tasks",
         ),
         pytest.param(
@@ -98,10 +112,10 @@ def test_the_stages_stand_in_the_seeds_order() -> None:
         ),
         pytest.param(
             snapshot(worker(status="terminating", terminating=600, running=(task(),))),
-            ["Delete", "Spawn"],
+            ["delete", "spawn"],
             id="terminating -> terminated: grace period expired; its task needs somebody",
         ),
-        pytest.param(snapshot(worker(status="error", heartbeat=None)), ["Delete"], id="error -> terminated: clean-up"),
+        pytest.param(snapshot(worker(status="error", heartbeat=None)), ["delete"], id="error -> terminated: clean-up"),
     ],
 )
 def test_transitions(seen: Snapshot, expected: list[str]) -> None:
@@ -111,30 +125,30 @@ def test_transitions(seen: Snapshot, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        pytest.param(snapshot(worker(status="spawning")), ["Promote"], id="starting -> healthy: the first heartbeat"),
+        pytest.param(snapshot(worker(status="spawning")), ["promote"], id="starting -> healthy: the first heartbeat"),
         pytest.param(
             snapshot(worker(status="spawning", created=31, heartbeat=None)),
-            ["Fail", "Delete"],
+            ["fail", "delete"],
             id="starting -> crashed: 30 s without a heartbeat",
         ),
-        pytest.param(snapshot(worker(heartbeat=31)), ["Fail", "Delete"], id="healthy -> crashed: missed heartbeats"),
-        pytest.param(snapshot(worker(), machines=()), ["Fail", "Delete"], id="healthy -> crashed: its process is gone"),
+        pytest.param(snapshot(worker(heartbeat=31)), ["fail", "delete"], id="healthy -> crashed: missed heartbeats"),
+        pytest.param(snapshot(worker(), machines=()), ["fail", "delete"], id="healthy -> crashed: its process is gone"),
         pytest.param(
             snapshot(worker(status="terminating", terminating=29, running=(task(),))), [], id="stopping: 30 s to finish"
         ),
         pytest.param(
             snapshot(worker(status="terminating", terminating=30, running=(task(),))),
-            ["Delete", "Spawn"],
+            ["delete", "spawn"],
             id="stopping for 30 s: ended",
         ),
         pytest.param(
             snapshot(worker(heartbeat=31), queued=1, slots=(SlotView(0, False, (ago(60),) * 3),)),
-            ["Fail", "Delete", "Spawn", "Alert"],
+            ["fail", "delete", "spawn", "alert"],
             id="crashed -> starting: restarted; four crashes in five minutes are told",
         ),
         pytest.param(
-            snapshot(worker(heartbeat=31), queued=1, slots=(SlotView(0, False, (ago(60),) * 5),), hirings=()),
-            ["Fail", "FailSlot", "Delete", "Spawn", "Alert"],
+            snapshot(worker(heartbeat=31), queued=1, slots=(SlotView(0, False, (ago(60),) * 5),), launches=()),
+            ["fail", "fail_slot", "delete", "spawn", "alert"],
             id="crashed -> failed: five restarts in five minutes; another slot takes over",
         ),
         pytest.param(
@@ -166,12 +180,12 @@ def test_a_broken_worker_fails_with_its_code_and_its_machine_is_deleted() -> Non
 
 def test_tasks_of_workers_that_are_no_longer_live_are_requeued_and_somebody_is_hired_for_them() -> None:
     planned = plan(snapshot(orphaned=("long-gone",)), LOCAL)
-    assert kinds(planned) == ["Requeue", "Spawn"]
+    assert kinds(planned) == ["requeue", "spawn"]
     assert only(planned, Requeue).worker_id == "long-gone"
 
 
 def test_a_worker_that_is_heard_and_broken_at_once_is_not_promoted() -> None:
-    assert kinds(plan(snapshot(worker(status="spawning", created=301, vram_mb=0)), GPU)) == ["Fail", "Delete"]
+    assert kinds(plan(snapshot(worker(status="spawning", created=301, vram_mb=0)), GPU)) == ["fail", "delete"]
 
 
 def test_five_restarts_are_granted_and_the_sixth_break_fails_the_slot() -> None:
@@ -195,13 +209,13 @@ def test_slots_are_not_listed_to_find_the_few_that_are_wanted() -> None:
 
 def test_a_failed_slot_stays_empty_until_a_person_says_so() -> None:
     seen = snapshot(queued=5, slots=(SlotView(0, True),))
-    assert kinds(plan(seen, fleet(max_workers=1))) == ["Alert"]
+    assert kinds(plan(seen, fleet(max_workers=1))) == ["alert"]
 
 
 def test_vram_gone_quiet_is_told_once_and_fails_nobody() -> None:
     seen = snapshot(worker(vram_mb=1, vram=121, running=(task(),)))
     planned = plan(seen, GPU)
-    assert planned.actions == (Alert("VRAM_STALE", "no word about its GPU's memory for too long", "w0"),)
+    assert planned.actions == (RaiseAlert("VRAM_STALE", "no word about its GPU's memory for too long", "w0"),)
     assert plan(apply(planned, seen, GPU), GPU).actions == ()
 
 
@@ -233,7 +247,7 @@ def test_a_provider_that_does_not_list_for_three_cycles_is_told_of() -> None:
 
 def test_a_worker_just_told_to_leave_is_not_ended_before_a_claim_under_way_would_show() -> None:
     assert plan(snapshot(worker(status="terminating", terminating=0.4)), LOCAL).actions == ()
-    assert kinds(plan(snapshot(worker(status="terminating", terminating=0.5)), LOCAL)) == ["Delete"]
+    assert kinds(plan(snapshot(worker(status="terminating", terminating=0.5)), LOCAL)) == ["delete"]
 
 
 @pytest.mark.parametrize(
@@ -308,14 +322,14 @@ def test_an_unanswered_creation_is_adopted_when_its_machine_is_found_and_doubles
     planned = plan(snapshot(unanswered, machines=listed, queued=1, traits=CLOUD), LOCAL)
     assert planned.actions == (
         Adopt("w0", "first", "found for a creation that was never answered"),
-        DeleteStray("second", "w0", "a double of first"),
+        DeleteOrphan("second", "w0", "a double of first"),
     )
 
 
 def test_a_price_that_was_not_known_when_the_machine_was_made_is_taken_from_the_list() -> None:
     listed = machine("w0", price_micros_per_hour=6_400, currency="EUR")
     planned = plan(snapshot(worker(), machines=(listed,), traits=CLOUD), LOCAL)
-    assert planned.actions == (Price("w0", "m-w0", "what its machine costs is known now"),)
+    assert planned.actions == (RecordPrice("w0", "m-w0", "what its machine costs is known now"),)
     known = replace(worker(), bill=Bill(Tariff(6_400, "EUR"), ago(100)))
     assert plan(snapshot(known, machines=(listed,), traits=CLOUD), LOCAL).actions == ()
 
@@ -330,7 +344,7 @@ def test_an_unanswered_creation_keeps_its_slot_until_a_list_settles_it() -> None
 def test_an_unanswered_creation_without_a_machine_frees_its_slot_and_counts_as_no_restart() -> None:
     unanswered = worker(status="spawning", heartbeat=None, machine_id=None, created=120, creation="ambiguous")
     planned = plan(snapshot(unanswered, queued=1, machines=(), traits=CLOUD), fleet(spawn_timeout_s=600))
-    assert kinds(planned) == ["Delete", "Spawn"]
+    assert kinds(planned) == ["delete", "spawn"]
     assert only(planned, Delete).code == "NO_MACHINE_ID"
 
 
@@ -347,38 +361,38 @@ def test_a_broken_worker_whose_machine_is_not_known_waits_for_a_list() -> None:
 def test_a_machine_that_does_not_go_is_told_of(asked_s: float, is_told: bool) -> None:
     broken = worker(status="error", code="X", reason="broken")
     first = plan(snapshot(broken, traits=CLOUD), LOCAL)
-    assert first.memory.ending_since == {"m-w0": NOW}
-    again = plan(snapshot(broken, traits=CLOUD, memory={"ending_since": {"m-w0": ago(asked_s)}}), LOCAL)
-    assert [alert.code for alert in of_kind(again.actions, Alert)] == ["NOT_DELETED"] * is_told
+    assert first.memory.terminating_since == {"m-w0": NOW}
+    again = plan(snapshot(broken, traits=CLOUD, memory={"terminating_since": {"m-w0": ago(asked_s)}}), LOCAL)
+    assert [alert.code for alert in of_kind(again.actions, RaiseAlert)] == ["NOT_DELETED"] * is_told
     # One that has lost our tags is in no list, and is paid for all the same.
-    unlisted = snapshot(broken, machines=(), traits=CLOUD, memory={"ending_since": {"m-w0": ago(asked_s)}})
-    assert [alert.code for alert in of_kind(plan(unlisted, LOCAL).actions, Alert)] == ["NOT_DELETED"] * is_told
-    gone = plan(snapshot(machines=(), traits=CLOUD, memory={"ending_since": {"m-w0": ago(900)}}), LOCAL)
-    assert gone.memory.ending_since == {}
+    unlisted = snapshot(broken, machines=(), traits=CLOUD, memory={"terminating_since": {"m-w0": ago(asked_s)}})
+    assert [alert.code for alert in of_kind(plan(unlisted, LOCAL).actions, RaiseAlert)] == ["NOT_DELETED"] * is_told
+    gone = plan(snapshot(machines=(), traits=CLOUD, memory={"terminating_since": {"m-w0": ago(900)}}), LOCAL)
+    assert gone.memory.terminating_since == {}
 
 
 def test_a_machine_of_ours_without_a_worker_is_deleted_after_its_grace() -> None:
-    stray = machine("nobody")
-    first = plan(snapshot(machines=(stray,), traits=CLOUD), LOCAL)
+    orphan = machine("nobody")
+    first = plan(snapshot(machines=(orphan,), traits=CLOUD), LOCAL)
     assert first.actions == ()
-    assert first.memory.stray_since == {"m-nobody": NOW}
-    for since, expected in ((59, []), (60, ["DeleteStray"])):
-        seen = snapshot(machines=(stray,), traits=CLOUD, memory={"stray_since": {"m-nobody": ago(since)}})
+    assert first.memory.orphan_since == {"m-nobody": NOW}
+    for since, expected in ((59, []), (60, ["delete_orphan"])):
+        seen = snapshot(machines=(orphan,), traits=CLOUD, memory={"orphan_since": {"m-nobody": ago(since)}})
         assert kinds(plan(seen, LOCAL)) == expected
 
 
 def test_strays_take_up_room_until_they_are_gone() -> None:
     config = fleet(max_workers=2)
     for machines in ((machine("nobody"),), None):
-        seen = snapshot(queued=9, machines=machines, traits=CLOUD, memory={"stray_since": {"m-nobody": ago(5)}})
-        assert kinds(plan(seen, config)) == ["Spawn"]
+        seen = snapshot(queued=9, machines=machines, traits=CLOUD, memory={"orphan_since": {"m-nobody": ago(5)}})
+        assert kinds(plan(seen, config)) == ["spawn"]
     ended = snapshot(queued=9, machines=(machine("nobody", "exited"),), traits=CLOUD)
-    assert kinds(plan(ended, config)) == ["Spawn", "Spawn"], "one that has exited is not billed"
+    assert kinds(plan(ended, config)) == ["spawn", "spawn"], "one that has exited is not billed"
 
 
 def test_a_machine_missing_from_a_lagging_list_is_waited_for_and_then_its_worker_is_replaced() -> None:
     view = worker(heartbeat=20, running=(task(),))
-    for since, expected in ((None, []), (59, []), (60, ["Fail", "Delete", "Spawn"])):
+    for since, expected in ((None, []), (59, []), (60, ["fail", "delete", "spawn"])):
         memory = {} if since is None else {"missing_since": {"w0": ago(since)}}
         assert kinds(plan(snapshot(view, machines=(), traits=CLOUD, memory=memory), LOCAL)) == expected
 
@@ -417,7 +431,7 @@ def silent(count: int, of: int, **rest: Any) -> Snapshot:
 def test_when_too_many_fall_silent_at_once_nothing_is_touched(count: int, of: int, is_held: bool) -> None:
     planned = plan(silent(count, of, queued=3), fleet(max_workers=20))
     if is_held:
-        assert kinds(planned) == ["Alert"]
+        assert kinds(planned) == ["alert"]
         assert planned.hold is not None
         assert (planned.hold.code, planned.hold.is_total) == ("TOO_MANY_DEAD", True)
         assert planned.decision == f"holding: {count} of {of} workers fell silent at once"
@@ -451,7 +465,7 @@ def test_cycles_farther_apart_than_heartbeats_may_be_still_find_the_dead() -> No
     """`windlass cycle` from cron, once a minute."""
     first = plan(silent(1, 1, memory={"planned_at": ago(60)}), LOCAL)
     second = plan(silent(1, 1, memory={"planned_at": ago(60), "doubted_since": ago(60)}), LOCAL)
-    assert (kinds(first), kinds(second)) == (["Alert"], ["Fail", "Delete", "Spawn"])
+    assert (kinds(first), kinds(second)) == (["alert"], ["fail", "delete", "spawn"])
 
 
 def test_a_total_hold_is_not_hidden_by_a_lesser_one() -> None:
@@ -481,7 +495,7 @@ def test_a_list_in_doubt_settles_no_unanswered_creation() -> None:
     views = [worker(f"w{n}", n, heartbeat=20, running=(task(n),)) for n in range(4)]
     unanswered = worker("w9", 9, "spawning", heartbeat=None, machine_id=None, created=500, creation="ambiguous")
     seen = snapshot(*views, unanswered, machines=(), traits=CLOUD)
-    assert kinds(plan(seen, fleet(max_workers=20, spawn_timeout_s=600))) == ["Alert"]
+    assert kinds(plan(seen, fleet(max_workers=20, spawn_timeout_s=600))) == ["alert"]
 
 
 def test_machines_of_workers_that_were_told_to_leave_do_not_make_a_list_shrink() -> None:
@@ -505,7 +519,7 @@ def test_a_hold_keeps_the_time_it_began() -> None:
     ("seen", "expected"),
     [
         pytest.param(snapshot(worker("h", None), idle=9999), [], id="idle for hours"),
-        pytest.param(snapshot(worker("h", None, created=9999), queued=3), ["Spawn"] * 3, id="never claims"),
+        pytest.param(snapshot(worker("h", None, created=9999), queued=3), ["spawn"] * 3, id="never claims"),
         pytest.param(snapshot(worker("h", None, running=(task(started=9999),))), [], id="at one task for hours"),
         pytest.param(snapshot(worker("h", None, is_paused=True)), [], id="paused"),
         pytest.param(
@@ -553,8 +567,8 @@ def test_the_row_of_a_worker_started_by_hand_that_is_over_is_closed_without_touc
 
 def test_a_silent_worker_started_by_hand_breaks_no_slot_and_counts_against_no_fleet() -> None:
     planned = plan(snapshot(worker("h", None, heartbeat=31, running=(task(),))), LOCAL)
-    assert kinds(planned) == ["Fail", "Delete", "Spawn"]
-    assert planned.memory.guard.broken_starts == 0
+    assert kinds(planned) == ["fail", "delete", "spawn"]
+    assert planned.memory.guard.failed_starts == 0
 
 
 def test_a_machine_named_like_a_worker_started_by_hand_is_left_alone() -> None:
@@ -579,7 +593,7 @@ def test_every_action_prints_as_a_sentence() -> None:
 def test_nobody_is_hired_and_let_go_in_one_plan() -> None:
     views = [worker(f"w{n}", n) for n in range(3)]
     planned = plan(snapshot(*views, requested=2, idle=900), fleet(max_workers=10))
-    assert set(kinds(planned)) == {"Spawn"}
+    assert set(kinds(planned)) == {"spawn"}
 
 
 def test_a_fleet_at_rest_stays_at_rest() -> None:
@@ -626,7 +640,7 @@ def test_a_fleet_that_is_wound_down_lets_everybody_hired_go_at_once_and_hires_no
         worker("hand", None),
     )
     config = fleet(min_workers=2, max_workers=8, max_changes_per_cycle=1)
-    planned = plan(snapshot(*views, is_winding_down=True, **seen), config)
+    planned = plan(snapshot(*views, is_shutting_down=True, **seen), config)
     drains = of_kind(planned.actions, Drain)
     assert [drain.worker_id for drain in drains] == ["busy", "idle", "paused", "starting"]
     assert {drain.code for drain in drains} == {"WOUND_DOWN"}
@@ -637,7 +651,7 @@ def test_a_fleet_that_is_wound_down_lets_everybody_hired_go_at_once_and_hires_no
 # ------------------------------------------------------------------------------------------------------------- strays
 
 
-def strays(count: int) -> tuple[Machine, ...]:
+def orphans(count: int) -> tuple[Machine, ...]:
     return tuple(machine(f"nobody-{n}") for n in range(count))
 
 
@@ -652,19 +666,19 @@ def strays(count: int) -> tuple[Machine, ...]:
 )
 def test_machines_without_a_worker_are_ended_unless_they_are_most_of_all(count: int, own: int, ended: int) -> None:
     views = [worker(f"w{n}", n, running=(task(n),)) for n in range(own)]
-    planned = plan(snapshot(*views, machines=(*machines_of(views), *strays(count))), fleet(max_workers=20))
-    assert len(of_kind(planned.actions, DeleteStray)) == ended
+    planned = plan(snapshot(*views, machines=(*machines_of(views), *orphans(count))), fleet(max_workers=20))
+    assert len(of_kind(planned.actions, DeleteOrphan)) == ended
     if not ended:
         assert planned.hold is not None
-        assert (planned.hold.code, planned.hold.is_total) == ("TOO_MANY_STRAYS", False)
-        assert "is this the right database? They are ended at 13:00:00 UTC" in only(planned, Alert).reason
+        assert (planned.hold.code, planned.hold.is_total) == ("TOO_MANY_ORPHANS", False)
+        assert "is this the right database? They are ended at 13:00:00 UTC" in only(planned, RaiseAlert).reason
 
 
 def test_machines_that_have_exited_are_no_reason_to_doubt() -> None:
     """Processes that left in good order are listed for a while after their rows have ended."""
     exited = tuple(machine(f"nobody-{n}", "exited") for n in range(5))
     planned = plan(snapshot(machines=exited), LOCAL)
-    assert (planned.hold, len(of_kind(planned.actions, DeleteStray))) == (None, 5)
+    assert (planned.hold, len(of_kind(planned.actions, DeleteOrphan))) == (None, 5)
 
 
 @pytest.mark.parametrize(
@@ -677,10 +691,10 @@ def test_machines_that_have_exited_are_no_reason_to_doubt() -> None:
     ],
 )
 def test_doubted_strays_are_ended_after_an_hour_or_by_hand(doubted: float, reset: float | None, ended: int) -> None:
-    memory = {"strays_doubted_since": ago(doubted), "alerts": {"TOO_MANY_STRAYS": NOW}}
+    memory = {"orphans_held_since": ago(doubted), "alerts": {"TOO_MANY_ORPHANS": NOW}}
     restarted_at = None if reset is None else ago(reset)
     # That a slot was restarted says nothing of strays.
-    seen = snapshot(machines=strays(4), memory=memory, restarted_at=restarted_at, reset_at=ago(0))
+    seen = snapshot(machines=orphans(4), memory=memory, restarted_at=restarted_at, reset_at=ago(0))
     planned = plan(seen, LOCAL)
     assert len(planned.actions) == ended
 
@@ -688,7 +702,7 @@ def test_doubted_strays_are_ended_after_an_hour_or_by_hand(doubted: float, reset
 def test_so_many_strays_are_ended_at_once_and_no_more() -> None:
     busy = [worker(f"w{n}", n, running=(task(n),)) for n in range(8)]
     config = fleet(max_workers=20, max_changes_per_cycle=3)
-    seen = snapshot(*busy, machines=(*machines_of(busy), *strays(7)))
+    seen = snapshot(*busy, machines=(*machines_of(busy), *orphans(7)))
     left = []
     for _ in range(4):
         planned = plan(seen, config)
@@ -731,7 +745,7 @@ def test_while_machines_of_another_provider_are_there_nothing_is_touched(before:
         return
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == ("OTHER_PROVIDER", True)
-    assert f"its provider is {now} now, and 3 of its workers are of {before}" in only(planned, Alert).reason
+    assert f"its provider is {now} now, and 3 of its workers are of {before}" in only(planned, RaiseAlert).reason
 
 
 def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account() -> None:
@@ -741,7 +755,7 @@ def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account(
     planned = plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU)
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
-    assert "Is it the key of another account?" in only(planned, Alert).reason
+    assert "Is it the key of another account?" in only(planned, RaiseAlert).reason
     # One that is listed: the account is the right one.
     again = plan(snapshot(*views, machines=machines_of(views[:1]), traits=lagging, memory=memory), GPU)
     assert again.hold is None
@@ -751,7 +765,7 @@ def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account(
     assert plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU).hold is None
 
 
-@pytest.mark.parametrize("code", ["LIST_SHRANK", "TOO_MANY_STRAYS", "OTHER_ACCOUNT"])
+@pytest.mark.parametrize("code", ["LIST_SHRANK", "TOO_MANY_ORPHANS", "OTHER_ACCOUNT"])
 def test_what_a_list_told_us_stops_us_while_the_next_one_cannot_be_had(code: str) -> None:
     """A provider in trouble answers with short lists, and with none, in turn."""
     cloud = ProviderTraits(absence_grace_s=60, is_remote=True)
@@ -759,7 +773,7 @@ def test_what_a_list_told_us_stops_us_while_the_next_one_cannot_be_had(code: str
     idle = worker("i", 0, "terminating", created=900, terminating=50)
     listed = {
         "LIST_SHRANK": snapshot(*busy, machines=(), traits=cloud, queued=9),
-        "TOO_MANY_STRAYS": snapshot(machines=strays(4), queued=9),
+        "TOO_MANY_ORPHANS": snapshot(machines=orphans(4), queued=9),
         "OTHER_ACCOUNT": snapshot(idle, machines=(), traits=cloud, memory={"missing_since": {"i": ago(60)}}),
     }[code]
     config = fleet(max_workers=20)
@@ -777,7 +791,7 @@ def test_what_a_list_told_us_stops_us_while_the_next_one_cannot_be_had(code: str
 
 
 def test_doubts_about_strays_end_without_a_list_too() -> None:
-    memory = {"strays_doubted_since": ago(3600)}
+    memory = {"orphans_held_since": ago(3600)}
     assert plan(snapshot(machines=None, memory=memory), LOCAL).hold is None
 
 
@@ -796,8 +810,8 @@ def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() 
     planned = plan(seen, fleet(max_workers=9))
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
-    assert "has changed, and the new one lists none of its machines (m-a)" in only(planned, Alert).reason
-    assert (kinds(planned), planned.memory.key_hash) == (["Alert"], "old")
+    assert "has changed, and the new one lists none of its machines (m-a)" in only(planned, RaiseAlert).reason
+    assert (kinds(planned), planned.memory.key_hash) == (["alert"], "old")
     # Without a list nobody knows; there is nothing to tell yet.
     unlisted = plan(replace(seen, machines=None), fleet(max_workers=9))
     assert unlisted.hold is not None
@@ -861,7 +875,7 @@ def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(
     given_up = plan(replace(seen, restarted_at=ago(5)), fleet(max_workers=9))
     assert (given_up.hold, given_up.memory.key_hash) == (None, "new")
     assert len(of_kind(given_up.actions, Delete)) == 5
-    left = [alert for alert in of_kind(given_up.actions, Alert) if alert.code == "LEFT_BEHIND"]
+    left = [alert for alert in of_kind(given_up.actions, RaiseAlert) if alert.code == "ABANDONED"]
     assert [alert.worker_id for alert in left] == [view.id for view in leaving]
     assert left[0].reason == (
         "m-w0 was given up by hand: the key for local does not list it, and where it was rented it may still be charged"
@@ -880,11 +894,11 @@ def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(
 def test_a_choice_that_the_provider_refuses_is_told_once_an_hour_while_another_is_hired() -> None:
     traits = ProviderTraits(refused_choices=(("L40S in SECURE", "not in your plan (403)"),))
     planned = plan(snapshot(traits=traits), GPU)
-    (alert,) = of_kind(planned.actions, Alert)
+    (alert,) = of_kind(planned.actions, RaiseAlert)
     assert (alert.code, alert.about) == ("CHOICE_REFUSED", "L40S in SECURE")
     assert alert.reason.endswith("are hired instead: not in your plan (403)")
     again = plan(snapshot(traits=traits, memory={"alerts": {"CHOICE_REFUSED L40S in SECURE": ago(3599)}}), GPU)
-    assert of_kind(again.actions, Alert) == []
+    assert of_kind(again.actions, RaiseAlert) == []
 
 
 @pytest.mark.parametrize(
@@ -900,4 +914,4 @@ def test_the_next_plan_is_due_when_it_is_usual(gaps_s: tuple[float, ...], due_in
     seen = snapshot()
     seen = replace(seen, memory=replace(seen.memory, planned_at=ago(1), gaps_s=gaps_s))
     assert plan(seen, fleet(poll_interval_s=10.0)).memory.next_plan_in_s == due_in_s
-    assert plan(replace(seen, is_winding_down=True), fleet()).memory.next_plan_in_s is None
+    assert plan(replace(seen, is_shutting_down=True), fleet()).memory.next_plan_in_s is None

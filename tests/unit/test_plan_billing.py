@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from snapshots import Clockwork, ago, beating, fleet, kinds, of_kind, snapshot, task, worker
 
-from windlass.model.action import Alert, Drain, Plan, Spawn
+from support.snapshots import Clockwork, ago, beating, fleet, kinds, of_kind, snapshot, task, worker
+from windlass.model.action import Drain, Plan, RaiseAlert, Spawn
 from windlass.model.cost import Bill, Spending, Tariff
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import ProviderTraits
@@ -243,7 +243,7 @@ def spent(hour: float = 0, day: float = 0, month: float = 0, currency: str = "EU
 def test_a_spent_budget_stops_hiring(settings: dict[str, Any], spending: tuple[Spending, ...], reason: str) -> None:
     config = fleet(min_workers=2, **settings)
     planned = plan(seen(queued=9, requested=1, spending=spending), config)
-    assert set(kinds(planned)) == {"Alert"}
+    assert set(kinds(planned)) == {"alert"}
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.reason, planned.hold.is_total) == ("BUDGET", reason, False)
     assert planned.decision.startswith(f"holding ({reason}), would hire 4")
@@ -262,16 +262,16 @@ def test_a_spent_budget_stops_hiring(settings: dict[str, Any], spending: tuple[S
 def test_a_person_is_told_in_time(day: float, codes: list[str], action: str) -> None:
     config = fleet(budget_per_day="10.00", budget_action=action)
     planned = plan(seen(spending=spent(day=day)), config)
-    assert [alert.code for alert in of_kind(planned.actions, Alert)] == codes
+    assert [alert.code for alert in of_kind(planned.actions, RaiseAlert)] == codes
     if codes == ["BUDGET_NEAR"]:
-        assert of_kind(planned.actions, Alert)[0].reason == f"EUR {day:.2f} of 10.00 spent today"
+        assert of_kind(planned.actions, RaiseAlert)[0].reason == f"EUR {day:.2f} of 10.00 spent today"
     assert plan(replace(seen(spending=spent(day=day)), memory=planned.memory), config).actions == ()
 
 
 def test_a_budget_that_only_warns_does_not_stop_anybody() -> None:
     config = fleet(budget_per_day="10", budget_action="warn")
     planned = plan(seen(queued=1, spending=spent(day=99)), config)
-    assert kinds(planned) == ["Alert", "Spawn"]
+    assert kinds(planned) == ["alert", "spawn"]
     assert planned.hold is None
 
 
@@ -283,7 +283,7 @@ def test_what_has_begun_is_spent_though_the_ledger_has_not_closed_it() -> None:
     half_settled = replace(half_settled, bill=replace(half_settled.bill, settled_until=ago(1800)))
     config = fleet(budget_per_day="5", budget_per_hour="5", budget_per_month="5")
     planned = plan(seen(living, half_settled, ended_bills=(ended,), spending=spent(0, 1, 1)), config)
-    assert [alert.reason for alert in of_kind(planned.actions, Alert)] == [
+    assert [alert.reason for alert in of_kind(planned.actions, RaiseAlert)] == [
         "EUR 4.00 of 5.00 spent today", "EUR 4.00 of 5.00 spent this month",
     ]  # fmt: skip
 
@@ -304,7 +304,7 @@ def test_nobody_is_hired_whom_the_budget_cannot_pay() -> None:
 def test_as_long_as_no_price_is_known_one_worker_is_hired_to_learn_it() -> None:
     config = fleet(budget_per_day="5")
     first = plan(seen(queued=9), config)
-    assert kinds(first) == ["Spawn"]
+    assert kinds(first) == ["spawn"]
     assert first.decision.endswith(
         "fewer than wanted: what one costs is not known yet, and the budget waits for the first to tell)"
     )
@@ -312,9 +312,9 @@ def test_as_long_as_no_price_is_known_one_worker_is_hired_to_learn_it() -> None:
     traits = replace(HOURLY, creation_lateness_s=60)
     assert plan(seen(on_its_way, queued=9, traits=traits), config).actions == ()
     known = replace(on_its_way, machine_id="m-s0", bill=Bill(TARIFF, ago(1)))
-    assert kinds(plan(seen(known, queued=9), config)) == ["Spawn"] * 3
+    assert kinds(plan(seen(known, queued=9), config)) == ["spawn"] * 3
     priceless = replace(on_its_way, machine_id="m-s0")
-    assert kinds(plan(seen(priceless, queued=9), config)) == ["Spawn"] * 3
+    assert kinds(plan(seen(priceless, queued=9), config)) == ["spawn"] * 3
 
 
 def test_rented_machines_whose_price_is_not_known_do_not_lift_the_budget() -> None:
@@ -349,7 +349,7 @@ def test_where_seconds_are_paid_a_drain_by_budget_is_at_once_and_busy_workers_ma
     views = [paid("idle", 0, 100, tariff=tariff), paid("busy", 1, 100, tariff=tariff, running=(task(),), claimed=50)]
     planned = plan(seen(*views, queued=9, spending=spent(day=5), traits=ProviderTraits()), config)
     assert let_go(planned) == ["idle", "busy"]
-    assert "Delete" not in kinds(planned)
+    assert "delete" not in kinds(planned)
 
 
 def test_a_new_day_ends_the_hold() -> None:
@@ -358,7 +358,7 @@ def test_a_new_day_ends_the_hold() -> None:
     assert held.hold is not None
     after = plan(seen(queued=1, spending=spent(month=5), memory={"hold": held.hold}), config)
     assert after.hold is None
-    assert kinds(after) == ["Spawn"]
+    assert kinds(after) == ["spawn"]
 
 
 def test_each_currency_is_compared_with_the_limit() -> None:

@@ -1,14 +1,14 @@
 """Between the boot of a machine and the start of its worker's program."""
 
 import pytest
-from snapshots import ago, fleet, kinds, machine, of_kind, snapshot, worker
 
+from support.snapshots import ago, fleet, kinds, machine, of_kind, snapshot, worker
 from windlass.model.action import Adopt, Fail, Prepare
 from windlass.model.machine import ProviderTraits
 from windlass.model.snapshot import Hold, Snapshot, WorkerView
 from windlass.policy.derive import Lifecycle
-from windlass.policy.draft import begin
 from windlass.policy.plan import plan
+from windlass.policy.planning_context import begin
 
 PREPARING = ProviderTraits(60, 120, 60, is_remote=True, has_prepare_step=True)
 FLEET = fleet(min_workers=0, max_workers=4)
@@ -38,7 +38,7 @@ def test_a_machine_that_runs_is_prepared() -> None:
         pytest.param(seen(new(prepare_code="DISK_FULL")), id="it cannot be"),
         pytest.param(seen(new(created=5000)), id="its time is over"),
         pytest.param(seen(new(), traits=ProviderTraits(60, 120, 60, is_remote=True)), id="it starts by itself"),
-        pytest.param(seen(new(), is_winding_down=True), id="its fleet is to end"),
+        pytest.param(seen(new(), is_shutting_down=True), id="its fleet is to end"),
     ],
 )
 def test_nobody_else_is(snap: Snapshot) -> None:
@@ -65,8 +65,8 @@ def test_one_that_another_orchestrator_began_is_begun_again() -> None:
 def test_one_that_cannot_be_prepared_is_ended_with_the_code_of_what_failed(code: str) -> None:
     planned = plan(seen(new(prepare_code=code, prepare_reason="that is how it is")), FLEET)
     assert of_kind(planned.actions, Fail) == [Fail("w0", code, "that is how it is")]
-    assert "Delete" in kinds(planned)
-    assert planned.memory.guard.broken_starts == 1
+    assert "delete" in kinds(planned)
+    assert planned.memory.guard.failed_starts == 1
 
 
 def test_while_nothing_may_be_touched_nothing_is_prepared() -> None:

@@ -5,18 +5,30 @@ from datetime import datetime, timedelta
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from snapshots import Clockwork, apply, beating, of_kind
-from strategies import Scene, paid_scenes, scenes, uncapped
 
-from windlass.model.action import Action, Alert, Delete, DeleteStray, Drain, Fail, FailSlot, Plan, Promote, Spawn
+from support.snapshots import Clockwork, apply, beating, of_kind
+from support.strategies import DemoScenario, paid_scenes, scenes, uncapped
+from windlass.model.action import (
+    Action,
+    Delete,
+    DeleteOrphan,
+    Drain,
+    Fail,
+    FailSlot,
+    Plan,
+    Promote,
+    RaiseAlert,
+    Requeue,
+    Spawn,
+)
 from windlass.model.cost import Spending
 from windlass.model.machine import MachineState
 from windlass.model.snapshot import WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import cost, is_worth_waiting, next_departure
 from windlass.policy.budget import budgets
-from windlass.policy.draft import begin
 from windlass.policy.plan import plan
+from windlass.policy.planning_context import begin
 
 # The same scenes in every run: a failure in CI is a failure at home.
 always = settings(
@@ -35,26 +47,26 @@ def unforeseen(first: Plan, second: Plan) -> list[Action]:
         action
         for action in second.actions
         if not (isinstance(action, Delete) and action.code == "DRAINED" and action.worker_id in leaving)
-        and not (isinstance(action, Alert) and action.code == "TOO_MANY_STRAYS" and is_smaller)
+        and not (isinstance(action, RaiseAlert) and action.code == "TOO_MANY_ORPHANS" and is_smaller)
     ]
 
 
 @often
 @given(st.one_of(scenes(), paid_scenes()))
-def test_planning_again_after_its_own_actions_gives_nothing(scene: Scene) -> None:
+def test_planning_again_after_its_own_actions_gives_nothing(scene: DemoScenario) -> None:
     first = plan(scene.snapshot, scene.fleet)
     second = plan(apply(first, scene.snapshot, scene.fleet), scene.fleet)
     if first.is_cut_short:
         # What a cap left for later, in the same direction, is all that may follow.
         going_on = Spawn if not of_kind(first.actions, Drain) else Drain
-        assert all(isinstance(action, going_on | DeleteStray) for action in unforeseen(first, second)), second.actions
+        assert all(isinstance(action, going_on | DeleteOrphan) for action in unforeseen(first, second)), second.actions
     else:
         assert unforeseen(first, second) == [], second.actions
 
 
 @often
 @given(st.one_of(scenes(), paid_scenes()))
-def test_a_moment_later_nothing_more_is_wanted(scene: Scene) -> None:
+def test_a_moment_later_nothing_more_is_wanted(scene: DemoScenario) -> None:
     scene = uncapped(scene)
     first = plan(scene.snapshot, scene.fleet)
     if first.is_cut_short:
@@ -66,7 +78,7 @@ def test_a_moment_later_nothing_more_is_wanted(scene: Scene) -> None:
 
 @settings(always, max_examples=60)
 @given(scenes())
-def test_every_fleet_comes_to_rest_under_a_constant_load(scene: Scene) -> None:
+def test_every_fleet_comes_to_rest_under_a_constant_load(scene: DemoScenario) -> None:
     """Whatever it looks like at first, if its machines live from now on and no task ends."""
 
     def live(view: WorkerView, now: datetime) -> WorkerView:
@@ -77,13 +89,13 @@ def test_every_fleet_comes_to_rest_under_a_constant_load(scene: Scene) -> None:
     for _ in range(150):
         world.cycle()
     assert [
-        action for planned in world.plans[-30:] for action in planned.actions if not isinstance(action, Alert)
+        action for planned in world.plans[-30:] for action in planned.actions if not isinstance(action, RaiseAlert)
     ] == []
 
 
 @always
 @given(scenes())
-def test_there_are_never_more_machines_than_the_maximum(scene: Scene) -> None:
+def test_there_are_never_more_machines_than_the_maximum(scene: DemoScenario) -> None:
     """Counted as a provider would: what exists, what is being deleted, what is being made."""
     seen, limit = scene.snapshot, scene.fleet.max_workers
     planned = plan(seen, scene.fleet)
@@ -93,13 +105,13 @@ def test_there_are_never_more_machines_than_the_maximum(scene: Scene) -> None:
     assert len(spawned) == len(set(spawned))
     assert all(0 <= slot < limit for slot in spawned)
     assert all(slot not in held or held[slot] in deleted for slot in spawned)
-    strays = strays_of(scene)
+    orphans = strays_of(scene)
     at_once = [slot for slot in spawned if slot not in held]
-    assert not at_once or len(held) + strays + len(at_once) <= limit
-    assert not spawned or len(held) - len(deleted & set(held.values())) + strays + len(spawned) <= limit
+    assert not at_once or len(held) + orphans + len(at_once) <= limit
+    assert not spawned or len(held) - len(deleted & set(held.values())) + orphans + len(spawned) <= limit
 
 
-def strays_of(scene: Scene) -> int:
+def strays_of(scene: DemoScenario) -> int:
     rows = {view.id: view for view in scene.snapshot.workers}
     running = [m for m in scene.snapshot.machines or () if m.state is not MachineState.EXITED]
     names = [machine.name for machine in running if machine.name in rows]
@@ -109,12 +121,12 @@ def strays_of(scene: Scene) -> int:
 
 @always
 @given(scenes())
-def test_an_unknown_list_deletes_no_stray_and_closes_no_row_whose_machine_may_exist(scene: Scene) -> None:
+def test_an_unknown_list_deletes_no_stray_and_closes_no_row_whose_machine_may_exist(scene: DemoScenario) -> None:
     unknown = replace(scene.snapshot, machines=None)
     planned = plan(unknown, scene.fleet)
     # What else ends a worker (silence, a stuck task, its own drain) needs no list, and deletes the machine it knows of.
     rows = {view.id: view for view in unknown.workers}
-    assert not of_kind(planned.actions, DeleteStray)
+    assert not of_kind(planned.actions, DeleteOrphan)
     for action in of_kind(planned.actions, Delete):
         view = rows[action.worker_id]
         assert action.machine_id == view.machine_id
@@ -124,7 +136,7 @@ def test_an_unknown_list_deletes_no_stray_and_closes_no_row_whose_machine_may_ex
 
 @always
 @given(scenes())
-def test_a_healthy_worker_at_work_is_neither_failed_nor_deleted(scene: Scene) -> None:
+def test_a_healthy_worker_at_work_is_neither_failed_nor_deleted(scene: DemoScenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     states = begin(scene.snapshot, scene.fleet).states
     at_work = {
@@ -141,14 +153,14 @@ def test_a_healthy_worker_at_work_is_neither_failed_nor_deleted(scene: Scene) ->
 
 @always
 @given(scenes())
-def test_a_draining_worker_that_is_heard_and_at_work_lives_until_its_deadline(scene: Scene) -> None:
+def test_a_draining_worker_that_is_heard_and_at_work_lives_until_its_deadline(scene: DemoScenario) -> None:
     deleted = {action.worker_id for action in of_kind(plan(scene.snapshot, scene.fleet).actions, Delete)}
     for id_, state in begin(scene.snapshot, scene.fleet).states.items():
         worker = state.worker
         is_at_work = worker.status is WorkerStatus.TERMINATING and state.has_active_task
         if not is_at_work or id_ not in deleted:
             continue
-        if not state.is_hired:
+        if not state.is_managed:
             # Its time is its own: it ends with its silence alone.
             heard_at = worker.last_heartbeat or worker.activated_at or worker.created_at
             lease_s = worker.lease_s if worker.lease_s is not None else scene.fleet.heartbeat_timeout_s
@@ -161,14 +173,14 @@ def test_a_draining_worker_that_is_heard_and_at_work_lives_until_its_deadline(sc
 
 @always
 @given(scenes())
-def test_a_worker_started_by_hand_is_never_drained_and_ends_only_when_it_is_over(scene: Scene) -> None:
+def test_a_worker_started_by_hand_is_never_drained_and_ends_only_when_it_is_over(scene: DemoScenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     states = begin(scene.snapshot, scene.fleet).states
     for action in planned.actions:
         state = states.get(getattr(action, "worker_id", None) or "")
-        if state is None or state.is_hired:
+        if state is None or state.is_managed:
             continue
-        assert isinstance(action, Fail | Delete | Alert) or type(action).__name__ == "Requeue", action
+        assert isinstance(action, Fail | Delete | RaiseAlert | Requeue), action
         if isinstance(action, Fail):
             assert state.code in ("NO_HEARTBEAT",) or state.is_stale
         if isinstance(action, Delete):
@@ -177,48 +189,48 @@ def test_a_worker_started_by_hand_is_never_drained_and_ends_only_when_it_is_over
 
 @always
 @given(st.one_of(scenes(), paid_scenes()))
-def test_a_plan_keeps_its_manners(scene: Scene) -> None:
+def test_a_plan_keeps_its_manners(scene: DemoScenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     spawns, drains = of_kind(planned.actions, Spawn), of_kind(planned.actions, Drain)
     assert not (spawns and drains), "never both hired and let go"
     assert len(spawns) <= scene.fleet.max_changes_per_cycle
-    assert len(drains) <= scene.fleet.max_changes_per_cycle or scene.snapshot.is_winding_down
-    assert len(of_kind(planned.actions, DeleteStray)) <= scene.fleet.max_changes_per_cycle
+    assert len(drains) <= scene.fleet.max_changes_per_cycle or scene.snapshot.is_shutting_down
+    assert len(of_kind(planned.actions, DeleteOrphan)) <= scene.fleet.max_changes_per_cycle
     assert all(action.reason.strip() for action in planned.actions)
     assert planned.decision.strip()
     assert len(set(planned.actions)) == len(planned.actions), "nothing is asked for twice"
     failed = {slot.slot for slot in scene.snapshot.slots if slot.is_failed}
     failed |= {action.slot for action in of_kind(planned.actions, FailSlot)}
     assert not failed & {spawn.slot for spawn in spawns}, "a failed slot is never filled"
-    if scene.snapshot.is_paused or scene.snapshot.is_winding_down:
+    if scene.snapshot.is_paused or scene.snapshot.is_shutting_down:
         assert not spawns
 
 
 @always
 @given(st.one_of(scenes(), paid_scenes()))
-def test_under_a_total_hold_nobody_is_touched(scene: Scene) -> None:
+def test_under_a_total_hold_nobody_is_touched(scene: DemoScenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     if planned.hold is not None and planned.hold.is_total:
         # Whoever is told to leave because a person ends the fleet loses nothing by it.
-        allowed = (Promote, Alert, Drain) if scene.snapshot.is_winding_down else (Promote, Alert)
+        allowed = (Promote, RaiseAlert, Drain) if scene.snapshot.is_shutting_down else (Promote, RaiseAlert)
         assert all(isinstance(action, allowed) for action in planned.actions)
 
 
 @always
 @given(scenes())
-def test_a_plan_is_a_function_of_its_snapshot(scene: Scene) -> None:
+def test_a_plan_is_a_function_of_its_snapshot(scene: DemoScenario) -> None:
     assert plan(scene.snapshot, scene.fleet) == plan(scene.snapshot, scene.fleet)
 
 
 @always
 @given(scenes())
-def test_letting_go_never_goes_below_the_minimum(scene: Scene) -> None:
+def test_letting_go_never_goes_below_the_minimum(scene: DemoScenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
-    if of_kind(planned.actions, Drain) and not scene.snapshot.is_winding_down:
+    if of_kind(planned.actions, Drain) and not scene.snapshot.is_shutting_down:
         assert staying_after(scene, planned) >= scene.fleet.min_workers
 
 
-def staying_after(scene: Scene, planned: Plan) -> int:
+def staying_after(scene: DemoScenario, planned: Plan) -> int:
     after = apply(planned, scene.snapshot, scene.fleet)
     return sum(
         view.slot is not None and view.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE) for view in after.workers
@@ -230,7 +242,7 @@ def staying_after(scene: Scene, planned: Plan) -> int:
 
 @always
 @given(scenes())
-def test_nobody_is_let_go_for_want_of_work_while_its_time_is_paid(scene: Scene) -> None:
+def test_nobody_is_let_go_for_want_of_work_while_its_time_is_paid(scene: DemoScenario) -> None:
     unit_s, pace_s = scene.snapshot.traits.billing_unit_s, begin(scene.snapshot, scene.fleet).pace_s
     is_kept = is_worth_waiting(unit_s, pace_s)
     views = {view.id: view for view in scene.snapshot.workers}
@@ -247,7 +259,7 @@ def test_nobody_is_let_go_for_want_of_work_while_its_time_is_paid(scene: Scene) 
 @always
 @given(st.one_of(scenes(), paid_scenes()), st.floats(0, 1), st.sampled_from((0.0, 1.0, 9999.0)), st.booleans())
 def test_cycles_at_their_usual_pace_decide_as_if_nothing_were_known_of_it(
-    scene: Scene, share: float, longer_s: float, is_now: bool
+    scene: DemoScenario, share: float, longer_s: float, is_now: bool
 ) -> None:
     """A single gap that is longer, the last one or the one before, is an outage."""
     usual_s, other_s = share * scene.fleet.poll_interval_s, scene.fleet.poll_interval_s + longer_s
@@ -264,7 +276,7 @@ def test_cycles_at_their_usual_pace_decide_as_if_nothing_were_known_of_it(
 
 @often
 @given(paid_scenes())
-def test_a_spent_budget_is_a_stop_whatever_waits(scene: Scene) -> None:
+def test_a_spent_budget_is_a_stop_whatever_waits(scene: DemoScenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     is_spent = any(budget.is_spent for budget in budgets(scene.snapshot, scene.fleet))
     drained = [drain for drain in of_kind(planned.actions, Drain) if drain.code == "BUDGET"]
@@ -282,7 +294,7 @@ def test_a_spent_budget_is_a_stop_whatever_waits(scene: Scene) -> None:
 
 @always
 @given(paid_scenes())
-def test_hiring_stays_within_what_is_left(scene: Scene) -> None:
+def test_hiring_stays_within_what_is_left(scene: DemoScenario) -> None:
     """At the highest price that is known; those on their way whose price is not known yet count."""
     if scene.fleet.budget_action == "warn":
         return
@@ -298,6 +310,6 @@ def test_hiring_stays_within_what_is_left(scene: Scene) -> None:
 
 @always
 @given(scenes())
-def test_without_a_budget_nothing_is_said_about_money(scene: Scene) -> None:
+def test_without_a_budget_nothing_is_said_about_money(scene: DemoScenario) -> None:
     paid = replace(scene.snapshot, spending=(Spending("EUR", 10**12, 10**12, 10**12),))
     assert plan(paid, scene.fleet) == plan(scene.snapshot, scene.fleet)

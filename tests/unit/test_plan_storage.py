@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from snapshots import GPU, NOW, ago, apply, fleet, of_kind, snapshot, worker
 
-from windlass.model.action import Alert, GrowVolume
+from support.snapshots import GPU, NOW, ago, apply, fleet, of_kind, snapshot, worker
+from windlass.model.action import GrowVolume, RaiseAlert
 from windlass.model.machine import Volume
-from windlass.model.snapshot import Growth, Snapshot, StorageUse
+from windlass.model.snapshot import Snapshot, StorageUse, VolumeResize
 from windlass.policy.plan import plan
 
 
@@ -51,7 +51,7 @@ def test_a_volume_grows_by_one_step_when_little_is_free_or_much_is_used(
 @pytest.mark.parametrize("used_gb", [108, 2_000, -1])
 def test_a_measurement_that_cannot_be_true_is_told_of_and_buys_nothing(used_gb: float) -> None:
     (alert,) = plan(seen(100, used_gb), GPU).actions
-    assert isinstance(alert, Alert)
+    assert isinstance(alert, RaiseAlert)
     assert alert.code == "STORAGE_DOUBTED"
     assert alert.reason == (
         f"network volume v1 has 100 GB, and w0 says that {used_gb} GB of it are used: it does not grow by that"
@@ -61,7 +61,7 @@ def test_a_measurement_that_cannot_be_true_is_told_of_and_buys_nothing(used_gb: 
 def test_a_volume_that_cannot_grow_any_more_is_told_of_once_an_hour() -> None:
     full = seen(4096, 4090)
     (alert,) = plan(full, GPU).actions
-    assert isinstance(alert, Alert)
+    assert isinstance(alert, RaiseAlert)
     assert alert.code == "STORAGE_FULL"
     assert alert.reason == (
         "network volume v1: 4090 of 4096 GB are used (100 %), 6 GB are free, and it cannot grow any more"
@@ -75,16 +75,16 @@ def test_a_volume_that_cannot_grow_any_more_is_told_of_once_an_hour() -> None:
 
 
 def test_a_volume_that_did_not_grow_when_asked_to_is_told_of_and_asked_again() -> None:
-    asked = Growth("v1", 150, NOW)
+    asked = VolumeResize("v1", 150, NOW)
     assert plan(seen(100, 60), GPU).memory.growth == asked
-    planned = plan(seen(100, 60, memory={"growth": Growth("v1", 150, ago(300))}), GPU)
-    (alert,) = of_kind(planned.actions, Alert)
+    planned = plan(seen(100, 60, memory={"growth": VolumeResize("v1", 150, ago(300))}), GPU)
+    (alert,) = of_kind(planned.actions, RaiseAlert)
     assert alert.code == "STORAGE_NOT_GROWN"
     assert alert.reason.endswith("asked for 150 GB at 11:55:00 UTC, it has 100")
     assert len(of_kind(planned.actions, GrowVolume)) == 1
     # It grew, and is too small again: nothing is wrong.
-    again = plan(seen(150, 140, memory={"growth": Growth("v1", 150, ago(300))}), GPU)
-    assert not of_kind(again.actions, Alert)
+    again = plan(seen(150, 140, memory={"growth": VolumeResize("v1", 150, ago(300))}), GPU)
+    assert not of_kind(again.actions, RaiseAlert)
 
 
 def looks(first: Snapshot, count: int) -> list[list[str]]:
@@ -92,7 +92,7 @@ def looks(first: Snapshot, count: int) -> list[list[str]]:
     told = []
     for _ in range(count):
         planned = plan(first, GPU)
-        told.append([alert.code for alert in of_kind(planned.actions, Alert)])
+        told.append([alert.code for alert in of_kind(planned.actions, RaiseAlert)])
         first = replace(first, memory=planned.memory)
     return told
 

@@ -9,13 +9,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from servers import wait_until
+from support.postgres_servers import wait_until
 from windlass.model.errors import NotPrepared
+from windlass.model.redaction import Mask, mask_of
 from windlass.model.runpod import RunpodSettings
-from windlass.model.secrecy import Mask, mask_of
-from windlass.providers.runpod import naming, preparing
+from windlass.providers.runpod import naming
+from windlass.providers.runpod import provisioning as preparing
 from windlass.providers.runpod.catalog import micros_of, read_offers
-from windlass.providers.runpod.preparing import (
+from windlass.providers.runpod.errors import MAX_WORDS, RunpodErrorKind, problem_of_answer, problem_of_error
+from windlass.providers.runpod.provisioning import (
     WRITE_JOIN_FILE,
     Preparer,
     checks,
@@ -24,8 +26,7 @@ from windlass.providers.runpod.preparing import (
     launch,
     missing_gpus,
 )
-from windlass.providers.runpod.problems import MAX_WORDS, Kind, problem_of_answer, problem_of_error
-from windlass.providers.runpod.ssh import Endpoint, Said
+from windlass.providers.runpod.ssh import CommandResult, Endpoint
 
 TIMEOUT_S = 20.0
 NO_CAPACITY = (
@@ -41,37 +42,41 @@ def answer(status: int, detail: object = "said", **headers: str) -> httpx.Respon
 @pytest.mark.parametrize(
     ("status", "detail", "kind"),
     [
-        (400, NO_CAPACITY, Kind.NO_CAPACITY),
-        (400, "No machines with enough GPUs are available right now", Kind.NO_CAPACITY),
-        (400, "This GPU type is currently unavailable", Kind.NO_CAPACITY),
-        (400, "This machine does not have the resources to deploy your pod. Please try another.", Kind.NO_CAPACITY),
-        (400, "gpu.count must be at most 8", Kind.REFUSED),
-        (400, "network volume 'x' not found", Kind.REFUSED),
-        (400, "data center 'EU-XX-1' not found", Kind.REFUSED),
-        (401, "no", Kind.DENIED),
-        (402, "no", Kind.BALANCE),
-        (403, "no", Kind.FORBIDDEN),
-        (404, "no", Kind.NOT_FOUND),
-        (409, "no", Kind.BUSY),
-        (413, "no", Kind.INVALID),
-        (422, "no", Kind.INVALID),
-        (429, "no", Kind.THROTTLED),
-        (408, "no", Kind.LOST),
-        (418, "no", Kind.LOST),
-        (302, "no", Kind.LOST),
+        (400, NO_CAPACITY, RunpodErrorKind.NO_CAPACITY),
+        (400, "No machines with enough GPUs are available right now", RunpodErrorKind.NO_CAPACITY),
+        (400, "This GPU type is currently unavailable", RunpodErrorKind.NO_CAPACITY),
+        (
+            400,
+            "This machine does not have the resources to deploy your pod. Please try another.",
+            RunpodErrorKind.NO_CAPACITY,
+        ),
+        (400, "gpu.count must be at most 8", RunpodErrorKind.REFUSED),
+        (400, "network volume 'x' not found", RunpodErrorKind.REFUSED),
+        (400, "data center 'EU-XX-1' not found", RunpodErrorKind.REFUSED),
+        (401, "no", RunpodErrorKind.DENIED),
+        (402, "no", RunpodErrorKind.BALANCE),
+        (403, "no", RunpodErrorKind.FORBIDDEN),
+        (404, "no", RunpodErrorKind.NOT_FOUND),
+        (409, "no", RunpodErrorKind.BUSY),
+        (413, "no", RunpodErrorKind.INVALID),
+        (422, "no", RunpodErrorKind.INVALID),
+        (429, "no", RunpodErrorKind.THROTTLED),
+        (408, "no", RunpodErrorKind.LOST),
+        (418, "no", RunpodErrorKind.LOST),
+        (302, "no", RunpodErrorKind.LOST),
         # Prose about capacity is only meant where it is published.
-        (500, NO_CAPACITY, Kind.LOST),
-        (503, NO_CAPACITY, Kind.LOST),
+        (500, NO_CAPACITY, RunpodErrorKind.LOST),
+        (503, NO_CAPACITY, RunpodErrorKind.LOST),
     ],
 )
-def test_what_an_answer_means(status: int, detail: str, kind: Kind) -> None:
+def test_what_an_answer_means(status: int, detail: str, kind: RunpodErrorKind) -> None:
     problem = problem_of_answer(answer(status, detail))
     assert (problem.kind, problem.words) == (kind, f"{detail} ({status})")
 
 
 def test_an_answer_of_something_before_the_api_has_its_statuss_meaning() -> None:
     assert problem_of_answer(httpx.Response(502, content=b"<html>")).words == "Bad Gateway (502)"
-    assert problem_of_answer(httpx.Response(403, content=b"[1]")).kind is Kind.FORBIDDEN
+    assert problem_of_answer(httpx.Response(403, content=b"[1]")).kind is RunpodErrorKind.FORBIDDEN
     assert len(problem_of_answer(answer(400, "x" * 5000)).words) < MAX_WORDS + 10
 
 
@@ -91,7 +96,7 @@ def test_retry_after_is_kept_where_it_is_a_number() -> None:
     ],
 )
 def test_whatever_is_no_answer_is_lost(error: Exception, words: str) -> None:
-    assert (problem_of_error(error).kind, problem_of_error(error).words) == (Kind.LOST, words)
+    assert (problem_of_error(error).kind, problem_of_error(error).words) == (RunpodErrorKind.LOST, words)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +192,8 @@ async def test_what_a_pod_said_goes_into_the_event_and_the_reason_without_secret
     class Pod:
         host_key = "ssh-ed25519 AAAA"
 
-        async def run(self, command: str, timeout_s: float) -> Said:
-            return Said(1, SAID)
+        async def run(self, command: str, timeout_s: float) -> CommandResult:
+            return CommandResult(1, SAID)
 
     @asynccontextmanager
     async def open_shell(_endpoint: Endpoint, _host_key: str | None) -> AsyncIterator[Pod]:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from windlass.configure import load_config
+from windlass.config_loader import load_config
 from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.runpod import GpuChoice, RunpodSettings
-from windlass.wire import providers
+from windlass.wiring import providers
 
 FLEET = '[fleets.gpu]\nprovider = "runpod"\nhandler = "a:b"\n'
 

@@ -4,14 +4,27 @@ from math import ceil
 from typing import Any
 
 import pytest
-from snapshots import NOW, Clockwork, ago, apply, beating, fleet, kinds, machine, of_kind, snapshot, task, worker
 
+from support.snapshots import (
+    NOW,
+    Clockwork,
+    ago,
+    apply,
+    beating,
+    fleet,
+    kinds,
+    machine,
+    of_kind,
+    snapshot,
+    task,
+    worker,
+)
 from windlass.model.action import Drain, Plan, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import QueueView, SlotView, Snapshot, WorkerView
 from windlass.policy.derive import Presence, WorkerState, derive_worker_state
 from windlass.policy.plan import plan
-from windlass.policy.scale import POLICIES, Demand, Wish
+from windlass.policy.scale import POLICIES, Demand, ScalingDecision
 
 THRESHOLD = fleet(policy="threshold", min_workers=2, max_workers=10, tasks_per_worker=3)
 BUFFERED = fleet(policy="buffered", min_workers=0, max_workers=10)
@@ -24,7 +37,7 @@ def state(view: WorkerView, config: FleetConfig) -> WorkerState:
 
 def wish(
     config: FleetConfig, queued: int, idle: int = 0, busy: int = 0, booting: int = 0, p50: float | None = 60
-) -> Wish:
+) -> ScalingDecision:
     """The policy's answer for a fleet of so many workers; busy ones have every place taken."""
     full = tuple(task(n) for n in range(config.concurrency))
     active = [worker(f"i{n}", n, concurrency=config.concurrency) for n in range(idle)]
@@ -302,7 +315,7 @@ def test_a_dead_worker_is_replaced_once_and_in_the_same_cycle(policy: str) -> No
     config = fleet(policy=policy)
     seen = snapshot(worker(heartbeat=31, running=(task(),)))
     planned = plan(seen, config)
-    assert kinds(planned) == ["Fail", "Delete", "Spawn"]
+    assert kinds(planned) == ["fail", "delete", "spawn"]
     assert plan(apply(planned, seen, config), config).actions == ()
 
 
@@ -388,14 +401,14 @@ def test_workers_asked_for_by_hand_are_hired_whatever_the_policy_thinks() -> Non
 def test_who_was_asked_for_does_not_push_out_who_is_there() -> None:
     seen = snapshot(worker(), idle=900, requested=1)
     planned = plan(seen, BUFFERED)
-    assert kinds(planned) == ["Spawn"]
+    assert kinds(planned) == ["spawn"]
     assert plan(apply(planned, seen, BUFFERED), BUFFERED).actions == ()
 
 
 def test_nobody_is_let_go_while_a_request_only_waits_for_room() -> None:
     seen = snapshot(worker(), idle=900, requested=1, machines=(machine("w0"), machine("nobody")))
     planned = plan(seen, fleet(BUFFERED, max_workers=2))
-    assert kinds(planned) == ["DeleteStray"]
+    assert kinds(planned) == ["delete_orphan"]
     assert "machines that are on their way out take up the room" in planned.decision
 
 
@@ -445,7 +458,7 @@ def test_a_slot_is_filled_again_only_when_its_own_machine_is_gone() -> None:
     dead = worker("w9", 9, "error", heartbeat=None)
     live = [worker(f"w{n}", n, running=(task(n),)) for n in (7, 8)]
     planned = plan(snapshot(dead, *live, queued=9), fleet(BUFFERED, max_workers=3))
-    assert kinds(planned) == ["Delete"]
+    assert kinds(planned) == ["delete"]
     assert planned.is_cut_short
 
 

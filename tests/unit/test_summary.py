@@ -2,11 +2,10 @@
 
 from typing import get_args
 
-from snapshots import snapshot
-
+from support.snapshots import snapshot
 from windlass.control.summary import Summary, call_of, count_actions, count_calls, count_status
 from windlass.model.action import Plan
-from windlass.model.snapshot import Memory
+from windlass.model.snapshot import PlannerState
 from windlass.ports.control import Outcome, VolumeGrown, VolumeNotGrown
 
 
@@ -18,7 +17,7 @@ def test_every_outcome_is_counted_as_a_call_that_went_some_way() -> None:
 
 
 def test_a_summary_of_one_that_stands_by_has_every_key_that_one_of_a_leader_has() -> None:
-    did = count_actions(Plan((), Memory(), "steady"), [], 0)
+    did = count_actions(Plan((), PlannerState(), "steady"), [], 0)
     led = Summary("f", is_leader=True, timestamp="", actions=did, status=count_status(snapshot())).to_plain()
     stood_by = Summary("f", is_leader=False, timestamp="", standby_s=7.0).to_plain()
     assert stood_by.keys() == led.keys()

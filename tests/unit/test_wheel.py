@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import windlass
-from windlass.api.wheel import Wheel, build_wheel
+from windlass.server.wheel import Wheel, build_wheel
 
 
 def wheel() -> Wheel:

@@ -20,7 +20,7 @@ from windlass.model.errors import HandlerNotFound
 from windlass.model.task import Claim
 from windlass.worker import process
 from windlass.worker.command import CommandExecutor
-from windlass.worker.executor import Executor, Failure, Outcome, Success
+from windlass.worker.executor import AttemptFailure, AttemptSuccess, Executor, Outcome
 from windlass.worker.handler import DoNotRetry, RunningTask
 from windlass.worker.inline import InlineExecutor
 from windlass.worker.isolated import IsolatedExecutor
@@ -44,8 +44,8 @@ async def run(executor: Executor, payload: Any = None, timeout_s: float | None =
     return await asyncio.wait_for(executor.run(claim(payload, timeout_s), lambda *_: None), PATIENCE_S)
 
 
-def failure(outcome: Outcome) -> Failure:
-    assert isinstance(outcome, Failure), outcome
+def failure(outcome: Outcome) -> AttemptFailure:
+    assert isinstance(outcome, AttemptFailure), outcome
     return outcome
 
 
@@ -85,7 +85,7 @@ async def test_a_cancelled_attempt_loses_its_process_and_the_next_one_gets_anoth
     with pytest.raises(asyncio.CancelledError):
         await attempt
     assert living_children() == []
-    assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+    assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
     assert child_pid(isolated) != pid
 
 
@@ -97,7 +97,7 @@ async def test_an_attempt_can_be_cancelled_while_its_new_process_starts(isolated
     with pytest.raises(asyncio.CancelledError):
         await attempt
     assert living_children() == []
-    assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+    assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
 
 
 async def test_a_process_that_died_or_flooded_while_idle_costs_no_attempt(
@@ -106,13 +106,13 @@ async def test_a_process_that_died_or_flooded_while_idle_costs_no_attempt(
     for _ in range(5):
         os.kill(child_pid(isolated), signal.SIGKILL)
         await until(lambda: isolated._children[0]._link.is_lost, "its death is noticed")
-        assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+        assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
     monkeypatch.setattr(process, "MAX_OUTPUT_BYTES", 1 << 20)
-    assert await run(isolated, {"how": "flood after the end"}) == Success('"done"')
+    assert await run(isolated, {"how": "flood after the end"}) == AttemptSuccess('"done"')
     group = isolated._children[0]._group
     assert group is not None
     await until(lambda: group.breach, "it has flooded")
-    assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+    assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
 
 
 UNREADABLE_IN_PYTHON = pytest.mark.parametrize(
@@ -131,13 +131,13 @@ async def test_a_payload_that_python_cannot_read_ends_its_task_and_not_the_warm_
     found = failure(await asyncio.wait_for(attempt, PATIENCE_S))
     assert (found.code, found.retry) == ("BAD_PAYLOAD", False)
     assert words in found.error
-    assert await run(isolated, {"how": "nothing"}) == Success('{"how":"nothing"}')
+    assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
     assert child_pid(isolated) == pid
 
 
 async def test_what_is_answered_before_a_death_counts(isolated: IsolatedExecutor) -> None:
     for _ in range(3):
-        assert await run(isolated, {"how": "die after the answer"}) == Success('"answered"')
+        assert await run(isolated, {"how": "die after the answer"}) == AttemptSuccess('"answered"')
         await until(lambda: isolated._children[0]._link.is_lost, "its death is noticed")
 
 
@@ -185,7 +185,7 @@ async def test_many_attempts_at_once_each_have_their_own_process(monkeypatch: py
     await executor.start()
     try:
         outcomes = await asyncio.gather(*(run(executor) for _ in range(3)))
-        pids = {json.loads(outcome.result or "")["pid"] for outcome in outcomes if isinstance(outcome, Success)}
+        pids = {json.loads(outcome.result or "")["pid"] for outcome in outcomes if isinstance(outcome, AttemptSuccess)}
         assert len(pids) == 3
     finally:
         await executor.close()
@@ -217,7 +217,7 @@ async def command(text: str, payload: Any = None, timeout_s: float | None = None
     ids=["json in, json out", "no output", "white space", "environment", "stderr", "background", "closed stdin"],
 )
 async def test_a_command_that_exits_with_0_succeeds_with_what_it_printed(text: str, result: str) -> None:
-    assert await command(text, {"a": "Grüße"}) == Success(result)
+    assert await command(text, {"a": "Grüße"}) == AttemptSuccess(result)
 
 
 async def test_a_command_that_may_not_be_executed_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ async def test_a_command_that_may_not_be_executed_is_refused_with_what_to_do(tmp
     with pytest.raises(HandlerNotFound, match=f"'{script}' is not executable: run `chmod \\+x {script}`"):
         await command(str(script))
     script.chmod(0o755)
-    assert await command(str(script), 1) == Success("1")
+    assert await command(str(script), 1) == AttemptSuccess("1")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ async def test_a_command_that_fails_says_how(
 
 
 async def test_a_command_need_not_read_a_large_payload() -> None:
-    assert await command("sh -c 'echo 1'", "x" * 1_000_000) == Success("1")
+    assert await command("sh -c 'echo 1'", "x" * 1_000_000) == AttemptSuccess("1")
     assert failure(await command("sh -c 'exit 2'", "x" * 1_000_000)).error == "the command exited with code 2"
 
 
@@ -362,8 +362,8 @@ async def test_a_payload_that_python_cannot_read_is_the_same_failure_inline(payl
 
 
 async def test_an_inline_handler_succeeds_with_what_it_returns() -> None:
-    assert await inline(_succeeds) == Success("1")
-    assert await inline(_succeeds, timeout_s=5) == Success("1")
+    assert await inline(_succeeds) == AttemptSuccess("1")
+    assert await inline(_succeeds, timeout_s=5) == AttemptSuccess("1")
 
 
 @pytest.mark.parametrize("timeout_s", [5, None])

@@ -13,13 +13,13 @@ import pytest
 import structlog
 
 from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch
-from windlass.model.worker import HeldClaim, Pulse, Recovery, WorkerStatus
+from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, WorkerStatus
 from windlass.ports.transport import WorkerTransport
 from windlass.worker import heartbeat
 from windlass.worker.heartbeat import Heartbeat
 
 PATIENCE_S = 20.0
-PULSE = Pulse(WorkerStatus.ACTIVE, False, frozenset())
+PULSE = HeartbeatReply(WorkerStatus.ACTIVE, False, frozenset())
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Line:
         _fail(self.on_open)
         yield cast(WorkerTransport, self)
 
-    async def heartbeat(self, _worker_id: str, _claims: list[HeldClaim], _vitals: dict[str, Any]) -> Pulse:
+    async def heartbeat(self, _worker_id: str, _claims: list[HeldClaim], _vitals: dict[str, Any]) -> HeartbeatReply:
         self.beats_at.append(time.monotonic())
         if self.beat_hangs:
             self.beat_hangs -= 1
@@ -51,12 +51,12 @@ class Line:
         _fail(self.on_beat)
         return PULSE
 
-    async def upkeep(self, _worker_id: str) -> list[Recovery]:
+    async def run_maintenance(self, _worker_id: str) -> list[RecoveredTasks]:
         self.upkeeps_at.append(time.monotonic())
         if self.upkeep_hangs:
             await asyncio.Event().wait()
         _fail(self.on_upkeep)
-        return [Recovery("another", 1, 0)]
+        return [RecoveredTasks("another", 1, 0)]
 
 
 def _fail(script: list[Exception | None]) -> None:

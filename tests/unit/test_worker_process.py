@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from windlass.worker import process
-from windlass.worker.process import Group, describe_exit, start_group
-from windlass.worker.stderr import Outlet, standard_error
+from windlass.worker.nonblocking_stderr import NonblockingWriter, standard_error
+from windlass.worker.process import ProcessGroup, describe_exit, start_group
 
 PATIENCE_S = 20.0
 
@@ -32,7 +32,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def start(script: str, **options: int) -> Group:
+async def start(script: str, **options: int) -> ProcessGroup:
     return await start_group(["sh", "-c", script], env=dict(os.environ), **options)
 
 
@@ -94,9 +94,9 @@ async def test_killing_reaches_every_descendant_however_it_detached_itself(tmp_p
 async def test_ending_goes_on_when_the_one_who_asked_is_cancelled() -> None:
     group = await start("sleep 600")
     pid = group.pid
-    ending = asyncio.create_task(group.end())
+    exit_reason = asyncio.create_task(group.end())
     await asyncio.sleep(0)
-    ending.cancel()
+    exit_reason.cancel()
     await until(lambda: not is_alive(pid) and not guards(), "the process and its guard are gone")
     await until(group._started.is_closing, "and its pipes are closed")
 
@@ -145,7 +145,7 @@ async def test_many_groups_leave_no_file_and_no_process_behind() -> None:
 async def test_output_that_nobody_can_read_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    nobody_reads = Outlet(writing)
+    nobody_reads = NonblockingWriter(writing)
     monkeypatch.setattr(process, "standard_error", nobody_reads)
     try:
         group = await start("for n in 1 2 3; do echo line $n; done")
@@ -160,7 +160,7 @@ async def test_output_that_nobody_can_read_does_not_end_the_work(monkeypatch: py
 async def test_who_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     size, got = 40_000_000, 0
     reading, writing = os.pipe()
-    slowly_read = Outlet(writing)
+    slowly_read = NonblockingWriter(writing)
     monkeypatch.setattr(process, "standard_error", slowly_read)
 
     def read() -> None:

@@ -31,7 +31,7 @@ from windlass.worker import gpu, runtime
 from windlass.worker.executor import Executor
 from windlass.worker.handler import RunningTask
 from windlass.worker.inline import InlineExecutor
-from windlass.worker.runtime import Ending, WorkerRuntime, WorkerSettings
+from windlass.worker.runtime import ExitReason, WorkerRuntime, WorkerSettings
 
 PATIENCE_S = 20.0
 GONE = DatabaseUnavailable("the line is dead")
@@ -102,10 +102,10 @@ def finished(coroutine: Any) -> Any:
 
 
 @dataclass
-class Scene:
+class DemoScenario:
     line: Line
     store: MemoryStore
-    ending: "asyncio.Task[Ending]"
+    exit_reason: "asyncio.Task[ExitReason]"
     runtime: WorkerRuntime
 
     def task(self, task_id: int) -> Task:
@@ -121,15 +121,15 @@ class Scene:
         deadline = time.monotonic() + PATIENCE_S
         while not is_so():
             assert time.monotonic() < deadline, what
-            assert not self.ending.done() or is_so(), f"the worker has ended before: {what} ({self.ending})"
+            assert not self.exit_reason.done() or is_so(), f"the worker has ended before: {what} ({self.ending})"
             await asyncio.sleep(0.01)
 
     async def until_status(self, task_id: int, status: TaskStatus) -> Task:
         await self.until(lambda: self.task(task_id).status is status, f"task {task_id} is {status}")
         return self.task(task_id)
 
-    async def end(self) -> Ending:
-        return await asyncio.wait_for(asyncio.shield(self.ending), PATIENCE_S)
+    async def end(self) -> ExitReason:
+        return await asyncio.wait_for(asyncio.shield(self.exit_reason), PATIENCE_S)
 
 
 async def echo(task: RunningTask) -> Any:
@@ -141,25 +141,25 @@ async def working(
     handler: Callable[[RunningTask], Any] | Executor = echo,
     *,
     line: Line | None = None,
-    prepare: Callable[[Scene], None] | None = None,
+    prepare: Callable[[DemoScenario], None] | None = None,
     **settings: Any,
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[DemoScenario]:
     line = line or Line(MemoryStore(lambda: datetime.now(UTC)))
     executor = InlineExecutor(handler) if callable(handler) else handler
     chosen = {"heartbeat_interval_s": 0.05, "lease_s": 30.0, **settings}
     worker = WorkerRuntime(WorkerSettings(queues=("q",), **chosen), line.open, executor)
-    scene = Scene(line, line.store, cast("asyncio.Task[Ending]", None), worker)
+    scene = DemoScenario(line, line.store, cast("asyncio.Task[ExitReason]", None), worker)
     if prepare is not None:
         prepare(scene)
-    scene.ending = asyncio.create_task(worker.run())
+    scene.exit_reason = asyncio.create_task(worker.run())
     try:
         yield scene
     finally:
-        if not scene.ending.done():
+        if not scene.exit_reason.done():
             worker.drain("the end of the test", 0.0)
-        await asyncio.wait([scene.ending], timeout=PATIENCE_S)
-        assert scene.ending.done()
-        scene.ending.exception()
+        await asyncio.wait([scene.exit_reason], timeout=PATIENCE_S)
+        assert scene.exit_reason.done()
+        scene.exit_reason.exception()
 
 
 # ------------------------------------------------------------------------------------------- answers that are lost
@@ -258,7 +258,7 @@ async def test_results_alone_may_take_longer_than_half_a_lease() -> None:
         scene.line.before["finish_and_claim"] = take_note
         scene.line.after["finish_and_claim"] = drain
         task_id = scene.enqueue(5)
-        assert await scene.end() is Ending.LEFT
+        assert await scene.end() is ExitReason.LEFT
         assert scene.task(task_id).status is TaskStatus.COMPLETE
         assert deliveries == [1]
 
@@ -294,7 +294,7 @@ async def test_results_that_cannot_be_delivered_are_given_up_after_their_time_li
         assert scene.task(task_id).status is TaskStatus.RUNNING
 
 
-async def _has_claimed(scene: Scene) -> bool:
+async def _has_claimed(scene: DemoScenario) -> bool:
     return any(task.status is TaskStatus.RUNNING for task in finished(scene.store.tasks()))
 
 
@@ -323,7 +323,7 @@ async def test_work_announced_while_the_worker_delivers_is_not_forgotten() -> No
         # One announcement comes, to the first look; no other look ever ends.
         await (is_announced.wait() if len(looks) == 1 else asyncio.Event().wait())
 
-    def prepare(scene: Scene) -> None:
+    def prepare(scene: DemoScenario) -> None:
         scene.line.wait_for_work = wait_for_work  # type: ignore[method-assign]
         scene.enqueue("first")
 
@@ -503,7 +503,7 @@ async def test_two_signals_of_one_moment_are_one() -> None:
                 "both are heard",
             )
             may_finish.set()
-            assert await scene.end() is Ending.LEFT
+            assert await scene.end() is ExitReason.LEFT
             assert scene.task(task_id).status is TaskStatus.COMPLETE
 
 
@@ -529,13 +529,13 @@ async def test_a_claim_that_arrives_after_the_second_signal_is_given_back_at_onc
 
         scene.line.after["finish_and_claim"] = tell_twice
         task_id = scene.enqueue()
-        assert await scene.end() is Ending.LEFT
+        assert await scene.end() is ExitReason.LEFT
         task = scene.task(task_id)
         assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
 
 
 async def test_a_result_that_is_there_when_the_worker_must_leave_is_delivered() -> None:
-    scenes: list[Scene] = []
+    scenes: list[DemoScenario] = []
 
     async def finishes_in_that_moment(task: RunningTask) -> Any:
         scenes[0].runtime.drain("told twice", 0.0)
@@ -543,7 +543,7 @@ async def test_a_result_that_is_there_when_the_worker_must_leave_is_delivered() 
 
     async with working(finishes_in_that_moment, prepare=scenes.append) as scene:
         task_id = scene.enqueue(5)
-        assert await scene.end() is Ending.LEFT
+        assert await scene.end() is ExitReason.LEFT
         task = scene.task(task_id)
         assert (task.status, task.result, task.attempts) == (TaskStatus.COMPLETE, "5", 1)
 
@@ -561,7 +561,7 @@ async def test_a_result_is_delivered_although_the_handler_would_not_be_cancelled
         await scene.until_status(task_id, TaskStatus.RUNNING)
         await scene.until(lambda: scene.line.count("heartbeat") > 2, "the handler runs")
         scene.runtime.drain("told twice", 0.0)
-        assert await scene.end() is Ending.LEFT
+        assert await scene.end() is ExitReason.LEFT
         assert scene.task(task_id).result == '"saved"'
 
 
@@ -582,7 +582,7 @@ async def test_a_handler_that_cannot_be_cancelled_does_not_keep_the_worker_from_
         task_id = scene.enqueue()
         await scene.until_status(task_id, TaskStatus.RUNNING)
         scene.runtime.drain("told twice", 0.0)
-        assert await scene.end() is Ending.LEFT
+        assert await scene.end() is ExitReason.LEFT
         task = scene.task(task_id)
         assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
         may_end.set()
@@ -597,7 +597,7 @@ async def test_a_drain_that_comes_while_a_result_is_being_delivered_is_obeyed_af
 
         scene.line.after["finish_and_claim"] = drain
         first, second = scene.enqueue(1), scene.enqueue(2)
-        assert await scene.end() is Ending.LEFT
+        assert await scene.end() is ExitReason.LEFT
         statuses = [scene.task(first).status, scene.task(second).status]
         assert statuses == [TaskStatus.COMPLETE, TaskStatus.QUEUED]
         assert finished(scene.store.workers()) == []
@@ -606,7 +606,7 @@ async def test_a_drain_that_comes_while_a_result_is_being_delivered_is_obeyed_af
 @asynccontextmanager
 async def past_its_drain_limit(
     handler: Callable[[RunningTask], Any] = echo, **settings: Any
-) -> AsyncIterator[tuple[Scene, int]]:
+) -> AsyncIterator[tuple[DemoScenario, int]]:
     """A worker that has claimed a task, whose database is gone since then and whose drain limit is over."""
     async with working(handler, **settings) as scene:
         await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
@@ -622,7 +622,7 @@ async def past_its_drain_limit(
         yield scene, task_id
 
 
-async def deliveries_in_vain(scene: Scene) -> None:
+async def deliveries_in_vain(scene: DemoScenario) -> None:
     deadline = scene.runtime._orders.drain_deadline
     await scene.until(lambda: time.monotonic() > deadline, "the drain limit is over")
     calls = scene.line.count("finish_and_claim")
@@ -633,7 +633,7 @@ async def test_a_result_outlives_the_drain_limit_when_the_database_is_gone_in_th
     async with past_its_drain_limit() as (scene, task_id):
         await deliveries_in_vain(scene)
         scene.line.is_dead = False
-        assert await scene.end() is Ending.LEFT
+        assert await scene.end() is ExitReason.LEFT
         task = scene.task(task_id)
         assert (task.status, task.result, task.attempts) == (TaskStatus.COMPLETE, "5", 1)
         assert finished(scene.store.workers()) == []
@@ -647,7 +647,7 @@ async def test_a_failure_outlives_the_drain_limit_too() -> None:
         await scene.until(lambda: scene.line.count("fail") >= 3, "it goes on trying")
         assert time.monotonic() > scene.runtime._orders.drain_deadline
         scene.line.is_dead = False
-        assert await scene.end() is Ending.LEFT
+        assert await scene.end() is ExitReason.LEFT
         assert "the cause" in (scene.task(task_id).error or "")
 
 
@@ -701,7 +701,7 @@ async def test_an_idle_worker_whose_database_is_gone_leaves_when_told() -> None:
         claims = scene.line.count("finish_and_claim")
         await scene.until(lambda: scene.line.count("finish_and_claim") > claims, "it has noticed")
         scene.runtime.drain("told to end")
-        assert await scene.end() is Ending.LEFT
+        assert await scene.end() is ExitReason.LEFT
 
 
 async def test_a_claim_lost_while_the_handler_answers_touches_nothing() -> None:
@@ -722,10 +722,10 @@ async def test_a_claim_lost_while_the_handler_answers_touches_nothing() -> None:
 # ------------------------------------------------------------------------------------------ ended, lost, hired
 
 
-def hired(status: WorkerStatus) -> Callable[[Scene], None]:
+def hired(status: WorkerStatus) -> Callable[[DemoScenario], None]:
     """A worker that has a row before its process begins, in this status."""
 
-    def prepare(scene: Scene) -> None:
+    def prepare(scene: DemoScenario) -> None:
         finished(scene.store.register(Registration("hired", ("q",))))
         if status is WorkerStatus.TERMINATING:
             finished(scene.store.set_terminating(["hired"], "no longer needed"))
@@ -738,14 +738,14 @@ def hired(status: WorkerStatus) -> Callable[[Scene], None]:
 async def test_a_hired_worker_that_is_terminating_when_it_comes_leaves_at_once() -> None:
     async with working(prepare=hired(WorkerStatus.TERMINATING), worker_id="hired") as scene:
         task_id = scene.enqueue()
-        assert await scene.end() is Ending.LEFT
+        assert await scene.end() is ExitReason.LEFT
         assert scene.task(task_id).status is TaskStatus.QUEUED
         assert finished(scene.store.worker("hired")).status is WorkerStatus.TERMINATED
 
 
 async def test_a_hired_worker_that_was_ended_before_it_came_does_not_come_back_under_another_name() -> None:
     async with working(prepare=hired(WorkerStatus.TERMINATED), worker_id="hired") as scene:
-        assert await scene.end() is Ending.LOST
+        assert await scene.end() is ExitReason.LOST
         assert [worker.id for worker in finished(scene.store.workers(include_terminated=True))] == ["hired"]
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from windlass.worker import stderr
-from windlass.worker.stderr import Outlet
+from windlass.worker import nonblocking_stderr as stderr
+from windlass.worker.nonblocking_stderr import NonblockingWriter
 
 PATIENCE_S = 20.0
 
@@ -34,7 +34,7 @@ def test_who_does_not_read_misses_what_there_is_no_room_for_and_is_told_so(
     monkeypatch.setattr(stderr, "MAX_WAITING_BYTES", 1_000_000)
     reading, writing = pipe
     os.set_blocking(writing, is_blocking)
-    outlet = Outlet(writing)
+    outlet = NonblockingWriter(writing)
     line = b"x" * 99_999 + b"\n"
     for _ in range(10):
         outlet.write(line)
@@ -51,7 +51,7 @@ def test_who_does_not_read_misses_what_there_is_no_room_for_and_is_told_so(
 
 def test_a_forked_process_writes_its_own_lines_and_not_ours_again(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    outlet = Outlet(writing)
+    outlet = NonblockingWriter(writing)
     outlet.write(b"ours\n")
     assert outlet.drain(PATIENCE_S)
     before = threading.active_count()

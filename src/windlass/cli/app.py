@@ -32,8 +32,8 @@ from windlass.cli import (
     workers,
 )
 from windlass.cli.common import EXIT_BAD_INPUT, say
-from windlass.model.address import masked
 from windlass.model.errors import WindlassError
+from windlass.model.urls import masked
 
 EXIT_DEFECT = 1
 EXIT_INTERRUPTED = 130

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 import typer
 
 from windlass.model.errors import BadInput
-from windlass.worker.stderr import standard_error
+from windlass.worker.nonblocking_stderr import standard_error
 
 if TYPE_CHECKING:
-    from windlass.configure import Loaded
+    from windlass.config_loader import Loaded
 
 EXIT_BAD_INPUT = 2
 # What shells report of a program that was ended by SIGTERM, as every command is that does not see to it itself.
@@ -35,7 +35,7 @@ Parameters = ParamSpec("Parameters")
 
 
 def load(config_file: Path | None, data_dir: Path | None, *, has_fleets: bool = True, **overrides: Any) -> "Loaded":
-    from windlass.configure import load_config
+    from windlass.config_loader import load_config
 
     return load_config(config_file, {"data_dir": data_dir, **overrides}, has_fleets=has_fleets)
 

@@ -21,7 +21,7 @@ async def show(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJ
 
     Secrets are not shown, nor the password in a database's address.
     """
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     loaded = load(config, data_dir)
     settings = [

@@ -13,7 +13,7 @@ from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.fleets import check_fleet_is_known
 from windlass.cli.output import print_json, print_table
 from windlass.cli.times import parse_when
-from windlass.cost.asking import MAX_ROWS, Report, look
+from windlass.cost.queries import MAX_ROWS, CostReport, look
 from windlass.cost.report import By, Forecast
 from windlass.model.cost import ChargeKind, Cost
 from windlass.model.money import amount, with_currency
@@ -39,7 +39,7 @@ async def cost(
     as_json: AsJson = False,
 ) -> None:
     """Show what machines cost, and what that was for: tasks, boot, idleness, and what was paid beyond their end."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     when = parse_when(since, "--since")
     async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
@@ -53,7 +53,7 @@ async def cost(
         _print(report)
 
 
-def _print(report: Report) -> None:
+def _print(report: CostReport) -> None:
     if not report.costs:
         print(f"nothing was paid since {report.since:%Y-%m-%d %H:%M} UTC: only machines with a price cost money")
         return
@@ -95,7 +95,7 @@ def _sentence(told: Forecast) -> str:
     )
 
 
-def _plain(report: Report) -> dict[str, Any]:
+def _plain(report: CostReport) -> dict[str, Any]:
     return {
         "by": report.by,
         "since": report.since,

@@ -8,8 +8,8 @@ import typer
 from windlass import __version__
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
-from windlass.model.address import without_password
 from windlass.model.errors import BadInput
+from windlass.model.urls import without_password
 
 if TYPE_CHECKING:
     from windlass.model.config import Config
@@ -27,7 +27,7 @@ async def migrate(config: ConfigFile = None, data_dir: DataDir = None, as_json: 
     loaded = load(config, data_dir)
     from windlass.store.migrate import LATEST_VERSION
     from windlass.store.migrate import migrate as migrate_database
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.database(loaded.config, makes_schema=False) as dsn:
         applied = await migrate_database(dsn)
@@ -85,8 +85,8 @@ async def sql(
 
     To apply by hand, in Supabase's SQL editor or after a review. The result is that of `windlass db migrate`.
     """
+    from windlass.store.export_sql import GRANTS, script
     from windlass.store.migrate import LATEST_VERSION, MIGRATIONS
-    from windlass.store.script import GRANTS, script
 
     if grants:
         if missing:
@@ -117,7 +117,7 @@ async def url(
     """
     import asyncio
 
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     def tell(address: str) -> None:
         if as_json:
@@ -146,7 +146,7 @@ async def url(
 
 async def _applied(config: "Config") -> dict[int, Any]:
     """What the database has. One that does not exist yet has nothing, and is not made by asking."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     if config.database_url is None and not stores.has_embedded_database(config):
         return {}

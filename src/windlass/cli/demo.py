@@ -12,12 +12,12 @@ from windlass.model.errors import BadInput
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from windlass.cli.demonstration.hetzner import HetznerDemonstration
-    from windlass.cli.demonstration.local import LocalDemonstration
-    from windlass.cli.demonstration.ray import RayDemonstration
-    from windlass.cli.demonstration.report import Report
-    from windlass.cli.demonstration.runpod import RunpodDemonstration
-    from windlass.cli.demonstration.stage import Place
+    from windlass.demo.environment import DemoPlace
+    from windlass.demo.hetzner import HetznerDemo
+    from windlass.demo.local import LocalDemo
+    from windlass.demo.ray import RayDemo
+    from windlass.demo.report import DemoReport
+    from windlass.demo.runpod import RunpodDemo
 
 
 class On(StrEnum):
@@ -90,26 +90,26 @@ async def demo(
 
 def _demonstration(
     on: On, tasks: int, workers: int, hour_s: int, tell: "Callable[[str], None]"
-) -> "LocalDemonstration | HetznerDemonstration | RunpodDemonstration | RayDemonstration":
+) -> "LocalDemo | HetznerDemo | RunpodDemo | RayDemo":
     if on is On.HETZNER:
-        from windlass.cli.demonstration.hetzner import HetznerDemonstration
+        from windlass.demo.hetzner import HetznerDemo
 
-        return HetznerDemonstration(tasks, workers, tell, hour_s=hour_s)
+        return HetznerDemo(tasks, workers, tell, hour_s=hour_s)
     if on is On.RUNPOD:
-        from windlass.cli.demonstration.runpod import RunpodDemonstration
+        from windlass.demo.runpod import RunpodDemo
 
-        return RunpodDemonstration(tasks, workers, tell)
+        return RunpodDemo(tasks, workers, tell)
     if on is On.RAY:
-        from windlass.cli.demonstration.ray import RayDemonstration
+        from windlass.demo.ray import RayDemo
 
-        return RayDemonstration(tasks, workers, tell)
-    from windlass.cli.demonstration.local import LocalDemonstration
+        return RayDemo(tasks, workers, tell)
+    from windlass.demo.local import LocalDemo
 
-    return LocalDemonstration(tasks, workers, tell)
+    return LocalDemo(tasks, workers, tell)
 
 
-def _print(report: "Report") -> None:
-    from windlass.cli.demonstration.rented_report import RentedReport
+def _print(report: "DemoReport") -> None:
+    from windlass.demo.cloud_report import RentedReport
 
     print()
     print_table(report.lines())
@@ -119,8 +119,8 @@ def _print(report: "Report") -> None:
     print(flush=True)
 
 
-def _looks(report: "Report", place: "Place") -> list[str]:
-    from windlass.cli.demonstration.local_report import LocalReport
+def _looks(report: "DemoReport", place: "DemoPlace") -> list[str]:
+    from windlass.demo.local_report import LocalReport
 
     here = f"--data-dir {place.data_dir}"
     if isinstance(report, LocalReport):

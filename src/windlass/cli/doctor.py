@@ -18,7 +18,7 @@ from windlass.model.errors import WindlassError
 
 if TYPE_CHECKING:
     from windlass.model.config import Config
-    from windlass.store.examine import Examination
+    from windlass.store.doctor_checks import DatabaseCheck
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_SERVER = 140_000
@@ -29,7 +29,7 @@ DISK_FAIL_BYTES = 200 * 1024**2
 CLOCK_WARN_S = 2.0
 
 
-class Verdict(StrEnum):
+class CheckStatus(StrEnum):
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -38,7 +38,7 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Finding:
     check: str
-    verdict: Verdict
+    verdict: CheckStatus
     what: str
     # Empty where there is nothing to do.
     do: str = ""
@@ -57,11 +57,11 @@ async def doctor(config: ConfigFile = None, data_dir: DataDir = None, as_json: A
             findings.append(finding)
             if not as_json:
                 advice = f": {finding.do}" if finding.do else ""
-                word = finding.verdict.upper() if finding.verdict is Verdict.FAIL else finding.verdict.value
+                word = finding.verdict.upper() if finding.verdict is CheckStatus.FAIL else finding.verdict.value
                 print(f"{word:<5}{finding.check:<14}{finding.what}{advice}", flush=True)
     if as_json:
         print_json(findings)
-    return 1 if any(finding.verdict is Verdict.FAIL for finding in findings) else 0
+    return 1 if any(finding.verdict is CheckStatus.FAIL for finding in findings) else 0
 
 
 async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncGenerator[Finding, None]:
@@ -71,16 +71,16 @@ async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncGen
     try:
         config = load(config_file, data_dir).config
     except WindlassError as error:
-        yield Finding("configuration", Verdict.FAIL, _clause(error))
+        yield Finding("configuration", CheckStatus.FAIL, _clause(error))
         return
-    yield Finding("configuration", Verdict.OK, "readable")
+    yield Finding("configuration", CheckStatus.OK, "readable")
     async with aclosing(_providers(config)) as of_providers:
         async for finding in of_providers:
             yield finding
     if config.database_url is None:
         disk = _disk(config)
         yield disk
-        if disk.verdict is Verdict.FAIL:
+        if disk.verdict is CheckStatus.FAIL:
             return
     try:
         async with _reached(config) as (where, examination, is_trial):
@@ -88,20 +88,20 @@ async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncGen
             for finding in _database(examination, is_embedded=config.database_url is None, is_trial=is_trial):
                 yield finding
     except WindlassError as error:
-        yield Finding("database", Verdict.FAIL, _clause(error))
+        yield Finding("database", CheckStatus.FAIL, _clause(error))
 
 
 async def _providers(config: "Config") -> AsyncGenerator[Finding, None]:
-    from windlass.wire import providers
+    from windlass.wiring import providers
 
     for name, examine in (("hetzner", providers.examine_hetzner), ("runpod", providers.examine_runpod)):
         try:
             async with aclosing(examine(config)) as remarks:
                 async for remark in remarks:
-                    verdict = Verdict.FAIL if remark.is_grave else Verdict.WARN if remark.do else Verdict.OK
+                    verdict = CheckStatus.FAIL if remark.is_grave else CheckStatus.WARN if remark.do else CheckStatus.OK
                     yield Finding(remark.check, verdict, remark.what, remark.do)
         except WindlassError as error:
-            yield Finding(name, Verdict.FAIL, _clause(error))
+            yield Finding(name, CheckStatus.FAIL, _clause(error))
 
 
 # -------------------------------------------------------------------------------------------------------- this machine
@@ -110,8 +110,8 @@ async def _providers(config: "Config") -> AsyncGenerator[Finding, None]:
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
-        return Finding("python", Verdict.FAIL, version, "install Python 3.11 or newer")
-    return Finding("python", Verdict.OK, f"{version} at {sys.executable}")
+        return Finding("python", CheckStatus.FAIL, version, "install Python 3.11 or newer")
+    return Finding("python", CheckStatus.OK, f"{version} at {sys.executable}")
 
 
 def _platform() -> Finding:
@@ -119,8 +119,8 @@ def _platform() -> Finding:
 
     name = f"{platform.system()} {platform.machine()}"
     if platform.system() not in ("Linux", "Darwin"):
-        return Finding("platform", Verdict.WARN, name, "workers and the embedded database need Linux or macOS")
-    return Finding("platform", Verdict.OK, name)
+        return Finding("platform", CheckStatus.WARN, name, "workers and the embedded database need Linux or macOS")
+    return Finding("platform", CheckStatus.OK, name)
 
 
 def _gpu() -> Finding:
@@ -132,36 +132,38 @@ def _gpu() -> Finding:
     reader.stop()
     vitals = reader.vitals()
     if not vitals:
-        return Finding("gpu", Verdict.OK, "no NVIDIA driver: workers report no GPU memory")
+        return Finding("gpu", CheckStatus.OK, "no NVIDIA driver: workers report no GPU memory")
     if not vitals["vram_total_mb"]:
-        return Finding("gpu", Verdict.WARN, "the NVIDIA driver is there, but no GPU answers", "look at nvidia-smi")
-    return Finding("gpu", Verdict.OK, f"{vitals['vram_used_mb']:,} of {vitals['vram_total_mb']:,} MB of memory used")
+        return Finding("gpu", CheckStatus.WARN, "the NVIDIA driver is there, but no GPU answers", "look at nvidia-smi")
+    return Finding(
+        "gpu", CheckStatus.OK, f"{vitals['vram_used_mb']:,} of {vitals['vram_total_mb']:,} MB of memory used"
+    )
 
 
 def _disk(config: "Config") -> Finding:
     import os
     import shutil
 
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     data_dir = stores.data_dir(config)
     there = next(folder for folder in (data_dir, *data_dir.parents) if os.path.exists(folder))  # noqa: PTH110
     free_bytes = shutil.disk_usage(there).free
     if not os.access(there, os.W_OK | os.X_OK):
-        return Finding("disk", Verdict.FAIL, f"{there} cannot be written", "name another place with --data-dir")
+        return Finding("disk", CheckStatus.FAIL, f"{there} cannot be written", "name another place with --data-dir")
     what = f"{free_bytes / 1024**3:.1f} GiB free for {data_dir}"
     if free_bytes < DISK_WARN_BYTES:
-        verdict = Verdict.FAIL if free_bytes < DISK_FAIL_BYTES else Verdict.WARN
+        verdict = CheckStatus.FAIL if free_bytes < DISK_FAIL_BYTES else CheckStatus.WARN
         return Finding("disk", verdict, what, "make room, or name another place with --data-dir")
-    return Finding("disk", Verdict.OK, what)
+    return Finding("disk", CheckStatus.OK, what)
 
 
 # -------------------------------------------------------------------------------------------------------- the database
 
 
 @asynccontextmanager
-async def _reached(config: "Config") -> AsyncIterator[tuple[Finding, "Examination", bool]]:
-    from windlass.wire import stores
+async def _reached(config: "Config") -> AsyncIterator[tuple[Finding, "DatabaseCheck", bool]]:
+    from windlass.wiring import stores
 
     if config.database_url is not None or stores.has_embedded_database(config):
         async with stores.database(config, makes_schema=False) as dsn:
@@ -170,17 +172,17 @@ async def _reached(config: "Config") -> AsyncIterator[tuple[Finding, "Examinatio
                 "embedded, in " + str(stores.data_dir(config)) if config.database_url is None else "from DATABASE_URL"
             )
             what = f"{examination.database} as {examination.user} ({kind})"
-            yield Finding("database", Verdict.OK, what), examination, False
+            yield Finding("database", CheckStatus.OK, what), examination, False
         return
     stores.check_place_of_embedded_database(config)
     with stores.temporary_data_dir() as folder:
         trial = config.model_copy(update={"data_dir": folder / "data"})
         async with stores.database(trial) as dsn:
             what = f"the embedded one works; it will be made in {stores.data_dir(config)} when first used"
-            yield Finding("database", Verdict.OK, what), await stores.examine_database(dsn), True
+            yield Finding("database", CheckStatus.OK, what), await stores.examine_database(dsn), True
 
 
-def _database(found: "Examination", *, is_embedded: bool, is_trial: bool) -> Iterator[Finding]:
+def _database(found: "DatabaseCheck", *, is_embedded: bool, is_trial: bool) -> Iterator[Finding]:
     yield _server_version(found)
     if not is_trial:
         yield _schema(found, is_embedded=is_embedded)
@@ -190,62 +192,62 @@ def _database(found: "Examination", *, is_embedded: bool, is_trial: bool) -> Ite
     yield _clock(found)
 
 
-def _server_version(found: "Examination") -> Finding:
+def _server_version(found: "DatabaseCheck") -> Finding:
     what = f"PostgreSQL {found.server_version}"
     if found.server_version_number < OLDEST_SERVER:
-        return Finding("version", Verdict.FAIL, what, "windlass needs PostgreSQL 14 or newer")
-    return Finding("version", Verdict.OK, what)
+        return Finding("version", CheckStatus.FAIL, what, "windlass needs PostgreSQL 14 or newer")
+    return Finding("version", CheckStatus.OK, what)
 
 
-def _schema(found: "Examination", *, is_embedded: bool) -> Finding:
+def _schema(found: "DatabaseCheck", *, is_embedded: bool) -> Finding:
     from windlass.store.migrate import check_schema_version
 
     if "usage on schema windlass" in found.missing_privileges:
-        return Finding("schema", Verdict.FAIL, "there is one that this user may not enter", "see privileges")
+        return Finding("schema", CheckStatus.FAIL, "there is one that this user may not enter", "see privileges")
     try:
         check_schema_version(found.schema_version)
     except WindlassError as error:
         # The embedded one gets its first schema from whoever opens it next.
         will_be_made = is_embedded and found.schema_version is None
-        return Finding("schema", Verdict.WARN if will_be_made else Verdict.FAIL, _clause(error))
-    return Finding("schema", Verdict.OK, f"version {found.schema_version}")
+        return Finding("schema", CheckStatus.WARN if will_be_made else CheckStatus.FAIL, _clause(error))
+    return Finding("schema", CheckStatus.OK, f"version {found.schema_version}")
 
 
-def _privileges(found: "Examination") -> Finding:
+def _privileges(found: "DatabaseCheck") -> Finding:
     if found.missing_privileges:
         shown = ", ".join(found.missing_privileges[:3])
         more = f" and {len(found.missing_privileges) - 3} more" if len(found.missing_privileges) > 3 else ""
         what = f"{found.user} lacks {shown}{more}"
-        return Finding("privileges", Verdict.FAIL, what, "let the schema's owner grant them")
+        return Finding("privileges", CheckStatus.FAIL, what, "let the schema's owner grant them")
     if found.schema_version is None and not found.may_create_schema:
         what = f"{found.user} may not create the schema"
         do = f"grant create on database {found.database}, or let its owner apply the output of `windlass db sql`"
-        return Finding("privileges", Verdict.FAIL, what, do)
-    return Finding("privileges", Verdict.OK, f"{found.user} has all it needs")
+        return Finding("privileges", CheckStatus.FAIL, what, do)
+    return Finding("privileges", CheckStatus.OK, f"{found.user} has all it needs")
 
 
-def _pooler(found: "Examination") -> Finding:
+def _pooler(found: "DatabaseCheck") -> Finding:
     if found.is_pooled:
         what = "a pooler stands before the server: workers look for tasks once a second instead of being woken"
-        return Finding("pooler", Verdict.WARN, what, "use the direct address if that is too slow")
-    return Finding("pooler", Verdict.OK, "none between us and the server")
+        return Finding("pooler", CheckStatus.WARN, what, "use the direct address if that is too slow")
+    return Finding("pooler", CheckStatus.OK, "none between us and the server")
 
 
-def _listen(found: "Examination") -> Finding:
+def _listen(found: "DatabaseCheck") -> Finding:
     if found.can_listen:
-        return Finding("listen", Verdict.OK, "notifications arrive")
+        return Finding("listen", CheckStatus.OK, "notifications arrive")
     if found.is_pooled:
-        return Finding("listen", Verdict.WARN, "not possible through a pooler", "see pooler")
+        return Finding("listen", CheckStatus.WARN, "not possible through a pooler", "see pooler")
     what = "no notification arrives: workers look for tasks once a second instead"
-    return Finding("listen", Verdict.WARN, what, "is something between us and the server?")
+    return Finding("listen", CheckStatus.WARN, what, "is something between us and the server?")
 
 
-def _clock(found: "Examination") -> Finding:
+def _clock(found: "DatabaseCheck") -> Finding:
     difference_s = found.clock_difference_s
     if abs(difference_s) > CLOCK_WARN_S + found.clock_uncertainty_s:
         what = f"the database's clock is {abs(difference_s):.1f} s {'ahead' if difference_s > 0 else 'behind'}"
-        return Finding("clock", Verdict.WARN, what, "set this machine's by NTP; scheduled tasks may be found late")
-    return Finding("clock", Verdict.OK, f"{abs(difference_s) * 1000:.0f} ms apart from the database's")
+        return Finding("clock", CheckStatus.WARN, what, "set this machine's by NTP; scheduled tasks may be found late")
+    return Finding("clock", CheckStatus.OK, f"{abs(difference_s) * 1000:.0f} ms apart from the database's")
 
 
 def _clause(error: Exception) -> str:

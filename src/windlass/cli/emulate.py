@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import socket
     from datetime import datetime
 
-    from windlass.emulate.exchange import Emulator
-    from windlass.emulate.processes import Processes
+    from windlass_emulators.http import Emulator
+    from windlass_emulators.processes import Processes
 
 Host = TypeVar("Host", bound="Processes")
 app = typer.Typer(help="Run a cloud on this host, to rehearse with: its API, its bill, its faults, real workers.")
@@ -41,11 +41,11 @@ async def hetzner(
     is_virtual: Annotated[bool, typer.Option("--no-workers", help="Servers start nothing.")] = False,
 ) -> None:
     """Serve the Hetzner Cloud API on 127.0.0.1. Servers that boot start a real worker from their user_data."""
-    from windlass.emulate.hetzner import HetznerEmulator, Settings
-    from windlass.emulate.machines import VirtualHost
-    from windlass.emulate.process_host import ProcessHost
+    from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
+    from windlass_emulators.machines import VirtualHost
+    from windlass_emulators.process_host import ProcessHost
 
-    settings = Settings(
+    settings = HetznerEmulatorSettings(
         boot_s=boot_s,
         cloud_init_s=cloud_init_s,
         billing_hour_s=hour_s,
@@ -79,11 +79,11 @@ async def runpod(
     is_virtual: Annotated[bool, typer.Option("--no-workers", help="Pods start nothing.")] = False,
 ) -> None:
     """Serve Runpod's REST API v2 on 127.0.0.1. Pods that run start a real worker, or an SSH server to start one by."""
-    from windlass.emulate.runpod import RunpodEmulator, Settings
-    from windlass.emulate.runpod.containers import VirtualPodHost
-    from windlass.emulate.runpod.pod_host import RealPodHost, find_sshd
+    from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
+    from windlass_emulators.runpod.containers import VirtualPodHost
+    from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd
 
-    settings = Settings(
+    settings = RunpodEmulatorSettings(
         provisioning_s=provisioning_s,
         starting_s=starting_s,
         runtime_s=runtime_s,
@@ -121,7 +121,7 @@ def _now() -> "datetime":
 
 
 def _listen(port: int) -> "socket.socket":
-    from windlass.emulate.serve import listen
+    from windlass_emulators.serve import listen
 
     try:
         return listen(port)
@@ -132,7 +132,7 @@ def _listen(port: int) -> "socket.socket":
 async def _serve(what: str, base: str, emulator: "Emulator", listener: "socket.socket", remark: str) -> None:
     import asyncio
 
-    from windlass.emulate.serve import serving
+    from windlass_emulators.serve import serving
 
     with serving(emulator, listener) as address:
         print(f"{what}, emulated: {address}{base} ({remark}).")

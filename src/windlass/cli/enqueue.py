@@ -120,7 +120,7 @@ def _source(payload: str | None, file: Path | None) -> Path | str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class PayloadLines:
     """Checked payloads, one a line."""
 
     spool: IO[bytes]
@@ -133,7 +133,7 @@ class Lines:
 
 
 @contextmanager
-def _checked_lines(source: Path | str, max_payload_bytes: int) -> Iterator[Lines]:
+def _checked_lines(source: Path | str, max_payload_bytes: int) -> Iterator[PayloadLines]:
     """All lines but empty ones, checked. The first that cannot be used is named and nothing goes further."""
     import tempfile
 
@@ -149,7 +149,7 @@ def _checked_lines(source: Path | str, max_payload_bytes: int) -> Iterator[Lines
                     count += 1
         if count == 0:
             raise BadInput(f"there is nothing to enqueue in {'standard input' if source == STDIN else source}.")
-        yield Lines(spool, count)
+        yield PayloadLines(spool, count)
 
 
 @contextmanager
@@ -221,7 +221,7 @@ async def _add_one(
     config: Any, task: "NewTask", when: datetime | timedelta | None, *, is_told: bool
 ) -> tuple[int, bool, bool]:
     """Its id, whether it is new, and whether to tell that nobody serves its queue."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.store(config) as store:
         scheduled = await _scheduled(task, when, store)
@@ -233,10 +233,10 @@ async def _add_one(
 
 
 async def _add_many(
-    config: Any, template: "NewTask", lines: Lines, when: datetime | timedelta | None, *, is_told: bool
+    config: Any, template: "NewTask", lines: PayloadLines, when: datetime | timedelta | None, *, is_told: bool
 ) -> tuple[int, bool]:
     """How many, and whether to tell that nobody serves their queue."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.store(config) as store:
         scheduled = await _scheduled(template, when, store)

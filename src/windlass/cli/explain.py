@@ -25,7 +25,7 @@ async def explain(
 ) -> None:
     """Tell the story: why is this task waiting, why was this worker ended, why was nobody hired."""
     from windlass.control.explain import tell
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     loaded = load(config, data_dir)
     async with stores.control_store(loaded.config, may_create=False) as store:
@@ -58,11 +58,11 @@ async def replay(
     as_json: AsJson = False,
 ) -> int:
     """Decide again from what a cycle saw. With the same settings it must come to the same; exit code 1 if not."""
-    from windlass.configure import load_config
+    from windlass.config_loader import load_config
     from windlass.model.action import actions_to_plain
     from windlass.model.fleet import with_changes
     from windlass.policy.plan import plan
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         stored = await store.cycle(cycle)

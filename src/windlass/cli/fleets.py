@@ -15,8 +15,8 @@ from windlass.model.event import check_reason
 from windlass.model.worker import MAX_COUNT
 
 if TYPE_CHECKING:
-    from windlass.configure import Loaded
-    from windlass.model.record import Fleet as FleetRecord
+    from windlass.config_loader import Loaded
+    from windlass.model.cycle import Fleet as FleetRecord
     from windlass.store.control import PostgresControlStore
 
 OneFleet = Annotated[str | None, typer.Argument(help="The fleet (default: the only one that is run).", metavar="FLEET")]
@@ -39,7 +39,7 @@ async def spawn(
 
     Never more than the fleet has room for: what is beyond its maximum is not asked for.
     """
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         chosen = await _one_fleet(store, fleet, fleet_option)
@@ -70,7 +70,7 @@ async def terminate(
     as_json: AsJson = False,
 ) -> None:
     """Let workers go: they finish what they have first. A fleet below its minimum hires others."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     if not worker and not fleet:
         raise BadInput("say which workers: their ids, or the name of a fleet.")
@@ -79,7 +79,7 @@ async def terminate(
         ids, fleets = await _meant(store, worker, fleet)
         ids += [w.id for w in await store.workers() if w.fleet in fleets and w.id not in ids]
         if force:
-            changed = [worker_id for worker_id in ids if await store.end_worker(worker_id, reason)]
+            changed = [worker_id for worker_id in ids if await store.terminate_worker(worker_id, reason)]
             count = len(changed)
         else:
             count = await store.set_terminating(ids, reason)
@@ -129,7 +129,7 @@ async def restart(
     Its restarts are forgotten, its failed slots are free again, and a hold for failures ends. If it is on hold because
     its key is another account's (OTHER_ACCOUNT), the machines that the key does not list are given up.
     """
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         chosen = await _one_fleet(store, fleet, fleet_option)
@@ -153,7 +153,7 @@ async def _set_paused(
     words: list[str] | None, fleet: str | None, is_all: bool, loaded: "Loaded", *, is_paused: bool, as_json: bool
 ) -> None:
     """A fleet with all its workers, those started by hand too, or single workers."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     if sum(map(bool, (words, fleet, is_all))) != 1:
         raise BadInput("say what is meant: ids of workers, names of fleets, or --all.")

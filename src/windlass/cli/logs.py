@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TextIO, cast
 
 import typer
 
-from windlass.model.secrecy import Mask, mask_of
-from windlass.worker.stderr import standard_error
+from windlass.model.redaction import Mask, mask_of
+from windlass.worker.nonblocking_stderr import standard_error
 
 LogFormat = Annotated[
     Literal["auto", "human", "json"], typer.Option("--log-format", help="auto: human on a terminal, JSON elsewhere.")

@@ -9,8 +9,8 @@ import typer
 
 from windlass import __version__
 from windlass.cli.common import ConfigFile, DataDir, command, load
-from windlass.cli.hiring import Hiring
 from windlass.cli.logs import LogFormat, configure_logs
+from windlass.cli.worker_env import SpawnedWorkerEnv
 from windlass.model.errors import BadInput
 from windlass.model.worker import DEFAULT_FLEET
 
@@ -33,7 +33,7 @@ async def dispatch(
     """
     configure_logs(log_format)
     from windlass.model.fleet import FleetConfig
-    from windlass.wire.engine import run_dispatcher
+    from windlass.wiring.ray import run_dispatcher
 
     loaded = load(config, data_dir, has_fleets=settings is None)
     # `windlass up` says by which it goes; whoever starts one by hand has a file.
@@ -64,18 +64,18 @@ async def node(
     """The program of a hired node: join the cluster, and say that it lives. Started by the provider."""
     del handler, exec_  # whoever places tasks says what is run
     configure_logs(log_format)
-    from windlass.engine.node import NodeSettings
     from windlass.model.ray import RaySettings
-    from windlass.wire.engine import run_node
-    from windlass.worker.runtime import Ending
+    from windlass.ray.node import NodeSettings
+    from windlass.wiring.ray import run_node
+    from windlass.worker.runtime import ExitReason
 
-    hiring = Hiring.from_environment()
+    hiring = SpawnedWorkerEnv.from_environment()
     if hiring.worker_id is None:
         raise BadInput('a node is started by whoever hires it: set provider = "ray-local" in windlass.toml.')
     loaded = load(config, data_dir, has_fleets=False, database_url=hiring.database_url)
     if chdir is not None:
         os.chdir(chdir)
-    ending = await run_node(
+    exit_reason = await run_node(
         loaded.config,
         NodeSettings(
             worker_id=hiring.worker_id,
@@ -89,4 +89,4 @@ async def node(
             version=__version__,
         ),
     )
-    return EXIT_LOST if ending is Ending.LOST else 0
+    return EXIT_LOST if exit_reason is ExitReason.LOST else 0

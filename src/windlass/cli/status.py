@@ -18,9 +18,9 @@ from windlass.model.worker import WorkerKind
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from windlass.model.cycle import Cycle, Fleet
     from windlass.model.event import QueueDepth
     from windlass.model.node import NodeView
-    from windlass.model.record import Cycle, Fleet
     from windlass.model.task import TaskStatus
     from windlass.model.worker import Worker
     from windlass.store.control import PostgresControlStore
@@ -30,7 +30,7 @@ WATCH_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StatusReport:
     """How everything stands at one moment."""
 
     at: datetime
@@ -58,13 +58,13 @@ async def status(
     as_json: AsJson = False,
 ) -> None:
     """Show the queues, the fleets, the workers and the last hour."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     loaded = load(config, data_dir).config
     async with stores.control_store(loaded, may_create=False) as store:
         await check_queue_is_known(store, queue)
 
-        async def look_now() -> Standing:
+        async def look_now() -> StatusReport:
             return await look(store, queue, configured=None if all_ else set(loaded.fleets))
 
         if watch and as_json:
@@ -80,12 +80,12 @@ async def status(
 
 async def look(
     store: "PostgresControlStore", queue: str | None = None, *, configured: "set[str] | None" = None
-) -> Standing:
+) -> StatusReport:
     """With the names of those that are configured here, fleets that are over are left out."""
     known = [fleet for fleet in await store.fleets() if queue is None or queue in fleet.queues]
     workers, now = await store.workers(), await store.now()
     staffed = {worker.fleet for worker in workers}
-    attended = {fleet.name for fleet in known if fleet.planned_at and fleet.unattended_s(now) is None}
+    attended = {fleet.name for fleet in known if fleet.planned_at and fleet.without_orchestrator_s(now) is None}
     fleets = [
         fleet
         for fleet in known
@@ -93,11 +93,11 @@ async def look(
         or fleet.name in configured | staffed | attended
         or _is_waited_for(fleet, configured, attended)
     ]
-    return Standing(
+    return StatusReport(
         depths=[depth for depth in await store.queue_depths() if queue in (None, depth.queue)],
         fleets=[(fleet, next(iter(await store.cycles(fleet.name, 1)), None)) for fleet in fleets],
         workers=[worker for worker in workers if queue is None or queue in worker.queues],
-        at_hand=await store.tasks_at_hand(),
+        at_hand=await store.running_tasks(),
         finished=await store.finished_since(LAST_HOUR_S),
         served=frozenset(
             name for queues in [*(f.queues for f in known), *(w.queues for w in workers)] for name in queues
@@ -112,7 +112,7 @@ def _is_waited_for(fleet: "Fleet", configured: set[str], attended: set[str]) -> 
     return fleet.planned_at is not None and not configured and not attended
 
 
-async def _stream(look_now: "Callable[[], Awaitable[Standing]]") -> "NoReturn":
+async def _stream(look_now: "Callable[[], Awaitable[StatusReport]]") -> "NoReturn":
     """For programs: how everything stands, a line of JSON each second; while the database is away, that it is."""
     import asyncio
     import json
@@ -126,7 +126,7 @@ async def _stream(look_now: "Callable[[], Awaitable[Standing]]") -> "NoReturn":
         await asyncio.sleep(WATCH_INTERVAL_S)
 
 
-async def _watch(look_now: "Callable[[], Awaitable[Standing]]") -> "NoReturn":
+async def _watch(look_now: "Callable[[], Awaitable[StatusReport]]") -> "NoReturn":
     """A new picture every second. While the database is away the old one stays, and says so."""
     import asyncio
 
@@ -146,7 +146,7 @@ async def _watch(look_now: "Callable[[], Awaitable[Standing]]") -> "NoReturn":
             await asyncio.sleep(WATCH_INTERVAL_S)
 
 
-def picture(standing: Standing) -> "Group":
+def picture(standing: StatusReport) -> "Group":
     """For a live view."""
     from rich.console import Group
     from rich.text import Text
@@ -155,7 +155,7 @@ def picture(standing: Standing) -> "Group":
     return Group(*[part for table in tables for part in (table, Text())], Text(_last_hour(standing)))
 
 
-def _print(standing: Standing) -> None:
+def _print(standing: StatusReport) -> None:
     for table, empty in _tables(standing):
         if table.rows:
             print_text_table(table)
@@ -166,7 +166,7 @@ def _print(standing: Standing) -> None:
         print(f"Ray's dashboard: {url}")
 
 
-def _tables(standing: Standing, *, is_short: bool = False) -> list[tuple[TextTable, str]]:
+def _tables(standing: StatusReport, *, is_short: bool = False) -> list[tuple[TextTable, str]]:
     """Each with what to say when it is empty."""
     return [
         (_queues(standing), "nothing waits and nothing runs"),
@@ -176,13 +176,13 @@ def _tables(standing: Standing, *, is_short: bool = False) -> list[tuple[TextTab
     ]
 
 
-def _no_workers(standing: Standing) -> str:
+def _no_workers(standing: StatusReport) -> str:
     if any(fleet.is_led for fleet, _ in standing.fleets):
         return "no workers"
     return "no workers; start some with `windlass up` or `windlass worker`"
 
 
-def _queues(standing: Standing) -> TextTable:
+def _queues(standing: StatusReport) -> TextTable:
     numbers = ("queued", "scheduled", "retrying", "running", "oldest waits")
     rows = [
         (
@@ -198,11 +198,11 @@ def _queues(standing: Standing) -> TextTable:
     return TextTable(rows, ("queue", *numbers), numbers)
 
 
-def _queue(name: str, standing: Standing) -> str:
+def _queue(name: str, standing: StatusReport) -> str:
     return name if name in standing.served else f"{name} (nobody serves it)"
 
 
-def _fleets(standing: Standing, *, is_short: bool) -> TextTable:
+def _fleets(standing: StatusReport, *, is_short: bool) -> TextTable:
     rows = [
         (
             fleet.name,
@@ -224,11 +224,11 @@ def _fleets(standing: Standing, *, is_short: bool) -> TextTable:
 def _brake(fleet: "Fleet", now: datetime, decided: str | None) -> str | None:
     """What keeps it from hiring; without the reason where the decision beside it says it."""
     parts = []
-    unattended_s = fleet.unattended_s(now)
-    if unattended_s is not None:
-        from windlass.control.explain import nobody_runs
+    without_orchestrator_s = fleet.without_orchestrator_s(now)
+    if without_orchestrator_s is not None:
+        from windlass.control.explain import no_orchestrator_reason
 
-        parts.append(f"nobody runs this fleet: {nobody_runs(fleet, unattended_s)}")
+        parts.append(f"nobody runs this fleet: {no_orchestrator_reason(fleet, without_orchestrator_s)}")
     if fleet.is_paused:
         parts.append("paused")
     if fleet.hold is not None:
@@ -239,7 +239,7 @@ def _brake(fleet: "Fleet", now: datetime, decided: str | None) -> str | None:
     return "; ".join(parts) or None
 
 
-def _workers(standing: Standing, *, is_short: bool) -> TextTable:
+def _workers(standing: StatusReport, *, is_short: bool) -> TextTable:
     columns: dict[str, Callable[[Worker], object]] = {
         "worker": lambda worker: worker.id,
         "status": lambda worker: _state(worker, standing.at),
@@ -256,7 +256,7 @@ def _workers(standing: Standing, *, is_short: bool) -> TextTable:
     return TextTable(rows, tuple(columns), ("tasks at once", "last heard", "gpu memory"))
 
 
-def _nodes(standing: Standing) -> TextTable:
+def _nodes(standing: StatusReport) -> TextTable:
     """What Ray says of the workers whose tasks it places."""
     rows = [
         (
@@ -286,23 +286,23 @@ def _used(node: "NodeView", name: str) -> str | None:
     return f"{used:g} of {total:g}"
 
 
-def _last_hour(standing: Standing) -> str:
+def _last_hour(standing: StatusReport) -> str:
     counts = ", ".join(f"{count:,} {status.value}" for status, count in standing.finished.items())
     return f"last hour{' (all queues)' if standing.queue else ''}: {counts}"
 
 
-def _ray_dashboards(standing: Standing) -> list[str]:
+def _ray_dashboards(standing: StatusReport) -> list[str]:
     return sorted({url for worker in standing.workers if (url := worker.metadata.get("ray_dashboard"))})
 
 
-def _plain(standing: Standing) -> dict[str, Any]:
+def _plain(standing: StatusReport) -> dict[str, Any]:
     return {
         "at": standing.at,
         "queues": standing.depths,
         "fleets": [
             {
                 **to_plain(fleet),
-                "unattended_s": fleet.unattended_s(standing.at),
+                "without_orchestrator_s": fleet.without_orchestrator_s(standing.at),
                 "decision": cycle.decision if cycle else None,
                 "cycle_id": cycle.id if cycle else None,
                 "cycle_at": (cycle.repeated_at or cycle.started_at) if cycle else None,

@@ -13,14 +13,14 @@ from windlass.cli.cost import plain_cost
 from windlass.cli.output import counted, duration, print_json, print_table, printable, progress, shortened, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.times import parse_span
-from windlass.cost.asking import task_cost
+from windlass.cost.queries import task_cost
 from windlass.model.errors import BadInput
 from windlass.model.event import check_reason
 from windlass.model.money import with_currency
 from windlass.model.task import MAX_TASK_ID, Task, TaskStatus, TaskSummary
 
 if TYPE_CHECKING:
-    from windlass.configure import Loaded
+    from windlass.config_loader import Loaded
     from windlass.store.postgres import PostgresStore
 
 app = typer.Typer(help="Look at tasks, retry, cancel and delete them.", no_args_is_help=True)
@@ -33,7 +33,7 @@ Queue = Annotated[str | None, typer.Option("--queue", "-q", help="Only of this q
 TaskIds = Annotated[list[int] | None, typer.Argument(help="Ids of tasks.", metavar="ID", min=1, max=MAX_TASK_ID)]
 
 
-class Listed(StrEnum):
+class StatusFilter(StrEnum):
     """What can be listed: the statuses, and those among the queued that wait for their time."""
 
     QUEUED = "queued"
@@ -44,7 +44,7 @@ class Listed(StrEnum):
     FAILED = "failed"
 
 
-class Finished(StrEnum):
+class FinishedFilter(StrEnum):
     """What can be purged."""
 
     COMPLETE = "complete"
@@ -56,7 +56,7 @@ class Finished(StrEnum):
 async def list_(
     queue: Queue = None,
     status: Annotated[
-        Listed | None, typer.Option("--status", "-s", help="Only with this status; scheduled: queued for later.")
+        StatusFilter | None, typer.Option("--status", "-s", help="Only with this status; scheduled: queued for later.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.", metavar="N")] = 50,
     before: Annotated[
@@ -70,10 +70,10 @@ async def list_(
 
     Without payloads and results: `windlass tasks show` has those.
     """
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
-        is_scheduled = status is Listed.SCHEDULED
+        is_scheduled = status is StatusFilter.SCHEDULED
         of = TaskStatus.QUEUED if is_scheduled else TaskStatus(status.value) if status is not None else None
         found = await store.task_summaries(
             queue=queue, status=of, limit=limit, before_id=before, is_scheduled=is_scheduled
@@ -124,7 +124,7 @@ async def show(
     as_json: AsJson = False,
 ) -> None:
     """Everything about one task: its fields and what happened to it."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         (task,) = await _existing(store, [task_id])
@@ -172,7 +172,7 @@ async def retry(
         raise BadInput("say which tasks to retry: their ids, or --all-failed with --queue.")
     if include_cancelled and not all_failed:
         raise BadInput("--include-cancelled goes with --all-failed: a task that is named by its id is retried anyway.")
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
         refused: list[Task] = []
@@ -200,7 +200,7 @@ async def cancel(
     if not task_ids:
         raise BadInput("say which tasks to cancel: their ids.")
     check_reason(reason, "--reason")
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
         tasks = await _existing(store, task_ids)
@@ -211,7 +211,7 @@ async def cancel(
 @app.command()
 def purge(
     status: Annotated[
-        list[Finished] | None, typer.Option("--status", "-s", help="Delete those; may be repeated.")
+        list[FinishedFilter] | None, typer.Option("--status", "-s", help="Delete those; may be repeated.")
     ] = None,
     older_than: Annotated[
         str | None, typer.Option(help="Only tasks that ended longer ago: 90s, 5m, 2h, 7d; 0s for all.", metavar="SPAN")
@@ -241,7 +241,7 @@ def purge(
 async def _purge(
     loaded: "Loaded", queue: str | None, statuses: list[TaskStatus], older_than_s: float, as_json: bool
 ) -> None:
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.store(loaded.config, may_create=False) as store:
         deleted = await store.purge(queue, statuses, older_than_s)

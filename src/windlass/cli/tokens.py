@@ -7,7 +7,7 @@ import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import duration, print_json, print_table
-from windlass.model.access import Role
+from windlass.model.auth import Role
 from windlass.model.errors import BadInput
 
 app = typer.Typer(help="Create and revoke tokens for the HTTP API, and links to the dashboard.", no_args_is_help=True)
@@ -26,9 +26,9 @@ async def create(
     """Make a token and print it, this once: only its hash is kept."""
     import secrets
 
-    from windlass.model.access import API_PREFIX, hash_of, new_token
+    from windlass.model.auth import API_PREFIX, hash_of, new_token
     from windlass.model.task import is_name
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     if not is_name(name):
         raise BadInput(f"{name!r} cannot be a token's name: use letters, digits and _ . : -, at most 63 of them.")
@@ -45,7 +45,7 @@ async def create(
 @command
 async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List tokens, newest first; the tokens themselves nobody knows."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
         found = await store.tokens()
@@ -87,7 +87,7 @@ async def link(
     as_json: AsJson = False,
 ) -> None:
     """Print a link that lets one more browser in, once, within a day."""
-    from windlass.wire.face import dashboard_link
+    from windlass.wiring.http_server import dashboard_link
 
     if url is not None and not url.startswith(("http://", "https://")):
         raise BadInput(f"{url!r} is not where a dashboard is: write http://127.0.0.1:8080, or https:// and its name.")
@@ -102,7 +102,7 @@ async def link(
 @command
 async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List browsers that were let in, and links that still let one in; newest first."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
         found = await store.sessions()
@@ -138,7 +138,7 @@ async def revoke(
     as_json: AsJson = False,
 ) -> None:
     """From now on the token, or the session, opens nothing."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     if (name is None) == (session is None):
         raise BadInput("say what to revoke: the NAME of a token, or --session and its id (`windlass tokens sessions`).")

@@ -13,7 +13,7 @@ from windlass.cli.output import print_json
 from windlass.model.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
-    from windlass.configure import Loaded
+    from windlass.config_loader import Loaded
     from windlass.control.summary import Summary
 
 Queues = Annotated[
@@ -62,8 +62,8 @@ async def up(
     The options from --queue to --max describe the fleet `default`: one more beside those of the file, or, if the file
     has it too, the same with these settings changed.
     """
-    from windlass.configure import secrets_of
-    from windlass.wire.up import run_up
+    from windlass.config_loader import secrets_of
+    from windlass.wiring.up import run_up
 
     configure_logs(log_format)
 
@@ -88,7 +88,7 @@ async def up(
     await run_up(
         load_now,
         Narrator().tell,
-        is_leaving_workers=leave_workers,
+        keeps_workers=leave_workers,
         version=__version__,
         # Not into the log: it lets one browser in.
         on_link=lambda link: print(f"dashboard: {link}", flush=True),
@@ -106,8 +106,8 @@ async def cycle(
 
     While another orchestrator leads nothing is done, and `is_leader` is false: no error, so the exit code is 0.
     """
-    from windlass.configure import secrets_of
-    from windlass.wire.up import NO_FLEET, run_cycles
+    from windlass.config_loader import secrets_of
+    from windlass.wiring.up import NO_FLEET, run_cycles
 
     del as_json
     configure_logs("auto")

@@ -12,19 +12,19 @@ import typer
 
 from windlass import __version__
 from windlass.cli.common import EXIT_BAD_INPUT, ConfigFile, DataDir, command, load, say
-from windlass.cli.hiring import Hiring
 from windlass.cli.logs import LogFormat, configure_logs, hide
-from windlass.model.access import API_PREFIX, is_token
-from windlass.model.address import problem_of_control_plane_url
+from windlass.cli.worker_env import SpawnedWorkerEnv
+from windlass.model.auth import API_PREFIX, is_token
 from windlass.model.errors import BadInput, TokenRefused
+from windlass.model.urls import problem_of_control_plane_url
 from windlass.model.worker import MAX_CONCURRENCY
-from windlass.worker.stderr import standard_error
+from windlass.worker.nonblocking_stderr import standard_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from windlass.model.config import WorkerConfig
-    from windlass.worker.runtime import Ending, WorkerSettings
+    from windlass.worker.runtime import ExitReason, WorkerSettings
 
 EXIT_LOST = 3
 # From a worker's end to that of its process, for what its handlers left behind.
@@ -96,8 +96,8 @@ async def worker(
     half a second later or more: it gives it back.
     """
     configure_logs(log_format)
-    from windlass.configure import secrets_of
-    from windlass.wire.worker import run_enlisted_worker, run_joined_worker, run_worker
+    from windlass.config_loader import secrets_of
+    from windlass.wiring.worker import run_joined_worker, run_self_registered_worker, run_worker
 
     if join is not None:
         given = (queue, handler, exec_, inline or None, concurrency, chdir, timeout, heartbeat_interval, lease)
@@ -110,7 +110,7 @@ async def worker(
     if token_file is not None and url is None:
         raise BadInput("--token-file goes with --url: say where the control plane is.")
     api_token = _api_token(url, token_file) if url is not None else ""
-    hiring = Hiring.from_environment()
+    hiring = SpawnedWorkerEnv.from_environment()
     loaded = load(
         config,
         data_dir,
@@ -129,7 +129,7 @@ async def worker(
     settings = _settings(loaded.config.worker, queue, concurrency, hiring)
     run = partial(run_worker, loaded.config, settings)
     if url is not None:
-        run = partial(run_enlisted_worker, loaded.config, settings, url.rstrip("/"), api_token)
+        run = partial(run_self_registered_worker, loaded.config, settings, url.rstrip("/"), api_token)
     return await _seen_through(run(handler=handler, command=exec_, is_inline=inline))
 
 
@@ -161,7 +161,9 @@ def _api_token(url: str, file: Path | None) -> str:
     return token.strip()
 
 
-def _settings(chosen: "WorkerConfig", queues: list[str], concurrency: int | None, hiring: Hiring) -> "WorkerSettings":
+def _settings(
+    chosen: "WorkerConfig", queues: list[str], concurrency: int | None, hiring: SpawnedWorkerEnv
+) -> "WorkerSettings":
     from windlass.model.task import check_queue_name
     from windlass.worker.runtime import WorkerSettings
 
@@ -179,12 +181,12 @@ def _settings(chosen: "WorkerConfig", queues: list[str], concurrency: int | None
     )
 
 
-async def _seen_through(work: "Awaitable[Ending]") -> int:
+async def _seen_through(work: "Awaitable[ExitReason]") -> int:
     """Until the worker has left: its exit code, and an end of its process that nothing can hold up."""
-    from windlass.worker.runtime import Ending
+    from windlass.worker.runtime import ExitReason
 
     try:
-        ending = await work
+        exit_reason = await work
     except TokenRefused as error:
         code = _end_for_sure(EXIT_LOST)
         say(str(error))
@@ -192,7 +194,7 @@ async def _seen_through(work: "Awaitable[Ending]") -> int:
     except Exception as error:
         _end_for_sure(EXIT_BAD_INPUT, error)
         raise
-    return _end_for_sure(EXIT_LOST if ending is Ending.LOST else 0)
+    return _end_for_sure(EXIT_LOST if exit_reason is ExitReason.LOST else 0)
 
 
 def _end_for_sure(code: int, error: Exception | None = None) -> int:

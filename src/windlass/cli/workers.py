@@ -27,7 +27,7 @@ async def list_(
     as_json: AsJson = False,
 ) -> None:
     """List workers, oldest first."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
         if fleet is not None:
@@ -59,7 +59,7 @@ async def list_(
 @command
 async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Everything known of one worker, and its story."""
-    from windlass.wire import stores
+    from windlass.wiring import stores
 
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
         found = await _worker(await store.worker(worker), worker)
@@ -94,7 +94,7 @@ async def logs(
     as_json: AsJson = False,
 ) -> None:
     """What a worker of a local fleet printed. As JSON: one object a line."""
-    from windlass.wire import providers, stores
+    from windlass.wiring import providers, stores
 
     loaded = load(config, data_dir)
     async with stores.store(loaded.config, may_create=False) as store:

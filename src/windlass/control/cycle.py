@@ -14,8 +14,8 @@ from datetime import datetime, timedelta
 
 import structlog
 
-from windlass.control.act import CALL_TIMEOUT_S, Actor
-from windlass.control.leader import Trust
+from windlass.control.executor import CALL_TIMEOUT_S, ProviderExecutor
+from windlass.control.leader import LeaseGuard
 from windlass.control.summary import (
     Summary,
     alerts_of,
@@ -26,12 +26,12 @@ from windlass.control.summary import (
     failures_of,
 )
 from windlass.cost.ledger import settle
-from windlass.model.access import JOIN_PREFIX, hash_of, new_token
 from windlass.model.action import Delete, Plan, Spawn
+from windlass.model.auth import JOIN_PREFIX, hash_of, new_token
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits, Volume
-from windlass.model.snapshot import Memory, Snapshot
+from windlass.model.snapshot import PlannerState, Snapshot
 from windlass.policy.plan import plan
 from windlass.ports.control import Candidate, ControlStore, Deleted, Intent, LeaseLost, Outcome, Standby
 from windlass.ports.provider import Provider, SharesVolume
@@ -76,10 +76,10 @@ class FleetCycle:
         self._candidate = candidate
         self._rng = rng
         self._call_timeout_s = call_timeout_s
-        self._trust = Trust(candidate)
+        self._trust = LeaseGuard(candidate)
         # Told when a call ends that no cycle waits for any more: the next one has something to write down.
         self.on_settled: Callable[[], None] = lambda: None
-        self._actor = Actor(
+        self._actor = ProviderExecutor(
             provider, self._trust, call_timeout_s, self._settled, self._now, write_down=self._write_down
         )
         # What is taken over when the next cycle begins.
@@ -94,7 +94,7 @@ class FleetCycle:
         # Why the last list could not be had, and when that was said, by the loop's clock.
         self._unlisted: tuple[str, float] | None = None
         # The fleet is to end: everybody is let go and nobody hired, whatever waits.
-        self.is_winding_down = False
+        self.is_shutting_down = False
         # One of many programs that end after it: how far apart they are is the pace. A gap of our own is an outage.
         self.is_single = False
 
@@ -225,7 +225,7 @@ class FleetCycle:
             volume_problem=volume_problem,
             listed_at=seen.now - timedelta(seconds=self._clock[1] - listing),
             traits=self._traits(),
-            is_winding_down=self.is_winding_down,
+            is_shutting_down=self.is_shutting_down,
             memory=seen.memory if self.is_single else replace(seen.memory, gaps_s=()),
             preparing=self._actor.preparing,
             # What is stored with the cycle is read by many: the environment of workers may hold secrets.
@@ -364,7 +364,7 @@ class FleetCycle:
             log.warning("machines unknown", fleet=self.name, error=problem)
             self._unlisted = (problem, now)
 
-    async def _look_at_volume(self, memory: Memory) -> tuple[Volume | None, str | None]:
+    async def _look_at_volume(self, memory: PlannerState) -> tuple[Volume | None, str | None]:
         """In every so many cycles, whoever ran the last ones; and why it cannot be known. What cannot is looked at
         again in the next one."""
         if not isinstance(self._provider, SharesVolume):

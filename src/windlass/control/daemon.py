@@ -89,7 +89,7 @@ class Daemon:
 
     def wind_down(self, name: str) -> None:
         """Let everybody of this fleet go; when its last worker is gone, and its last machine, so is the fleet."""
-        self._fleets[name].is_winding_down = True
+        self._fleets[name].is_shutting_down = True
         self._wakers[name].set()
 
     async def run(self, until: Coroutine[Any, Any, None] | None = None) -> None:
@@ -143,7 +143,7 @@ class Daemon:
             else:
                 failures = 0
                 self._on_summary(summary)
-                if fleet.is_winding_down and (not summary.is_leader or (summary.hired, summary.machines) == (0, 0)):
+                if fleet.is_shutting_down and (not summary.is_leader or (summary.hired, summary.machines) == (0, 0)):
                     self._forget(fleet)
                     return
                 pause_s = max(0.0, started + _interval_s(fleet, summary) - loop.time())
@@ -168,6 +168,6 @@ def _interval_s(fleet: FleetCycle, summary: Summary) -> float:
         return min(interval_s, max(summary.standby_s, STANDBY_MIN_S))
     if any((summary.actions or {}).values()):
         return min(FOLLOW_UP_S, interval_s)
-    if fleet.is_winding_down:
+    if fleet.is_shutting_down:
         return min(max(FOLLOW_UP_S, interval_s / WINDING_DOWN_PACE), interval_s)
     return interval_s

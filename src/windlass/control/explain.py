@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
-from windlass.model.action import Delete, Drain, Fail, Promote, Spawn
+from windlass.model.action import ACTION_KINDS, Delete, Drain, Fail, Promote, Spawn
+from windlass.model.cycle import Cycle, CycleDetail, Explanation, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
-from windlass.model.record import Cycle, CycleInFull, Fleet, Story
 from windlass.model.task import MAX_TASK_ID, Task, TaskStatus
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.policy.derive import WorkerState
-from windlass.policy.draft import begin
-from windlass.policy.stages.guard import CODE as FAILURE_RATE
+from windlass.policy.planning_context import begin
+from windlass.policy.stages.failure_rate import CODE as FAILURE_RATE
 from windlass.ports.control import MAX_AHEAD, Operations
 from windlass.ports.store import Store
 
@@ -31,15 +31,15 @@ _DEEDS: tuple[tuple[type, str], ...] = (
 )
 
 
-class Sources(Store, Operations, Protocol):
+class ExplainStore(Store, Operations, Protocol):
     """What a story is told from."""
 
 
-async def tell(store: Sources, what: str) -> Story:
+async def tell(store: ExplainStore, what: str) -> Explanation:
     """The story of a task (by its id), a worker or a fleet; of each, if several are called so. BadInput if none is."""
     now = await store.now()
     fleets = await store.fleets()
-    stories: dict[str, Story] = {}
+    stories: dict[str, Explanation] = {}
     is_number = what.isascii() and what.isdigit()
     # Python does not read numbers of thousands of digits.
     could_be_task = is_number and len(what) <= len(str(MAX_TASK_ID)) and int(what) <= MAX_TASK_ID
@@ -70,11 +70,11 @@ async def tell(store: Sources, what: str) -> Story:
     )
 
 
-def _together(name: str, stories: Mapping[str, Story]) -> Story:
+def _together(name: str, stories: Mapping[str, Explanation]) -> Explanation:
     *others, last = stories
     answer = [f"{name} is {', '.join(others)} and {last}: here is what there is to say of each."]
     answer += [sentence for story in stories.values() for sentence in story.answer]
-    return Story(answer, sorted(line for story in stories.values() for line in story.history))
+    return Explanation(answer, sorted(line for story in stories.values() for line in story.history))
 
 
 def _about_queue(queue: str, fleets: Sequence[Fleet]) -> str:
@@ -84,7 +84,7 @@ def _about_queue(queue: str, fleets: Sequence[Fleet]) -> str:
     return f"{whom}; `windlass tasks list --queue {queue}` shows its tasks, each of which has a story"
 
 
-async def _tell_task(store: Sources, task: Task, fleets: Sequence[Fleet], now: datetime) -> Story:
+async def _tell_task(store: ExplainStore, task: Task, fleets: Sequence[Fleet], now: datetime) -> Explanation:
     serving = [fleet for fleet in fleets if task.queue in fleet.queues]
     is_waiting = task.status in (TaskStatus.QUEUED, TaskStatus.ERROR)
     return explain_task(
@@ -109,7 +109,7 @@ def explain_task(
     ahead: int,
     workers: Sequence[Worker],
     fleets: Sequence[tuple[Fleet, Sequence[Cycle]]],
-) -> Story:
+) -> Explanation:
     """`ahead`: ready tasks of its queue that come before it, MAX_AHEAD + 1 for "more". `fleets`: those serving its
     queue, with their last cycles, newest first."""
     answer = _task_answer(task, now, ahead)
@@ -124,7 +124,7 @@ def explain_task(
         history.append((task.started_at, f"attempt {task.attempts} begun by {task.worker_id}"))
     if task.finished_at is not None and task.status is TaskStatus.COMPLETE:
         history.append((task.finished_at, "complete"))
-    return Story(answer, sorted(history))
+    return Explanation(answer, sorted(history))
 
 
 def _task_answer(task: Task, now: datetime, ahead: int) -> list[str]:
@@ -183,7 +183,7 @@ def _of_them_paused(workers: Sequence[Worker]) -> str:
 # -------------------------------------------------------------------------------------------------------------- worker
 
 
-def explain_worker(worker: Worker, events: Sequence[Event], *, cycle: CycleInFull | None) -> Story:
+def explain_worker(worker: Worker, events: Sequence[Event], *, cycle: CycleDetail | None) -> Explanation:
     """`cycle`: the newest that saw it. What it was judged to be is said by the settings of then, not of today."""
     if worker.status is WorkerStatus.TERMINATED:
         answer = [f"Worker {worker.id} has ended ({worker.code or 'no code'}): {_clause(worker.reason)}."]
@@ -198,14 +198,14 @@ def explain_worker(worker: Worker, events: Sequence[Event], *, cycle: CycleInFul
         # What the first sentence says already is not said again.
         reasons = [_clause(a.reason) for a in decided if _clause(a.reason) != _clause(worker.reason)]
         if decided:
-            what = ", ".join(type(action).__name__.lower() for action in decided)
+            what = ", ".join(ACTION_KINDS[type(action)] for action in decided)
             answer.append(f"It decided: {'; '.join([what, *dict.fromkeys(reasons)])}.")
     history = [(worker.created_at, "hired" if worker.slot is not None else "started by hand")]
     history += [(event.at, _event_line(event)) for event in events]
-    return Story(answer, sorted(history))
+    return Explanation(answer, sorted(history))
 
 
-def _judged(worker_id: str, cycle: CycleInFull | None) -> WorkerState | None:
+def _judged(worker_id: str, cycle: CycleDetail | None) -> WorkerState | None:
     if cycle is None or cycle.snapshot.settings is None:
         return None
     return begin(cycle.snapshot, cycle.snapshot.settings).states.get(worker_id)
@@ -229,24 +229,24 @@ def _details(state: WorkerState, known_reason: str | None) -> str:
 # --------------------------------------------------------------------------------------------------------------- fleet
 
 
-def explain_fleet(fleet: Fleet, cycles: Sequence[Cycle], *, now: datetime) -> Story:
+def explain_fleet(fleet: Fleet, cycles: Sequence[Cycle], *, now: datetime) -> Explanation:
     """`cycles`: newest first."""
     answer = _fleet_sentences(fleet, cycles, now)
     history = [(cycle.started_at, _cycle_line(cycle)) for cycle in cycles]
-    return Story(answer, sorted(history))
+    return Explanation(answer, sorted(history))
 
 
 def _fleet_sentences(fleet: Fleet, cycles: Sequence[Cycle], now: datetime) -> list[str]:
     if not cycles:
         return [f"Fleet {fleet.name} has had no cycle yet: is `windlass up` running?"]
     cycle = cycles[0]
-    unattended_s = fleet.unattended_s(now)
+    without_orchestrator_s = fleet.without_orchestrator_s(now)
     seen_at = cycle.repeated_at or cycle.started_at
-    if unattended_s is None:
+    if without_orchestrator_s is None:
         sentences = [f"Fleet {fleet.name}, {_since_s(seen_at, now):.0f} s ago: {cycle.decision}."]
     else:
         sentences = [
-            f"Nobody runs fleet {fleet.name}: {nobody_runs(fleet, unattended_s)}.",
+            f"Nobody runs fleet {fleet.name}: {no_orchestrator_reason(fleet, without_orchestrator_s)}.",
             f"Its last decision was: {cycle.decision}.",
         ]
     sentences += _last_failure(cycles, now)
@@ -277,9 +277,9 @@ def _last_failure(cycles: Sequence[Cycle], now: datetime) -> list[str]:
     return []
 
 
-def nobody_runs(fleet: Fleet, unattended_s: float) -> str:
+def no_orchestrator_reason(fleet: Fleet, without_orchestrator_s: float) -> str:
     """What is the matter with a fleet that has had no cycle for so long, and what to do."""
-    silent = f"no orchestrator has run a cycle of it for {unattended_s:.0f} s"
+    silent = f"no orchestrator has run a cycle of it for {without_orchestrator_s:.0f} s"
     return (
         f"{silent}, though one leads; see whether its windlass.toml has it"
         if fleet.is_led

@@ -23,7 +23,7 @@ def holder_of_this_process() -> str:
 
 
 @dataclass(slots=True)
-class Trust:
+class LeaseGuard:
     """For how long we may believe that we lead."""
 
     candidate: Candidate

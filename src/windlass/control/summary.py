@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.model.action import Alert, Fail, Plan, Promote
+from windlass.model.action import Fail, Plan, Promote, RaiseAlert
 from windlass.model.machine import MachineState
 from windlass.model.snapshot import Snapshot
 from windlass.model.worker import WorkerStatus
@@ -15,11 +15,11 @@ from windlass.ports.control import (
     Deleted,
     HostKeySeen,
     NotDeleted,
+    OrphanDeleted,
     Outcome,
     PreparationFailed,
     PreparationUnclear,
     Prepared,
-    StrayDeleted,
     VolumeGrown,
     VolumeNotGrown,
 )
@@ -118,7 +118,7 @@ def call_of(outcome: Outcome) -> tuple[str, str]:
             return "create", "refused"
         case CreationUnclear():
             return "create", "error"
-        case Deleted() | StrayDeleted():
+        case Deleted() | OrphanDeleted():
             return "delete", "ok"
         case NotDeleted():
             return "delete", "error"
@@ -147,4 +147,4 @@ def failures_of(plan: Plan, outcomes: list[Outcome]) -> tuple[tuple[str, str, st
 
 
 def alerts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
-    return tuple((action.code, action.reason) for action in plan.actions if isinstance(action, Alert))
+    return tuple((action.code, action.reason) for action in plan.actions if isinstance(action, RaiseAlert))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from windlass.model.cost import Account, Charge, ChargeKind, Settlement, Span
+from windlass.model.cost import BillingAccount, Charge, ChargeKind, Settlement, Span
 from windlass.policy.billing import Period, periods
 
 # What a worker did is in the database by then: no statement of ours takes as long.
@@ -29,7 +29,7 @@ _FINENESS = 1_000_000
 _Purpose = tuple[ChargeKind, int | None, str | None]
 
 
-def settle(account: Account, now: datetime) -> Settlement:
+def settle(account: BillingAccount, now: datetime) -> Settlement:
     """Close what can be closed. There may be nothing yet; then only the time of the next look is new."""
     bill = account.bill
     charges: list[Charge] = []
@@ -45,7 +45,7 @@ def settle(account: Account, now: datetime) -> Settlement:
     return Settlement(account, settled_until, settle_at, tuple(charges))
 
 
-def estimate(account: Account, now: datetime) -> list[Charge]:
+def estimate(account: BillingAccount, now: datetime) -> list[Charge]:
     """What has begun and is not closed, divided as it would be if the machine ended now.
 
     Of a machine that is there, what is paid beyond now is not tail but ahead.
@@ -69,7 +69,7 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
     return parts
 
 
-def _divide(account: Account, period: Period, after_end: ChargeKind) -> Iterator[Charge]:
+def _divide(account: BillingAccount, period: Period, after_end: ChargeKind) -> Iterator[Charge]:
     purposes = _purposes(account, period, after_end)
     amounts = apportion(period.amount_micros, list(purposes.values()))
     for (kind, task_id, queue), amount in zip(purposes, amounts, strict=True):
@@ -87,7 +87,7 @@ def _divide(account: Account, period: Period, after_end: ChargeKind) -> Iterator
             )
 
 
-def _purposes(account: Account, period: Period, after_end: ChargeKind) -> dict[_Purpose, int]:
+def _purposes(account: BillingAccount, period: Period, after_end: ChargeKind) -> dict[_Purpose, int]:
     """What the time of a period was spent on, in the same small units throughout."""
     begins = period.from_at
     ends = period.until_at if account.bill.until is None else min(period.until_at, account.bill.until)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
-from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, day_of, next_month
+from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, day_of, next_month
 from windlass.policy.billing import charged, charged_between
 
 
@@ -78,7 +78,9 @@ class Forecast:
         return self.spent_micros + self.rest_micros
 
 
-def forecasts(settled: Iterable[Cost], accounts: Iterable[Account], month: datetime, now: datetime) -> list[Forecast]:
+def forecasts(
+    settled: Iterable[Cost], accounts: Iterable[BillingAccount], month: datetime, now: datetime
+) -> list[Forecast]:
     """`settled`: of this month, which began at `month`. `accounts`: all that are not closed."""
     found: dict[str, Forecast] = {}
 

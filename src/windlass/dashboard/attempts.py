@@ -9,7 +9,7 @@ from windlass.model.task import Task, TaskStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptView:
     number: int
     worker_id: str | None
     # None: it was not kept, as only the last attempt's is.
@@ -20,10 +20,10 @@ class Attempt:
     error: str | None = None
 
 
-def attempts_of(task: Task, events: Sequence[Event]) -> list[Attempt]:
+def attempts_of(task: Task, events: Sequence[Event]) -> list[AttemptView]:
     """Newest first. A retry by hand begins to count anew, so numbers may come twice."""
     found = [
-        Attempt(
+        AttemptView(
             int(event.detail["attempt"]),
             event.worker_id,
             _start_of(task, event),
@@ -37,7 +37,7 @@ def attempts_of(task: Task, events: Sequence[Event]) -> list[Attempt]:
     ]
     if task.status is TaskStatus.RUNNING or task.status is TaskStatus.COMPLETE:
         outcome = "running" if task.status is TaskStatus.RUNNING else "complete"
-        found.append(Attempt(task.attempts, task.worker_id, task.started_at, task.finished_at, outcome))
+        found.append(AttemptView(task.attempts, task.worker_id, task.started_at, task.finished_at, outcome))
     return found[::-1]
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from windlass.dashboard.words import counted
+from windlass.dashboard.filters import counted
 from windlass.model.cost import ChargeKind, Cost
+from windlass.model.cycle import Fleet
 from windlass.model.money import MICROS
-from windlass.model.record import Fleet
 from windlass.model.worker import WorkerStatus
-from windlass.ports.reading import FleetStanding, Sample
+from windlass.ports.queries import FleetOverview, Sample
 
 # Over an hour, or for as long as a younger fleet is there; in about as many points as a third of a screen shows.
 MAX_HISTORY_S = 3_600.0
@@ -44,7 +44,7 @@ def history_s(fleet: Fleet, now: datetime) -> float:
     return min(MAX_HISTORY_S, max(MIN_HISTORY_S, (now - fleet.created_at).total_seconds()))
 
 
-def fleet_charts(standing: FleetStanding, now: datetime, before: Sequence[Sample]) -> list[Chart]:
+def fleet_charts(standing: FleetOverview, now: datetime, before: Sequence[Sample]) -> list[Chart]:
     """Queue depth, workers by state and cost per hour, from `before` to now."""
     fleet, samples = standing.fleet.name, [*before, _sample(standing, now)]
     at = [round(sample.at.timestamp(), 1) for sample in samples]
@@ -79,7 +79,7 @@ def fleet_charts(standing: FleetStanding, now: datetime, before: Sequence[Sample
     return charts
 
 
-def _sample(standing: FleetStanding, now: datetime) -> Sample:
+def _sample(standing: FleetOverview, now: datetime) -> Sample:
     work, burn = standing.work, next(iter(standing.burn), None)
     return Sample(
         at=now,

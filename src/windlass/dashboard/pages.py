@@ -8,21 +8,21 @@ from typing import Any
 
 from windlass.cost.meter import Meter, read_meter
 from windlass.cost.report import Forecast
+from windlass.dashboard.alerts import AttentionItem, attention
 from windlass.dashboard.attempts import attempts_of
-from windlass.dashboard.attention import Matter, attention
 from windlass.dashboard.charts import KINDS, Chart, day_bars, fleet_charts
-from windlass.dashboard.render import Setting, query, render
-from windlass.dashboard.replay import Again, Knob
+from windlass.dashboard.filters import MAX_JSON_CHARACTERS, count, counted, indented_json
+from windlass.dashboard.render import PageContext, query, render
+from windlass.dashboard.replay import ReplayOption, ReplayResult
 from windlass.dashboard.slots import SlotMap
-from windlass.dashboard.words import MAX_JSON_CHARACTERS, count, counted, indented_json
-from windlass.model.action import Alert, DeleteStray, FailSlot, Spawn, actions_to_plain
+from windlass.model.action import ACTION_KINDS, DeleteOrphan, FailSlot, RaiseAlert, Spawn, actions_to_plain
 from windlass.model.cost import Cost
+from windlass.model.cycle import Cycle, CycleDetail
 from windlass.model.event import Event
-from windlass.model.record import Cycle, CycleInFull
 from windlass.model.task import TaskSummary
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import LONG_UNIT_S
-from windlass.ports.reading import Burn, FleetStanding, Overview, Page, Sample, TaskInFull, TaskRow, Work, WorkerRow
+from windlass.ports.queries import Burn, FleetOverview, Overview, Page, Sample, TaskDetail, TaskRow, Work, WorkerRow
 
 # By its `which` in the address, and what its tab is called.
 TASK_LISTS = (
@@ -44,7 +44,7 @@ _NUMBER = pattern(r"\d[\d,.]*")
 
 @dataclass(frozen=True, slots=True)
 class FleetCard:
-    standing: FleetStanding
+    standing: FleetOverview
     charts: list[Chart]
     state: str
     state_words: str
@@ -55,7 +55,7 @@ class FleetCard:
 
 
 def overview_page(
-    setting: Setting, overview: Overview, histories: Mapping[str, Sequence[Sample]], events: Sequence[Event]
+    setting: PageContext, overview: Overview, histories: Mapping[str, Sequence[Sample]], events: Sequence[Event]
 ) -> str:
     matters = attention(overview)
     total = _in_all(overview)
@@ -74,7 +74,7 @@ def overview_page(
     )
 
 
-def _summary(total: Work, workers: int, matters: Sequence[Matter]) -> str:
+def _summary(total: Work, workers: int, matters: Sequence[AttentionItem]) -> str:
     work = f"{count(total.queued)} waiting, {count(total.running)} running" if total.queued + total.running else "Idle"
     bad = sum(matter.is_bad for matter in matters)
     return f"{work}, {counted(workers, 'worker')}" + (f"; {counted(bad, 'thing')} to look at." if bad else ".")
@@ -110,10 +110,10 @@ def _burns(overview: Overview) -> list[Burn]:
     return [found[currency] for currency in sorted(found)]
 
 
-def _card(standing: FleetStanding, samples: Sequence[Sample], now: datetime) -> FleetCard:
+def _card(standing: FleetOverview, samples: Sequence[Sample], now: datetime) -> FleetCard:
     fleet = standing.fleet
     head, rest = decision_parts(standing.decision or "")
-    if fleet.unattended_s(now) is not None:
+    if fleet.without_orchestrator_s(now) is not None:
         state, words = "unattended", "nobody runs it"
     elif fleet.hold is not None:
         state, words = "held", "on hold"
@@ -164,7 +164,7 @@ def worker_line(worker: WorkerRow, now: datetime) -> WorkerLine:
 
 
 def workers_page(
-    setting: Setting,
+    setting: PageContext,
     page: Page[WorkerRow],
     *,
     fleets: Sequence[str],
@@ -193,7 +193,7 @@ def workers_page(
 
 
 def worker_page(
-    setting: Setting,
+    setting: PageContext,
     worker: WorkerRow,
     *,
     answer: Sequence[str],
@@ -228,7 +228,7 @@ def _is_hiring_told(history: Sequence[tuple[datetime, str]]) -> bool:
 
 
 def tasks_page(
-    setting: Setting,
+    setting: PageContext,
     page: Page[TaskRow],
     *,
     queues: Sequence[str],
@@ -263,7 +263,7 @@ def tasks_page(
     )
 
 
-def waited_s(task: TaskRow | TaskInFull) -> float | None:
+def waited_s(task: TaskRow | TaskDetail) -> float | None:
     """From when it could have begun until it began. Of the first attempt only: a later one waited for other reasons."""
     # Begun before it was ready: it is ready for its second one.
     if task.attempts != 1 or task.started_at is None or task.started_at < task.ready_at:
@@ -278,8 +278,8 @@ def _history(events: Sequence[Event]) -> tuple[int, list[tuple[datetime, str]]]:
 
 
 def task_page(
-    setting: Setting,
-    task: TaskInFull,
+    setting: PageContext,
+    task: TaskDetail,
     *,
     answer: Sequence[str],
     history: Sequence[tuple[datetime, str]],
@@ -322,7 +322,7 @@ class CycleLine:
 
 
 def decisions_page(
-    setting: Setting, page: Page[Cycle], *, fleets: Sequence[str], fleet: str | None, is_first: bool
+    setting: PageContext, page: Page[Cycle], *, fleets: Sequence[str], fleet: str | None, is_first: bool
 ) -> str:
     return render(
         "decisions.html",
@@ -339,13 +339,18 @@ def decisions_page(
 def _did(cycle: Cycle) -> str:
     counts: dict[str, int] = {}
     for action in cycle.actions:
-        name = type(action).__name__
+        name = ACTION_KINDS[type(action)]
         counts[name] = counts.get(name, 0) + 1
-    return ", ".join(f"{name.lower()} {number}" for name, number in counts.items())
+    return ", ".join(f"{name} {number}" for name, number in counts.items())
 
 
 def decision_page(
-    setting: Setting, found: CycleInFull, *, knobs: Sequence[Knob] | None, again: Again | None, problem: str | None
+    setting: PageContext,
+    found: CycleDetail,
+    *,
+    knobs: Sequence[ReplayOption] | None,
+    again: ReplayResult | None,
+    problem: str | None,
 ) -> str:
     snapshot = found.snapshot
     head, rest = decision_parts(found.cycle.decision)
@@ -375,9 +380,9 @@ def _target(action: Mapping[str, Any]) -> str:
     match action["kind"]:
         case Spawn.__name__ | FailSlot.__name__:
             return f"slot {action['slot']}"
-        case DeleteStray.__name__:
+        case DeleteOrphan.__name__:
             return str(action["name"])
-        case Alert.__name__:
+        case RaiseAlert.__name__:
             return "a person"
     return ""
 
@@ -386,7 +391,7 @@ def _target(action: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class BudgetView:
     fleet: str
     period: str
     currency: str
@@ -404,7 +409,7 @@ class Budget:
 
 
 def cost_page(
-    setting: Setting,
+    setting: PageContext,
     *,
     since: datetime,
     chosen_days: int,
@@ -415,7 +420,7 @@ def cost_page(
     by_queue: Sequence[Cost],
     totals: Sequence[Cost],
     forecasts: Sequence[Forecast],
-    budgets: Sequence[Budget],
+    budgets: Sequence[BudgetView],
 ) -> str:
     tables = (("By fleet", "Fleet", by_fleet), ("By queue", "Queue", by_queue), ("By day", "Day", by_day))
     return render(
@@ -438,12 +443,12 @@ def cost_page(
 
 
 def confirm_page(
-    setting: Setting, *, path: str, ask: str, words: str, verb: str, back_to: str, fields: Mapping[str, str]
+    setting: PageContext, *, path: str, ask: str, words: str, verb: str, back_to: str, fields: Mapping[str, str]
 ) -> str:
     return render("confirm.html", setting, path=path, ask=ask, words=words, verb=verb, back_to=back_to, fields=fields)
 
 
-def problem_page(setting: Setting, title: str, sentence: str) -> str:
+def problem_page(setting: PageContext, title: str, sentence: str) -> str:
     return render("problem.html", setting, title=title, sentence=sentence)
 
 

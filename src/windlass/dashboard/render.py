@@ -14,7 +14,8 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from windlass.dashboard import nodes, words
+from windlass.dashboard import filters as words
+from windlass.dashboard import ray_nodes as nodes
 from windlass.model.money import amount
 
 # A browser keeps a file for this long; its address changes with its content.
@@ -39,7 +40,7 @@ class Viewer:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PageContext:
     """Where a page is shown, and to whom."""
 
     now: datetime
@@ -82,8 +83,8 @@ def _addresses() -> Mapping[str, str]:
     return dict(zip(ASSETS, assets(), strict=True))
 
 
-def render(template: str, setting: Setting, *, here: str = "", **shown: Any) -> str:
-    context = {name: getattr(setting, name) for name in Setting.__dataclass_fields__}
+def render(template: str, setting: PageContext, *, here: str = "", **shown: Any) -> str:
+    context = {name: getattr(setting, name) for name in PageContext.__dataclass_fields__}
     return _environment().get_template(template).render(here=here, **context, **shown)
 
 
@@ -101,7 +102,7 @@ def _environment() -> Environment:
     for function in (
         *(words.duration, words.brief, words.count, words.counted, words.percent, words.money, words.moment),
         *(nodes.node_state, nodes.node_uses),
-        *(words.gigabytes, words.last_line, words.gist, words.deed, words.plain, query, in_code, amount),
+        *(words.gigabytes, words.last_line, words.gist, words.action_label, words.plain, query, in_code, amount),
     ):
         environment.filters[function.__name__] = function
     return environment

@@ -8,9 +8,9 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from windlass.model.action import Plan, actions_to_plain
+from windlass.model.cycle import CycleDetail
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
-from windlass.model.record import CycleInFull
 from windlass.policy.plan import plan
 
 # What is worth turning: how many, when, and with how much patience.
@@ -37,7 +37,7 @@ KNOBS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Knob:
+class ReplayOption:
     name: str
     value: str
     was: str
@@ -45,24 +45,24 @@ class Knob:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReplayDiff:
     words: str
     # "same", "gone" or "new".
     change: str
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class ReplayResult:
     decision: str
-    then: tuple[Step, ...]
-    now: tuple[Step, ...]
+    then: tuple[ReplayDiff, ...]
+    now: tuple[ReplayDiff, ...]
     is_same: bool
 
 
-def knobs(settings: FleetConfig, given: Mapping[str, str]) -> list[Knob]:
+def knobs(settings: FleetConfig, given: Mapping[str, str]) -> list[ReplayOption]:
     """The settings of then, with what was typed over them."""
     return [
-        Knob(
+        ReplayOption(
             name,
             given.get(name, _text(getattr(settings, name))).strip(),
             _text(getattr(settings, name)),
@@ -72,7 +72,7 @@ def knobs(settings: FleetConfig, given: Mapping[str, str]) -> list[Knob]:
     ]
 
 
-def decide_again(found: CycleInFull, settings: FleetConfig, given: Mapping[str, str]) -> Again:
+def decide_again(found: CycleDetail, settings: FleetConfig, given: Mapping[str, str]) -> ReplayResult:
     """Raises BadInput for settings that cannot be."""
     changed = {name: given[name].strip() or None for name in KNOBS if name in given}
     changed = {name: value for name, value in changed.items() if _text(getattr(settings, name)) != (value or "")}
@@ -85,9 +85,9 @@ def decide_again(found: CycleInFull, settings: FleetConfig, given: Mapping[str, 
     return _compare(found, plan(found.snapshot, other))
 
 
-def _compare(found: CycleInFull, again: Plan) -> Again:
+def _compare(found: CycleDetail, again: Plan) -> ReplayResult:
     then, now = actions_to_plain(found.cycle.actions), actions_to_plain(again.actions)
-    return Again(
+    return ReplayResult(
         again.decision,
         tuple(_steps(then, now, "gone")),
         tuple(_steps(now, then, "new")),
@@ -95,15 +95,15 @@ def _compare(found: CycleInFull, again: Plan) -> Again:
     )
 
 
-def _steps(mine: list[dict[str, Any]], others: list[dict[str, Any]], otherwise: str) -> list[Step]:
+def _steps(mine: list[dict[str, Any]], others: list[dict[str, Any]], otherwise: str) -> list[ReplayDiff]:
     """The same is done if it is done to the same one, for whatever reason."""
     left = Counter(map(_deed, others))
     steps = []
     for action in mine:
-        deed = _deed(action)
-        is_same = left[deed] > 0
-        left[deed] -= is_same
-        steps.append(Step(f"{deed}: {action['reason']}", "same" if is_same else otherwise))
+        action_label = _deed(action)
+        is_same = left[action_label] > 0
+        left[action_label] -= is_same
+        steps.append(ReplayDiff(f"{action_label}: {action['reason']}", "same" if is_same else otherwise))
     return steps
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from windlass.model.record import Fleet
+from windlass.model.cycle import Fleet
 from windlass.model.worker import WorkerStatus
-from windlass.ports.reading import WorkerRow
+from windlass.ports.queries import WorkerRow
 
 # Workers on one map: a fleet of thousands is shown in pages.
 MAX_CELLS = 500

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import TypeAdapter
 
-from windlass.model.snapshot import Hold, Memory, Suspect
+from windlass.model.snapshot import FailureStreak, Hold, PlannerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Promote:
 
 
 @dataclass(frozen=True, slots=True)
-class Acquittal:
+class AttemptRefund:
     """What failed on a worker since then failed because of it: no task's attempt there counts as one, and what it has
     at hand is given back as if never taken."""
 
@@ -37,8 +37,8 @@ class Fail:
     code: str
     reason: str
     # How tasks fared on it and on others, where that speaks against it.
-    evidence: Suspect | None = None
-    acquittal: Acquittal | None = None
+    evidence: FailureStreak | None = None
+    attempt_refund: AttemptRefund | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class RecordPrice:
     """What a worker's machine costs was not known when it was made, and is now: it has been charged for all along."""
 
     worker_id: str
@@ -98,7 +98,7 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteStray:
+class DeleteOrphan:
     """End a machine that carries our tags and belongs to no worker."""
 
     machine_id: str
@@ -132,7 +132,7 @@ class Spawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Alert:
+class RaiseAlert:
     """Tell a person: when a cause appears, and every hour while it lasts."""
 
     code: str
@@ -149,23 +149,38 @@ Action = (
     | Drain
     | Delete
     | Adopt
-    | Price
+    | RecordPrice
     | Prepare
     | GrowVolume
-    | DeleteStray
+    | DeleteOrphan
     | FailSlot
     | Spawn
-    | Alert
+    | RaiseAlert
 )
-_ADAPTERS: dict[str, TypeAdapter[Action]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Action)}
+# The kind under which each action is stored in cycle rows and read by commit_plan. Independent of class names: a rename
+# must not change stored data.
+ACTION_KINDS: dict[type[Action], str] = {
+    Promote: "promote",
+    Fail: "fail",
+    Requeue: "requeue",
+    Drain: "drain",
+    Delete: "delete",
+    Adopt: "adopt",
+    RecordPrice: "record_price",
+    Prepare: "prepare",
+    GrowVolume: "grow_volume",
+    DeleteOrphan: "delete_orphan",
+    FailSlot: "fail_slot",
+    Spawn: "spawn",
+    RaiseAlert: "alert",
+}
+_ADAPTERS: dict[str, TypeAdapter[Action]] = {kind: TypeAdapter(action) for action, kind in ACTION_KINDS.items()}
 
 
 def actions_to_plain(actions: Sequence[Action]) -> list[dict[str, Any]]:
-    """Actions as they are stored with their cycle, and printed: each with its kind."""
-    return [
-        {"kind": name, **_ADAPTERS[name].dump_python(action, mode="json")}
-        for action, name in ((action, type(action).__name__) for action in actions)
-    ]
+    """Actions as stored with their cycle and printed: each with its kind."""
+    kinds = ((action, ACTION_KINDS[type(action)]) for action in actions)
+    return [{"kind": kind, **_ADAPTERS[kind].dump_python(action, mode="json")} for action, kind in kinds]
 
 
 def actions_from_plain(actions: Sequence[dict[str, Any]]) -> tuple[Action, ...]:
@@ -180,7 +195,7 @@ class Plan:
     """Everything a cycle should do, in order, and what the next one should remember."""
 
     actions: tuple[Action, ...]
-    memory: Memory
+    memory: PlannerState
     # The scaling decision in words: "hiring 3: 41 waiting, 5 workers". There is one even when nothing is done.
     decision: str
     # A cap, a hold, or machines still on their way out left a part of the decision to a later cycle.

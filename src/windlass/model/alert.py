@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-from windlass.model.record import Fleet
+from windlass.model.cycle import Fleet
 
 
 class Severity(StrEnum):
@@ -14,7 +14,7 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Firing:
+class Alert:
     """Something that is the matter now. `key` tells it from others of the same code: "SLOT_FAILED 3"."""
 
     # None: it concerns all fleets.
@@ -26,7 +26,7 @@ class Firing:
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedFleet:
+class FleetAlertInputs:
     """A fleet, as far as it may be the matter."""
 
     fleet: Fleet
@@ -39,17 +39,17 @@ class WatchedFleet:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class AlertInputs:
     """All that alerts are judged by."""
 
     now: datetime
     # For how long nobody has led; None while somebody does, or where nobody ever did.
     leaderless_s: float | None
-    fleets: tuple[WatchedFleet, ...]
+    fleets: tuple[FleetAlertInputs, ...]
     # Queue to how many of its tasks were given up in the last hour; cancelled ones were not.
     dead_letters: Mapping[str, int]
     # What people were told is the matter, and not yet that it is over.
-    open: tuple[Firing, ...] = ()
+    open: tuple[Alert, ...] = ()
     # Since when it has been looked, while that is short: a fleet without a cycle since then may get one yet.
     settling_since: datetime | None = None
 
@@ -68,7 +68,7 @@ class Message:
     """What one receiver is told of one alert. It may come twice, with the same id."""
 
     id: int
-    receiver: str
+    notifier: str
     kind: MessageKind
     # This one included.
     attempts: int

@@ -1,6 +1,6 @@
 """Everything that can be set, validated in one place.
 
-Where values come from (file, environment, command line) is no concern of this module: see configure.py.
+Where values come from (file, environment, command line) is no concern of this module: see config_loader.py.
 """
 
 import re
@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
-from windlass.model.address import problem_of_control_plane_url, problem_of_mail_server, problem_of_web_address
 from windlass.model.fleet import MIN_INTERVAL_S, FleetConfig, within_ten_years
 from windlass.model.hetzner import HETZNER_ENDPOINT
 from windlass.model.runpod import RUNPOD_ENDPOINT
 from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
+from windlass.model.urls import problem_of_control_plane_url, problem_of_mail_server, problem_of_web_address
 
 _DAY_S = 86_400.0
 # Good to listen on, but no place to call.

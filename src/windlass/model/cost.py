@@ -58,7 +58,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class BillingAccount:
     """A worker whose bill is not closed, with what it did in the time that is not."""
 
     worker_id: str
@@ -88,7 +88,7 @@ class Charge:
 class Settlement:
     """What to write into the ledger for a worker. It holds only while the account is as it was read."""
 
-    account: Account
+    account: BillingAccount
     settled_until: datetime
     # When there will be more to close. None: never, it is over.
     settle_at: datetime | None

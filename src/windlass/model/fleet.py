@@ -245,7 +245,7 @@ class FleetConfig(BaseModel):
         le=1,
     )
     failure_window_s: float = _setting(300.0, "The window of the failure rate.", env="FAILURE_WINDOW_MINUTES", gt=0)
-    min_hirings_for_rate: int = _setting(
+    min_spawns_for_rate: int = _setting(
         5,
         "Fewer hirings than this in the window say nothing about the failure rate.",
         env="MIN_WORKERS_FOR_RATE_CHECK",

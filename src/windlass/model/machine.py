@@ -67,7 +67,7 @@ class ProviderTraits:
     # How long after a create whose answer was lost its machine may still appear.
     creation_lateness_s: float = 0.0
     # For how long a machine with our tags and no row is left alone: its row may belong to a newer leader.
-    stray_grace_s: float = 0.0
+    orphan_grace_s: float = 0.0
     # Time is paid in whole units of this length, the first from the machine's creation: 3600 for a started hour.
     billing_unit_s: int = 1
     # How fast machines can be deleted, where that is limited: many that end together must begin early. None: at once.

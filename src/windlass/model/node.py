@@ -42,7 +42,7 @@ class AliveNode:
     places: int = 1
     host: str | None = None
     # False: a node of a cluster that is not ours.
-    is_hired: bool = True
+    is_managed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Placement:
     worker_id: str
 
 
-class Verdict(StrEnum):
+class NodeVerdict(StrEnum):
     """What becomes of a placement."""
 
     PLACED = "placed"

@@ -23,11 +23,11 @@ _FOUND_BY_RAY = ("accelerator_type:", "node:")
 _SETTING_OF = {"CPU": "ray.node_cpus", "GPU": "ray.node_gpus"}
 
 
-class _Section(BaseModel):
+class _RaySection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class TaskNeeds(_Section):
+class TaskNeeds(_RaySection):
     num_cpus: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="CPUs of a task.")
     num_gpus: float = Field(
         default=0.0,

@@ -78,7 +78,7 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
+class FailureStreak:
     """A worker that has completed nothing since several tasks failed on it, and how others did meanwhile."""
 
     worker_id: str
@@ -119,7 +119,7 @@ class QueueView:
 
 
 @dataclass(frozen=True, slots=True)
-class Hiring:
+class LaunchRecord:
     """That a worker was hired, and whether it ended broken."""
 
     at: datetime
@@ -127,7 +127,7 @@ class Hiring:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RecentFailure:
     """The last worker of a fleet that broke, or could not be hired, and why."""
 
     worker_id: str
@@ -147,7 +147,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class FailureRateState:
     """What the failure-rate guard remembers."""
 
     # How often in a row it tripped, and until when nobody is hired.
@@ -156,12 +156,12 @@ class Guard:
     # What was hired up to here has had its consequence and is not judged again.
     judged_until: datetime | None = None
     # Workers that broke before they had proven themselves, one after another, and when the last of them did.
-    broken_starts: int = 0
-    broken_at: datetime | None = None
+    failed_starts: int = 0
+    last_failure_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ProviderRefusal:
     """The last answer to a creation, where it was a no that concerns the whole fleet."""
 
     # LIMIT_REACHED, DENIED, INVALID_REQUEST, NO_CAPACITY; PROVIDER_PAUSE: we were told to wait for many minutes.
@@ -171,7 +171,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class ProviderBackoff:
     """For how long a refusal is heeded, and how often in a row it came."""
 
     code: str
@@ -189,7 +189,7 @@ class StorageUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class VolumeResize:
     """That a volume was to grow to this size."""
 
     volume_id: str
@@ -198,7 +198,7 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PlannerState:
     """The explicit memory of plan(): in with the snapshot, out with the plan, stored with the fleet."""
 
     cycle: int = 0
@@ -215,9 +215,9 @@ class Memory:
     # Worker id to when it was first missing from a complete list.
     missing_since: dict[str, datetime] = field(default_factory=dict)
     # Machine id to when it was first seen without a row.
-    stray_since: dict[str, datetime] = field(default_factory=dict)
+    orphan_since: dict[str, datetime] = field(default_factory=dict)
     # Since when so many machines have had no row that it may be our own forgetting.
-    strays_doubted_since: datetime | None = None
+    orphans_held_since: datetime | None = None
     # Since when workers have been silent in a way that may be our own blindness.
     doubted_since: datetime | None = None
     # Worker id to the first of the cycles, without a break, that saw it idle.
@@ -225,7 +225,7 @@ class Memory:
     # Worker id to the first of the cycles, without a break, that saw tasks waiting and it without any claim ever.
     unclaimed_since: dict[str, datetime] = field(default_factory=dict)
     # Machine id to the first of the cycles, without a break, that asked for its end.
-    ending_since: dict[str, datetime] = field(default_factory=dict)
+    terminating_since: dict[str, datetime] = field(default_factory=dict)
     # When a worker on which all tasks fail was last replaced to see how they fare on another.
     tried_at: datetime | None = None
     # The key that its machines were last listed with (ProviderTraits.key_hash).
@@ -233,16 +233,16 @@ class Memory:
     # When a machine of the fleet was last listed: until then the key was the one that rents them.
     own_listed_at: datetime | None = None
     # When a person last gave up machines that are not listed: those of everybody hired before.
-    given_up_at: datetime | None = None
+    abandoned_at: datetime | None = None
     # Since when no list of machines could be had.
     unlisted_since: datetime | None = None
-    guard: Guard = Guard()
+    guard: FailureRateState = FailureRateState()
     # In which cycle its storage was last seen, and how many looks, one after another, did not say how full it is.
     storage_looked_in: int | None = None
     blind_looks: int = 0
     # What was asked for when its storage was last looked at.
-    growth: Growth | None = None
-    refused: Pause | None = None
+    growth: VolumeResize | None = None
+    refused: ProviderBackoff | None = None
     # What a person has been told, and when. A cause that is gone is forgotten.
     alerts: dict[str, datetime] = field(default_factory=dict)
     hold: Hold | None = None
@@ -262,10 +262,10 @@ class Snapshot:
     listed_at: datetime | None = None
     traits: ProviderTraits = field(default_factory=ProviderTraits)
     # Everybody hired, or found broken, within the failure window, in the order of hiring.
-    hirings: tuple[Hiring, ...] = ()
+    launches: tuple[LaunchRecord, ...] = ()
     # None as soon as a machine was had after it.
-    refusal: Refusal | None = None
-    last_failure: Failure | None = None
+    refusal: ProviderRefusal | None = None
+    last_failure: RecentFailure | None = None
     # Storage that its machines share: None where there is none, or it was not looked at in this cycle.
     volume: Volume | None = None
     # Why it could not be seen, where it was looked for.
@@ -273,14 +273,14 @@ class Snapshot:
     # The newest word about how much of it is used.
     storage: StorageUse | None = None
     # Workers on which tasks fail, one after another.
-    suspects: tuple[Suspect, ...] = ()
+    failure_streaks: tuple[FailureStreak, ...] = ()
     # Names in which tasks run although no live worker has them.
     orphaned: tuple[str, ...] = ()
     # Workers whose machines this orchestrator is preparing at this moment.
     preparing: tuple[str, ...] = ()
     is_paused: bool = False
     # The fleet is to end: everybody is let go, and nobody hired, whatever waits.
-    is_winding_down: bool = False
+    is_shutting_down: bool = False
     boot_p50_s: float | None = None
     # Workers a person asked for, whatever the policy thinks.
     requested: int = 0
@@ -295,6 +295,6 @@ class Snapshot:
     # The ledger has something to close; nothing is decided by it.
     is_settlement_due: bool = False
     # What earlier plans wanted later ones to know.
-    memory: Memory = field(default_factory=Memory)
+    memory: PlannerState = field(default_factory=PlannerState)
     # The settings it was judged by, for whoever thinks again later.
     settings: FleetConfig | None = None

@@ -82,7 +82,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ClaimResult:
     """The answer to one finish-and-claim: what to do next, and which finishes came too late."""
 
     claims: list[Claim]
@@ -175,9 +175,9 @@ def new_task(
     )
 
 
-def kept_error(error: str, max_characters: int = MAX_ERROR_CHARACTERS) -> str:
-    """The same as windlass.kept_error() in the database: both ends of an error that is too long. What kind it is stands
-    at the beginning of a message, and the cause at the end of a traceback."""
+def truncate_error(error: str, max_characters: int = MAX_ERROR_CHARACTERS) -> str:
+    """Keep both ends of an error that is too long, as windlass.truncate_error() does in the database: the kind is at the
+    beginning of a message, and the cause at the end of a traceback."""
     if len(error) <= max_characters:
         return error
     head = max_characters // 4

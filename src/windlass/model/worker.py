@@ -68,7 +68,7 @@ class HeldClaim:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class HeartbeatReply:
     """The answer to a heartbeat. `status` is None for a worker the store does not know."""
 
     status: WorkerStatus | None
@@ -112,7 +112,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class RecoveredTasks:
     """A worker that was found lost, and what became of its tasks."""
 
     worker_id: str

@@ -1,1 +1,1 @@
-"""Receivers of messages: a webhook, Slack and its like, e-mail, a command. ports/alarm.py is their contract."""
+"""Receivers of messages: a webhook, Slack and its like, e-mail, a command. ports/alerts.py is their contract."""

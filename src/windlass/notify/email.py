@@ -8,9 +8,9 @@ from email.message import EmailMessage
 from urllib.parse import unquote, urlsplit
 
 from windlass.model.alert import Message, MessageKind
-from windlass.notify.aside import Aside
-from windlass.notify.plain import to_sentences
-from windlass.ports.alarm import DeliveredInPart, NotDelivered
+from windlass.notify.format import to_sentences
+from windlass.notify.thread_runner import SingleThreadRunner
+from windlass.ports.alerts import DeliveredInPart, NotDelivered
 
 # For each step of it, and for all of it.
 TIMEOUT_S = 20.0
@@ -33,7 +33,7 @@ class Email:
         self._password = unquote(parts.password or "")
         self._sender = sender
         self._recipients = recipients
-        self._aside = Aside(self.name)
+        self._aside = SingleThreadRunner(self.name)
 
     async def send(self, message: Message) -> None:
         letter = self._letter(message)

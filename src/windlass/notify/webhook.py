@@ -10,9 +10,9 @@ import asyncio
 import httpx
 
 from windlass.model.alert import Message
-from windlass.notify.aside import Aside
-from windlass.notify.plain import to_plain, to_sentences
-from windlass.ports.alarm import NotDelivered
+from windlass.notify.format import to_plain, to_sentences
+from windlass.notify.thread_runner import SingleThreadRunner
+from windlass.ports.alerts import NotDelivered
 
 # For each step of it, and for all of it.
 TIMEOUT_S = 10.0
@@ -24,7 +24,7 @@ class Webhook:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._aside = Aside(self.name)
+        self._aside = SingleThreadRunner(self.name)
 
     async def send(self, message: Message) -> None:
         headers = {"User-Agent": "windlass", "X-Message-Id": str(message.id)}

@@ -7,8 +7,8 @@ is put together with what no plan can know: that there was none, what providers 
 from collections.abc import Container, Iterator, Mapping
 from datetime import datetime
 
-from windlass.model.alert import Firing, Severity, Watched, WatchedFleet
-from windlass.model.record import Fleet
+from windlass.model.alert import Alert, AlertInputs, FleetAlertInputs, Severity
+from windlass.model.cycle import Fleet
 from windlass.model.snapshot import Hold
 
 # It is looked so often, and what has not been seen for so long is over: longer than a cause takes that comes and
@@ -38,7 +38,7 @@ CRITICAL = frozenset(
         "SLOT_FAILED",
         "STORAGE_FULL",
         "TOO_MANY_DEAD",
-        "TOO_MANY_STRAYS",
+        "TOO_MANY_ORPHANS",
     }
 )
 
@@ -75,14 +75,14 @@ ADVICE = {
     "STORAGE_UNKNOWN": "see whether the key may read the network volume, and whether workers have it at volume_path",
     "TASKS_FAILING": "look at the errors of its last tasks: is it this worker, the tasks, or the handler everywhere?",
     "TOO_MANY_DEAD": "see whether workers can reach the database: they fell silent together",
-    "TOO_MANY_STRAYS": "see whether this is the right database: machines of ours are unknown to it",
+    "TOO_MANY_ORPHANS": "see whether this is the right database: machines of ours are unknown to it",
     "UNATTENDED": "see whether the windlass.toml of whoever leads has this fleet; left out, it is wound down",
     "VRAM_STALE": "look at the worker: its GPU has stopped to answer",
     "WAS_AWAY": "nothing: whoever lives is heard within two heartbeats",
 }
 
 
-def firing(watched: Watched, dead_letters_allowed: int, leader_grace_s: float) -> list[Firing]:
+def firing(watched: AlertInputs, dead_letters_allowed: int, leader_grace_s: float) -> list[Alert]:
     """Everything that is the matter, in a stable order. `dead_letters_allowed`: in an hour, of a queue.
     `leader_grace_s`: for a restart, or for another to take over."""
     found = [problem for fleet in watched.fleets for problem in _of_fleet(fleet, watched)]
@@ -90,7 +90,7 @@ def firing(watched: Watched, dead_letters_allowed: int, leader_grace_s: float) -
     return sorted(found, key=lambda problem: (problem.fleet or "", problem.key))
 
 
-def _of_all(watched: Watched, dead_letters_allowed: int, leader_grace_s: float) -> Iterator[Firing]:
+def _of_all(watched: AlertInputs, dead_letters_allowed: int, leader_grace_s: float) -> Iterator[Alert]:
     open_keys = {alert.key for alert in watched.open if alert.fleet is None}
     is_leaderless = watched.leaderless_s is not None and watched.leaderless_s >= leader_grace_s
     is_missed = any(not _is_over(seen.fleet, watched.now) for seen in watched.fleets)
@@ -105,16 +105,16 @@ def _of_all(watched: Watched, dead_letters_allowed: int, leader_grace_s: float) 
     yield from _told(None, "DEAD_LETTERS", given_up, open_keys)
 
 
-def _of_fleet(seen: WatchedFleet, watched: Watched) -> Iterator[Firing]:
+def _of_fleet(seen: FleetAlertInputs, watched: AlertInputs) -> Iterator[Alert]:
     name = seen.fleet.name
     already = [alert for alert in watched.open if alert.fleet == name]
     if _is_awaited(seen.fleet, watched.settling_since):
         # Its first cycle will say what became of it; until then nothing is over, and nothing new.
         yield from already
     elif not _is_over(seen.fleet, watched.now):
-        unattended_s = seen.fleet.unattended_s(watched.now)
-        if unattended_s is not None and watched.is_led:
-            yield _firing(name, "UNATTENDED", "", f"fleet {name} has had no cycle for {unattended_s:.0f} s")
+        without_orchestrator_s = seen.fleet.without_orchestrator_s(watched.now)
+        if without_orchestrator_s is not None and watched.is_led:
+            yield _firing(name, "UNATTENDED", "", f"fleet {name} has had no cycle for {without_orchestrator_s:.0f} s")
         # Also where that is long ago: nobody has seen that it is over.
         yield from _last_known(seen, {alert.key for alert in already})
 
@@ -126,10 +126,10 @@ def _is_awaited(fleet: Fleet, settling_since: datetime | None) -> bool:
 
 def _is_over(fleet: Fleet, now: datetime) -> bool:
     """It was wound down: its last plan was to be the last."""
-    return fleet.next_plan_in_s is None and fleet.unattended_s(now) is not None
+    return fleet.next_plan_in_s is None and fleet.without_orchestrator_s(now) is not None
 
 
-def _last_known(seen: WatchedFleet, open_keys: Container[str]) -> Iterator[Firing]:
+def _last_known(seen: FleetAlertInputs, open_keys: Container[str]) -> Iterator[Alert]:
     name = seen.fleet.name
     by_code: dict[str, dict[str, str]] = {}
     for key, reason in seen.told.items():
@@ -151,7 +151,7 @@ def _last_known(seen: WatchedFleet, open_keys: Container[str]) -> Iterator[Firin
         yield _firing(name, "PROVISIONING_TIMEOUT", "", f"{what} made and never came to work")
 
 
-def _told(fleet: str | None, code: str, reasons: Mapping[str, str], open_keys: Container[str]) -> Iterator[Firing]:
+def _told(fleet: str | None, code: str, reasons: Mapping[str, str], open_keys: Container[str]) -> Iterator[Alert]:
     """`reasons`: by what each is about. `open_keys`: of what people were told already.
 
     Those that were told apart end one by one, also when there are more by then. Those that were told as one end as one,
@@ -174,11 +174,11 @@ def _in_one(reasons: Mapping[str, str]) -> str:
     return f"{what} ({', '.join(first)}{', ...' if len(reasons) > MAX_APART else ''}): {reasons[first[0]]}"
 
 
-def _held(fleet: str, hold: Hold) -> Firing:
+def _held(fleet: str, hold: Hold) -> Alert:
     severity = Severity.CRITICAL if hold.is_total or hold.code in CRITICAL else Severity.WARNING
-    return Firing(fleet, hold.code, hold.code, severity, hold.reason)
+    return Alert(fleet, hold.code, hold.code, severity, hold.reason)
 
 
-def _firing(fleet: str | None, code: str, about: str, reason: str) -> Firing:
+def _firing(fleet: str | None, code: str, about: str, reason: str) -> Alert:
     severity = Severity.CRITICAL if code in CRITICAL else Severity.WARNING
-    return Firing(fleet, f"{code} {about}".rstrip(), code, severity, reason)
+    return Alert(fleet, f"{code} {about}".rstrip(), code, severity, reason)

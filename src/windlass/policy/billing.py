@@ -127,7 +127,7 @@ def periods(bill: Bill) -> Iterator[Period]:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class TerminationWindow:
     """The next occasion for a worker to be let go so that its machine is gone before another unit begins."""
 
     opens: datetime
@@ -140,23 +140,25 @@ def is_worth_waiting(unit_s: int, cycle_s: float) -> bool:
     return unit_s >= LONG_UNIT_S and _lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES) < unit_s
 
 
-def next_departure(unit_s: int, since: datetime, now: datetime, cycle_s: float) -> Departure:
+def next_departure(unit_s: int, since: datetime, now: datetime, cycle_s: float) -> TerminationWindow:
     """The window that is open, or opens next."""
     opens = timedelta(seconds=_lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES))
     closes = timedelta(seconds=_lead_s(unit_s, cycle_s, WINDOW_CLOSES_CYCLES))
     boundary = unit_end(unit_s, since, now)
     if now > boundary - closes:
         boundary += timedelta(seconds=unit_s)
-    return Departure(boundary - opens, boundary - closes, boundary)
+    return TerminationWindow(boundary - opens, boundary - closes, boundary)
 
 
-def one_after_another(unit_s: int, leaving: Sequence[Departure], deletions_per_s: float | None) -> list[Departure]:
+def one_after_another(
+    unit_s: int, leaving: Sequence[TerminationWindow], deletions_per_s: float | None
+) -> list[TerminationWindow]:
     """The same for workers that may all leave, in the order in which they would: whoever has others behind it that end
     at about the same time may go early enough for all of them to be deleted in time."""
     if deletions_per_s is None:
         return list(leaving)
     turn, earliest = timedelta(seconds=1 / deletions_per_s), timedelta(seconds=MAX_EARLY_SHARE * unit_s)
-    found: list[Departure] = []
+    found: list[TerminationWindow] = []
     # From the last to the first: by when the deletion of the one after must have begun.
     next_begins: datetime | None = None
     for departure in reversed(leaving):

@@ -17,7 +17,7 @@ from windlass.model.machine import Machine, MachineState
 from windlass.model.node import NodeState
 from windlass.model.snapshot import RunningView, WorkerView
 from windlass.model.worker import LIVE, WorkerStatus
-from windlass.policy.evidence import QUARANTINED
+from windlass.policy.quarantine import QUARANTINED
 
 # A task's own limit is kept by its worker; only a worker that fails at that is stuck, and this is its time to act.
 TASK_LIMIT_MARGIN_S = 60.0
@@ -75,7 +75,7 @@ class WorkerState:
     worker: WorkerView
     lifecycle: Lifecycle
     presence: Presence
-    is_hired: bool  # False: a person started it
+    is_managed: bool  # False: a person started it
     # Or runs, as its engine says, what others placed there: tasks and actors of another's handler.
     has_active_task: bool
     # Since its program was started, or since it was hired.
@@ -150,7 +150,7 @@ def derive_worker_state(
         worker=worker,
         lifecycle=lifecycle,
         presence=presence,
-        is_hired=worker.slot is not None,
+        is_managed=worker.slot is not None,
         has_active_task=is_at_work,
         effective_age_s=age_s,
         heartbeat_age_s=heartbeat_age_s,

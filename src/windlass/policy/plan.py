@@ -12,11 +12,11 @@ from windlass.model.action import Action, Plan
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Snapshot
 from windlass.policy import stages
-from windlass.policy.draft import Draft, begin
+from windlass.policy.planning_context import PlanningContext, begin
 
-Stage = Callable[[Draft], list[Action]]
+DemoEnvironment = Callable[[PlanningContext], list[Action]]
 
-STAGES: tuple[Stage, ...] = (
+STAGES: tuple[DemoEnvironment, ...] = (
     stages.keep_provider,
     stages.promote,
     stages.brake,
@@ -38,9 +38,9 @@ STAGES: tuple[Stage, ...] = (
 
 def plan(snapshot: Snapshot, fleet: FleetConfig) -> Plan:
     """Everything this cycle should do, in order."""
-    draft = begin(snapshot, fleet)
+    context = begin(snapshot, fleet)
     for stage in STAGES:
-        draft.actions += stage(draft)
-    next_plan_in_s = None if snapshot.is_winding_down else draft.pace_s
-    draft.remember(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s, alerts=draft.alerts)
-    return Plan(tuple(draft.actions), draft.memory, draft.decision, draft.is_cut_short)
+        context.actions += stage(context)
+    next_plan_in_s = None if snapshot.is_shutting_down else context.pace_s
+    context.remember(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s, alerts=context.alerts)
+    return Plan(tuple(context.actions), context.memory, context.decision, context.is_cut_short)

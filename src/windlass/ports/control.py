@@ -17,11 +17,11 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from windlass.model.action import Plan
-from windlass.model.cost import Account, Settlement
+from windlass.model.cost import BillingAccount, Settlement
+from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine
-from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Snapshot
 
 # Nobody needs to know more exactly how far a task is from its turn.
@@ -115,7 +115,7 @@ class NotDeleted:
 
 
 @dataclass(frozen=True, slots=True)
-class StrayDeleted:
+class OrphanDeleted:
     """A machine that no worker had is gone. It was paid for all the same."""
 
     machine: Machine
@@ -185,7 +185,7 @@ Outcome = (
     | CreationRefused
     | Deleted
     | NotDeleted
-    | StrayDeleted
+    | OrphanDeleted
     | HostKeySeen
     | Prepared
     | PreparationFailed
@@ -228,7 +228,7 @@ class ControlStore(Protocol):
     async def resign(self, candidate: Candidate) -> None:
         """Give the lease up at once."""
 
-    async def accounts_to_settle(self, fleet: str, limit: int) -> list[Account]:
+    async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:
         """Workers of which the ledger has something to close, longest due first."""
 
     async def settle(self, settlements: Sequence[Settlement]) -> int:
@@ -257,7 +257,7 @@ class Operations(Protocol):
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
         """Pause or resume its workers, those to come too. Returns how many changed. While paused, nobody is hired."""
 
-    async def end_worker(self, worker_id: str, reason: str) -> bool:
+    async def terminate_worker(self, worker_id: str, reason: str) -> bool:
         """End a worker at once, code MANUAL; its tasks go to others. Nobody's failure. False if it was over already."""
 
     async def fleets(self) -> list[Fleet]:
@@ -266,15 +266,15 @@ class Operations(Protocol):
     async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
         """Newest first."""
 
-    async def cycle(self, cycle_id: int) -> CycleInFull | None: ...
+    async def cycle(self, cycle_id: int) -> CycleDetail | None: ...
 
-    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
+    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleDetail | None:
         """The newest cycle of a fleet that saw this worker, among the last few until it ended."""
 
-    async def tasks_at_hand(self) -> dict[str, list[int]]:
+    async def running_tasks(self) -> dict[str, list[int]]:
         """Worker id to the tasks it is running."""
 
-    async def waiting_queues(self, queues: Sequence[str]) -> set[str]:
+    async def queues_with_tasks(self, queues: Sequence[str]) -> set[str]:
         """Those of these in which a task waits, as an observation would count it. One cheap look."""
 
     async def ready_before(self, task_id: int) -> int:

@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Protocol
 
-from windlass.model.cost import Account, Charge, Cost
+from windlass.model.cost import BillingAccount, Charge, Cost
 
 
 class Costs(Protocol):
@@ -16,5 +16,5 @@ class Costs(Protocol):
     async def charges_of_task(self, task_id: int) -> list[Charge]:
         """What is in the ledger for a task, oldest first."""
 
-    async def open_accounts(self, *, fleet: str | None = None, worker_id: str | None = None) -> list[Account]:
+    async def open_accounts(self, *, fleet: str | None = None, worker_id: str | None = None) -> list[BillingAccount]:
         """Workers whose bill is not closed, oldest first."""

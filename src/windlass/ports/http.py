@@ -15,11 +15,11 @@ from uuid import UUID
 from pydantic import Field
 
 from windlass.model.task import Claim, Finished, TaskStatus
-from windlass.model.worker import HeldClaim, Recovery, WorkerKind, WorkerStatus
+from windlass.model.worker import HeldClaim, RecoveredTasks, WorkerKind, WorkerStatus
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
 # By those whom nobody hired, with an API token of role worker.
-ENLIST = "/internal/workers"
+SELF_REGISTER = "/internal/workers"
 ORDER = "/internal/worker/order"
 REGISTER = "/internal/worker/register"
 CLAIM = "/internal/worker/claim"
@@ -27,12 +27,12 @@ FINISH = "/internal/worker/finish"
 FAIL = "/internal/worker/fail"
 RELEASE = "/internal/worker/release"
 HEARTBEAT = "/internal/worker/heartbeat"
-LEAVE = "/internal/worker/leave"
+DEREGISTER = "/internal/worker/leave"
 # By one that has joined and was never registered.
 CANNOT_START = "/internal/worker/cannot-start"
 NEXT_RUN_AFTER = "/internal/worker/next-run-after"
 WAIT = "/internal/worker/wait"
-UPKEEP = "/internal/worker/upkeep"
+RUN_MAINTENANCE = "/internal/worker/upkeep"
 
 # Who waits for work is answered within this time, whatever it asked for: proxies cut what is silent for longer.
 MAX_WAIT_S = 20.0
@@ -60,7 +60,7 @@ PROBLEM_JSON = "application/problem+json"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ErrorBody:
     """What is wrong, after RFC 9457: `detail` is the sentence, `code` is for programs."""
 
     title: str
@@ -89,7 +89,7 @@ class ActivateCall:
 
 
 @dataclass(frozen=True, slots=True)
-class EnlistCall:
+class SelfRegisterCall:
     """`token`: the worker token that the worker made up for this name of its own."""
 
     token: str = field(repr=False)
@@ -154,7 +154,7 @@ class HeartbeatCall:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveCall:
+class DeregisterCall:
     reason: str
 
 
@@ -186,7 +186,7 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
-class Enlisted:
+class SelfRegisteredReply:
     status: WorkerStatus
     # Of a result.
     max_payload_bytes: int
@@ -194,7 +194,7 @@ class Enlisted:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    recoveries: list[Recovery]
+    recoveries: list[RecoveredTasks]
 
 
 @dataclass(frozen=True, slots=True)

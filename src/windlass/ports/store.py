@@ -9,7 +9,7 @@ from typing import Protocol
 
 from windlass.model.event import Event, QueueDepth
 from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
-from windlass.model.worker import Recovery, Worker
+from windlass.model.worker import RecoveredTasks, Worker
 from windlass.ports.transport import WorkerTransport
 
 
@@ -96,7 +96,7 @@ class Store(WorkerTransport, Protocol):
     async def purge(self, queue: str | None, statuses: Sequence[TaskStatus], older_than_s: float) -> int:
         """Delete finished tasks of these statuses that ended longer ago than that. Returns how many."""
 
-    async def recover_lost_workers(self, judge_id: str) -> list[Recovery]:
+    async def recover_lost_workers(self, judge_id: str) -> list[RecoveredTasks]:
         """Take the tasks of workers that were silent for longer than their lease, and of those that have ended.
 
         The silent are judged only if `judge_id` was itself heard without a gap for that long; hired ones, besides, only

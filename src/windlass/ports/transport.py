@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 from uuid import UUID
 
-from windlass.model.task import Claim, Finished, TaskStatus, Turn
-from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, WorkerStatus
+from windlass.model.task import Claim, ClaimResult, Finished, TaskStatus
+from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
 
 
 class WorkerTransport(Protocol):
@@ -41,7 +41,7 @@ class WorkerTransport(Protocol):
 
     async def finish_and_claim(
         self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
-    ) -> Turn:
+    ) -> ClaimResult:
         """Complete what is done and claim up to `limit` more, in one round trip."""
 
     async def fail(
@@ -62,13 +62,13 @@ class WorkerTransport(Protocol):
 
     async def heartbeat(
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
-    ) -> Pulse:
+    ) -> HeartbeatReply:
         """The worker lives and holds these claims. Other claims in its name, older than its lease, are released."""
 
     async def leave(self, worker_id: str, reason: str) -> None:
         """The worker ends. What it still holds goes back to the queue."""
 
-    async def upkeep(self, worker_id: str) -> list[Recovery]:
+    async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         """What workers do for the queue: recover the tasks of lost ones, and apply retention for a bounded time."""
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:

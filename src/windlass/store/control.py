@@ -14,11 +14,11 @@ import asyncpg
 from pydantic import TypeAdapter
 
 from windlass.model.action import Plan, actions_from_plain, actions_to_plain
-from windlass.model.cost import Account, Bill, Charge, ChargeKind, Cost, PricePart, Settlement, Span, Tariff
+from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, PricePart, Settlement, Span, Tariff
+from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine
-from windlass.model.record import Cycle, CycleInFull, Fleet
-from windlass.model.snapshot import Hold, Memory, RunningView, Snapshot, WorkerView
+from windlass.model.snapshot import Hold, PlannerState, RunningView, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.ports.control import (
     MAX_AHEAD,
@@ -32,12 +32,12 @@ from windlass.ports.control import (
     Intent,
     LeaseLost,
     NotDeleted,
+    OrphanDeleted,
     Outcome,
     PreparationFailed,
     PreparationUnclear,
     Prepared,
     Standby,
-    StrayDeleted,
     VolumeGrown,
     VolumeNotGrown,
 )
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 QUERIES = read_queries("windlass.store", "control_queries.sql")
 SNAPSHOT = TypeAdapter(Snapshot)
-MEMORY = TypeAdapter(Memory)
+MEMORY = TypeAdapter(PlannerState)
 _HOLD = TypeAdapter(Hold | None)
 _MACHINE = TypeAdapter(Machine)
 _PLAIN: TypeAdapter[Any] = TypeAdapter(Any)
@@ -182,13 +182,15 @@ class PostgresControlStore(PostgresStore):
 
     # ----------------------------------------------------------------------------------------------- the ledger
 
-    async def accounts_to_settle(self, fleet: str, limit: int) -> list[Account]:
+    async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:
         return await self._accounts(fleet, None, limit, is_due=True)
 
-    async def open_accounts(self, *, fleet: str | None = None, worker_id: str | None = None) -> list[Account]:
+    async def open_accounts(self, *, fleet: str | None = None, worker_id: str | None = None) -> list[BillingAccount]:
         return await self._accounts(fleet, worker_id, MAX_OPEN_ACCOUNTS, is_due=False)
 
-    async def _accounts(self, fleet: str | None, worker_id: str | None, limit: int, *, is_due: bool) -> list[Account]:
+    async def _accounts(
+        self, fleet: str | None, worker_id: str | None, limit: int, *, is_due: bool
+    ) -> list[BillingAccount]:
         async with self._connection("reading open accounts") as connection:
             rows = await connection.fetch(
                 "select * from windlass.open_accounts($1, $2, $3, $4)", fleet, worker_id, is_due, limit
@@ -225,9 +227,9 @@ class PostgresControlStore(PostgresStore):
         async with self._connection("pausing or resuming a fleet") as connection:
             return int(await connection.fetchval("select windlass.pause_fleet($1, $2)", fleet, is_paused))
 
-    async def end_worker(self, worker_id: str, reason: str) -> bool:
+    async def terminate_worker(self, worker_id: str, reason: str) -> bool:
         async with self._connection("ending a worker") as connection:
-            return bool(await connection.fetchval("select windlass.end_worker($1, $2)", worker_id, reason))
+            return bool(await connection.fetchval("select windlass.terminate_worker($1, $2)", worker_id, reason))
 
     async def fleets(self) -> list[Fleet]:
         async with self._connection("listing fleets") as connection:
@@ -239,24 +241,24 @@ class PostgresControlStore(PostgresStore):
             rows = await connection.fetch(QUERIES["cycles"], fleet, limit)
         return [_cycle(row) for row in rows]
 
-    async def cycle(self, cycle_id: int) -> CycleInFull | None:
+    async def cycle(self, cycle_id: int) -> CycleDetail | None:
         async with self._connection("reading a cycle") as connection:
             row = await connection.fetchrow(QUERIES["cycle"], cycle_id)
-        return CycleInFull(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
+        return CycleDetail(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
 
-    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
+    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleDetail | None:
         async with self._connection("reading a cycle") as connection:
             row = await connection.fetchrow(QUERIES["last_cycle_with"], fleet, worker_id)
-        return CycleInFull(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
+        return CycleDetail(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
 
-    async def tasks_at_hand(self) -> dict[str, list[int]]:
+    async def running_tasks(self) -> dict[str, list[int]]:
         async with self._connection("reading what workers do") as connection:
-            rows = await connection.fetch(QUERIES["tasks_at_hand"])
+            rows = await connection.fetch(QUERIES["running_tasks"])
         return {row["worker_id"]: row["task_ids"] for row in rows}
 
-    async def waiting_queues(self, queues: Sequence[str]) -> set[str]:
+    async def queues_with_tasks(self, queues: Sequence[str]) -> set[str]:
         async with self._connection("looking for tasks that wait") as connection:
-            rows = await connection.fetch(QUERIES["waiting_queues"], list(queues))
+            rows = await connection.fetch(QUERIES["queues_with_tasks"], list(queues))
         return {row["name"] for row in rows}
 
     async def ready_before(self, task_id: int) -> int:
@@ -307,10 +309,10 @@ def price_parts_of(text: str) -> tuple[PricePart, ...]:
     return tuple(PricePart(*part) for part in json.loads(text))
 
 
-def _account(row: Any) -> Account:
+def _account(row: Any) -> BillingAccount:
     tariff = Tariff(row["price_micros_per_hour"], row["currency"], row["unit_s"], price_parts_of(row["price_parts"]))
     spans = zip(row["task_ids"] or (), row["queues"] or (), row["begun"] or (), row["ended"] or (), strict=True)
-    return Account(
+    return BillingAccount(
         row["worker_id"],
         row["fleet"],
         Bill(tariff, row["since"], row["until"], row["settled_until"]),
@@ -387,9 +389,9 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
             kind = "deleted"
         case NotDeleted():
             kind = "not_deleted"
-        case StrayDeleted(machine, reason, unit_s, ended_at):
+        case OrphanDeleted(machine, reason, unit_s, ended_at):
             return {
-                "kind": "stray_deleted",
+                "kind": "orphan_deleted",
                 "machine": _MACHINE.dump_python(machine, mode="json"),
                 "reason": reason,
                 "billing_unit_s": unit_s,

@@ -47,14 +47,14 @@ where w.id = $2
 order by c.started_at desc, c.id desc
 limit 1;
 
--- name: tasks_at_hand
+-- name: running_tasks
 -- `windlass status`; tasks_running.
 select worker_id, array_agg(id order by id) as task_ids
 from windlass.tasks
 where status = 'running'
 group by worker_id;
 
--- name: waiting_queues
+-- name: queues_with_tasks
 -- Whoever wakes fleets without workers; the same as observe_queues counts, but only whether there is one: a probe of
 -- tasks_ready and one of tasks_waiting a queue, and tasks_running of the few dispatchers.
 select q.name
@@ -168,7 +168,7 @@ where left(encode(hash, 'hex'), 12) = $1
   and expires_at > windlass.now()
 returning true;
 
--- name: note_face
+-- name: record_server
 -- A running `windlass up --port`, every few seconds; primary key.
 insert into windlass.faces as f (url, host)
 values ($1, $2)
@@ -182,7 +182,7 @@ from windlass.faces
 where seen_at > windlass.now() - make_interval(secs => $1::double precision)
 order by seen_at desc, url, host;
 
--- name: forget_face
+-- name: remove_server
 -- A `windlass up --port` that ends; primary key.
 delete from windlass.faces
 where url = $1

@@ -261,7 +261,7 @@ class EmbeddedPostgres:
             raise self._not_up(reason)
         self._stop_begun.unlink(missing_ok=True)
 
-    def _prepare_log(self, account: "_Account | None") -> int:
+    def _prepare_log(self, account: "_UnixAccount | None") -> int:
         """Its size in bytes, after putting one that is too long aside."""
         if self._log.exists() and self._log.stat().st_size > LOG_LIMIT_BYTES:
             self._log.replace(self._log.with_suffix(".log.1"))
@@ -333,7 +333,7 @@ class EmbeddedPostgres:
             self._socket_dir.rmdir()  # leave nothing in /tmp
 
 
-class _Account(NamedTuple):
+class _UnixAccount(NamedTuple):
     uid: int
     gid: int
 
@@ -343,7 +343,7 @@ class _Installation:
     """PostgreSQL's programs, and the account they run as when it is not ours."""
 
     bin_dir: Path
-    account: _Account | None
+    account: _UnixAccount | None
 
     def run(
         self, cwd: Path, program: str, *arguments: str, stdin: str = "", timeout_s: float = TOOL_TIMEOUT_S
@@ -366,7 +366,7 @@ class _Installation:
         )
 
 
-def _installation(data_dir: Path, account: _Account | None) -> _Installation:
+def _installation(data_dir: Path, account: _UnixAccount | None) -> _Installation:
     """The wheel's programs, or where the server's account cannot reach them (a venv in /root) a copy of them."""
     package = _package_dir()
     there = _Installation(package / "pginstall18" / "bin", account)
@@ -380,7 +380,7 @@ def _installation(data_dir: Path, account: _Account | None) -> _Installation:
     return _Installation(_copy_of(package, data_dir) / "pginstall18" / "bin", account)
 
 
-def _can_enter(account: _Account, folder: Path) -> bool:
+def _can_enter(account: _UnixAccount, folder: Path) -> bool:
     return _Installation(Path("/bin"), account).run(Path("/"), "sh", "-c", 'cd "$0"', str(folder)).returncode == 0
 
 
@@ -419,7 +419,7 @@ def _copy_of(package: Path, data_dir: Path) -> Path:
     return target / package.name
 
 
-def _server_account(cluster: Path) -> _Account | None:
+def _server_account(cluster: Path) -> _UnixAccount | None:
     """Who runs the server: we ourselves (None); under root, whoever owns the cluster, or else SERVER_USER.
 
     The owner first, since a cluster may come from another container, where SERVER_USER had another uid.
@@ -429,12 +429,12 @@ def _server_account(cluster: Path) -> _Account | None:
     with suppress(FileNotFoundError):
         owner = cluster.stat()
         if owner.st_uid != 0:
-            return _Account(owner.st_uid, owner.st_gid)
+            return _UnixAccount(owner.st_uid, owner.st_gid)
     problem = ""
     for _ in range(USERADD_ATTEMPTS):
         with suppress(KeyError):
             entry = pwd.getpwnam(SERVER_USER)
-            return _Account(entry.pw_uid, entry.pw_gid)
+            return _UnixAccount(entry.pw_uid, entry.pw_gid)
         problem = _add_server_user()
     raise ConfigError(
         f"PostgreSQL refuses to run as root, and the system user {SERVER_USER} cannot be created ({problem}): "
@@ -492,7 +492,7 @@ def _socket_dir(data_dir: Path, mark: str) -> Path:
     return Path("/tmp", f"{mark}-{os.geteuid()}")  # noqa: S108 - _make_private() refuses what others put there
 
 
-def _make_private(directory: Path, account: _Account | None) -> None:
+def _make_private(directory: Path, account: _UnixAccount | None) -> None:
     """A directory that only the server's account (and root) can enter; one that others could enter is refused."""
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
@@ -504,7 +504,7 @@ def _make_private(directory: Path, account: _Account | None) -> None:
     _give(directory, account)
 
 
-def _give(path: Path, account: _Account | None) -> None:
+def _give(path: Path, account: _UnixAccount | None) -> None:
     if account:
         os.chown(path, account.uid, account.gid, follow_symlinks=False)
 

@@ -23,8 +23,16 @@ from windlass.model.config import Retention
 from windlass.model.errors import BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
 from windlass.model.event import Event, QueueDepth
 from windlass.model.node import NodeState, NodeView
-from windlass.model.task import Claim, Finished, NewTask, Retried, Task, TaskStatus, TaskSummary, Turn, storable
-from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, Worker, WorkerKind, WorkerStatus
+from windlass.model.task import Claim, ClaimResult, Finished, NewTask, Retried, Task, TaskStatus, TaskSummary, storable
+from windlass.model.worker import (
+    HeartbeatReply,
+    HeldClaim,
+    RecoveredTasks,
+    Registration,
+    Worker,
+    WorkerKind,
+    WorkerStatus,
+)
 from windlass.store.connect import (
     COMMAND_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
@@ -36,9 +44,9 @@ from windlass.store.connect import (
     unavailable,
     words,
 )
-from windlass.store.connections import Connections
 from windlass.store.listener import Listener
 from windlass.store.migrate import applied_migrations, check_schema_version
+from windlass.store.pool import ConnectionPool
 from windlass.store.queries import read_queries
 
 # Bulk work is paid by the row and may take longer.
@@ -83,7 +91,7 @@ class PostgresStore:
         self._command_timeout_s = command_timeout_s
         self._statement_timeout_s = statement_timeout_s
         self._virtual_now = virtual_now
-        self._connections = Connections(self._connect, limit=max_connections, timeout_s=CONNECT_TIMEOUT_S)
+        self._connections = ConnectionPool(self._connect, limit=max_connections, timeout_s=CONNECT_TIMEOUT_S)
         self._is_pooled = False
         self._listener: Listener | None = None
 
@@ -272,7 +280,7 @@ class PostgresStore:
 
     async def finish_and_claim(
         self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
-    ) -> Turn:
+    ) -> ClaimResult:
         async with self._connection("finishing tasks") as connection:
             rows = await connection.fetch(
                 "select * from windlass.finish_and_claim($1, $2, $3, $4, $5, $6)",
@@ -283,7 +291,7 @@ class PostgresStore:
                 queues,
                 limit,
             )
-        return Turn(claims=_claims(rows), lost=[row["token"] for row in rows if row["is_lost"]])
+        return ClaimResult(claims=_claims(rows), lost=[row["token"] for row in rows if row["is_lost"]])
 
     async def fail(
         self,
@@ -319,7 +327,7 @@ class PostgresStore:
 
     async def heartbeat(
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
-    ) -> Pulse:
+    ) -> HeartbeatReply:
         async with self._connection("sending a heartbeat") as connection:
             row = await connection.fetchrow(
                 "select * from windlass.heartbeat($1, $2, $3)",
@@ -328,21 +336,21 @@ class PostgresStore:
                 json.dumps(dict(vitals or {})),
             )
         status = WorkerStatus(row["status"]) if row["status"] != "unknown" else None
-        return Pulse(status=status, is_paused=row["paused"], lost=frozenset(row["lost"]))
+        return HeartbeatReply(status=status, is_paused=row["paused"], lost=frozenset(row["lost"]))
 
     async def leave(self, worker_id: str, reason: str) -> None:
         async with self._connection("signing off") as connection:
             await connection.execute("select windlass.leave($1, $2)", worker_id, reason)
 
-    async def upkeep(self, worker_id: str) -> list[Recovery]:
+    async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         recovered = await self.recover_lost_workers(worker_id)
         await self.sweep()
         return recovered
 
-    async def recover_lost_workers(self, judge_id: str) -> list[Recovery]:
+    async def recover_lost_workers(self, judge_id: str) -> list[RecoveredTasks]:
         async with self._connection("looking for lost workers") as connection:
             rows = await connection.fetch("select * from windlass.recover_lost_workers($1)", judge_id)
-        return [Recovery(**dict(row)) for row in rows]
+        return [RecoveredTasks(**dict(row)) for row in rows]
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         async with self._connection("looking for waiting tasks") as connection:

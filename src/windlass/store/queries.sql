@@ -230,7 +230,7 @@ select
   has_database_privilege(current_database(), 'create') as may_create_schema,
   clock_timestamp() as now;
 
--- name: has_hired_workers
+-- name: has_managed_workers
 -- `windlass up` without a fleet; workers_one_live_per_slot.
 select exists (
   select from windlass.workers where slot is not null and status in ('spawning', 'active', 'terminating', 'error')

@@ -20,9 +20,9 @@ from dataclasses import asdict
 from typing import Any
 
 from windlass.model.errors import HandlerNotFound
-from windlass.worker import frames
+from windlass.worker import child_protocol as frames
 from windlass.worker.attempt import run_handler
-from windlass.worker.executor import Outcome, Success, unreadable_payload
+from windlass.worker.executor import AttemptSuccess, Outcome, unreadable_payload
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
 # From the parent's end to our own. Others end us before, with all that was started here: if we were first, what made a
@@ -54,7 +54,7 @@ class Child:
 
     def _attempt(self, described: bytes) -> tuple[int, bytes]:
         outcome = self._outcome(described)
-        if isinstance(outcome, Success):
+        if isinstance(outcome, AttemptSuccess):
             return frames.RESULT, (outcome.result or "null").encode()
         return frames.FAILED, json.dumps(asdict(outcome)).encode()
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
-from windlass.worker.executor import Failure, Outcome, Success, time_limit_failure
+from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, time_limit_failure
 from windlass.worker.handler import ReportProgress
-from windlass.worker.process import Group, describe_exit, start_group
+from windlass.worker.process import ProcessGroup, describe_exit, start_group
 
 
 class CommandExecutor:
@@ -63,22 +63,26 @@ class CommandExecutor:
     async def close(self) -> None:
         pass
 
-    def _outcome(self, group: Group, returncode: int) -> Outcome:
+    def _outcome(self, group: ProcessGroup, returncode: int) -> Outcome:
         if returncode != 0:
-            return Failure("HANDLER_ERROR", f"the command {describe_exit(returncode)}: {group.tail()}".rstrip(": "))
+            return AttemptFailure(
+                "HANDLER_ERROR", f"the command {describe_exit(returncode)}: {group.tail()}".rstrip(": ")
+            )
         try:
             text = group.answer.decode().strip()
         except UnicodeDecodeError as error:
             shown = group.answer[:200].decode(errors="replace")
-            return Failure(
+            return AttemptFailure(
                 "BAD_RESULT", f"the command's output is not UTF-8, as JSON is (byte {error.start:,}): {shown}"
             )
         try:
-            return Success(to_json(json.loads(text) if text else None, "the command's result", self._max_result_bytes))
+            return AttemptSuccess(
+                to_json(json.loads(text) if text else None, "the command's result", self._max_result_bytes)
+            )
         except BadInput as error:
-            return Failure("BAD_RESULT", str(error))
+            return AttemptFailure("BAD_RESULT", str(error))
         except (ValueError, RecursionError) as error:
-            return Failure("BAD_RESULT", f"the command's output is not JSON ({error}): {text[:200]}")
+            return AttemptFailure("BAD_RESULT", f"the command's output is not JSON ({error}): {text[:200]}")
 
 
 def _why_not_found(name: str) -> str:

@@ -12,18 +12,18 @@ from windlass.worker.handler import ReportProgress
 
 
 @dataclass(frozen=True, slots=True)
-class Success:
+class AttemptSuccess:
     result: str | None  # JSON text
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class AttemptFailure:
     code: str
     error: str
     retry: bool = True
 
 
-Outcome = Success | Failure
+Outcome = AttemptSuccess | AttemptFailure
 
 
 class NotBegun(Exception):
@@ -48,10 +48,10 @@ class Executor(Protocol):
         """End everything that was started."""
 
 
-def time_limit_failure(limit_s: float) -> Failure:
-    return Failure("TIMEOUT", f"the attempt ran longer than its limit of {limit_s:g} s and was ended")
+def time_limit_failure(limit_s: float) -> AttemptFailure:
+    return AttemptFailure("TIMEOUT", f"the attempt ran longer than its limit of {limit_s:g} s and was ended")
 
 
-def unreadable_payload(error: ValueError | RecursionError) -> Failure:
+def unreadable_payload(error: ValueError | RecursionError) -> AttemptFailure:
     """PostgreSQL takes numbers of more digits and deeper nesting than Python's parser: no attempt will read them."""
-    return Failure("BAD_PAYLOAD", f"the payload is more than Python's JSON parser takes ({error})", retry=False)
+    return AttemptFailure("BAD_PAYLOAD", f"the payload is more than Python's JSON parser takes ({error})", retry=False)

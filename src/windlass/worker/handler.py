@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.model.errors import HandlerNotFound
-from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, kept_error
+from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, truncate_error
 
 # How far an attempt has come, from 0 to 1, and what it is at.
 ReportProgress = Callable[[float, str | None], None]
@@ -47,7 +47,7 @@ Handler = Callable[[RunningTask], Any] | Callable[[RunningTask], Awaitable[Any]]
 def kept_exception(error: BaseException) -> str:
     """Its traceback, as far as it is kept. Its type stands in it, however long its message or deep its stack."""
     parts = traceback.format_exception(error)
-    return kept_error("".join(kept_error(part, MAX_ERROR_CHARACTERS // 2) for part in parts))
+    return truncate_error("".join(truncate_error(part, MAX_ERROR_CHARACTERS // 2) for part in parts))
 
 
 def load_handler(spec: str) -> Handler:

@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 from windlass.model.errors import SchemaMismatch
-from windlass.model.worker import HeldClaim, Pulse
+from windlass.model.worker import HeartbeatReply, HeldClaim
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
 
@@ -47,7 +47,7 @@ class Heartbeat:
         lease_s: float,
         held: Callable[[], list[HeldClaim]],
         vitals: Callable[[], dict[str, Any]],
-        on_pulse: Callable[[Pulse], None],
+        on_pulse: Callable[[HeartbeatReply], None],
         on_mismatch: Callable[[SchemaMismatch], None],
     ) -> None:
         self._open_transport = open_transport
@@ -117,7 +117,7 @@ class Heartbeat:
             await self._pause(min(reconnect_delay_s(self._failures, random.random()), self._interval_s))  # noqa: S311
 
     async def _beat_until_trouble(self, transport: WorkerTransport) -> None:
-        upkeep = asyncio.create_task(self._keep_up(transport))
+        run_maintenance = asyncio.create_task(self._keep_up(transport))
         try:
             while not self._is_stopped:
                 self._has_news = False
@@ -128,8 +128,8 @@ class Heartbeat:
                 self._failures = 0
                 await self._pause(self._interval_s, news_after_s=PROGRESS_INTERVAL_S)
         finally:
-            upkeep.cancel()
-            await asyncio.gather(upkeep, return_exceptions=True)
+            run_maintenance.cancel()
+            await asyncio.gather(run_maintenance, return_exceptions=True)
 
     async def _keep_up(self, transport: WorkerTransport) -> None:
         """What workers do for the queue: those that are lost may be nobody else's."""
@@ -137,7 +137,7 @@ class Heartbeat:
         await asyncio.sleep(self._upkeep_interval_s * (0.5 + random.random()))  # noqa: S311
         while True:
             try:
-                for recovery in await transport.upkeep(self._worker_id):
+                for recovery in await transport.run_maintenance(self._worker_id):
                     log.warning(
                         "recovered the tasks of a lost worker",
                         lost_worker_id=recovery.worker_id,

@@ -22,9 +22,9 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, TokenRefused, UnknownWorker
-from windlass.model.order import WorkOrder
-from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, Finished, TaskStatus, Turn, storable
-from windlass.model.worker import HeldClaim, Pulse, Recovery, Registration, WorkerStatus
+from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus, storable
+from windlass.model.work_order import WorkOrder
+from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
 from windlass.ports import http
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class WorkerCredentials:
     """What a worker that has joined needs to call: where, and as whom."""
 
     worker_id: str
@@ -154,12 +154,12 @@ class HttpTransport:
 
     def __init__(
         self,
-        membership: Membership,
+        credentials: WorkerCredentials,
         tls: ssl.SSLContext | bool,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._membership = membership
-        self._plane = ControlPlane(membership.url, membership.token, tls, transport)
+        self._membership = credentials
+        self._plane = ControlPlane(credentials.url, credentials.token, tls, transport)
         # What the last wait for these queues answered.
         self._cursors: dict[tuple[str, ...], str] = {}
 
@@ -187,7 +187,7 @@ class HttpTransport:
 
     async def finish_and_claim(
         self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
-    ) -> Turn:
+    ) -> ClaimResult:
         self._check_name(worker_id)
         *first, last = _batches(finished, max(self._membership.max_payload_bytes, http.MAX_BATCH_BYTES))
         lost: list[UUID] = []
@@ -196,7 +196,7 @@ class HttpTransport:
         turn = await self._finish(http.FinishCall(tuple(last), tuple(queues), limit))
         return replace(turn, lost=lost + turn.lost)
 
-    async def _finish(self, call: http.FinishCall) -> Turn:
+    async def _finish(self, call: http.FinishCall) -> ClaimResult:
         return await self._post("finishing tasks", http.FINISH, call, _TURN)
 
     async def fail(
@@ -223,27 +223,27 @@ class HttpTransport:
 
     async def heartbeat(
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
-    ) -> Pulse:
+    ) -> HeartbeatReply:
         self._check_name(worker_id)
         told = (claim if claim.note is None else replace(claim, note=storable(claim.note)) for claim in claims)
         call = http.HeartbeatCall(tuple(told), dict(vitals or {}))
         try:
             return await self._post("sending a heartbeat", http.HEARTBEAT, call, _PULSE)
         except TokenRefused:
-            return Pulse(status=None, is_paused=False, lost=frozenset(claim.token for claim in claims))
+            return HeartbeatReply(status=None, is_paused=False, lost=frozenset(claim.token for claim in claims))
 
     async def leave(self, worker_id: str, reason: str) -> None:
         self._check_name(worker_id)
         try:
-            await self._send("signing off", http.LEAVE, http.LeaveCall(reason))
+            await self._send("signing off", http.DEREGISTER, http.DeregisterCall(reason))
         except TokenRefused:
             return  # it is gone already
 
-    async def upkeep(self, worker_id: str) -> list[Recovery]:
+    async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         """As workers with a database do. The control loop judges those it hired; others may serve the same queues."""
         self._check_name(worker_id)
         doing = "looking after other workers"
-        return read_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.UPKEEP)).recoveries
+        return read_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.RUN_MAINTENANCE)).recoveries
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         call = http.NextRunAfterCall(tuple(queues))
@@ -319,10 +319,10 @@ def _batches(finished: Sequence[Finished], max_bytes: int) -> Iterator[list[Fini
 ORDER = TypeAdapter(WorkOrder)
 _REGISTERED = TypeAdapter(http.Registered)
 _CLAIMED = TypeAdapter(http.Claimed)
-_TURN = TypeAdapter(Turn)
+_TURN = TypeAdapter(ClaimResult)
 _FAILED = TypeAdapter(http.Failed)
 _RELEASED = TypeAdapter(http.Released)
-_PULSE = TypeAdapter(Pulse)
+_PULSE = TypeAdapter(HeartbeatReply)
 _RECOVERED = TypeAdapter(http.Recovered)
 _NEXT_RUN_AFTER = TypeAdapter(http.NextRunAfter)
 _WAITED = TypeAdapter(http.Waited)

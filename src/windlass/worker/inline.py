@@ -13,11 +13,11 @@ from contextvars import copy_context
 from typing import Any
 
 from windlass.model.errors import BadInput, HandlerNotFound
-from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, kept_error, to_json
-from windlass.worker.executor import Failure, Outcome, Success, time_limit_failure, unreadable_payload
+from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json, truncate_error
+from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, time_limit_failure, unreadable_payload
 from windlass.worker.handler import DoNotRetry, Handler, ReportProgress, RunningTask, kept_exception, load_handler
 
-_NO_RESULT = Success("null")
+_NO_RESULT = AttemptSuccess("null")
 
 
 class InlineExecutor:
@@ -59,15 +59,17 @@ class InlineExecutor:
                     result = await _in_fresh_context(self._handler(task))
             return self._accept(result)
         except DoNotRetry as error:
-            return Failure("DO_NOT_RETRY", kept_error(str(error)) or "the handler said: do not retry", retry=False)
+            return AttemptFailure(
+                "DO_NOT_RETRY", truncate_error(str(error)) or "the handler said: do not retry", retry=False
+            )
         except SystemExit as error:
-            return Failure("HANDLER_ERROR", f"the handler called sys.exit({error.code!r})")
+            return AttemptFailure("HANDLER_ERROR", f"the handler called sys.exit({error.code!r})")
         except BaseException as error:
             if _is_cancelled(error):
                 raise
             if isinstance(error, TimeoutError) and claim.timeout_s is not None and limit.expired():
                 return time_limit_failure(claim.timeout_s)
-            return Failure("HANDLER_ERROR", kept_exception(error))
+            return AttemptFailure("HANDLER_ERROR", kept_exception(error))
 
     async def close(self) -> None:
         pass
@@ -76,9 +78,9 @@ class InlineExecutor:
         if result is None:
             return _NO_RESULT
         try:
-            return Success(to_json(result, "the handler's result", self._max_result_bytes))
+            return AttemptSuccess(to_json(result, "the handler's result", self._max_result_bytes))
         except BadInput as error:
-            return Failure("BAD_RESULT", str(error))
+            return AttemptFailure("BAD_RESULT", str(error))
 
 
 def _is_cancelled(error: BaseException) -> bool:

@@ -13,10 +13,10 @@ import sys
 
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim
-from windlass.worker import frames
-from windlass.worker.executor import Failure, Outcome, Success, time_limit_failure
+from windlass.worker import child_protocol as frames
+from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, time_limit_failure
 from windlass.worker.handler import ReportProgress
-from windlass.worker.process import LAST_WORDS_TIMEOUT_S, Group, describe_exit, start_group
+from windlass.worker.process import LAST_WORDS_TIMEOUT_S, ProcessGroup, describe_exit, start_group
 
 # Importing a large framework and its model takes minutes; hanging at import must still end.
 START_TIMEOUT_S = 600.0
@@ -101,7 +101,7 @@ class _Child:
         self._handler = handler
         self._memory_limit_bytes = memory_limit_bytes
         self._max_result_bytes = max_result_bytes
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._transport: asyncio.Transport | None = None
         self._link = _Link()
 
@@ -142,11 +142,11 @@ class _Child:
             await self.close()
             raise
         if outcome is None:
-            outcome = group.breach or Failure("CHILD_DIED", await self._describe_death())
+            outcome = group.breach or AttemptFailure("CHILD_DIED", await self._describe_death())
             await self.close()
         return outcome
 
-    async def _ready(self) -> tuple[Group, asyncio.Transport]:
+    async def _ready(self) -> tuple[ProcessGroup, asyncio.Transport]:
         if self._link.is_lost or self._group is None or not self._group.is_usable:
             # It died, perhaps while it had nothing to do: not this attempt's fault.
             await self.close()
@@ -160,9 +160,9 @@ class _Child:
         while (frame := await self._link.frames.get()) is not None:
             kind, body = frame
             if kind == frames.RESULT:
-                return Success(body.decode())
+                return AttemptSuccess(body.decode())
             if kind == frames.FAILED:
-                return Failure(**json.loads(body))
+                return AttemptFailure(**json.loads(body))
             token, fraction, note = json.loads(body)
             if token == str(claim.token):
                 report(fraction, note)

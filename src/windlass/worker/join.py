@@ -21,17 +21,17 @@ from urllib.parse import quote
 
 import structlog
 
-from windlass.model.access import JOIN_PREFIX, WORKER_PREFIX, is_token, new_token
-from windlass.model.address import problem_of_control_plane_url
+from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, is_token, new_token
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, TokenRefused
-from windlass.model.order import WorkOrder
+from windlass.model.urls import problem_of_control_plane_url
+from windlass.model.work_order import WorkOrder
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports import http
 from windlass.worker.http_transport import (
     ORDER,
     ControlPlane,
     HttpTransport,
-    Membership,
+    WorkerCredentials,
     read_answer,
     tls_context,
     write,
@@ -89,21 +89,21 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-async def join(path: Path) -> tuple[Membership, ssl.SSLContext | bool, WorkOrder]:
+async def join(path: Path) -> tuple[WorkerCredentials, ssl.SSLContext | bool, WorkOrder]:
     """Become a worker. Raises TokenRefused if that is not to be, ControlPlaneUnavailable if nobody answers for long."""
     file = read_join_file(path)
     token = _own_token(file)
     tls = tls_context(file.url, file.ca_file)
-    membership = Membership(file.worker_id, file.url, token, file.ca_file)
+    credentials = WorkerCredentials(file.worker_id, file.url, token, file.ca_file)
     if file.join_token is not None:
         join_token = file.join_token
         order = await _patiently(lambda: _activate(file, join_token, token, tls))
         _forget_join_token(file)
     else:
-        order = await _patiently(lambda: _ask_again(membership, tls))
-    membership = replace(membership, max_payload_bytes=order.max_payload_bytes)
+        order = await _patiently(lambda: _ask_again(credentials, tls))
+    credentials = replace(credentials, max_payload_bytes=order.max_payload_bytes)
     log.info("joined", worker_id=file.worker_id, url=file.url, fleet=order.fleet, version=order.version)
-    return membership, tls, order
+    return credentials, tls, order
 
 
 async def _activate(file: JoinFile, join_token: str, token: str, tls: ssl.SSLContext | bool) -> WorkOrder:
@@ -117,8 +117,8 @@ async def _activate(file: JoinFile, join_token: str, token: str, tls: ssl.SSLCon
         await plane.close()
 
 
-async def _ask_again(membership: Membership, tls: ssl.SSLContext | bool) -> WorkOrder:
-    async with HttpTransport(membership, tls) as transport:
+async def _ask_again(credentials: WorkerCredentials, tls: ssl.SSLContext | bool) -> WorkOrder:
+    async with HttpTransport(credentials, tls) as transport:
         return await transport.order()
 
 

@@ -19,8 +19,8 @@ from typing import cast
 
 import psutil
 
-from windlass.worker.executor import Failure
-from windlass.worker.stderr import standard_error
+from windlass.worker.executor import AttemptFailure
+from windlass.worker.nonblocking_stderr import standard_error
 
 # Passed on per attempt before the attempt is ended: enough for any log, too little to fill a disk.
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
@@ -65,7 +65,7 @@ kill -KILL $family
 """
 
 
-class Group(asyncio.SubprocessProtocol):
+class ProcessGroup(asyncio.SubprocessProtocol):
     """One process with all it forked. asyncio's own Process does not say that it has exited while a pipe is open."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Group(asyncio.SubprocessProtocol):
         is_passed_on: bool = True,
     ) -> None:
         self.returncode: int | None = None
-        self.breach: Failure | None = None
+        self.breach: AttemptFailure | None = None
         # Standard output, where it is an answer and not for people.
         self.answer = bytearray()
         self._memory_limit_bytes = memory_limit_bytes
@@ -234,7 +234,7 @@ class Group(asyncio.SubprocessProtocol):
 
     def _end_for(self, code: str, error: str) -> None:
         if self.breach is None:
-            self.breach = Failure(code, error)
+            self.breach = AttemptFailure(code, error)
             self.kill()
 
     def _pass_on(self, data: bytes) -> None:
@@ -292,12 +292,12 @@ async def start_group(
     max_answer_bytes: int | None = None,
     max_output_bytes: float | None = None,
     is_passed_on: bool = True,
-) -> Group:
+) -> ProcessGroup:
     """Start a process that leads its own session. With `max_answer_bytes` its standard output is its answer and it
     reads standard input; otherwise both its streams are output. Raises OSError."""
     has_answer = max_answer_bytes is not None
     _, group = await asyncio.get_running_loop().subprocess_exec(
-        lambda: Group(memory_limit_bytes, max_answer_bytes, max_output_bytes, is_passed_on=is_passed_on),
+        lambda: ProcessGroup(memory_limit_bytes, max_answer_bytes, max_output_bytes, is_passed_on=is_passed_on),
         *command,
         stdin=subprocess.PIPE if has_answer else subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -35,11 +35,11 @@ from windlass.model.errors import (
     UnknownWorker,
     WindlassError,
 )
-from windlass.model.task import Claim, Finished, Turn
-from windlass.model.worker import LIVE, SAME_SIGNAL_S, HeldClaim, Pulse, Registration, WorkerKind, WorkerStatus
+from windlass.model.task import Claim, ClaimResult, Finished
+from windlass.model.worker import LIVE, SAME_SIGNAL_S, HeartbeatReply, HeldClaim, Registration, WorkerKind, WorkerStatus
 from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
-from windlass.worker.executor import Executor, Failure, NotBegun, Outcome, Success
+from windlass.worker.executor import AttemptFailure, AttemptSuccess, Executor, NotBegun, Outcome
 from windlass.worker.gpu import GpuReader
 from windlass.worker.handler import kept_exception
 from windlass.worker.heartbeat import Heartbeat, OpenTransport
@@ -57,11 +57,11 @@ MAX_DELIVERY_BYTES = 16 << 20
 MIN_DELIVERY_BYTES = 64 << 10
 FOREVER = float("inf")
 NOT_FINISHED = "its worker could not finish it"
-News = TypeVar("News", Pulse, SchemaMismatch)
+News = TypeVar("News", HeartbeatReply, SchemaMismatch)
 log = structlog.get_logger(__name__)
 
 
-class Places(Protocol):
+class ConcurrencyLimit(Protocol):
     """The places of a worker, where they come and go or are others' too; `look_again` when there may be more."""
 
     def hold(self, count: int) -> None:
@@ -71,7 +71,7 @@ class Places(Protocol):
         """How many more attempts may begin."""
 
 
-class OwnPlaces:
+class FixedConcurrency:
     def __init__(self, count: int) -> None:
         self._count = count
         self._held = 0
@@ -111,13 +111,13 @@ class WorkerSettings:
     remarks: Mapping[str, str] = field(default_factory=dict)
 
 
-class Ending(enum.Enum):
+class ExitReason(enum.Enum):
     LEFT = "left"  # drained: everything finished or given back
     LOST = "lost"  # declared lost or ended by others; its claims are gone
 
 
 @dataclass(slots=True)
-class _Orders:
+class _ShutdownState:
     """What the worker was told from outside. `changed` is set with every change, and by ended attempts too."""
 
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -150,10 +150,10 @@ class WorkerRuntime:
         settings: WorkerSettings,
         open_transport: OpenTransport,
         executor: Executor,
-        places: Places | None = None,
+        places: ConcurrencyLimit | None = None,
     ) -> None:
         """`places`: those of its settings, unless others are given."""
-        self._places = places or OwnPlaces(settings.concurrency)
+        self._places = places or FixedConcurrency(settings.concurrency)
         self._settings = settings
         self._open_transport = open_transport
         self._executor = executor
@@ -162,11 +162,11 @@ class WorkerRuntime:
         self._readers: list[GpuReader | StorageReader] = [self._gpu]
         if settings.storage_path is not None:
             self._readers.append(StorageReader(settings.storage_path))
-        self._orders = _Orders()
+        self._orders = _ShutdownState()
         # When the first signal came, by the loop's clock.
         self._told_at: float | None = None
 
-    async def run(self) -> Ending:
+    async def run(self) -> ExitReason:
         """Work until told to end. Raises HandlerNotFound, SchemaMismatch or DatabaseUnavailable if it cannot go on."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -177,11 +177,11 @@ class WorkerRuntime:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    async def work(self) -> Ending:
+    async def work(self) -> ExitReason:
         """The same for whoever hears signals itself."""
         try:
             if not await self._start_executor():
-                return Ending.LEFT
+                return ExitReason.LEFT
             self._loop = asyncio.get_running_loop()
             for reader in self._readers:
                 await asyncio.to_thread(reader.start)
@@ -239,21 +239,21 @@ class WorkerRuntime:
         await asyncio.gather(starting, return_exceptions=True)
         return False
 
-    async def _live_on(self, transport: WorkerTransport) -> Ending:
+    async def _live_on(self, transport: WorkerTransport) -> ExitReason:
         life = self._new_life(transport)
         if not await self._has_registered(life):
-            return Ending.LEFT
+            return ExitReason.LEFT
         while True:
-            ending = await life.live()
-            if ending is Ending.LEFT or self._settings.worker_id is not None:
-                return ending
+            exit_reason = await life.live()
+            if exit_reason is ExitReason.LEFT or self._settings.worker_id is not None:
+                return exit_reason
             log.warning("declared lost; joining again under a new name")
             life = self._new_life(transport)
             if not await self._has_joined_again(life):
-                return ending
+                return exit_reason
 
-    def _new_life(self, transport: WorkerTransport) -> "_Life":
-        return _Life(
+    def _new_life(self, transport: WorkerTransport) -> "_WorkerSession":
+        return _WorkerSession(
             self._settings,
             self._orders,
             self._executor,
@@ -264,7 +264,7 @@ class WorkerRuntime:
             self._may_claim,
         )
 
-    async def _has_registered(self, life: "_Life") -> bool:
+    async def _has_registered(self, life: "_WorkerSession") -> bool:
         """False when told to end meanwhile. Raises DatabaseUnavailable when the time for it is over."""
         give_up_at = time.monotonic() + self._settings.registration_timeout_s
         failures = 0
@@ -282,7 +282,7 @@ class WorkerRuntime:
             else:
                 return True
 
-    async def _has_joined_again(self, life: "_Life") -> bool:
+    async def _has_joined_again(self, life: "_WorkerSession") -> bool:
         """What made us lost may last: this is tried until it works, or until we are told to end."""
         failures = 0
         while not self._orders.is_draining:
@@ -305,7 +305,7 @@ class _Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class _GivenBack:
+class _Release:
     claim: Claim
     why: str = NOT_FINISHED
     delay_s: float = 0.0
@@ -316,15 +316,15 @@ class _Outbox:
     """What has ended and is not yet delivered. Only what the database has answered leaves it."""
 
     finished: list[Finished] = field(default_factory=list)
-    failed: list[tuple[Claim, Failure]] = field(default_factory=list)
-    given_back: list["_GivenBack"] = field(default_factory=list)
+    failed: list[tuple[Claim, AttemptFailure]] = field(default_factory=list)
+    given_back: list["_Release"] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.finished or self.failed or self.given_back)
 
 
 @dataclass(slots=True)
-class _Portion:
+class _AdaptiveBatch:
     """How much one call carries: half as much after one that was not answered, a little more after each full one."""
 
     most: int
@@ -342,18 +342,18 @@ class _Portion:
         self.size = min(self.size + max(self.size // 8, 1), self.most)
 
 
-class _Life:
+class _WorkerSession:
     """One incarnation, from registration to its ending."""
 
     def __init__(
         self,
         settings: WorkerSettings,
-        orders: _Orders,
+        orders: _ShutdownState,
         executor: Executor,
         readers: Sequence[GpuReader | StorageReader],
         transport: WorkerTransport,
         open_transport: OpenTransport,
-        places: Places,
+        places: ConcurrencyLimit,
         may_claim: Callable[[], bool],
     ) -> None:
         self._settings = settings
@@ -362,8 +362,8 @@ class _Life:
         # Places that a claim under way is for.
         self._asked = 0
         # One call claims for at most half of the places: the other half works while the database does.
-        self._claim_limit = _Portion((settings.concurrency + 1) // 2)
-        self._delivery_bytes = _Portion(MAX_DELIVERY_BYTES, MIN_DELIVERY_BYTES)
+        self._claim_limit = _AdaptiveBatch((settings.concurrency + 1) // 2)
+        self._delivery_bytes = _AdaptiveBatch(MAX_DELIVERY_BYTES, MIN_DELIVERY_BYTES)
         self._orders = orders
         self._transport = transport
         self._executor = executor
@@ -400,22 +400,22 @@ class _Life:
             on_mismatch=lambda error: _call_from_thread(loop, self._give_up, error),
         )
 
-    async def live(self) -> Ending:
+    async def live(self) -> ExitReason:
         self._heartbeat.start()
         try:
-            ending = await self._work()
+            exit_reason = await self._work()
         finally:
             await self._heartbeat.stop()
             await self._end_attempts()
             if self._look_out is not None:
                 self._look_out.cancel()
-        if ending is Ending.LEFT:
+        if exit_reason is ExitReason.LEFT:
             with contextlib.suppress(DatabaseUnavailable):  # then the lease runs out instead
                 await self._transport.leave(self._id, "drained")
-        log.info("worker ended", worker_id=self._id, ending=ending.value)
+        log.info("worker ended", worker_id=self._id, exit_reason=exit_reason.value)
         if self._cannot_go_on is not None:
             raise self._cannot_go_on
-        return ending
+        return exit_reason
 
     async def register(self) -> None:
         settings = self._settings
@@ -442,7 +442,7 @@ class _Life:
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    async def _work(self) -> Ending:
+    async def _work(self) -> ExitReason:
         while True:
             self._orders.changed.clear()
             if self._status not in LIVE:
@@ -450,19 +450,19 @@ class _Life:
                 await self._end_attempts()
                 with contextlib.suppress(WindlassError):  # the claims are gone anyway
                     await self._deliver_all()
-                return Ending.LOST
+                return ExitReason.LOST
             if time.monotonic() >= self._orders.drain_deadline:
                 await self._end_attempts()
                 if not self._keeps_results():
                     await self._deliver_all()
-                    return Ending.LEFT
+                    return ExitReason.LEFT
                 await self._take_turn()
                 continue
             free = self._free_places()
             if self._outbox or (free and self._may_find_work):
                 await self._take_turn()
             elif self._orders.is_draining and not self._running:
-                return Ending.LEFT
+                return ExitReason.LEFT
             else:
                 await self._wait_for_change(is_looking_for_work=free > 0)
 
@@ -550,14 +550,14 @@ class _Life:
         log.warning("no answer, trying again", undelivered=undelivered, error=str(error), failures=self._unanswered)
         await self._orders.pause(reconnect_delay_s(self._unanswered, random.random()))  # noqa: S311
 
-    async def _deliver(self, places: int) -> Turn:
+    async def _deliver(self, places: int) -> ClaimResult:
         """Empty the outbox as far as one call carries it, and claim as many tasks as there are places."""
         await self._report_failures()
         finished = self._next_delivery()
         is_rest_left = len(finished) < len(self._outbox.finished)
         if not finished and not places:
-            return Turn([], [])
-        turn: Turn | None = None
+            return ClaimResult([], [])
+        turn: ClaimResult | None = None
         if places:
             # Before asking: what is announced while we wait is not in the answer, and must not be forgotten after it.
             self._may_find_work = False
@@ -605,7 +605,7 @@ class _Life:
             batch.append(item)
         return batch
 
-    async def _finish_and_claim(self, finished: Sequence[Finished], places: int) -> Turn:
+    async def _finish_and_claim(self, finished: Sequence[Finished], places: int) -> ClaimResult:
         """Claims that come later than half a lease count as not come: after a whole one others may have them."""
         if not places:
             return await self._transport.finish_and_claim(self._id, finished, self._settings.queues, 0)
@@ -625,19 +625,19 @@ class _Life:
         while self._outbox:  # each round delivers or raises; a refused result comes back once, as a failure
             await self._deliver(0)
 
-    async def _finish_singly(self, finished: Sequence[Finished]) -> Turn:
+    async def _finish_singly(self, finished: Sequence[Finished]) -> ClaimResult:
         """The database refused a result. Find out whose, so that one bad result costs only its own attempt."""
         for item in finished:
             try:
                 turn = await self._transport.finish_and_claim(self._id, [item], self._settings.queues, 0)
             except BadInput as error:
                 self._outbox.finished.remove(item)
-                self._outbox.failed.append((self._held[item.token].claim, Failure("BAD_RESULT", str(error))))
+                self._outbox.failed.append((self._held[item.token].claim, AttemptFailure("BAD_RESULT", str(error))))
             else:
                 self._settle([item], turn)
-        return Turn([], [])
+        return ClaimResult([], [])
 
-    def _settle(self, finished: Sequence[Finished], turn: Turn) -> None:
+    def _settle(self, finished: Sequence[Finished], turn: ClaimResult) -> None:
         # New ones are added at the end, so those that were delivered stand at the front.
         del self._outbox.finished[: len(finished)]
         for item in finished:
@@ -645,7 +645,7 @@ class _Life:
         for token in turn.lost:
             log.warning("a result came too late: the claim was taken back", token=str(token))
 
-    async def _report_failure(self, claim: Claim, failure: Failure) -> None:
+    async def _report_failure(self, claim: Claim, failure: AttemptFailure) -> None:
         status = await self._transport.fail(
             self._id, claim.task_id, claim.token, failure.error, code=failure.code, retry=failure.retry
         )
@@ -659,7 +659,7 @@ class _Life:
             error=failure.error.strip().rpartition("\n")[2],
         )
 
-    async def _give_back(self, given_back: _GivenBack) -> None:
+    async def _give_back(self, given_back: _Release) -> None:
         claim, why = given_back.claim, given_back.why
         # For a claim that was taken from us this touches no row.
         is_given_back = await self._transport.release(self._id, claim.task_id, claim.token, why, given_back.delay_s)
@@ -712,15 +712,15 @@ class _Life:
         try:
             self._file(claim, await self._executor.run(claim, report))
         except asyncio.CancelledError:
-            self._outbox.given_back.append(_GivenBack(claim))
+            self._outbox.given_back.append(_Release(claim))
         except NotBegun as error:
-            self._outbox.given_back.append(_GivenBack(claim, str(error) or NOT_FINISHED, error.delay_s))
+            self._outbox.given_back.append(_Release(claim, str(error) or NOT_FINISHED, error.delay_s))
         except HandlerNotFound as error:
-            self._outbox.given_back.append(_GivenBack(claim))
+            self._outbox.given_back.append(_Release(claim))
             self._give_up(error)
         except Exception as error:
             # Ours, not the handler's. It must end all the same: a claim that is held is beaten for, for ever.
-            self._file(claim, Failure("WORKER_ERROR", kept_exception(error)))
+            self._file(claim, AttemptFailure("WORKER_ERROR", kept_exception(error)))
         del self._running[claim.token]
         self._hold_places()
         self._idle_since = time.monotonic()
@@ -740,11 +740,11 @@ class _Life:
         self._ready.remove(held)
         del self._running[token]
         self._hold_places()
-        self._outbox.given_back.append(_GivenBack(held.claim))
+        self._outbox.given_back.append(_Release(held.claim))
         self._orders.changed.set()
 
     def _file(self, claim: Claim, outcome: Outcome) -> None:
-        if isinstance(outcome, Success):
+        if isinstance(outcome, AttemptSuccess):
             self._outbox.finished.append(Finished(claim.task_id, claim.token, outcome.result))
         else:
             self._outbox.failed.append((claim, outcome))
@@ -770,7 +770,7 @@ class _Life:
             vitals |= reader.vitals()
         return vitals
 
-    def _on_pulse(self, pulse: Pulse) -> None:
+    def _on_pulse(self, pulse: HeartbeatReply) -> None:
         for token in pulse.lost & self._running.keys():
             self._cancel(token)
         if (pulse.status, pulse.is_paused) == (self._status, self._is_paused):

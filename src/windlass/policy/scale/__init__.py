@@ -6,9 +6,9 @@ keep the limits: min, max, caps, holds and intervals are applied to every policy
 
 from windlass.policy.scale.buffered import buffered
 from windlass.policy.scale.clear_time import clear_time
-from windlass.policy.scale.demand import Demand, Policy, Wish
+from windlass.policy.scale.demand import Demand, Policy, ScalingDecision
 from windlass.policy.scale.threshold import threshold
 
 POLICIES: dict[str, Policy] = {"threshold": threshold, "buffered": buffered, "clear-time": clear_time}
 
-__all__ = ["POLICIES", "Demand", "Policy", "Wish"]
+__all__ = ["POLICIES", "Demand", "Policy", "ScalingDecision"]

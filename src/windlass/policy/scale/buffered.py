@@ -12,10 +12,10 @@ wavers by one does not hire and let go by turns.
 
 from math import ceil
 
-from windlass.policy.scale.demand import Demand, Wish
+from windlass.policy.scale.demand import Demand, ScalingDecision
 
 
-def buffered(demand: Demand) -> Wish:
+def buffered(demand: Demand) -> ScalingDecision:
     fleet, queued, busy, capacity = demand.fleet, demand.queue.queued, demand.busy, demand.capacity
     at_work = max(busy, ceil((queued + demand.running) / fleet.concurrency))
     needed = ceil(at_work * fleet.scale_up_multiplier) + fleet.idle_buffer
@@ -24,7 +24,7 @@ def buffered(demand: Demand) -> Wish:
     if fleet.idle_buffer:
         sentence += f" with {fleet.idle_buffer} kept idle"
     if capacity < needed:
-        return Wish(sentence, hire=needed - capacity)
+        return ScalingDecision(sentence, hire=needed - capacity)
     if needed < capacity and needed <= capacity * fleet.scale_down_multiplier:
-        return Wish(sentence, spare=demand.unneeded[: capacity - needed], is_over_capacity=True)
-    return Wish(sentence)
+        return ScalingDecision(sentence, spare=demand.unneeded[: capacity - needed], is_over_capacity=True)
+    return ScalingDecision(sentence)

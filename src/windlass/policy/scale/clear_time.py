@@ -12,27 +12,27 @@ known to clear it.
 
 from math import ceil, inf
 
-from windlass.policy.scale.demand import Demand, Wish
+from windlass.policy.scale.demand import Demand, ScalingDecision
 
 # A median of nothing at all would divide by zero; below this a queue clears at once anyway.
 _SHORTEST_S = 1e-3
 
 
-def clear_time(demand: Demand) -> Wish:
-    fleet, queued, free = demand.fleet, demand.queue.queued, demand.free_places
+def clear_time(demand: Demand) -> ScalingDecision:
+    fleet, queued, free = demand.fleet, demand.queue.queued, demand.free_slots
     seen = f"{queued} waiting, {free} free place{'' if free == 1 else 's'}"
     if free >= queued:
         spare = demand.unneeded
-        return Wish(f"{seen}: enough", spare=spare, is_over_capacity=bool(spare))
+        return ScalingDecision(f"{seen}: enough", spare=spare, is_over_capacity=bool(spare))
     left_s = clears_in_s(queued, free, demand.queue.duration_p50_s)
     if left_s < fleet.clear_time_s:
-        return Wish(f"{queued} waiting, clears in {left_s:.0f} s, below {fleet.clear_time_s:g} s: no need")
+        return ScalingDecision(f"{queued} waiting, clears in {left_s:.0f} s, below {fleet.clear_time_s:g} s: no need")
     hire = ceil((queued - free) / fleet.concurrency)
     if free <= 0:
         seen = f"{queued} waiting, no place is free"
     else:
         seen += ", how long they take is not known" if left_s == inf else f", clears in {left_s:.0f} s"
-    return Wish(f"{seen}: {hire} more wanted", hire=hire)
+    return ScalingDecision(f"{seen}: {hire} more wanted", hire=hire)
 
 
 def clears_in_s(queued: int, free: int, duration_s: float | None) -> float:

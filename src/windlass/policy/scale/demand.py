@@ -38,7 +38,7 @@ class Demand:
         return sum(state.has_active_task for state in self.active)
 
     @property
-    def free_places(self) -> int:
+    def free_slots(self) -> int:
         """Tasks that could start at once if they were there, on workers still starting too."""
         places = sum(max(0, state.worker.concurrency - len(state.worker.running)) for state in self.active)
         return places + len(self.booting) * self.fleet.concurrency
@@ -60,7 +60,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ScalingDecision:
     """What a policy wants: more workers, or to spare some. Never both."""
 
     reason: str
@@ -73,4 +73,4 @@ class Wish:
     is_over_capacity: bool = False
 
 
-Policy = Callable[[Demand], Wish]
+Policy = Callable[[Demand], ScalingDecision]

@@ -9,24 +9,26 @@ Starting workers count as capacity. From nobody, the first come first, and the r
 
 from math import ceil
 
-from windlass.policy.scale.demand import Demand, Wish
+from windlass.policy.scale.demand import Demand, ScalingDecision
 
 
-def threshold(demand: Demand) -> Wish:
+def threshold(demand: Demand) -> ScalingDecision:
     queued, capacity, limit = demand.queue.queued, demand.capacity, demand.fleet.tasks_per_worker
     if capacity == 0:
         if queued == 0:
-            return Wish("nothing waits and nobody is there")
+            return ScalingDecision("nothing waits and nobody is there")
         first = max(1, demand.fleet.min_workers)
-        return Wish(f"{queued} waiting and nobody is there", hire=first, is_first_step=queued / first > limit)
+        return ScalingDecision(
+            f"{queued} waiting and nobody is there", hire=first, is_first_step=queued / first > limit
+        )
     per_worker = queued / capacity
     if per_worker > limit:
         wanted = max(demand.fleet.min_workers, ceil(queued / limit))
-        return Wish(
+        return ScalingDecision(
             f"{queued} waiting for {capacity} workers is {per_worker:.1f} each, above {limit:g}: {wanted} wanted",
             hire=max(0, wanted - capacity),
         )
-    return Wish(
+    return ScalingDecision(
         f"{queued} waiting for {capacity} workers is {per_worker:.1f} each, at most {limit:g} is fine",
         spare=demand.unneeded,
         is_over_capacity=bool(demand.unneeded),

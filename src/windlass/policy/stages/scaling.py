@@ -17,46 +17,53 @@ from windlass.model.action import Action, Drain, FailSlot, Requeue, Spawn
 from windlass.model.machine import MachineState
 from windlass.model.worker import WorkerStatus
 from windlass.policy import billing
-from windlass.policy.billing import Departure
+from windlass.policy.billing import TerminationWindow
 from windlass.policy.budget import is_price_known
 from windlass.policy.derive import WorkerState
-from windlass.policy.draft import Draft
-from windlass.policy.scale import POLICIES, Demand, Wish
-from windlass.policy.stages import budget, guard, refusal
+from windlass.policy.planning_context import PlanningContext
+from windlass.policy.scale import POLICIES, Demand, ScalingDecision
+from windlass.policy.stages import budget
+from windlass.policy.stages import failure_rate as guard
+from windlass.policy.stages import provider_backoff as refusal
 
 ASKED_FOR = "asked for by hand"
 PRICE_UNKNOWN = "what one costs is not known yet, and the budget waits for the first to tell"
 TRIED_BY_HAND = frozenset({guard.CODE, *refusal.CODES})
 
 
-def scale(draft: Draft) -> list[Action]:
+def scale(context: PlanningContext) -> list[Action]:
     """Hire, or let go, never both."""
-    alerts = [*guard.guard_hiring(draft), *refusal.heed_refusal(draft)]
-    staying = _staying(draft)
-    departures = _departures(draft, staying)
-    demand = _demand(draft, staying, departures)
-    departures |= _with_turns(draft, demand, staying, departures)
-    wish = POLICIES[draft.fleet.policy](demand)
-    is_over = wish.is_over_capacity or len(staying) > draft.fleet.max_workers
-    draft.remember(over_capacity_since=(draft.memory.over_capacity_since or draft.now) if is_over else None)
-    if draft.snapshot.is_winding_down:
-        return [*alerts, *_wind_down(draft, staying)]
-    changes = _hire(draft, demand, staying, wish)
+    alerts = [*guard.guard_hiring(context), *refusal.heed_refusal(context)]
+    staying = _staying(context)
+    departures = _departures(context, staying)
+    demand = _demand(context, staying, departures)
+    departures |= _with_turns(context, demand, staying, departures)
+    wish = POLICIES[context.fleet.policy](demand)
+    is_over = wish.is_over_capacity or len(staying) > context.fleet.max_workers
+    context.remember(over_capacity_since=(context.memory.over_capacity_since or context.now) if is_over else None)
+    if context.snapshot.is_shutting_down:
+        return [*alerts, *_shut_down(context, staying)]
+    changes = _hire(context, demand, staying, wish)
     # Whoever would hire as soon as it can has nobody to spare.
-    if not changes and (not draft.is_cut_short or draft.over_budget is not None):
-        changes = _let_go(draft, demand, staying, wish, departures)
-    if not draft.decision:
-        draft.decision = _standing_still(draft, staying, wish, departures)
+    if not changes and (not context.is_cut_short or context.over_budget is not None):
+        changes = _let_go(context, demand, staying, wish, departures)
+    if not context.decision:
+        context.decision = _standing_still(context, staying, wish, departures)
     return [*alerts, *changes]
 
 
-def _standing_still(draft: Draft, staying: list[WorkerState], wish: Wish, departures: dict[str, Departure]) -> str:
-    if draft.memory.hold is not None:
-        return f"holding: {draft.memory.hold.reason}"
-    if draft.snapshot.is_paused:
+def _standing_still(
+    context: PlanningContext,
+    staying: list[WorkerState],
+    wish: ScalingDecision,
+    departures: dict[str, TerminationWindow],
+) -> str:
+    if context.memory.hold is not None:
+        return f"holding: {context.memory.hold.reason}"
+    if context.snapshot.is_paused:
         return f"paused: {wish.reason}"
     if wish.hire > 0:
-        is_full = len(staying) >= draft.fleet.max_workers
+        is_full = len(staying) >= context.fleet.max_workers
         return f"{'full' if is_full else 'waiting until the next hiring may be'}: {wish.reason}"
     kept = [departures[state.worker.id] for state in wish.spare if state.worker.id in departures]
     if kept:
@@ -66,33 +73,33 @@ def _standing_still(draft: Draft, staying: list[WorkerState], wish: Wish, depart
     return f"steady: {wish.reason}"
 
 
-def _staying(draft: Draft) -> list[WorkerState]:
+def _staying(context: PlanningContext) -> list[WorkerState]:
     """Those hired, starting or working, whom nothing in this plan ends."""
-    leaving = draft.failed_ids | draft.deleted_ids
+    leaving = context.failed_ids | context.deleted_ids
     return [
         state
-        for state in draft.states.values()
-        if state.is_hired
+        for state in context.states.values()
+        if state.is_managed
         and state.worker.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
         and state.worker.id not in leaving
     ]
 
 
-def _departures(draft: Draft, staying: list[WorkerState]) -> dict[str, Departure]:
+def _departures(context: PlanningContext, staying: list[WorkerState]) -> dict[str, TerminationWindow]:
     """When each could leave without being paid for again. Empty where time is paid as it passes."""
-    unit_s, pace_s = draft.snapshot.traits.billing_unit_s, draft.pace_s
+    unit_s, pace_s = context.snapshot.traits.billing_unit_s, context.pace_s
     if not billing.is_worth_waiting(unit_s, pace_s):
         return {}
     return {
-        state.worker.id: billing.next_departure(unit_s, _billed_since(state), draft.now, pace_s) for state in staying
+        state.worker.id: billing.next_departure(unit_s, _billed_since(state), context.now, pace_s) for state in staying
     }
 
 
 def _with_turns(
-    draft: Draft, demand: Demand, staying: list[WorkerState], departures: dict[str, Departure]
-) -> dict[str, Departure]:
+    context: PlanningContext, demand: Demand, staying: list[WorkerState], departures: dict[str, TerminationWindow]
+) -> dict[str, TerminationWindow]:
     """The same for those who could all go, where they cannot all be deleted at once."""
-    traits, most = draft.snapshot.traits, max(0, len(staying) - draft.fleet.min_workers)
+    traits, most = context.snapshot.traits, max(0, len(staying) - context.fleet.min_workers)
     ids = [state.worker.id for state in demand.idle[:most] if state.worker.id in departures]
     windows = billing.one_after_another(
         traits.billing_unit_s, [departures[worker_id] for worker_id in ids], traits.deletions_per_s
@@ -105,200 +112,210 @@ def _billed_since(state: WorkerState) -> datetime:
     return worker.bill.since if worker.bill is not None else worker.machine_at or worker.created_at
 
 
-def _demand(draft: Draft, staying: list[WorkerState], departures: dict[str, Departure]) -> Demand:
+def _demand(context: PlanningContext, staying: list[WorkerState], departures: dict[str, TerminationWindow]) -> Demand:
     counted = [state for state in staying if not state.worker.is_paused]
     # Tasks that this plan takes from workers wait again: who replaces those is hired in the same cycle.
-    losing = draft.failed_ids | draft.deleted_ids | _requeued_ids(draft)
-    if draft.fleet.engine is not None:
+    losing = context.failed_ids | context.deleted_ids | _requeued_ids(context)
+    if context.fleet.engine is not None:
         # But what a dispatcher, whom nobody hires, had claimed and not placed was waiting all along.
-        losing = {id_ for id_ in losing if id_ in draft.states and draft.states[id_].is_hired}
-    returned = sum(len(draft.states[id_].worker.running) if id_ in draft.states else 1 for id_ in losing)
+        losing = {id_ for id_ in losing if id_ in context.states and context.states[id_].is_managed}
+    returned = sum(len(context.states[id_].worker.running) if id_ in context.states else 1 for id_ in losing)
     return Demand(
-        queue=replace(draft.snapshot.queue, queued=draft.snapshot.queue.queued + returned),
+        queue=replace(context.snapshot.queue, queued=context.snapshot.queue.queued + returned),
         active=tuple(state for state in counted if not state.is_booting),
         booting=tuple(state for state in counted if state.is_booting),
-        fleet=draft.fleet,
+        fleet=context.fleet,
         paid_until={worker_id: departure.boundary for worker_id, departure in departures.items()},
     )
 
 
-def _requeued_ids(draft: Draft) -> set[str]:
-    return {action.worker_id for action in draft.actions if isinstance(action, Requeue)}
+def _requeued_ids(context: PlanningContext) -> set[str]:
+    return {action.worker_id for action in context.actions if isinstance(action, Requeue)}
 
 
 # ------------------------------------------------------------------------------------------------------------- hiring
 
 
-def _hire(draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish) -> list[Action]:
-    if draft.snapshot.is_paused or draft.is_stopped:
+def _hire(context: PlanningContext, demand: Demand, staying: list[WorkerState], wish: ScalingDecision) -> list[Action]:
+    if context.snapshot.is_paused or context.is_stopped:
         return []
-    wanted, reason = _wanted(draft, demand, staying, wish)
+    wanted, reason = _wanted(context, demand, staying, wish)
     if wanted <= 0:
         return []
-    hold, allowed = draft.memory.hold, wanted
-    if hold is not None and hold.code in TRIED_BY_HAND and draft.snapshot.requested > 0:
+    hold, allowed = context.memory.hold, wanted
+    if hold is not None and hold.code in TRIED_BY_HAND and context.snapshot.requested > 0:
         # A person who asks may try what we would not: one at a time, as a probe.
-        allowed, reason = min(wanted, draft.snapshot.requested), ASKED_FOR
+        allowed, reason = min(wanted, context.snapshot.requested), ASKED_FOR
     elif hold is not None:
-        draft.is_cut_short = True
-        draft.decision = f"holding ({hold.reason}), would hire {wanted}: {reason}"
+        context.is_cut_short = True
+        context.decision = f"holding ({hold.reason}), would hire {wanted}: {reason}"
         return []
-    taken, cap = _taken_slots(draft), _cap(draft, staying)
-    free = draft.fleet.max_workers - len(taken)
-    slots = _with_room(draft, taken, min(allowed, cap))
-    draft.is_cut_short = len(slots) < min(wanted, free) or wish.is_first_step
-    draft.decision = f"hiring {len(slots)}: {reason}" if slots else f"wanting {wanted} more: {reason}"
+    taken, cap = _taken_slots(context), _cap(context, staying)
+    free = context.fleet.max_workers - len(taken)
+    slots = _with_room(context, taken, min(allowed, cap))
+    context.is_cut_short = len(slots) < min(wanted, free) or wish.is_first_step
+    context.decision = f"hiring {len(slots)}: {reason}" if slots else f"wanting {wanted} more: {reason}"
     if len(slots) < wanted:
         why = "only what was asked for, while holding" if len(slots) == allowed else None
-        why = why or _what_limits(draft, cap, len(slots), free)
-        draft.decision += f" ({wanted - len(slots)} fewer than wanted: {why})"
+        why = why or _what_limits(context, cap, len(slots), free)
+        context.decision += f" ({wanted - len(slots)} fewer than wanted: {why})"
     if slots:
-        draft.remember(scaled_up_at=draft.now)
+        context.remember(scaled_up_at=context.now)
     return [Spawn(slot, reason) for slot in slots]
 
 
-def _wanted(draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish) -> tuple[int, str]:
+def _wanted(
+    context: PlanningContext, demand: Demand, staying: list[WorkerState], wish: ScalingDecision
+) -> tuple[int, str]:
     """How many more the policy, the minimum or a person wants, within the maximum."""
-    fleet, last = draft.fleet, draft.memory.scaled_up_at
+    fleet, last = context.fleet, context.memory.scaled_up_at
     wanted, reason = wish.hire, wish.reason
     # Two hirings in short order answer the same rush; but the minimum, and the first worker, do not wait.
-    if last is not None and draft.age_s(last) < fleet.min_scaling_interval_s and demand.capacity > 0:
+    if last is not None and context.age_s(last) < fleet.min_scaling_interval_s and demand.capacity > 0:
         wanted = 0
-    if draft.snapshot.requested > wanted:
-        wanted, reason = draft.snapshot.requested, ASKED_FOR
+    if context.snapshot.requested > wanted:
+        wanted, reason = context.snapshot.requested, ASKED_FOR
     below_min = fleet.min_workers - len(staying)
     if below_min > wanted:
         wanted, reason = below_min, f"{len(staying)} workers, the minimum is {fleet.min_workers}"
     return min(wanted, fleet.max_workers - len(staying)), reason
 
 
-def _cap(draft: Draft, staying: list[WorkerState]) -> int:
-    memory = draft.memory
+def _cap(context: PlanningContext, staying: list[WorkerState]) -> int:
+    memory = context.memory
     if memory.guard.trips:
         # After a trip, one at a time until one of them works.
         return 0 if any(guard.is_probe(state, memory.guard) for state in staying) else 1
     if memory.refused is not None:
-        return 0 if refusal.is_tried(draft) else 1
-    most = draft.fleet.max_changes_per_cycle
-    return most if draft.affordable is None else min(most, draft.affordable)
+        return 0 if refusal.is_tried(context) else 1
+    most = context.fleet.max_changes_per_cycle
+    return most if context.affordable is None else min(most, context.affordable)
 
 
-def _what_limits(draft: Draft, cap: int, hired: int, free: int) -> str:
+def _what_limits(context: PlanningContext, cap: int, hired: int, free: int) -> str:
     if hired == free:
         return "no free slot"
     if hired < cap:
         return "machines that are on their way out take up the room"
-    if draft.memory.guard.trips or draft.memory.refused:
+    if context.memory.guard.trips or context.memory.refused:
         return "one probe at a time"
-    most = draft.fleet.max_changes_per_cycle
+    most = context.fleet.max_changes_per_cycle
     if cap == most:
         return f"at most {most} at once"
-    return "the budget has room for no more" if is_price_known(draft.snapshot) else PRICE_UNKNOWN
+    return "the budget has room for no more" if is_price_known(context.snapshot) else PRICE_UNKNOWN
 
 
-def _taken_slots(draft: Draft) -> set[int]:
+def _taken_slots(context: PlanningContext) -> set[int]:
     """Slots that are failed, or whose worker this plan does not delete."""
-    gone = draft.deleted_ids
-    taken = {state.worker.slot for state in draft.states.values() if state.worker.id not in gone}
-    taken |= {slot.slot for slot in draft.snapshot.slots if slot.is_failed}
-    taken |= {action.slot for action in draft.actions if isinstance(action, FailSlot)}
-    return {slot for slot in taken if slot is not None and slot < draft.fleet.max_workers}
+    gone = context.deleted_ids
+    taken = {state.worker.slot for state in context.states.values() if state.worker.id not in gone}
+    taken |= {slot.slot for slot in context.snapshot.slots if slot.is_failed}
+    taken |= {action.slot for action in context.actions if isinstance(action, FailSlot)}
+    return {slot for slot in taken if slot is not None and slot < context.fleet.max_workers}
 
 
-def _room_for_requests(draft: Draft, staying: list[WorkerState]) -> int:
+def _room_for_requests(context: PlanningContext, staying: list[WorkerState]) -> int:
     """How many more could be hired once everybody who is leaving has left."""
-    failed = {slot.slot for slot in draft.snapshot.slots if slot.is_failed and slot.slot < draft.fleet.max_workers}
-    failed |= {action.slot for action in draft.actions if isinstance(action, FailSlot)}
-    return draft.fleet.max_workers - len(failed | {state.worker.slot for state in staying})
+    failed = {slot.slot for slot in context.snapshot.slots if slot.is_failed and slot.slot < context.fleet.max_workers}
+    failed |= {action.slot for action in context.actions if isinstance(action, FailSlot)}
+    return context.fleet.max_workers - len(failed | {state.worker.slot for state in staying})
 
 
-def _with_room(draft: Draft, taken: set[int], most: int) -> list[int]:
+def _with_room(context: PlanningContext, taken: set[int], most: int) -> list[int]:
     """Of the slots not taken, those to fill now, so that no more machines than the maximum exist at any moment.
 
     A slot whose worker this plan deletes is filled only after the deletion. Any other must leave room for every machine
     there is: strays, and those being deleted, too.
     """
-    rows = {state.worker.slot: state.worker.id for state in draft.states.values() if state.is_hired}
-    limit = draft.fleet.max_workers - _count_strays(draft)
-    empty = (slot for slot in range(draft.fleet.max_workers) if slot not in taken and slot not in rows)
+    rows = {state.worker.slot: state.worker.id for state in context.states.values() if state.is_managed}
+    limit = context.fleet.max_workers - _count_strays(context)
+    empty = (slot for slot in range(context.fleet.max_workers) if slot not in taken and slot not in rows)
     lowest = islice(empty, max(0, min(most, limit - len(rows))))
-    freed = [slot for slot in rows if slot is not None and slot < draft.fleet.max_workers and slot not in taken]
-    staying = len(rows) - sum(id_ in draft.deleted_ids for id_ in rows.values())
+    freed = [slot for slot in rows if slot is not None and slot < context.fleet.max_workers and slot not in taken]
+    staying = len(rows) - sum(id_ in context.deleted_ids for id_ in rows.values())
     # A machine that was asked to end before this cycle may take its time over it: its slot comes last.
     over = (WorkerStatus.ERROR, WorkerStatus.TERMINATING)
-    lingering = {state.worker.slot for state in draft.states.values() if state.worker.status in over}
+    lingering = {state.worker.slot for state in context.states.values() if state.worker.status in over}
     return sorted([*lowest, *freed], key=lambda slot: (slot in lingering, slot))[: max(0, min(most, limit - staying))]
 
 
-def _count_strays(draft: Draft) -> int:
+def _count_strays(context: PlanningContext) -> int:
     """Machines that are billed and belong to no worker; as far as the last list said, when there is none now."""
-    if draft.snapshot.machines is None:
-        return len(draft.memory.stray_since)
-    strays = [*draft.unowned, *(double for double, _ in draft.doubles)]
-    return sum(machine.state is not MachineState.EXITED for machine in strays)
+    if context.snapshot.machines is None:
+        return len(context.memory.orphan_since)
+    orphans = [*context.unowned, *(double for double, _ in context.doubles)]
+    return sum(machine.state is not MachineState.EXITED for machine in orphans)
 
 
 # --------------------------------------------------------------------------------------------------------- letting go
 
 
-def _wind_down(draft: Draft, staying: list[WorkerState]) -> list[Action]:
+def _shut_down(context: PlanningContext, staying: list[WorkerState]) -> list[Action]:
     """Everybody at once, paused or not, and under any hold: a person wants it, and they may finish what they have."""
-    left = sum(state.is_hired for state in draft.states.values())
-    draft.decision = f"winding down: {left} left" + (f", letting {len(staying)} go" if staying else "")
+    left = sum(state.is_managed for state in context.states.values())
+    context.decision = f"winding down: {left} left" + (f", letting {len(staying)} go" if staying else "")
     return [Drain(state.worker.id, "WOUND_DOWN", "its fleet is being wound down") for state in staying]
 
 
 def _let_go(
-    draft: Draft, demand: Demand, staying: list[WorkerState], wish: Wish, departures: dict[str, Departure]
+    context: PlanningContext,
+    demand: Demand,
+    staying: list[WorkerState],
+    wish: ScalingDecision,
+    departures: dict[str, TerminationWindow],
 ) -> list[Action]:
-    if draft.is_stopped:
+    if context.is_stopped:
         return []
-    too_many = f"more workers than the maximum of {draft.fleet.max_workers}"
-    forced = [Drain(s.worker.id, "OVER_MAX", too_many) for s in _over_max(draft, demand, staying)]
-    if draft.over_budget is not None:
-        reason = draft.over_budget
-        forced += [Drain(s.worker.id, budget.CODE, reason) for s in _unpaid(draft, staying, departures)]
+    too_many = f"more workers than the maximum of {context.fleet.max_workers}"
+    forced = [Drain(s.worker.id, "OVER_MAX", too_many) for s in _over_max(context, demand, staying)]
+    if context.over_budget is not None:
+        reason = context.over_budget
+        forced += [Drain(s.worker.id, budget.CODE, reason) for s in _unpaid(context, staying, departures)]
     idle = [
-        Drain(s.worker.id, *_why_spare(draft, s, wish, departures.get(s.worker.id)))
-        for s in _rested(draft, staying, wish, departures)
+        Drain(s.worker.id, *_why_spare(context, s, wish, departures.get(s.worker.id)))
+        for s in _rested(context, staying, wish, departures)
     ]
     # Whoever must go for several reasons goes for the first.
     first: dict[str, Drain] = {}
     for drain in (*forced, *idle):
         first.setdefault(drain.worker_id, drain)
     chosen = list(first.values())
-    going = chosen[: draft.fleet.max_changes_per_cycle]
+    going = chosen[: context.fleet.max_changes_per_cycle]
     if going:
-        draft.is_cut_short = len(going) < len(chosen)
-        draft.decision = f"letting {len(going)} go: {forced[0].reason if forced else wish.reason}"
+        context.is_cut_short = len(going) < len(chosen)
+        context.decision = f"letting {len(going)} go: {forced[0].reason if forced else wish.reason}"
     return [*going]
 
 
-def _why_spare(draft: Draft, state: WorkerState, wish: Wish, departure: Departure | None) -> tuple[str, str]:
+def _why_spare(
+    context: PlanningContext, state: WorkerState, wish: ScalingDecision, departure: TerminationWindow | None
+) -> tuple[str, str]:
     """The code and the reason."""
     idle = f"idle {state.idle_s or 0.0:.0f} s"
     if departure is None:
         return "IDLE", f"{idle}; {wish.reason}"
-    left_s = (departure.boundary - draft.now).total_seconds()
-    what = "hour" if draft.snapshot.traits.billing_unit_s == billing.HOUR.total_seconds() else "paid time"
-    why = "nothing waits" if draft.snapshot.queue.queued == 0 else wish.reason
+    left_s = (departure.boundary - context.now).total_seconds()
+    what = "hour" if context.snapshot.traits.billing_unit_s == billing.HOUR.total_seconds() else "paid time"
+    why = "nothing waits" if context.snapshot.queue.queued == 0 else wish.reason
     return "BILLING_HOUR_END", f"{idle}, its {what} ends in {left_s:.0f} s, {why}"
 
 
-def _unpaid(draft: Draft, staying: list[WorkerState], departures: dict[str, Departure]) -> list[WorkerState]:
+def _unpaid(
+    context: PlanningContext, staying: list[WorkerState], departures: dict[str, TerminationWindow]
+) -> list[WorkerState]:
     """Who is about to be paid for again. At work, a worker is told early enough to finish within what is paid."""
-    grace = timedelta(seconds=draft.fleet.stop_timeout_s)
+    grace = timedelta(seconds=context.fleet.stop_timeout_s)
 
     def is_due(state: WorkerState) -> bool:
         departure = departures.get(state.worker.id)
-        return departure is None or draft.now >= departure.opens - (grace if state.has_active_task else timedelta())
+        return departure is None or context.now >= departure.opens - (grace if state.has_active_task else timedelta())
 
     return [state for state in staying if is_due(state)]
 
 
-def _over_max(draft: Draft, demand: Demand, staying: list[WorkerState]) -> list[WorkerState]:
+def _over_max(context: PlanningContext, demand: Demand, staying: list[WorkerState]) -> list[WorkerState]:
     """The configuration shrank. Idle ones first, then those that started last; all may finish what they have."""
-    excess = max(0, len(staying) - draft.fleet.max_workers)
+    excess = max(0, len(staying) - context.fleet.max_workers)
     idle_ids = {state.worker.id for state in demand.idle}
     rest = [state for state in staying if state.worker.id not in idle_ids]
     rest.sort(key=lambda state: state.worker.created_at, reverse=True)
@@ -307,30 +324,33 @@ def _over_max(draft: Draft, demand: Demand, staying: list[WorkerState]) -> list[
 
 
 def _rested(
-    draft: Draft, staying: list[WorkerState], wish: Wish, departures: dict[str, Departure]
+    context: PlanningContext,
+    staying: list[WorkerState],
+    wish: ScalingDecision,
+    departures: dict[str, TerminationWindow],
 ) -> list[WorkerState]:
     """Spare workers that may go: long enough too many, nobody just starting, each idle for long enough.
 
     Where paid time ends there is one occasion, a few cycles long, and a boot lasts longer: whoever is spare then goes
     though others are starting, as long as the minimum is there without those."""
-    fleet, since = draft.fleet, draft.memory.over_capacity_since
+    fleet, since = context.fleet, context.memory.over_capacity_since
     # A person wants more than the policy does: whoever went for having nothing to do would be hired again at once.
-    if draft.snapshot.requested > 0 and _room_for_requests(draft, staying) > 0:
+    if context.snapshot.requested > 0 and _room_for_requests(context, staying) > 0:
         return []
-    if since is None or draft.age_s(since) < fleet.scale_down_grace_s or draft.snapshot.is_paused:
+    if since is None or context.age_s(since) < fleet.scale_down_grace_s or context.snapshot.is_paused:
         return []
     there = [state for state in staying if not state.is_booting]
-    is_anybody_new = any(draft.age_s(state.worker.created_at) < fleet.spawn_grace_s for state in staying)
+    is_anybody_new = any(context.age_s(state.worker.created_at) < fleet.spawn_grace_s for state in staying)
     # Whoever is starting was needed a moment ago. What has changed since may change back before it is there.
     if not departures and (len(there) < len(staying) or is_anybody_new):
         return []
-    rested = [state for state in wish.spare if _may_leave(draft, state, departures.get(state.worker.id))]
+    rested = [state for state in wish.spare if _may_leave(context, state, departures.get(state.worker.id))]
     return rested[: max(0, len(there) - fleet.min_workers)]
 
 
-def _may_leave(draft: Draft, state: WorkerState, departure: Departure | None) -> bool:
-    idle_s, fleet = state.idle_s or 0.0, draft.fleet
+def _may_leave(context: PlanningContext, state: WorkerState, departure: TerminationWindow | None) -> bool:
+    idle_s, fleet = state.idle_s or 0.0, context.fleet
     if departure is None:
         return idle_s >= fleet.idle_timeout_s
     # It has waited for all that is paid, which is patience enough; but a pause between two tasks is not idleness.
-    return draft.now >= departure.opens and idle_s >= min(fleet.idle_timeout_s, fleet.poll_interval_s)
+    return context.now >= departure.opens and idle_s >= min(fleet.idle_timeout_s, fleet.poll_interval_s)

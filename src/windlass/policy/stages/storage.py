@@ -6,9 +6,9 @@ the two is not known for several looks while workers fill it, a person is told: 
 """
 
 from windlass.model.action import Action, GrowVolume
-from windlass.model.snapshot import Growth
+from windlass.model.snapshot import VolumeResize
 from windlass.model.worker import WorkerStatus
-from windlass.policy.draft import Draft
+from windlass.policy.planning_context import PlanningContext
 
 # No volume can be larger.
 MAX_VOLUME_GB = 4096
@@ -24,50 +24,50 @@ _GB = 10**9
 _GIB = 2**30
 
 
-def grow_storage(draft: Draft) -> list[Action]:
+def grow_storage(context: PlanningContext) -> list[Action]:
     """Looked at every `storage_check_interval_cycles`; in the cycles between, nothing is known of it."""
-    volume, measured = draft.snapshot.volume, draft.snapshot.storage
+    volume, measured = context.snapshot.volume, context.snapshot.storage
     if volume is None:
-        draft.keep_alerts(FULL, NOT_GROWN, DOUBTED)
-        problem = draft.snapshot.volume_problem
+        context.keep_alerts(FULL, NOT_GROWN, DOUBTED)
+        problem = context.snapshot.volume_problem
         if problem is None:
-            draft.keep_alerts(UNKNOWN)
+            context.keep_alerts(UNKNOWN)
             return []
-        return _note_blindness(draft, f"its network volume cannot be seen: {problem}", 0.0)
-    draft.remember(storage_looked_in=draft.memory.cycle)
-    asked = draft.memory.growth if draft.memory.growth and draft.memory.growth.volume_id == volume.id else None
-    draft.remember(growth=None)
-    if measured is None or draft.age_s(measured.at) > MEASURED_WITHIN_S:
+        return _note_blindness(context, f"its network volume cannot be seen: {problem}", 0.0)
+    context.remember(storage_looked_in=context.memory.cycle)
+    asked = context.memory.growth if context.memory.growth and context.memory.growth.volume_id == volume.id else None
+    context.remember(growth=None)
+    if measured is None or context.age_s(measured.at) > MEASURED_WITHIN_S:
         why = f"no worker has measured network volume {volume.id} within the last hour: is it mounted at volume_path?"
-        return _note_blindness(draft, why, MEASURED_BY_S)
-    draft.remember(blind_looks=0)
-    if draft.is_stopped:
+        return _note_blindness(context, why, MEASURED_BY_S)
+    context.remember(blind_looks=0)
+    if context.is_stopped:
         return []
     if not 0 <= measured.used_bytes <= volume.size_gb * _GIB:
         said = f"{measured.worker_id} says that {measured.used_bytes / _GB:.0f} GB of it are used"
         why = f"network volume {volume.id} has {volume.size_gb} GB, and {said}: it does not grow by that"
-        return draft.alert(DOUBTED, why, about=volume.id)
+        return context.alert(DOUBTED, why, about=volume.id)
     used_gb = measured.used_bytes / _GB
     free_gb, used_percent = volume.size_gb - used_gb, 100 * used_gb / volume.size_gb
-    if free_gb >= draft.fleet.storage_min_free_gb and used_percent <= draft.fleet.storage_max_percent_used:
+    if free_gb >= context.fleet.storage_min_free_gb and used_percent <= context.fleet.storage_max_percent_used:
         return []
     why = f"{used_gb:.0f} of {volume.size_gb} GB are used ({used_percent:.0f} %), {max(0, free_gb):.0f} GB are free"
-    size_gb = min(volume.size_gb + draft.fleet.storage_expansion_increment_gb, MAX_VOLUME_GB)
+    size_gb = min(volume.size_gb + context.fleet.storage_expansion_increment_gb, MAX_VOLUME_GB)
     if size_gb <= volume.size_gb:
-        return draft.alert(FULL, f"network volume {volume.id}: {why}, and it cannot grow any more", about=volume.id)
-    draft.remember(growth=Growth(volume.id, size_gb, draft.now))
+        return context.alert(FULL, f"network volume {volume.id}: {why}, and it cannot grow any more", about=volume.id)
+    context.remember(growth=VolumeResize(volume.id, size_gb, context.now))
     alerts: list[Action] = []
     if asked is not None and volume.size_gb < asked.size_gb:
         since = f"asked for {asked.size_gb} GB at {asked.at:%H:%M:%S} UTC, it has {volume.size_gb}"
-        alerts = draft.alert(NOT_GROWN, f"network volume {volume.id} does not grow: {why}; {since}", about=volume.id)
+        alerts = context.alert(NOT_GROWN, f"network volume {volume.id} does not grow: {why}; {since}", about=volume.id)
     return [*alerts, GrowVolume(volume.id, size_gb, why)]
 
 
-def _note_blindness(draft: Draft, why: str, working_s: float) -> list[Action]:
+def _note_blindness(context: PlanningContext, why: str, working_s: float) -> list[Action]:
     """How full it is cannot be said, although somebody has worked for so long and may fill it."""
-    workers = (state.worker for state in draft.states.values() if state.is_hired)
+    workers = (state.worker for state in context.states.values() if state.is_managed)
     starts = [worker.activated_at for worker in workers if worker.status is WorkerStatus.ACTIVE and worker.activated_at]
-    is_used = any(draft.age_s(started_at) >= working_s for started_at in starts)
-    looks = draft.memory.blind_looks + 1 if is_used else 0
-    draft.remember(blind_looks=looks)
-    return draft.alert(UNKNOWN, f"{why}; it does not grow until that is known") if looks >= BLIND_TO_TELL else []
+    is_used = any(context.age_s(started_at) >= working_s for started_at in starts)
+    looks = context.memory.blind_looks + 1 if is_used else 0
+    context.remember(blind_looks=looks)
+    return context.alert(UNKNOWN, f"{why}; it does not grow until that is known") if looks >= BLIND_TO_TELL else []

@@ -8,17 +8,17 @@ means, `naming.py` how our machines are told from all others, `catalog.py` what 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windlass.providers.hetzner.account import Account
+    from windlass.providers.hetzner.account import HetznerAccount
     from windlass.providers.hetzner.provider import HetznerProvider
 
-__all__ = ["Account", "HetznerProvider"]
+__all__ = ["HetznerAccount", "HetznerProvider"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Account":
-        from windlass.providers.hetzner.account import Account  # noqa: PLC0415
+    if name == "HetznerAccount":
+        from windlass.providers.hetzner.account import HetznerAccount  # noqa: PLC0415
 
-        return Account
+        return HetznerAccount
     if name == "HetznerProvider":
         from windlass.providers.hetzner.provider import HetznerProvider  # noqa: PLC0415
 

@@ -24,8 +24,8 @@ from windlass.model.errors import Throttled
 from windlass.model.hetzner import HETZNER_ENDPOINT, Choice
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner.catalog import PriceList, read_prices
-from windlass.providers.hetzner.limiter import Limiter
-from windlass.providers.hetzner.problems import Kind, Trouble, problem_of
+from windlass.providers.hetzner.errors import HetznerError, HetznerErrorKind, problem_of
+from windlass.providers.hetzner.limiter import HetznerLimiter
 
 # For a turn at the limiter. Whoever would wait longer is better asked for again by a later cycle.
 MAX_WAIT_S = 25.0
@@ -51,23 +51,23 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
-class Run(Protocol):
+class ThreadRunner(Protocol):
     """Carries out a blocking call without blocking. Raises TimeoutError this long after the call has begun."""
 
     def __call__(self, call: Callable[[], T], timeout_s: float) -> Awaitable[T]: ...
 
 
-class Page(Protocol):
+class ApiPage(Protocol):
     """Of a list, as the SDK gives it."""
 
     @property
     def meta(self) -> Meta: ...
 
 
-P = TypeVar("P", bound=Page)
+P = TypeVar("P", bound=ApiPage)
 
 
-class _Ear(BaseAdapter):
+class _TimeoutAdapter(BaseAdapter):
     """Hears what the vendor says about its own count of our requests, which the SDK does not tell, and sets the time
     limit of each."""
 
@@ -88,7 +88,7 @@ class _Ear(BaseAdapter):
         self._inner.close()
 
 
-class Account:
+class HetznerAccount:
     """`run` and `adapter` are for a world without threads or sockets."""
 
     def __init__(
@@ -97,19 +97,19 @@ class Account:
         *,
         endpoint: str = HETZNER_ENDPOINT,
         timeout_s: float = 20.0,
-        limiter: Limiter | None = None,
-        run: Run | None = None,
+        limiter: HetznerLimiter | None = None,
+        run: ThreadRunner | None = None,
         adapter: BaseAdapter | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self._rng = rng or random.Random()  # noqa: S311
-        self.limiter = limiter or Limiter()
+        self.limiter = limiter or HetznerLimiter()
         self.key_hash = fingerprint(endpoint, token)
-        self._ear = _Ear(adapter or HTTPAdapter(pool_maxsize=MAX_THREADS), timeout_s)
+        self._ear = _TimeoutAdapter(adapter or HTTPAdapter(pool_maxsize=MAX_THREADS), timeout_s)
         self.api = _connect(token, endpoint, self._ear)
         self._pool: ThreadPoolExecutor | None = None
         self._users = 0
-        self._run: Run = run or self._run_in_thread
+        self._run: ThreadRunner = run or self._run_in_thread
         # By choice, when it may be tried again.
         self._exhausted: dict[Choice, float] = {}
         self._prices: dict[str, PriceList] = {}
@@ -141,8 +141,8 @@ class Account:
                 raise
             except Exception as error:
                 problem = problem_of(error)
-                if problem.kind is not Kind.BUSY or attempt == tries:
-                    raise Trouble(problem) from error
+                if problem.kind is not HetznerErrorKind.BUSY or attempt == tries:
+                    raise HetznerError(problem) from error
             await asyncio.sleep(BUSY_PAUSE_S * attempt * (0.5 + self._rng.random()))
         raise AssertionError("the last try returns or raises")
 

@@ -23,9 +23,9 @@ from hcloud.servers.client import BoundServer
 
 from windlass.model.errors import Throttled
 from windlass.providers.hetzner import naming
-from windlass.providers.hetzner.account import PAGE_SIZE, Account
+from windlass.providers.hetzner.account import PAGE_SIZE, HetznerAccount
+from windlass.providers.hetzner.errors import HetznerError, HetznerErrorKind
 from windlass.providers.hetzner.limiter import RATE_PER_S
-from windlass.providers.hetzner.problems import Kind, Trouble
 
 # From one look for those left behind to the next. An address costs a tenth of a cent an hour.
 SWEEP_INTERVAL_S = 300.0
@@ -49,8 +49,8 @@ class _Unlabelled:
     tries: int = 0
 
 
-class Addresses:
-    def __init__(self, account: Account, labels: Mapping[str, str]) -> None:
+class PrimaryIpReaper:
+    def __init__(self, account: HetznerAccount, labels: Mapping[str, str]) -> None:
         self._account = account
         self._labels = labels
         self._unlabelled: dict[int, _Unlabelled] = {}
@@ -87,7 +87,7 @@ class Addresses:
             try:
                 async with asyncio.timeout(TEND_TIMEOUT_S):
                     await self._sweep()
-            except (Trouble, Throttled, TimeoutError) as error:
+            except (HetznerError, Throttled, TimeoutError) as error:
                 log.warning("Primary IPs left behind not looked for", error=str(error) or "no answer in time")
 
     async def _tend(self, servers: Sequence[BoundServer]) -> None:
@@ -104,7 +104,7 @@ class Addresses:
                     tried.add(address_id := min(untried))
                     if await self._has_turn():
                         await self._label(address_id)
-        except (Trouble, Throttled, TimeoutError) as error:
+        except (HetznerError, Throttled, TimeoutError) as error:
             log.info("addresses not tended", error=str(error) or "no answer in time")
 
     async def _has_turn(self) -> bool:
@@ -135,8 +135,8 @@ class Addresses:
                 await self._account.ask(
                     lambda: self._account.api.primary_ips.update(PrimaryIP(id=address_id), labels=dict(labels))
                 )
-        except Trouble as trouble:
-            if trouble.problem.kind is not Kind.NOT_FOUND:
+        except HetznerError as trouble:
+            if trouble.problem.kind is not HetznerErrorKind.NOT_FOUND:
                 log.info("Primary IP not labelled", primary_ip=address_id, error=trouble.problem.words)
                 if address.tries < LABEL_TRIES:
                     return
@@ -160,7 +160,7 @@ class Addresses:
             log.warning("deleting a Primary IP that was left behind", primary_ip=address_id)
             try:
                 await self._account.ask(partial(self._account.api.primary_ips.delete, PrimaryIP(id=address_id)))
-            except Trouble as trouble:
+            except HetznerError as trouble:
                 log.info("Primary IP not deleted", primary_ip=address_id, error=trouble.problem.words)
 
     def _list_page(self, page: int) -> PrimaryIPsPageResult:

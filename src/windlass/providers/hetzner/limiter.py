@@ -6,7 +6,7 @@ The vendor's own count, where it says that little is left, slows us down: somebo
 from collections import Counter
 from collections.abc import Mapping
 
-from windlass.providers.allowance import Allowance
+from windlass.providers.rate_limiter import RateLimiter
 
 # The vendor gives 3,600 requests an hour, one back every second. A tenth is left to people and other programs.
 RATE_PER_S = 0.9
@@ -18,7 +18,7 @@ LOW_REMAINING = 300
 _HOUR_S = 3600.0
 
 
-class Limiter(Allowance):
+class HetznerLimiter(RateLimiter):
     def __init__(self, rate_per_s: float = RATE_PER_S, burst: float = BURST) -> None:
         super().__init__(rate_per_s, burst)
         # The fleets that share it, each as often as there are providers of it: while settings change, two.

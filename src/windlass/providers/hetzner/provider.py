@@ -49,11 +49,11 @@ from windlass.model.hetzner import HOUR_S, Choice, HetznerSettings
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.ports.provider import OnHostKey
 from windlass.providers.hetzner import naming
-from windlass.providers.hetzner.account import BUSY_PAUSE_S, MAX_PAGES, MAX_WAIT_S, PAGE_SIZE, Account
-from windlass.providers.hetzner.addresses import Addresses
+from windlass.providers.hetzner.account import BUSY_PAUSE_S, MAX_PAGES, MAX_WAIT_S, PAGE_SIZE, HetznerAccount
+from windlass.providers.hetzner.addresses import PrimaryIpReaper
 from windlass.providers.hetzner.catalog import PriceList, in_order, named
+from windlass.providers.hetzner.errors import HOW_TO_BE_LET_IN, HetznerError, HetznerErrorInfo, HetznerErrorKind
 from windlass.providers.hetzner.limiter import RATE_PER_S
-from windlass.providers.hetzner.problems import HOW_TO_BE_LET_IN, Kind, Problem, Trouble
 
 # Each shorter than the control loop's own limit, so that it is we who say what is known.
 CREATE_TIMEOUT_S = 55.0
@@ -121,7 +121,7 @@ class HetznerProvider:
         self,
         fleet: str,
         settings: HetznerSettings,
-        account: Account,
+        account: HetznerAccount,
         *,
         identity: str,
         render_user_data: Callable[[MachineRequest], str],
@@ -144,10 +144,10 @@ class HetznerProvider:
         # Machine id to when we made it, or (None) knew that it was gone: what the last list may not have.
         self._changes: dict[str, tuple[float, Machine | None]] = {}
         # What was refused of a choice, and when, while others could be had.
-        self._refused: dict[Choice, tuple[datetime, Problem]] = {}
+        self._refused: dict[Choice, tuple[datetime, HetznerErrorInfo]] = {}
         # Servers that were seen running: one that is off then has stopped.
         self._have_run: set[str] = set()
-        self._addresses = Addresses(account, self._labels)
+        self._addresses = PrimaryIpReaper(account, self._labels)
         account.join(fleet)
 
     @property
@@ -155,7 +155,7 @@ class HetznerProvider:
         return ProviderTraits(
             absence_grace_s=_ABSENCE_GRACE_S,
             creation_lateness_s=_CREATION_LATENESS_S,
-            stray_grace_s=_STRAY_GRACE_S,
+            orphan_grace_s=_STRAY_GRACE_S,
             billing_unit_s=self._settings.billing_hour_s,
             deletions_per_s=_deletions_per_s(self._account.limiter.fleets),
             is_remote=True,
@@ -165,7 +165,7 @@ class HetznerProvider:
             ),
         )
 
-    def _refused_within(self, seconds: float) -> dict[Choice, Problem]:
+    def _refused_within(self, seconds: float) -> dict[Choice, HetznerErrorInfo]:
         since = self._now() - timedelta(seconds=seconds)
         return {choice: problem for choice, (at, problem) in self._refused.items() if at > since}
 
@@ -209,17 +209,17 @@ class HetznerProvider:
             ) from error
 
     async def _create(self, name: str, labels: dict[str, str], user_data: str, doing: str) -> BoundServer:
-        wrong: list[tuple[Choice, Problem]] = []
+        wrong: list[tuple[Choice, HetznerErrorInfo]] = []
         for choice in await self._choices(doing):
             try:
                 made = await self._account.ask(partial(self._post, name, labels, user_data, choice), tries=BUSY_TRIES)
-            except Trouble as trouble:
-                if trouble.problem.kind is Kind.TAKEN:
+            except HetznerError as trouble:
+                if trouble.problem.kind is HetznerErrorKind.TAKEN:
                     return await self._take_over(name, labels, trouble.problem, doing)
                 if _is_about_choice(trouble.problem):
                     wrong.append((choice, trouble.problem))
                     continue
-                if trouble.problem.kind is not Kind.NO_CAPACITY:
+                if trouble.problem.kind is not HetznerErrorKind.NO_CAPACITY:
                     raise self._refusal(trouble.problem, doing) from trouble
                 log.info("no capacity", fleet=self._fleet, choice=str(choice), said=trouble.problem.words)
                 self._account.note_no_capacity(choice, self._settings.capacity_memory_s)
@@ -236,7 +236,7 @@ class HetznerProvider:
             raise self._refusal(wrong[0][1], doing)
         raise self._no_capacity(doing)
 
-    def _set_aside(self, wrong: Sequence[tuple[Choice, Problem]]) -> None:
+    def _set_aside(self, wrong: Sequence[tuple[Choice, HetznerErrorInfo]]) -> None:
         """Where others do, those that are refused are not asked for every time; a person should know."""
         for choice, problem in wrong:
             log.warning("choice refused", fleet=self._fleet, choice=str(choice), said=problem.words)
@@ -274,11 +274,13 @@ class HetznerProvider:
             public_net=ServerCreatePublicNetwork(enable_ipv4=settings.is_ipv4_on, enable_ipv6=settings.is_ipv6_on),
         )
 
-    async def _take_over(self, name: str, labels: Mapping[str, str], problem: Problem, doing: str) -> BoundServer:
+    async def _take_over(
+        self, name: str, labels: Mapping[str, str], problem: HetznerErrorInfo, doing: str
+    ) -> BoundServer:
         """The name is in use: by the server of an earlier request of ours, or by somebody else's."""
         try:
             page = await self._account.ask(lambda: self._account.api.servers.get_list(name=name))
-        except (Trouble, Throttled) as trouble:
+        except (HetznerError, Throttled) as trouble:
             raise Ambiguous(f"{doing}: {problem.words}, and whose it is cannot be read ({trouble})") from trouble
         for server in page.servers:
             if server.labels and server.labels.get(naming.WORKER) == labels[naming.WORKER] and self._is_ours(server):
@@ -287,22 +289,22 @@ class HetznerProvider:
             raise Refused(f"{doing}: there is a server {name} already that is not ours: rename or delete it.")
         raise Ambiguous(f"{doing}: {problem.words}, but it is not listed")
 
-    def _refusal(self, problem: Problem, doing: str) -> ProviderError:
+    def _refusal(self, problem: HetznerErrorInfo, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
         match problem.kind:
-            case Kind.LIMIT:
+            case HetznerErrorKind.LIMIT:
                 return LimitReached(
                     f"{said}: ask for a higher limit in Hetzner's console, or lower max_workers of fleet {self._fleet}."
                 )
-            case Kind.DENIED:
+            case HetznerErrorKind.DENIED:
                 return Denied(f"{said}: {HOW_TO_BE_LET_IN}.")
-            case Kind.THROTTLED | Kind.BUSY:
+            case HetznerErrorKind.THROTTLED | HetznerErrorKind.BUSY:
                 return Throttled(said, retry_after_s=max(self._account.limiter.pause_s, 2 * BUSY_PAUSE_S))
-            case Kind.UNSENT:
+            case HetznerErrorKind.UNSENT:
                 return Throttled(said, retry_after_s=UNREACHABLE_PAUSE_S)
-            case Kind.LOST:
+            case HetznerErrorKind.LOST:
                 return Ambiguous(said)
-            case Kind.REFUSED | Kind.NOT_FOUND:
+            case HetznerErrorKind.REFUSED | HetznerErrorKind.NOT_FOUND:
                 return InvalidRequest(f"{said}: check the hetzner settings of fleet {self._fleet}.")
             case _:
                 return Refused(f"{said}: check the hetzner settings of fleet {self._fleet}.")
@@ -321,8 +323,8 @@ class HetznerProvider:
                 prices = await self._account.prices(self._settings.prices, MAX_WAIT_S)
         except TimeoutError:
             raise Unavailable(f"{doing}: no whole list within {LIST_TIMEOUT_S:g} s") from None
-        except Trouble as trouble:
-            hint = f": {HOW_TO_BE_LET_IN}." if trouble.problem.kind is Kind.DENIED else ""
+        except HetznerError as trouble:
+            hint = f": {HOW_TO_BE_LET_IN}." if trouble.problem.kind is HetznerErrorKind.DENIED else ""
             raise Unavailable(f"{doing}: {trouble.problem.words}{hint}") from trouble
         except Throttled as throttled:
             raise Unavailable(f"{doing}: {throttled}") from throttled
@@ -462,8 +464,8 @@ class HetznerProvider:
         """None if the vendor says that there is none."""
         try:
             return await self._account.ask(lambda: self._account.api.servers.get_by_id(server_id), is_urgent=True)
-        except Trouble as trouble:
-            if trouble.problem.kind is Kind.NOT_FOUND:
+        except HetznerError as trouble:
+            if trouble.problem.kind is HetznerErrorKind.NOT_FOUND:
                 return None
             raise self._not_deleted(trouble.problem, doing) from trouble
 
@@ -473,9 +475,9 @@ class HetznerProvider:
             action = await self._account.ask(
                 lambda: self._account.api.servers.delete(Server(id=server_id)), is_urgent=True
             )
-        except Trouble as trouble:
+        except HetznerError as trouble:
             # Locked while it is being made: it can be deleted soon. Not found: we look for ourselves.
-            if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY):
+            if trouble.problem.kind not in (HetznerErrorKind.NOT_FOUND, HetznerErrorKind.BUSY):
                 raise self._not_deleted(trouble.problem, doing) from trouble
             return []
         return [] if action.started is None else [action.started]
@@ -491,29 +493,29 @@ class HetznerProvider:
                 if began:
                     return min(began)
                 page = found.meta.pagination.next_page if found.meta and found.meta.pagination else None
-        except (Trouble, Throttled):
+        except (HetznerError, Throttled):
             pass
         return None
 
     def _actions_page(self, page: int) -> ActionsPageResult:
         return self._account.api.servers.actions.get_list(sort=["started:desc"], page=page, per_page=PAGE_SIZE)
 
-    def _not_deleted(self, problem: Problem, doing: str) -> ProviderError:
+    def _not_deleted(self, problem: HetznerErrorInfo, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
         match problem.kind:
-            case Kind.PROTECTED:
+            case HetznerErrorKind.PROTECTED:
                 return Refused(f"{said}: take the protection off in Hetzner's console; until then it is paid for.")
-            case Kind.DENIED:
+            case HetznerErrorKind.DENIED:
                 return Denied(f"{said}: {HOW_TO_BE_LET_IN}; until then it is paid for.")
-            case Kind.THROTTLED:
+            case HetznerErrorKind.THROTTLED:
                 return Throttled(said, retry_after_s=max(self._account.limiter.pause_s, 2 * BUSY_PAUSE_S))
             case _:
                 return Unavailable(said)
 
 
-def _is_about_choice(problem: Problem) -> bool:
+def _is_about_choice(problem: HetznerErrorInfo) -> bool:
     """Another type or place may do. The vendor does not always say which field it means; then it may be this."""
-    is_wrong = problem.kind in (Kind.REFUSED, Kind.NOT_FOUND)
+    is_wrong = problem.kind in (HetznerErrorKind.REFUSED, HetznerErrorKind.NOT_FOUND)
     return is_wrong and (not problem.fields or bool(problem.fields & _FIELDS_OF_A_CHOICE))
 
 

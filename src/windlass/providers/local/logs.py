@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from windlass.model.errors import BadInput
-from windlass.model.secrecy import Mask
+from windlass.model.redaction import Mask
 
 # Some ten thousand lines; twice this per worker.
 MAX_LOG_BYTES = 4 * 1024 * 1024

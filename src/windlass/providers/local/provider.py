@@ -37,7 +37,7 @@ from typing import TypeVar
 from windlass.model.errors import Ambiguous, NoCapacity, Refused, Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
-from windlass.model.secrecy import Mask
+from windlass.model.redaction import Mask
 from windlass.ports.provider import OnHostKey
 from windlass.providers.local.logs import log_folder, safe_name
 from windlass.providers.local.processes import HOST, Process, ProcessTable, is_alive, process_table, send_signal
@@ -76,7 +76,7 @@ _NO_ROOM = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, er
 Result = TypeVar("Result")
 
 
-class _Child(subprocess.Popen[bytes]):
+class _ChildProcess(subprocess.Popen[bytes]):
     """A process that may outlive us, and that is no mistake; Popen would warn of it."""
 
     def __del__(self) -> None:
@@ -84,11 +84,11 @@ class _Child(subprocess.Popen[bytes]):
 
 
 # By machine id. Being the parent is a matter of this process, whichever provider object was at it.
-_children: dict[str, _Child] = {}
+_children: dict[str, _ChildProcess] = {}
 
 
 @dataclass(slots=True)
-class _Group:
+class _LocalGroup:
     """The living processes that carry the mark of one worker."""
 
     # Those that were started as that worker: one, unless something went very wrong.
@@ -104,7 +104,7 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Ended:
+class _EndedProcess:
     machine: Machine
     # Since when it has been listed.
     since: float | None = None
@@ -117,7 +117,7 @@ class LocalProvider:
         # The process table does not lag.
         absence_grace_s=0.0,
         creation_lateness_s=_CREATION_LATENESS_S,
-        stray_grace_s=_STRAY_GRACE_S,
+        orphan_grace_s=_STRAY_GRACE_S,
         host=HOST,
     )
 
@@ -157,7 +157,7 @@ class LocalProvider:
         self._prefix = f"{instance}/{safe_name(fleet)}/"
         # Worker and process by machine id. What was ours once stays ours, even if it overwrites its environment.
         self._known: dict[str, tuple[str, Process]] = {}
-        self._ended: dict[str, _Ended] = {}
+        self._ended: dict[str, _EndedProcess] = {}
         self._pruned_at = 0.0
         # Everything that looks and then acts on what it saw.
         self._lock = threading.Lock()
@@ -218,7 +218,7 @@ class LocalProvider:
             raise Refused(f"{doing}: {problem}")
         with self._lock:
             try:
-                for running in self._groups().get(request.name, _Group()).leaders:
+                for running in self._groups().get(request.name, _LocalGroup()).leaders:
                     return self._machine(request.name, running)
             except OSError as error:
                 raise Ambiguous(f"{doing}: whether it runs already cannot be read ({error})") from error
@@ -259,12 +259,12 @@ class LocalProvider:
 
     def _start(
         self, request: MachineRequest, environment: dict[str, str], log: int, doing: str, give_up_at: float
-    ) -> _Child:
+    ) -> _ChildProcess:
         if time.monotonic() > give_up_at:
             # Nobody waits for it any more. To start it now would be to start it behind everybody's back.
             raise Unavailable(f"{doing}: it took too long")
         try:
-            return _Child(
+            return _ChildProcess(
                 self._command(request),
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -339,7 +339,7 @@ class LocalProvider:
             running = {leader.id: (name, leader) for name, group in groups.items() for leader in group.leaders}
             for machine_id, (name, process) in self._known.items():
                 if machine_id not in running:
-                    self._ended[machine_id] = _Ended(self._exited(name, process))
+                    self._ended[machine_id] = _EndedProcess(self._exited(name, process))
             self._known = running
             if time.monotonic() - self._pruned_at > PRUNE_INTERVAL_S:
                 self._pruned_at = time.monotonic()
@@ -347,7 +347,7 @@ class LocalProvider:
             alive = [self._machine(name, process) for name, process in running.values()]
             return (*alive, *self._listed_as_exited(groups))
 
-    def _listed_as_exited(self, groups: dict[str, _Group]) -> list[Machine]:
+    def _listed_as_exited(self, groups: dict[str, _LocalGroup]) -> list[Machine]:
         now = time.monotonic()
         for ended in self._ended.values():
             ended.since = now if ended.since is None else ended.since
@@ -362,12 +362,12 @@ class LocalProvider:
                 machines.append(replace(self._machine(name, oldest), state=MachineState.EXITED, note=note))
         return machines
 
-    def _groups(self) -> dict[str, _Group]:
+    def _groups(self) -> dict[str, _LocalGroup]:
         """All living processes that carry our mark, by worker. Raises OSError."""
         if self._table.environment(os.getpid()) is None:
             # If we cannot even see our own, not seeing others means nothing.
             raise PermissionError("environments are not to be read here")
-        groups: dict[str, _Group] = {}
+        groups: dict[str, _LocalGroup] = {}
         entry = f"{MARK}={self._prefix}".encode()
         for pid in self._table.pids():
             environment = self._table.environment(pid)
@@ -381,7 +381,7 @@ class LocalProvider:
             # One that is marked and yet no worker runs another program now; a child of ours may also be just ending.
             is_worker = machine_id in _children or machine_id not in others
             if machine_id not in leaders and is_worker and self._lives(process):
-                groups.setdefault(name, _Group()).leaders.append(process)
+                groups.setdefault(name, _LocalGroup()).leaders.append(process)
         return groups
 
     def _lives(self, process: Process) -> bool:
@@ -389,13 +389,13 @@ class LocalProvider:
         # Of its own children a parent is told for certain, and how they ended in the same breath.
         return is_alive(self._table, process) if child is None else child.poll() is None
 
-    def _sort_in(self, pid: int, entry: bytes, groups: dict[str, _Group]) -> None:
+    def _sort_in(self, pid: int, entry: bytes, groups: dict[str, _LocalGroup]) -> None:
         process = self._table.read(pid)
         # Read again, since this pid may have changed hands between the two.
         name = _value_of(entry, self._table.environment(pid) or b"")
         if process is None or process.is_zombie or name is None:
             return
-        group = groups.setdefault(name, _Group())
+        group = groups.setdefault(name, _LocalGroup())
         mark = [word.encode() for word in self._mark_argument(name)]
         is_leader = process.session == process.pid and self._table.arguments(pid)[2:4] == mark
         (group.leaders if is_leader else group.others).append(process)
@@ -448,7 +448,7 @@ class LocalProvider:
         """Every living process of this machine: the worker, what carries its mark, and what `seen` remembers, with
         all that descends from one of these or is in its session."""
         with self._lock:
-            group = self._groups().get(machine.name, _Group())
+            group = self._groups().get(machine.name, _LocalGroup())
         roots = [*group.leaders, *group.others]
         if any(leader.id != machine.id for leader in group.leaders):
             # Another machine of the same worker lives, and the mark does not say whose the others are.

@@ -10,17 +10,17 @@ that `ssh.py` opens.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windlass.providers.runpod.account import Account
+    from windlass.providers.runpod.account import RunpodAccount
     from windlass.providers.runpod.provider import RunpodProvider
 
-__all__ = ["Account", "RunpodProvider"]
+__all__ = ["RunpodAccount", "RunpodProvider"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Account":
-        from windlass.providers.runpod.account import Account  # noqa: PLC0415
+    if name == "RunpodAccount":
+        from windlass.providers.runpod.account import RunpodAccount  # noqa: PLC0415
 
-        return Account
+        return RunpodAccount
     if name == "RunpodProvider":
         from windlass.providers.runpod.provider import RunpodProvider  # noqa: PLC0415
 

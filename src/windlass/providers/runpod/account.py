@@ -20,8 +20,14 @@ from windlass.model.errors import Throttled
 from windlass.model.runpod import RUNPOD_ENDPOINT
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.runpod.catalog import Offer, Want, read_offers
-from windlass.providers.runpod.limiter import Limiter
-from windlass.providers.runpod.problems import Kind, Problem, Trouble, problem_of_answer, problem_of_error
+from windlass.providers.runpod.errors import (
+    RunpodError,
+    RunpodErrorInfo,
+    RunpodErrorKind,
+    problem_of_answer,
+    problem_of_error,
+)
+from windlass.providers.runpod.limiter import RunpodLimiter
 
 # For a turn at the limiter. Whoever would wait longer is better asked for again by a later cycle.
 MAX_WAIT_S = 25.0
@@ -41,7 +47,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class PodListing:
     """All pods of the account. What was there when it was asked for, by the loop's clock, is in it, unless the vendor's
     list was old."""
 
@@ -49,7 +55,7 @@ class Listing:
     began: float
 
 
-class Account:
+class RunpodAccount:
     """`transport` is for a world without sockets."""
 
     def __init__(
@@ -58,7 +64,7 @@ class Account:
         *,
         endpoint: str = RUNPOD_ENDPOINT,
         timeout_s: float = 20.0,
-        limiter: Limiter | None = None,
+        limiter: RunpodLimiter | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -68,9 +74,9 @@ class Account:
         self._transport = transport
         self._rng = rng or random.Random()  # noqa: S311
         self.timeout_s = timeout_s
-        self.limiter = limiter or Limiter()
+        self.limiter = limiter or RunpodLimiter()
         self._client: httpx.AsyncClient | None = None
-        self._listing: Listing | None = None
+        self._listing: PodListing | None = None
         self._lists = asyncio.Lock()
         # When each may be asked for again.
         self._exhausted: dict[Want, float] = {}
@@ -90,7 +96,7 @@ class Account:
         try:
             return _read(response)
         except Exception as error:
-            raise Trouble(problem_of_error(error)) from error
+            raise RunpodError(problem_of_error(error)) from error
 
     async def _send(self, method: str, path: str, body: Json | None, max_wait_s: float) -> httpx.Response:
         await self.limiter.wait(max_wait_s, is_urgent=method != "POST")
@@ -100,9 +106,9 @@ class Account:
                 response = await self._http().request(method, path, json=body, timeout=timeout)
             self.limiter.learn(response.status_code, response.headers)
         except Exception as error:
-            raise Trouble(problem_of_error(error)) from error
+            raise RunpodError(problem_of_error(error)) from error
         if not response.is_success:
-            raise Trouble(problem_of_answer(response))
+            raise RunpodError(problem_of_answer(response))
         return response
 
     async def read(self, path: str, *, max_wait_s: float = MAX_WAIT_S) -> Json:
@@ -110,8 +116,8 @@ class Account:
         for attempt in range(1, READ_TRIES + 1):
             try:
                 return await self.call("GET", path, max_wait_s=max_wait_s)
-            except Trouble as trouble:
-                if trouble.problem.kind is not Kind.LOST or attempt == READ_TRIES:
+            except RunpodError as trouble:
+                if trouble.problem.kind is not RunpodErrorKind.LOST or attempt == READ_TRIES:
                     raise
             await asyncio.sleep(READ_PAUSE_S * 2 ** (attempt - 1) * (0.5 + self._rng.random()))
         raise AssertionError("the last try returns or raises")
@@ -133,7 +139,7 @@ class Account:
 
     # ------------------------------------------------------------------------------------------------------ pods
 
-    async def list_pods(self, since: float) -> Listing:
+    async def list_pods(self, since: float) -> PodListing:
         """All pods, by a list that was asked for then, by the loop's clock, or later. Raises Trouble, Throttled."""
         async with self._lists:
             if self._listing is not None and self._listing.began >= since:
@@ -142,8 +148,8 @@ class Account:
             answer = await self.read("/pods")
             pods = answer.get("pods")
             if not isinstance(pods, list) or not all(isinstance(pod, dict) and pod.get("id") for pod in pods):
-                raise Trouble(Problem(Kind.LOST, "a list of pods that cannot be read"))
-            self._listing = Listing(pods, began)
+                raise RunpodError(RunpodErrorInfo(RunpodErrorKind.LOST, "a list of pods that cannot be read"))
+            self._listing = PodListing(pods, began)
             return self._listing
 
     def last_seen(self, pod_id: str) -> Json | None:
@@ -155,8 +161,8 @@ class Account:
         """None if the vendor says that there is none, which it may say of a new one too."""
         try:
             pod = await self.read(f"/pods/{pod_id}")
-        except Trouble as trouble:
-            if trouble.problem.kind is Kind.NOT_FOUND:
+        except RunpodError as trouble:
+            if trouble.problem.kind is RunpodErrorKind.NOT_FOUND:
                 return None
             raise
         return None if pod.get("status") == "TERMINATED" else pod
@@ -194,7 +200,7 @@ class Account:
             answer = await self.call("GET", path, max_wait_s=max_wait_s)
             self._offers[cloud, gpu_count] = read_offers(answer, cloud)
             self._offers_due[cloud, gpu_count] = asyncio.get_running_loop().time() + OFFERS_FRESH_S
-        except (Trouble, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (RunpodError, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
             log.info("prices and stock are not known", cloud=cloud, error=str(error) or type(error).__name__)
 
 

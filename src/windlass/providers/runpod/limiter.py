@@ -7,7 +7,7 @@ left over the time until it is renewed, so nobody is turned away. A 429 stops ev
 import re
 from collections.abc import Mapping
 
-from windlass.providers.allowance import Allowance
+from windlass.providers.rate_limiter import RateLimiter
 
 # Before the vendor has said anything, and where it never does. As published: 60 a minute, 3,000 an hour.
 RATE_PER_S = 0.8
@@ -20,7 +20,7 @@ SLOWEST_PER_S = 1 / 60
 _WINDOW = re.compile(r'"[a-z]+";r=(\d{1,9});t=(\d{1,9})')
 
 
-class Limiter(Allowance):
+class RunpodLimiter(RateLimiter):
     def __init__(self, rate_per_s: float = RATE_PER_S, burst: float = BURST) -> None:
         super().__init__(rate_per_s, burst)
 

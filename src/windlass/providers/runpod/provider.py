@@ -41,10 +41,10 @@ from windlass.model.machine import Machine, MachineRequest, MachineState, Prepar
 from windlass.model.runpod import GpuChoice, RunpodSettings
 from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod import naming
-from windlass.providers.runpod.account import Account, Json, Listing
+from windlass.providers.runpod.account import Json, PodListing, RunpodAccount
 from windlass.providers.runpod.catalog import CURRENCY, Offer, Want, in_order, micros_of, named
-from windlass.providers.runpod.preparing import Preparer
-from windlass.providers.runpod.problems import HOW_TO_BE_LET_IN, Kind, Problem, Trouble
+from windlass.providers.runpod.errors import HOW_TO_BE_LET_IN, RunpodError, RunpodErrorInfo, RunpodErrorKind
+from windlass.providers.runpod.provisioning import Preparer
 from windlass.providers.runpod.ssh import Endpoint
 
 # Each shorter than the control loop's own limit, so that it is we who say what is known.
@@ -90,7 +90,7 @@ class RunpodProvider:
         self,
         fleet: str,
         settings: RunpodSettings,
-        account: Account,
+        account: RunpodAccount,
         *,
         identity: str,
         url: str,
@@ -126,7 +126,7 @@ class RunpodProvider:
         return ProviderTraits(
             absence_grace_s=_ABSENCE_GRACE_S,
             creation_lateness_s=_CREATION_LATENESS_S,
-            stray_grace_s=_STRAY_GRACE_S,
+            orphan_grace_s=_STRAY_GRACE_S,
             billing_unit_s=1,
             is_remote=True,
             key_hash=self._account.key_hash,
@@ -181,8 +181,8 @@ class RunpodProvider:
             listing = await self._account.list_pods(now - min(NAME_CHECK_S, self._list_reuse_s * 6))
         except Throttled:
             raise
-        except Trouble as trouble:
-            if trouble.problem.kind is Kind.LOST:
+        except RunpodError as trouble:
+            if trouble.problem.kind is RunpodErrorKind.LOST:
                 # Nothing was sent that could make a pod.
                 raise Throttled(f"{doing}: no list of pods ({trouble.problem.words})", _PAUSE_S) from trouble
             raise self._refusal(trouble.problem, doing) from trouble
@@ -197,16 +197,20 @@ class RunpodProvider:
         """One request per choice. A problem that another choice may not have is kept until all have been tried."""
         choices = self._settings.ordered
         exhausted = [choice for choice in choices if self._account.is_exhausted(self._want(choice))]
-        refused: list[tuple[GpuChoice, Problem]] = []
+        refused: list[tuple[GpuChoice, RunpodErrorInfo]] = []
         for choice in in_order(choices, exhausted, offers):
             try:
                 pod = await self._account.call("POST", "/pods", {**order, **naming.place_of(choice, self._settings)})
-            except Trouble as trouble:
+            except RunpodError as trouble:
                 problem = trouble.problem
-                if problem.kind not in (Kind.NO_CAPACITY, Kind.FORBIDDEN, Kind.REFUSED):
+                if problem.kind not in (
+                    RunpodErrorKind.NO_CAPACITY,
+                    RunpodErrorKind.FORBIDDEN,
+                    RunpodErrorKind.REFUSED,
+                ):
                     raise self._refusal(problem, doing) from trouble
                 log.info("choice not to be had", fleet=self._fleet, choice=str(choice), said=problem.words)
-                if problem.kind is not Kind.NO_CAPACITY:
+                if problem.kind is not RunpodErrorKind.NO_CAPACITY:
                     refused.append((choice, problem))
                 else:
                     exhausted.append(choice)
@@ -224,7 +228,7 @@ class RunpodProvider:
         return Want(choice, settings.gpu_count, settings.min_cuda_version, settings.network_volume_id)
 
     def _no_capacity(
-        self, doing: str, exhausted: Sequence[GpuChoice], refused: Sequence[tuple[GpuChoice, Problem]]
+        self, doing: str, exhausted: Sequence[GpuChoice], refused: Sequence[tuple[GpuChoice, RunpodErrorInfo]]
     ) -> NoCapacity:
         lacking = [choice for choice in self._settings.ordered if choice in exhausted]
         what = f"Runpod has none of {named(lacking)} now (wait, or add to runpod.choices of fleet {self._fleet})"
@@ -233,26 +237,26 @@ class RunpodProvider:
         wrong = [f"{choice}: {problem.words}" for choice, problem in refused]
         return NoCapacity("; ".join([f"{doing}: {what}", *wrong]) + ".")
 
-    def _note_refused(self, refused: Sequence[tuple[GpuChoice, Problem]]) -> None:
+    def _note_refused(self, refused: Sequence[tuple[GpuChoice, RunpodErrorInfo]]) -> None:
         for choice, problem in refused:
             log.warning("choice refused", fleet=self._fleet, choice=str(choice), said=problem.words)
             self._refused[choice] = (self._now(), problem.words)
 
-    def _refusal(self, problem: Problem, doing: str) -> ProviderError:
+    def _refusal(self, problem: RunpodErrorInfo, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
         match problem.kind:
-            case Kind.BALANCE:
+            case RunpodErrorKind.BALANCE:
                 return LimitReached(f"{said}: add funds to the Runpod account.")
-            case Kind.DENIED:
+            case RunpodErrorKind.DENIED:
                 return Denied(f"{said}: {HOW_TO_BE_LET_IN}.")
-            case Kind.FORBIDDEN:
+            case RunpodErrorKind.FORBIDDEN:
                 return Denied(
                     f"{said}: the key may not, or the account may not have this: check runpod_api_key, and "
                     f"runpod.choices of fleet {self._fleet}."
                 )
-            case Kind.THROTTLED:
+            case RunpodErrorKind.THROTTLED:
                 return Throttled(said, problem.retry_after_s or max(self._account.limiter.pause_s, _PAUSE_S))
-            case Kind.LOST:
+            case RunpodErrorKind.LOST:
                 return Ambiguous(said)
             case _:
                 return InvalidRequest(f"{said}: check the runpod settings of fleet {self._fleet}.")
@@ -268,18 +272,22 @@ class RunpodProvider:
                 offers = await self._offers() if self._account.limiter.spare() > 0 else {}
         except TimeoutError:
             raise Unavailable(f"{doing}: no whole list within {LIST_TIMEOUT_S:g} s") from None
-        except Trouble as trouble:
-            hint = f": {HOW_TO_BE_LET_IN}." if trouble.problem.kind in (Kind.DENIED, Kind.FORBIDDEN) else ""
+        except RunpodError as trouble:
+            hint = (
+                f": {HOW_TO_BE_LET_IN}."
+                if trouble.problem.kind in (RunpodErrorKind.DENIED, RunpodErrorKind.FORBIDDEN)
+                else ""
+            )
             raise Unavailable(f"{doing}: {trouble.problem.words}{hint}") from trouble
         except Throttled as throttled:
             raise Unavailable(f"{doing}: {throttled}") from throttled
         self._changes = {id_: change for id_, change in self._changes.items() if change[0] >= listing.began}
         return self._merged(listing, offers)
 
-    async def _list(self, reuse_s: float) -> Listing:
+    async def _list(self, reuse_s: float) -> PodListing:
         return await self._account.list_pods(asyncio.get_running_loop().time() - reuse_s)
 
-    def _merged(self, listing: Listing, offers: Mapping[str, Mapping[str, Offer]]) -> tuple[Machine, ...]:
+    def _merged(self, listing: PodListing, offers: Mapping[str, Mapping[str, Offer]]) -> tuple[Machine, ...]:
         """The list, and what we did since it was asked for."""
         machines = {
             str(pod["id"]): self._machine(pod, offers)
@@ -338,7 +346,7 @@ class RunpodProvider:
                 return await self._delete(machine, doing)
         except TimeoutError:
             raise Unavailable(f"{doing}: it was not gone within {DELETE_TIMEOUT_S:g} s") from None
-        except Trouble as trouble:
+        except RunpodError as trouble:
             raise self._not_deleted(trouble.problem, doing) from trouble
 
     async def _delete(self, machine: Machine, doing: str) -> datetime | None:
@@ -358,9 +366,9 @@ class RunpodProvider:
             asked = asyncio.get_running_loop().time()
             try:
                 ended_at = await self._send_deletion(machine.id)
-            except Trouble as trouble:
+            except RunpodError as trouble:
                 # Not found, or in a state that will pass: we look for ourselves. No answer: so, too.
-                if trouble.problem.kind not in (Kind.NOT_FOUND, Kind.BUSY, Kind.LOST):
+                if trouble.problem.kind not in (RunpodErrorKind.NOT_FOUND, RunpodErrorKind.BUSY, RunpodErrorKind.LOST):
                     raise
                 said = f" ({trouble.problem.words})"
             await asyncio.sleep(look_s)
@@ -397,12 +405,12 @@ class RunpodProvider:
         since = machine.created_at or self._unfound.setdefault(machine.id, self._now())
         return self._now() - since >= timedelta(seconds=self._hidden_s)
 
-    def _not_deleted(self, problem: Problem, doing: str) -> ProviderError:
+    def _not_deleted(self, problem: RunpodErrorInfo, doing: str) -> ProviderError:
         said = f"{doing}: {problem.words}"
         match problem.kind:
-            case Kind.DENIED | Kind.FORBIDDEN:
+            case RunpodErrorKind.DENIED | RunpodErrorKind.FORBIDDEN:
                 return Denied(f"{said}: {HOW_TO_BE_LET_IN}; until then it is paid for.")
-            case Kind.THROTTLED:
+            case RunpodErrorKind.THROTTLED:
                 return Throttled(said, problem.retry_after_s or max(self._account.limiter.pause_s, _PAUSE_S))
             case _:
                 return Unavailable(said)
@@ -440,7 +448,7 @@ class RunpodProvider:
         doing = f"looking at network volume {volume_id}"
         try:
             return _volume(await self._account.read(f"/network-volumes/{volume_id}"), doing)
-        except Trouble as trouble:
+        except RunpodError as trouble:
             raise Unavailable(f"{doing}: {trouble.problem.words}") from trouble
 
     async def grow_volume(self, volume_id: str, size_gb: int) -> Volume:
@@ -451,7 +459,7 @@ class RunpodProvider:
                 return found
             # To a size, not by one: sent twice, it has the effect of once.
             return _volume(await self._account.call("PATCH", f"/network-volumes/{volume_id}", {"size": size_gb}), doing)
-        except Trouble as trouble:
+        except RunpodError as trouble:
             raise self._refusal(trouble.problem, doing) from trouble
 
     def _endpoint(self, pod: Json) -> Endpoint | None:

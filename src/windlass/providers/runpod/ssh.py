@@ -44,7 +44,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class CommandResult:
     """What a command said and how it ended; None if it did not, in its time."""
 
     status: int | None
@@ -55,7 +55,7 @@ class Shell(Protocol):
     # In the form of a line of known_hosts, without the host.
     host_key: str
 
-    async def run(self, command: str, timeout_s: float) -> Said:
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
         """Raises Unreachable."""
 
 
@@ -108,7 +108,7 @@ class _AsyncsshShell:
         key = connection.get_server_host_key()
         self.host_key = key.export_public_key().decode().strip() if key is not None else ""
 
-    async def run(self, command: str, timeout_s: float) -> Said:
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
         output = ""
         try:
             async with asyncio.timeout(timeout_s):
@@ -122,12 +122,12 @@ class _AsyncsshShell:
                     await process.wait_closed()
                     status = process.exit_status
         except TimeoutError:
-            return Said(None, output)
+            return CommandResult(None, output)
         except (OSError, asyncssh.Error) as error:
             raise Unreachable(_words(error)) from error
         if status is None:
             raise Unreachable("the connection broke while a command ran")
-        return Said(status, output)
+        return CommandResult(status, output)
 
 
 def _words(error: Exception) -> str:

@@ -5,16 +5,16 @@ from typing import assert_never
 from windlass.model.action import (
     Action,
     Adopt,
-    Alert,
     Delete,
-    DeleteStray,
+    DeleteOrphan,
     Drain,
     Fail,
     FailSlot,
     GrowVolume,
     Prepare,
-    Price,
     Promote,
+    RaiseAlert,
+    RecordPrice,
     Requeue,
     Spawn,
 )
@@ -29,8 +29,10 @@ def carry_out(tables: Tables, action: Action, snapshot: Snapshot) -> int:
     """How many tasks it took from their workers."""
     fleet = snapshot.fleet
     match action:
-        case Fail(worker_id, code, reason, evidence, acquittal):
-            return tables.fail_worker(worker_id, code, reason, counts=True, evidence=evidence, acquittal=acquittal)
+        case Fail(worker_id, code, reason, evidence, attempt_refund):
+            return tables.fail_worker(
+                worker_id, code, reason, counts=True, evidence=evidence, attempt_refund=attempt_refund
+            )
         case Requeue(worker_id, reason):
             return tables.requeue_tasks_of(worker_id, "WORKER_LOST", reason)
         case Promote():
@@ -39,7 +41,7 @@ def carry_out(tables: Tables, action: Action, snapshot: Snapshot) -> int:
             _drain(tables, fleet, action)
         case Adopt():
             _adopt(tables, action, snapshot)
-        case Price():
+        case RecordPrice():
             _price(tables, action, snapshot)
         case Prepare():
             _prepare(tables, fleet, action)
@@ -48,10 +50,10 @@ def carry_out(tables: Tables, action: Action, snapshot: Snapshot) -> int:
             if slot is not None:
                 slot.is_failed = True
             tables.journal.note("SLOT_FAILED", reason, fleet=fleet, detail={"slot": number})
-        case Alert(code, reason, worker_id, about):
+        case RaiseAlert(code, reason, worker_id, about):
             detail = {"code": code} | ({"about": about} if about else {})
             tables.journal.note("ALERT", reason, fleet=fleet, worker_id=worker_id, detail=detail)
-        case Delete() | DeleteStray() | Spawn() | GrowVolume():
+        case Delete() | DeleteOrphan() | Spawn() | GrowVolume():
             pass  # the provider's to do first
         case _:
             assert_never(action)
@@ -95,7 +97,7 @@ def _adopt(tables: Tables, action: Adopt, snapshot: Snapshot) -> None:
         tables.journal.note("MACHINE_ADOPTED", action.reason, fleet=snapshot.fleet, worker_id=worker.id)
 
 
-def _price(tables: Tables, action: Adopt | Price, snapshot: Snapshot) -> None:
+def _price(tables: Tables, action: Adopt | RecordPrice, snapshot: Snapshot) -> None:
     if (machine := _listed(snapshot, action.machine_id)) is not None:
         open_bill(tables.workers.get(action.worker_id), machine, snapshot.traits.billing_unit_s, tables.now())
 

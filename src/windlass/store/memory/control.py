@@ -11,17 +11,17 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from windlass.model.action import Plan
-from windlass.model.cost import Account, Charge, Cost, Settlement
+from windlass.model.cost import BillingAccount, Charge, Cost, Settlement
+from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
-from windlass.model.record import Cycle, CycleInFull, Fleet
 from windlass.model.snapshot import Snapshot
 from windlass.model.worker import LIVE, WorkerStatus
 from windlass.ports.control import MAX_AHEAD, Candidate, Committed, Intent, Outcome, Standby
 from windlass.store.memory.actions import carry_out
 from windlass.store.memory.fleets import SlotRow
 from windlass.store.memory.ledger import account, to_settle
-from windlass.store.memory.observe import observe, waiting_queues
+from windlass.store.memory.observe import observe, queues_with_tasks
 from windlass.store.memory.outcomes import write_down
 from windlass.store.memory.store import MemoryStore
 
@@ -82,11 +82,11 @@ class MemoryControlStore(MemoryStore):
 
     # ------------------------------------------------------------------------------------------------------- money
 
-    async def accounts_to_settle(self, fleet: str, limit: int) -> list[Account]:
+    async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:
         due = to_settle(self._workers.rows.values(), fleet, self._clock())
         return [account(worker, self._tasks.run_by(worker.id)) for worker in due[:limit]]
 
-    async def open_accounts(self, *, fleet: str | None = None, worker_id: str | None = None) -> list[Account]:
+    async def open_accounts(self, *, fleet: str | None = None, worker_id: str | None = None) -> list[BillingAccount]:
         workers = sorted(self._workers.rows.values(), key=lambda row: row.age_order)
         return [
             account(worker, self._tasks.run_by(worker.id))
@@ -137,7 +137,7 @@ class MemoryControlStore(MemoryStore):
         self._note("FLEET_PAUSED" if is_paused else "FLEET_RESUMED", "by hand", fleet=fleet)
         return len(rows)
 
-    async def end_worker(self, worker_id: str, reason: str) -> bool:
+    async def terminate_worker(self, worker_id: str, reason: str) -> bool:
         worker = self._workers.among(LIVE, worker_id)
         if worker is None:
             return False
@@ -163,20 +163,20 @@ class MemoryControlStore(MemoryStore):
     async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
         return [stored.cycle for stored in islice(self._tables.cycles.of(fleet), limit)]
 
-    async def cycle(self, cycle_id: int) -> CycleInFull | None:
+    async def cycle(self, cycle_id: int) -> CycleDetail | None:
         return self._tables.cycles.rows.get(cycle_id)
 
-    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleInFull | None:
+    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleDetail | None:
         worker = self._workers.get(worker_id)
         if worker is None or worker.fleet != fleet:
             return None
         return self._tables.cycles.last_with(worker, self._clock())
 
-    async def tasks_at_hand(self) -> dict[str, list[int]]:
+    async def running_tasks(self) -> dict[str, list[int]]:
         return {worker_id: sorted(tasks) for worker_id, tasks in self._tasks.running.items() if tasks}
 
-    async def waiting_queues(self, queues: Sequence[str]) -> set[str]:
-        return waiting_queues(self._tables, queues)
+    async def queues_with_tasks(self, queues: Sequence[str]) -> set[str]:
+        return queues_with_tasks(self._tables, queues)
 
     async def ready_before(self, task_id: int) -> int:
         mine = self._tasks.rows.get(task_id)

@@ -7,10 +7,10 @@ from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
 
-from windlass.model.action import Delete, DeleteStray, GrowVolume, Plan, Spawn
-from windlass.model.record import Cycle, CycleInFull
+from windlass.model.action import Delete, DeleteOrphan, GrowVolume, Plan, Spawn
+from windlass.model.cycle import Cycle, CycleDetail
 from windlass.model.snapshot import Snapshot
-from windlass.store.memory.workers import WorkerRow
+from windlass.store.memory.workers import MemoryWorker
 
 MAX_CYCLES_SEARCHED = 5
 # A cycle that repeats the last one is stored again after this time, so that there is a recent snapshot to explain from.
@@ -19,7 +19,7 @@ REPEAT_LIMIT = timedelta(minutes=5)
 
 class Cycles:
     def __init__(self) -> None:
-        self.rows: OrderedDict[int, CycleInFull] = OrderedDict()
+        self.rows: OrderedDict[int, CycleDetail] = OrderedDict()
         self._last_id = 0
         self._last_of: dict[str, int] = {}
 
@@ -30,7 +30,7 @@ class Cycles:
             self.amend(repeated.id, repeats=repeated.repeats + 1, repeated_at=now)
             return repeated.id
         self._last_id += 1
-        is_over = not any(isinstance(action, Delete | DeleteStray | Spawn | GrowVolume) for action in plan.actions)
+        is_over = not any(isinstance(action, Delete | DeleteOrphan | Spawn | GrowVolume) for action in plan.actions)
         cycle = Cycle(
             id=self._last_id,
             fleet=snapshot.fleet,
@@ -43,7 +43,7 @@ class Cycles:
             repeats=0,
             repeated_at=None,
         )
-        self.rows[cycle.id] = CycleInFull(cycle, snapshot)
+        self.rows[cycle.id] = CycleDetail(cycle, snapshot)
         self._last_of[cycle.fleet] = cycle.id
         return cycle.id
 
@@ -58,11 +58,11 @@ class Cycles:
         if stored is not None:
             self.rows[cycle_id] = replace(stored, cycle=replace(stored.cycle, **changes))
 
-    def of(self, fleet: str) -> Iterator[CycleInFull]:
+    def of(self, fleet: str) -> Iterator[CycleDetail]:
         """Newest first."""
         return (stored for stored in reversed(self.rows.values()) if stored.cycle.fleet == fleet)
 
-    def last_with(self, worker: WorkerRow, now: datetime) -> CycleInFull | None:
+    def last_with(self, worker: MemoryWorker, now: datetime) -> CycleDetail | None:
         until = worker.terminated_at or now
         recent = islice((s for s in self.of(worker.fleet) if s.cycle.started_at <= until), MAX_CYCLES_SEARCHED)
         return next((s for s in recent if any(view.id == worker.id for view in s.snapshot.workers)), None)

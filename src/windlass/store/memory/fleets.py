@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from windlass.model.cycle import Fleet
 from windlass.model.fleet import MAX_RESTARTS
-from windlass.model.record import Fleet
-from windlass.model.snapshot import Memory
+from windlass.model.snapshot import PlannerState
 from windlass.ports.control import Candidate, LeaseLost, Standby
 from windlass.store.memory.interval import interval
 
@@ -32,7 +32,7 @@ class FleetRow:
     requested_workers: int = 0
     reset_at: datetime | None = None
     restarted_at: datetime | None = None
-    memory: Memory = field(default_factory=Memory)
+    memory: PlannerState = field(default_factory=PlannerState)
     slots: dict[int, SlotRow] = field(default_factory=dict)
 
     def as_fleet(self, *, is_led: bool) -> Fleet:
@@ -60,7 +60,7 @@ class LeaseRow:
     expires_at: datetime
 
 
-class Leases:
+class LeaseTable:
     def __init__(self, clock: Callable[[], datetime]) -> None:
         self._clock = clock
         self.rows: dict[str, LeaseRow] = {}

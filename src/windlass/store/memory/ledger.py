@@ -8,8 +8,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from windlass.model.cost import (
-    Account,
     Bill,
+    BillingAccount,
     Charge,
     ChargeKind,
     Cost,
@@ -23,8 +23,8 @@ from windlass.model.cost import (
 )
 from windlass.model.machine import Machine
 from windlass.model.worker import WorkerStatus
-from windlass.store.memory.tasks import TaskRow
-from windlass.store.memory.workers import WorkerRow
+from windlass.store.memory.tasks import MemoryTask
+from windlass.store.memory.workers import MemoryWorker
 
 MAX_SPANS = 20_000
 FIRST_SETTLED_AFTER = timedelta(hours=1, minutes=1)
@@ -36,13 +36,13 @@ NO_CURRENCY = "XXX"
 _Hour = tuple[str, datetime, str, str]
 
 
-class Ledger:
+class ChargeLedger:
     def __init__(self) -> None:
         self.charges: list[Charge] = []
         # What each fleet spent in each hour of the clock, for each queue and for none.
         self._spending: dict[_Hour, Cost] = {}
 
-    def settle(self, worker: WorkerRow | None, settlement: Settlement) -> bool:
+    def settle(self, worker: MemoryWorker | None, settlement: Settlement) -> bool:
         """False if its account has changed since it was read."""
         hired = worker.hired if worker is not None else None
         if hired is None or hired.bill is None or hired.settle_at is None or hired.bill != settlement.account.bill:
@@ -108,7 +108,7 @@ class Ledger:
         return len(old) + len(hours)
 
 
-def open_bill(worker: WorkerRow | None, machine: Machine, unit_s: int, now: datetime) -> None:
+def open_bill(worker: MemoryWorker | None, machine: Machine, unit_s: int, now: datetime) -> None:
     if worker is None or worker.status is WorkerStatus.TERMINATED:
         return
     hired = worker.hired
@@ -118,14 +118,14 @@ def open_bill(worker: WorkerRow | None, machine: Machine, unit_s: int, now: date
         hired.settle_at = hired.bill.since + FIRST_SETTLED_AFTER
 
 
-def close_bill(worker: WorkerRow, ended_at: datetime, now: datetime) -> None:
+def close_bill(worker: MemoryWorker, ended_at: datetime, now: datetime) -> None:
     hired = worker.hired
     if hired.bill is not None:
         hired.bill = replace(hired.bill, until=max(ended_at, hired.bill.since))
         hired.settle_at = now + SETTLED_AFTER_END
 
 
-def note_span(worker: WorkerRow | None, row: TaskRow, now: datetime) -> None:
+def note_span(worker: MemoryWorker | None, row: MemoryTask, now: datetime) -> None:
     """An attempt has ended. Only workers that have a price, or may yet get one, are to account for their time."""
     if worker is None or row.started_at is None or row.started_at >= now:
         return
@@ -134,7 +134,7 @@ def note_span(worker: WorkerRow | None, row: TaskRow, now: datetime) -> None:
         hired.spans.setdefault((row.started_at, row.id), Span(row.id, row.queue, row.started_at, now))
 
 
-def forget_spans(workers: Iterable[WorkerRow], before: datetime, limit: int) -> int:
+def forget_spans(workers: Iterable[MemoryWorker], before: datetime, limit: int) -> int:
     """Those that nobody will settle."""
     found = [
         (span.until_at, key, worker.hired.spans)
@@ -148,7 +148,7 @@ def forget_spans(workers: Iterable[WorkerRow], before: datetime, limit: int) -> 
     return len(old)
 
 
-def to_settle(workers: Iterable[WorkerRow], fleet: str, now: datetime) -> list[WorkerRow]:
+def to_settle(workers: Iterable[MemoryWorker], fleet: str, now: datetime) -> list[MemoryWorker]:
     """Longest due first."""
     due = [
         (worker.hired.settle_at, worker.id, worker)
@@ -158,13 +158,13 @@ def to_settle(workers: Iterable[WorkerRow], fleet: str, now: datetime) -> list[W
     return [worker for _, _, worker in sorted(due, key=lambda each: each[:2])]
 
 
-def account(worker: WorkerRow, running: Sequence[TaskRow]) -> Account:
+def account(worker: MemoryWorker, running: Sequence[MemoryTask]) -> BillingAccount:
     bill = worker.hired.bill
     assert bill is not None  # noqa: S101
     ended = sorted(worker.hired.spans.values(), key=_length, reverse=True)[:MAX_SPANS]
     going_on = [Span(row.id, row.queue, row.started_at, None) for row in running if row.started_at]
     ready = [moment for moment in (worker.activated_at, worker.first_claimed_at) if moment is not None]
-    return Account(
+    return BillingAccount(
         worker.id,
         worker.fleet,
         bill,

@@ -8,26 +8,26 @@ from windlass.model.cost import Bill
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import (
-    Failure,
-    Hiring,
+    FailureStreak,
+    LaunchRecord,
+    ProviderRefusal,
     QueueView,
-    Refusal,
+    RecentFailure,
     RunningView,
     SlotView,
     Snapshot,
     StorageUse,
-    Suspect,
     WorkerView,
 )
 from windlass.model.task import TaskStatus
 from windlass.model.worker import LIVE, WorkerKind, WorkerStatus
+from windlass.store.memory.events import EventLog
 from windlass.store.memory.fleets import FleetRow
 from windlass.store.memory.interval import interval
-from windlass.store.memory.journal import Journal
 from windlass.store.memory.ledger import to_settle
 from windlass.store.memory.tables import Tables
-from windlass.store.memory.tasks import TaskRow, TaskTable
-from windlass.store.memory.workers import WorkerRow, WorkerTable
+from windlass.store.memory.tasks import MemoryTask, TaskTable
+from windlass.store.memory.workers import MemoryWorker, WorkerTable
 
 # The bounds of windlass.observe.
 MAX_HIRINGS = 1000
@@ -55,11 +55,11 @@ def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
         queue=_queues(tasks, tables.workers, config.queues, now),
         workers=tuple(_view(w, tasks.run_by(w.id)) for w in workers if w.status is not WorkerStatus.TERMINATED),
         slots=_slots(fleet, now - interval(config.restart_window_s)),
-        hirings=_hirings(hired, now - interval(config.failure_window_s)),
+        launches=_hirings(hired, now - interval(config.failure_window_s)),
         refusal=_last_refusal(hired[-MAX_ANSWERS:]),
         last_failure=_last_failure(hired),
         storage=_storage(workers),
-        suspects=_suspects(tasks, tables.journal, workers, config),
+        failure_streaks=_suspects(tasks, tables.journal, workers, config),
         orphaned=_orphaned(tasks, tables.workers, fleet.name, config.queues),
         is_paused=fleet.is_paused,
         boot_p50_s=_median(
@@ -95,16 +95,16 @@ def _queues(tasks: TaskTable, workers: WorkerTable, names: Sequence[str], now: d
     )
 
 
-def waiting_queues(tables: Tables, names: Sequence[str]) -> set[str]:
+def queues_with_tasks(tables: Tables, names: Sequence[str]) -> set[str]:
     now = tables.now()
     return {name for name in names if _queues(tables.tasks, tables.workers, [name], now).queued}
 
 
-def _is_dispatcher(worker: WorkerRow | None) -> bool:
+def _is_dispatcher(worker: MemoryWorker | None) -> bool:
     return worker is not None and worker.kind is WorkerKind.DISPATCHER
 
 
-def _view(worker: WorkerRow, running: Sequence[TaskRow]) -> WorkerView:
+def _view(worker: MemoryWorker, running: Sequence[MemoryTask]) -> WorkerView:
     hired = worker.hired
     idle_s = worker.metadata.get("idle_s")
     return WorkerView(
@@ -152,21 +152,21 @@ def _slots(fleet: FleetRow, since: datetime) -> tuple[SlotView, ...]:
     return tuple(view for view in views if view.is_failed or view.restarts)
 
 
-def _hirings(hired: Sequence[WorkerRow], since: datetime) -> tuple[Hiring, ...]:
+def _hirings(hired: Sequence[MemoryWorker], since: datetime) -> tuple[LaunchRecord, ...]:
     recent = [
-        Hiring(worker.created_at, worker.hired.failed_at is not None)
+        LaunchRecord(worker.created_at, worker.hired.failed_at is not None)
         for worker in hired
         if worker.created_at > since or (worker.hired.failed_at is not None and worker.hired.failed_at > since)
     ]
     return tuple(recent[-MAX_HIRINGS:])
 
 
-def _last_refusal(hired: Sequence[WorkerRow]) -> Refusal | None:
+def _last_refusal(hired: Sequence[MemoryWorker]) -> ProviderRefusal | None:
     """Unless a machine was had since."""
     had_at = [worker.hired.machine_at for worker in hired if worker.hired.machine_at is not None]
     # The newest first: of those refused at the same moment, the one hired last.
     refusals = [
-        Refusal(worker.code, worker.reason or "", worker.terminated_at)
+        ProviderRefusal(worker.code, worker.reason or "", worker.terminated_at)
         for worker in reversed(hired)
         if worker.hired.creation == "refused" and worker.code in FLEET_REFUSALS and worker.terminated_at
     ]
@@ -174,15 +174,15 @@ def _last_refusal(hired: Sequence[WorkerRow]) -> Refusal | None:
     return last if last is not None and not any(at > last.at for at in had_at) else None
 
 
-def _last_failure(hired: Sequence[WorkerRow]) -> Failure | None:
+def _last_failure(hired: Sequence[MemoryWorker]) -> RecentFailure | None:
     broken = [(at, worker) for worker in hired if (at := worker.hired.failed_at) is not None]
     at, worker = max(broken, key=lambda pair: (pair[0], pair[1].id), default=(None, None))
     if at is None or worker is None:
         return None
-    return Failure(worker.id, worker.code or "", worker.reason or "", at)
+    return RecentFailure(worker.id, worker.code or "", worker.reason or "", at)
 
 
-def _storage(workers: Sequence[WorkerRow]) -> StorageUse | None:
+def _storage(workers: Sequence[MemoryWorker]) -> StorageUse | None:
     """What the worker that was heard last tells of it."""
     told = [
         (worker.last_heartbeat, worker.id, worker.metadata.get("storage_used_bytes"))
@@ -194,7 +194,7 @@ def _storage(workers: Sequence[WorkerRow]) -> StorageUse | None:
     return None if newest is None else StorageUse(newest[1], newest[2], newest[0])
 
 
-def _ended_bills(workers: Sequence[WorkerRow]) -> Iterator[Bill]:
+def _ended_bills(workers: Sequence[MemoryWorker]) -> Iterator[Bill]:
     for worker in workers:
         hired = worker.hired
         if worker.status is WorkerStatus.TERMINATED and hired.settle_at is not None and hired.bill is not None:
@@ -214,8 +214,8 @@ def _orphaned(tasks: TaskTable, workers: WorkerTable, fleet: str, queues: Sequen
 
 
 def _suspects(
-    tasks: TaskTable, journal: Journal, workers: Sequence[WorkerRow], config: FleetConfig
-) -> tuple[Suspect, ...]:
+    tasks: TaskTable, journal: EventLog, workers: Sequence[MemoryWorker], config: FleetConfig
+) -> tuple[FailureStreak, ...]:
     failing = [
         (worker.failing_since, worker.id, worker)
         for worker in workers
@@ -235,7 +235,7 @@ def _suspects(
     )
 
 
-def _completed_lately(tasks: TaskTable, queues: Sequence[str], since: datetime) -> list[TaskRow]:
+def _completed_lately(tasks: TaskTable, queues: Sequence[str], since: datetime) -> list[MemoryTask]:
     """Newest first."""
     finished = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
     recent = (row for row in finished if row.finished_at is not None and row.finished_at >= since)
@@ -244,12 +244,12 @@ def _completed_lately(tasks: TaskTable, queues: Sequence[str], since: datetime) 
 
 def _suspect(
     tasks: TaskTable,
-    journal: Journal,
-    worker: WorkerRow,
+    journal: EventLog,
+    worker: MemoryWorker,
     since: datetime,
-    lately: Sequence[TaskRow],
+    lately: Sequence[MemoryTask],
     failed: Sequence[Event],
-) -> Suspect:
+) -> FailureStreak:
     completed = [
         row.worker_id
         for row in lately
@@ -258,7 +258,7 @@ def _suspect(
     others = set(completed)
     own = sorted(worker.failed_tasks)
     rows = [row for id_ in own if (row := tasks.rows.get(id_)) is not None]
-    return Suspect(
+    return FailureStreak(
         worker_id=worker.id,
         since=since,
         failed=tuple(worker.failed_tasks),

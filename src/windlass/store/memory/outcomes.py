@@ -10,17 +10,17 @@ from windlass.ports.control import (
     Deleted,
     HostKeySeen,
     NotDeleted,
+    OrphanDeleted,
     Outcome,
     PreparationFailed,
     PreparationUnclear,
     Prepared,
-    StrayDeleted,
     VolumeGrown,
     VolumeNotGrown,
 )
 from windlass.store.memory.ledger import close_bill, open_bill
 from windlass.store.memory.tables import Tables
-from windlass.store.memory.workers import WorkerRow
+from windlass.store.memory.workers import MemoryWorker
 
 
 def write_down(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noqa: PLR0912 - one for each kind
@@ -39,8 +39,8 @@ def write_down(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noqa: P
             _deleted(tables, fleet, outcome)
         case NotDeleted(worker_id, reason):
             note("MACHINE_NOT_DELETED", reason, fleet=fleet, worker_id=worker_id)
-        case StrayDeleted():
-            _stray_deleted(tables, fleet, outcome)
+        case OrphanDeleted():
+            _orphan_deleted(tables, fleet, outcome)
         case HostKeySeen(worker_id, machine_id, host_key):
             worker = tables.workers.get(worker_id)
             if worker is not None and worker.hired.machine_id == machine_id:
@@ -88,14 +88,14 @@ def _deleted(tables: Tables, fleet: str, outcome: Deleted) -> None:
         tables.journal.note("WORKER_TERMINATED", outcome.reason, fleet=fleet, worker_id=worker.id)
 
 
-def _stray_deleted(tables: Tables, fleet: str, outcome: StrayDeleted) -> None:
+def _orphan_deleted(tables: Tables, fleet: str, outcome: OrphanDeleted) -> None:
     """Somebody pays for it too: it gets a row, so that its bill is settled like any other."""
     machine, now = outcome.machine, tables.now()
-    tables.journal.note("STRAY_DELETED", outcome.reason, fleet=fleet, worker_id=machine.name)
-    worker_id = f"stray-{machine.id}"
+    tables.journal.note("ORPHAN_DELETED", outcome.reason, fleet=fleet, worker_id=machine.name)
+    worker_id = f"orphan-{machine.id}"
     if machine.price_micros_per_hour is None or worker_id in tables.workers.rows:
         return
-    row = WorkerRow(
+    row = MemoryWorker(
         worker_id, fleet, None, WorkerStatus.TERMINATING, created_at=machine.created_at or now, code="STRAY",
         reason=f"machine of {machine.name}: {outcome.reason}",
     )  # fmt: skip

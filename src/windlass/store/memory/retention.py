@@ -7,7 +7,7 @@ from windlass.model.task import TaskStatus
 from windlass.store.memory.interval import interval
 from windlass.store.memory.ledger import forget_spans
 from windlass.store.memory.tables import Tables
-from windlass.store.memory.workers import WorkerRow
+from windlass.store.memory.workers import MemoryWorker
 
 MAX_SWEPT_PER_KIND = 1000
 
@@ -42,7 +42,7 @@ def _sweep_once(tables: Tables, kept: Retention) -> int:
 def _forget_workers(tables: Tables, kept: Retention) -> int:
     before = tables.now() - interval(max(kept.complete_s, kept.failed_s, kept.events_s))
 
-    def is_old(worker: WorkerRow) -> bool:
+    def is_old(worker: MemoryWorker) -> bool:
         return worker.terminated_at is not None and worker.terminated_at < before
 
     ended = takewhile(is_old, tables.workers.terminated.values())

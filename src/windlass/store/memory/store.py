@@ -13,24 +13,33 @@ from windlass.model.event import Event, QueueDepth
 from windlass.model.task import (
     MAX_NOTE_CHARACTERS,
     Claim,
+    ClaimResult,
     Finished,
     NewTask,
     Retried,
     Task,
     TaskStatus,
     TaskSummary,
-    Turn,
-    kept_error,
     storable,
+    truncate_error,
 )
-from windlass.model.worker import LIVE, HeldClaim, Pulse, Recovery, Registration, Worker, WorkerKind, WorkerStatus
+from windlass.model.worker import (
+    LIVE,
+    HeartbeatReply,
+    HeldClaim,
+    RecoveredTasks,
+    Registration,
+    Worker,
+    WorkerKind,
+    WorkerStatus,
+)
 from windlass.policy.backoff import retry_delay_s
-from windlass.store.memory.checks import check_json, check_limit, check_new, check_registration, real
+from windlass.store.memory.constraints import check_json, check_limit, check_new, check_registration, real
 from windlass.store.memory.fleets import SlotRow
 from windlass.store.memory.interval import interval, whole_seconds
 from windlass.store.memory.retention import sweep
 from windlass.store.memory.tables import Tables
-from windlass.store.memory.workers import WorkerRow, lost
+from windlass.store.memory.workers import MemoryWorker, lost
 
 if TYPE_CHECKING:
     from windlass.ports.store import Store
@@ -134,7 +143,7 @@ class MemoryStore:
         row = self._workers.get(registration.worker_id)
         if row is None:
             now, fleet = self._clock(), self._tables.fleet(registration.fleet)
-            row = WorkerRow(
+            row = MemoryWorker(
                 registration.worker_id, fleet.name, None, WorkerStatus.ACTIVE, created_at=now, activated_at=now,
                 is_paused=fleet.is_paused,
             )  # fmt: skip
@@ -154,25 +163,25 @@ class MemoryStore:
         """The row of an intent, as an orchestrator writes it before it asks a provider for a machine."""
         if worker_id in self._workers.rows or any(w.slot == slot for w in self._workers.hired_in(fleet)):
             raise BadInput(f"hiring {worker_id}: the id or slot {slot} of fleet {fleet} is taken.")
-        self._workers.add(WorkerRow(worker_id, fleet, slot, WorkerStatus.SPAWNING, created_at=self._clock()))
+        self._workers.add(MemoryWorker(worker_id, fleet, slot, WorkerStatus.SPAWNING, created_at=self._clock()))
         self._tables.fleet(fleet).slots.setdefault(slot, SlotRow())
 
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
         return self._claim(self._living_worker(worker_id), queues, limit)
 
-    def _known_worker(self, worker_id: str) -> WorkerRow:
+    def _known_worker(self, worker_id: str) -> MemoryWorker:
         worker = self._workers.get(worker_id)
         if worker is None:
             raise UnknownWorker(f"claiming tasks: worker {worker_id} is not registered: register it first.")
         return worker
 
-    def _living_worker(self, worker_id: str) -> WorkerRow:
+    def _living_worker(self, worker_id: str) -> MemoryWorker:
         worker = self._known_worker(worker_id)
         if worker.status not in LIVE:
             raise UnknownWorker(f"claiming tasks: worker {worker_id} has ended ({worker.status}): register a new one.")
         return worker
 
-    def _claim(self, worker: WorkerRow, queues: Sequence[str], limit: int) -> list[Claim]:
+    def _claim(self, worker: MemoryWorker, queues: Sequence[str], limit: int) -> list[Claim]:
         check_limit("claiming tasks", limit)
         if worker.is_paused or not worker.is_staying:
             return []
@@ -189,7 +198,7 @@ class MemoryStore:
 
     async def finish_and_claim(
         self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
-    ) -> Turn:
+    ) -> ClaimResult:
         worker = None
         if limit > 0:
             worker = self._known_worker(worker_id) if finished else self._living_worker(worker_id)
@@ -206,7 +215,7 @@ class MemoryStore:
             if done.token not in accepted
             and not self._is_repeat(worker_id, done.task_id, done.token, (TaskStatus.COMPLETE,))
         ]
-        return Turn(claims=self._claim(worker, queues, limit) if worker is not None else [], lost=late)
+        return ClaimResult(claims=self._claim(worker, queues, limit) if worker is not None else [], lost=late)
 
     def _complete(self, done: Finished) -> bool:
         row = self._tasks.held(done.task_id, done.token)
@@ -229,9 +238,9 @@ class MemoryStore:
     ) -> TaskStatus | None:
         row = self._tasks.rows.get(task_id)
         if row is None or not row.is_held_by(token):
-            is_repeat = self._is_repeat(worker_id, task_id, token, (TaskStatus.ERROR, TaskStatus.FAILED))
-            return row.status if row is not None and is_repeat else None
-        error = kept_error(storable(error))
+            is_duplicate_completion = self._is_repeat(worker_id, task_id, token, (TaskStatus.ERROR, TaskStatus.FAILED))
+            return row.status if row is not None and is_duplicate_completion else None
+        error = truncate_error(storable(error))
         jitter = self._chance.random() if jitter is None else jitter
         if retry and row.attempts < row.max_attempts:
             self._tables.let_wait(row, retry_delay_s(row.attempts, jitter), code=code, error=error)
@@ -270,11 +279,11 @@ class MemoryStore:
 
     async def heartbeat(
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
-    ) -> Pulse:
+    ) -> HeartbeatReply:
         worker = self._workers.get(worker_id)
         named = {claim.token for claim in claims}
         if worker is None or worker.status not in LIVE:
-            return Pulse(status=worker.status if worker else None, is_paused=False, lost=frozenset(named))
+            return HeartbeatReply(status=worker.status if worker else None, is_paused=False, lost=frozenset(named))
         reported = [(claim, real(claim.progress)) for claim in claims]
         now = self._clock()
         worker.take_vitals(dict(vitals or {}), now)
@@ -292,7 +301,7 @@ class MemoryStore:
         for row in own:
             if row.token not in named and row.started_at is not None and row.started_at < now - worker.lease:
                 self._tables.release(row, worker_id, "claimed by a worker that never received it")
-        return Pulse(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost_claims))
+        return HeartbeatReply(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost_claims))
 
     async def leave(self, worker_id: str, reason: str) -> None:
         worker = self._workers.among(LIVE, worker_id)
@@ -309,12 +318,12 @@ class MemoryStore:
         self._note("WORKER_LEFT", reason, fleet=worker.fleet, worker_id=worker_id)
         self._tables.release_all_of(worker_id, "its worker left")
 
-    async def upkeep(self, worker_id: str) -> list[Recovery]:
+    async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         recovered = await self.recover_lost_workers(worker_id)
         await self.sweep()
         return recovered
 
-    async def recover_lost_workers(self, judge_id: str) -> list[Recovery]:
+    async def recover_lost_workers(self, judge_id: str) -> list[RecoveredTasks]:
         judge, now = self._workers.get(judge_id), self._clock()
         silent = (
             lost(judge, self._workers.not_terminated.values(), self._tables.leases.leaderless_s(), now)
@@ -332,7 +341,7 @@ class MemoryStore:
     def _lives(self, worker_id: str) -> bool:
         return self._workers.among(LIVE, worker_id) is not None
 
-    def _recover(self, worker: WorkerRow, judge_id: str) -> Recovery:
+    def _recover(self, worker: MemoryWorker, judge_id: str) -> RecoveredTasks:
         reason = f"no heartbeat for {whole_seconds(self._clock() - worker.heard_at())} s"
         self._note("WORKER_LOST", reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
         nodes = self._tables.lost_with(worker)

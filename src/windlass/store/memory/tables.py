@@ -11,26 +11,26 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter
 
-from windlass.model.access import ApiToken, FaceAddress, Session
-from windlass.model.action import Acquittal
+from windlass.model.action import AttemptRefund
+from windlass.model.auth import ApiToken, ServerAddress, Session
 from windlass.model.errors import BadInput
 from windlass.model.node import dispatcher_lease
-from windlass.model.snapshot import Suspect
+from windlass.model.snapshot import FailureStreak
 from windlass.model.task import TaskStatus
-from windlass.model.worker import LIVE, Recovery, WorkerKind, WorkerStatus
+from windlass.model.worker import LIVE, RecoveredTasks, WorkerKind, WorkerStatus
 from windlass.ports.control import Intent
-from windlass.store.memory.bell import Bell
 from windlass.store.memory.cycles import Cycles
-from windlass.store.memory.fleets import FleetRow, Leases, SlotRow
+from windlass.store.memory.events import EventLog, failed_attempts, failed_attempts_text, shortened
+from windlass.store.memory.fleets import FleetRow, LeaseTable, SlotRow
 from windlass.store.memory.interval import interval
-from windlass.store.memory.journal import Journal, failed_on, failed_on_in_words, shortened
-from windlass.store.memory.ledger import Ledger, note_span
-from windlass.store.memory.tasks import TaskRow, TaskTable
-from windlass.store.memory.workers import Credentials, WorkerRow, WorkerTable
+from windlass.store.memory.ledger import ChargeLedger, note_span
+from windlass.store.memory.notifications import NotificationHub
+from windlass.store.memory.tasks import MemoryTask, TaskTable
+from windlass.store.memory.workers import Credentials, MemoryWorker, WorkerTable
 
 MAX_ACQUITTED = 10_000
 
-_SUSPECT = TypeAdapter(Suspect)
+_SUSPECT = TypeAdapter(FailureStreak)
 
 
 class Tables:
@@ -40,36 +40,36 @@ class Tables:
         self.tasks = TaskTable()
         self.workers = WorkerTable()
         self.fleets: dict[str, FleetRow] = {}
-        self.leases = Leases(clock)
-        self.journal = Journal(clock)
-        self.bell = Bell()
-        self.ledger = Ledger()
+        self.leases = LeaseTable(clock)
+        self.journal = EventLog(clock)
+        self.bell = NotificationHub()
+        self.ledger = ChargeLedger()
         self.cycles = Cycles()
         self.api_tokens: dict[bytes, ApiToken] = {}
         # By hash; links too.
         self.sessions: dict[bytes, Session] = {}
         # And when each was last heard of; the newest stands last.
-        self.faces: dict[FaceAddress, datetime] = {}
+        self.servers: dict[ServerAddress, datetime] = {}
 
     # -------------------------------------------------------------------------------------------------- a task
 
-    def stop(self, row: TaskRow) -> None:
+    def stop(self, row: MemoryTask) -> None:
         """It no longer runs; what becomes of it is the caller's to say."""
         if self.tasks.stop(row):
             note_span(self.workers.get(row.worker_id), row, self.now())
 
-    def end(self, row: TaskRow, status: TaskStatus, *, code: str | None, error: str | None) -> None:
+    def end(self, row: MemoryTask, status: TaskStatus, *, code: str | None, error: str | None) -> None:
         self.stop(row)
         self.tasks.end(row, status, self.now())
         row.error_code, row.error = code, error
 
-    def let_wait(self, row: TaskRow, delay_s: float, *, code: str, error: str) -> None:
+    def let_wait(self, row: MemoryTask, delay_s: float, *, code: str, error: str) -> None:
         self.stop(row)
         now = self.now()
         self.tasks.let_wait(row, now + interval(delay_s), now)
         row.error_code, row.error = code, error
 
-    def release(self, row: TaskRow, worker_id: str, reason: str, delay_s: float = 0.0) -> None:
+    def release(self, row: MemoryTask, worker_id: str, reason: str, delay_s: float = 0.0) -> None:
         """Back into its queue, as if it had not been claimed."""
         self.stop(row)
         row.attempts -= 1
@@ -84,7 +84,7 @@ class Tables:
             self.release(row, worker_id, reason)
         return len(held)
 
-    def take_back(self, row: TaskRow, code: str, reason: str) -> None:
+    def take_back(self, row: MemoryTask, code: str, reason: str) -> None:
         """From a worker that will not finish it: the attempt counts."""
         worker_id = row.worker_id
         if row.attempts < row.max_attempts:
@@ -98,27 +98,27 @@ class Tables:
         event = "TASK_FAILED" if row.status is TaskStatus.FAILED else "TASK_REQUEUED"
         self.note_attempt(event, row, worker_id, code, reason)
 
-    def take_back_all(self, worker_id: str, code: str, reason: str, node_ids: Sequence[str] = ()) -> Recovery:
+    def take_back_all(self, worker_id: str, code: str, reason: str, node_ids: Sequence[str] = ()) -> RecoveredTasks:
         """What a worker holds, and what was placed on nodes that go with it."""
         tasks = [row for id_ in (worker_id, *node_ids) for row in self.tasks.run_by(id_)]
         for row in tasks:
             self.take_back(row, code, reason)
         failed = sum(row.status is TaskStatus.FAILED for row in tasks)
-        return Recovery(worker_id, tasks_requeued=len(tasks) - failed, tasks_failed=failed)
+        return RecoveredTasks(worker_id, tasks_requeued=len(tasks) - failed, tasks_failed=failed)
 
-    def note_attempt(self, event: str, row: TaskRow, worker_id: str | None, code: str, error: str) -> None:
+    def note_attempt(self, event: str, row: MemoryTask, worker_id: str | None, code: str, error: str) -> None:
         detail: dict[str, object] = {"attempt": row.attempts, "error_code": code, "error": error}
         reason = f"attempt {row.attempts} of {row.max_attempts}: {shortened(error)}"
         if event == "TASK_FAILED":
             last = {"attempt": row.attempts, "worker_id": worker_id, "error_code": code}
-            attempts = failed_on(self.journal, self.workers, row, last)
-            detail["failed_on"] = attempts
-            reason += failed_on_in_words(attempts)
+            attempts = failed_attempts(self.journal, self.workers, row, last)
+            detail["failed_attempts"] = attempts
+            reason += failed_attempts_text(attempts)
         self.journal.note(event, reason, worker_id=worker_id, task_id=row.id, detail=detail)
 
     # ------------------------------------------------------------------------------------------------ a worker
 
-    def terminate(self, worker: WorkerRow) -> None:
+    def terminate(self, worker: MemoryWorker) -> None:
         self.workers.terminate(worker, self.now())
 
     def fail_worker(
@@ -128,8 +128,8 @@ class Tables:
         reason: str,
         *,
         counts: bool,
-        evidence: Suspect | None = None,
-        acquittal: Acquittal | None = None,
+        evidence: FailureStreak | None = None,
+        attempt_refund: AttemptRefund | None = None,
     ) -> int:
         """It is broken, and its tasks go to others: how many. One that counts is held against its slot."""
         worker, now = self.workers.among(LIVE, worker_id), self.now()
@@ -144,8 +144,8 @@ class Tables:
         )
         if counts and worker.slot is not None:
             self.fleets[worker.fleet].slots[worker.slot].note_restart(now)
-        if acquittal is not None:
-            self._acquit_tasks(worker_id, acquittal)
+        if attempt_refund is not None:
+            self._acquit_tasks(worker_id, attempt_refund)
             return self.release_all_of(worker_id, "its worker is to blame for failures")
         return self.requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
 
@@ -153,15 +153,15 @@ class Tables:
         recovery = self.take_back_all(worker_id, code, reason)
         return recovery.tasks_requeued + recovery.tasks_failed
 
-    def _acquit_tasks(self, worker_id: str, acquittal: Acquittal) -> None:
+    def _acquit_tasks(self, worker_id: str, attempt_refund: AttemptRefund) -> None:
         events = (e for e in reversed(self.journal.of_worker(worker_id)) if e.code in ("TASK_ERROR", "TASK_FAILED"))
-        blamed = islice(takewhile(lambda event: event.at >= acquittal.since, events), MAX_ACQUITTED)
+        blamed = islice(takewhile(lambda event: event.at >= attempt_refund.since, events), MAX_ACQUITTED)
         counts = Counter(event.task_id for event in blamed if event.task_id is not None)
         for task_id, count in sorted(counts.items()):
             row = self.tasks.rows.get(task_id)
             if row is None or row.status is TaskStatus.COMPLETE or row.error_code == "CANCELLED":
                 continue
-            if acquittal.is_trial and self._was_acquitted(task_id):
+            if attempt_refund.is_trial and self._was_acquitted(task_id):
                 continue
             row.attempts = max(row.attempts - count, 1 if row.status is TaskStatus.RUNNING else 0)
             has_left = row.status is TaskStatus.FAILED and row.attempts < row.max_attempts
@@ -175,7 +175,7 @@ class Tables:
         """Since it was enqueued, or a person retried it."""
         return any(event.code == "TASK_ACQUITTED" for event in self.journal.since_retried(task_id))
 
-    def lost_with(self, worker: WorkerRow) -> list[str]:
+    def lost_with(self, worker: MemoryWorker) -> list[str]:
         """The nodes whose tasks are lost with this dispatcher, unless another has taken its place."""
         if worker.kind is not WorkerKind.DISPATCHER or self.leases.is_held(dispatcher_lease(worker.fleet)):
             return []
@@ -221,7 +221,7 @@ class Tables:
         return frozenset(granted)
 
     def _hire(self, fleet: FleetRow, intent: Intent) -> None:
-        row = WorkerRow(
+        row = MemoryWorker(
             intent.worker_id, fleet.name, intent.slot, WorkerStatus.SPAWNING, created_at=self.now(),
             queues=fleet.queues, lease_s=intent.lease_s, is_paused=fleet.is_paused,
         )  # fmt: skip

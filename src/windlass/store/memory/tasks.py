@@ -20,7 +20,7 @@ MAX_DUE_PER_CLAIM = 1000
 
 
 @dataclass(slots=True)
-class TaskRow:
+class MemoryTask:
     id: int
     queue: str
     payload: str
@@ -98,11 +98,11 @@ class TaskRow:
 class Queue:
     """What is not finished in one queue. Heap entries may be out of date; the row they name decides."""
 
-    unfinished: dict[int, TaskRow] = field(default_factory=dict)
+    unfinished: dict[int, MemoryTask] = field(default_factory=dict)
     ready: list[tuple[int, int]] = field(default_factory=list)  # (-priority, id)
     waiting: list[tuple[datetime, int]] = field(default_factory=list)  # (run_after, id)
 
-    def place(self, row: TaskRow) -> None:
+    def place(self, row: MemoryTask) -> None:
         """To where claims look for it: among the ready, or those that wait for their time."""
         self.unfinished[row.id] = row
         if row.run_after is None:
@@ -110,7 +110,7 @@ class Queue:
         else:
             heapq.heappush(self.waiting, (row.run_after, row.id))
 
-    def head(self) -> TaskRow | None:
+    def head(self) -> MemoryTask | None:
         """The next task to claim."""
         while self.ready:
             row = self.unfinished.get(self.ready[0][1])
@@ -119,7 +119,7 @@ class Queue:
             heapq.heappop(self.ready)
         return None
 
-    def next_waiting(self) -> TaskRow | None:
+    def next_waiting(self) -> MemoryTask | None:
         """The task that is due first, be it past or future."""
         while self.waiting:
             run_after, task_id = self.waiting[0]
@@ -147,12 +147,12 @@ class Queue:
 class TaskTable:
     def __init__(self) -> None:
         self.last_id = 0
-        self.rows: dict[int, TaskRow] = {}
+        self.rows: dict[int, MemoryTask] = {}
         self.queues: defaultdict[str, Queue] = defaultdict(Queue)
         # By the worker that runs them.
-        self.running: defaultdict[str, dict[int, TaskRow]] = defaultdict(dict)
+        self.running: defaultdict[str, dict[int, MemoryTask]] = defaultdict(dict)
         # In the order they finished, so oldest first: retention and statistics look at one end only.
-        self.finished: dict[TaskStatus, OrderedDict[int, TaskRow]] = {
+        self.finished: dict[TaskStatus, OrderedDict[int, MemoryTask]] = {
             TaskStatus.COMPLETE: OrderedDict(),
             TaskStatus.FAILED: OrderedDict(),
         }
@@ -164,7 +164,7 @@ class TaskTable:
 
     def add(self, task: NewTask, now: datetime) -> int:
         self.last_id += 1
-        row = TaskRow(
+        row = MemoryTask(
             id=self.last_id,
             queue=task.queue,
             payload=task.payload,
@@ -181,7 +181,7 @@ class TaskTable:
         self.queues[row.queue].place(row)
         return row.id
 
-    def take(self, queues: Sequence[str], limit: int, now: datetime) -> list[TaskRow]:
+    def take(self, queues: Sequence[str], limit: int, now: datetime) -> list[MemoryTask]:
         """The best that are ready, or have become due by now. They are running from here on; `start` says where."""
         for row in islice(self._due(queues, now), MAX_DUE_PER_CLAIM):
             self.make_ready(row, row.could_be_claimed_since())
@@ -189,14 +189,14 @@ class TaskTable:
         heads.sort(key=lambda pair: (-pair[0].priority, pair[0].id))
         return list(islice(self._take_in_turn(name for _, name in heads), limit))
 
-    def _due(self, queues: Sequence[str], now: datetime) -> Iterator[TaskRow]:
+    def _due(self, queues: Sequence[str], now: datetime) -> Iterator[MemoryTask]:
         """Each is to be taken away before the next is asked for."""
         for name in queues:
             queue = self.queues[name]
             while (row := queue.next_waiting()) is not None and row.run_after is not None and row.run_after <= now:
                 yield row
 
-    def _take_in_turn(self, names: Iterable[str]) -> Iterator[TaskRow]:
+    def _take_in_turn(self, names: Iterable[str]) -> Iterator[MemoryTask]:
         for name in names:
             queue = self.queues[name]
             while (row := queue.head()) is not None:
@@ -204,7 +204,7 @@ class TaskTable:
                 row.status = TaskStatus.RUNNING
                 yield row
 
-    def start(self, row: TaskRow, worker_id: str, chance: Random, now: datetime) -> None:
+    def start(self, row: MemoryTask, worker_id: str, chance: Random, now: datetime) -> None:
         row.worker_id = worker_id
         row.token = UUID(int=chance.getrandbits(128), version=4)
         row.attempts += 1
@@ -212,56 +212,56 @@ class TaskTable:
         row.finished_at = row.progress = row.progress_note = None
         self.running[worker_id][row.id] = row
 
-    def hand_over(self, row: TaskRow, worker_id: str, now: datetime) -> None:
+    def hand_over(self, row: MemoryTask, worker_id: str, now: datetime) -> None:
         """To the worker on which it begins anew, of the one that had claimed it."""
         del self.running[row.worker_id or ""][row.id]
         self.running[worker_id][row.id] = row
         row.worker_id, row.started_at = worker_id, now
 
-    def stop(self, row: TaskRow) -> bool:
+    def stop(self, row: MemoryTask) -> bool:
         """It no longer runs; what becomes of it is the caller's to say. False if it did not run."""
         return row.worker_id is not None and self.running[row.worker_id].pop(row.id, None) is not None
 
-    def make_ready(self, row: TaskRow, ready_at: datetime, run_after: datetime | None = None) -> None:
+    def make_ready(self, row: MemoryTask, ready_at: datetime, run_after: datetime | None = None) -> None:
         row.status, row.ready_at, row.run_after = TaskStatus.QUEUED, ready_at, run_after
         self.queues[row.queue].place(row)
 
-    def let_wait(self, row: TaskRow, run_after: datetime, now: datetime) -> None:
+    def let_wait(self, row: MemoryTask, run_after: datetime, now: datetime) -> None:
         """For its next attempt."""
         row.status, row.run_after, row.finished_at = TaskStatus.ERROR, run_after, now
         self.queues[row.queue].place(row)
 
-    def end(self, row: TaskRow, status: TaskStatus, now: datetime) -> None:
+    def end(self, row: MemoryTask, status: TaskStatus, now: datetime) -> None:
         row.status, row.run_after, row.finished_at = status, None, now
         del self.queues[row.queue].unfinished[row.id]
         self.finished[status][row.id] = row
 
-    def put_back(self, row: TaskRow, now: datetime, run_after: datetime | None = None) -> None:
+    def put_back(self, row: MemoryTask, now: datetime, run_after: datetime | None = None) -> None:
         """One that was begun: nothing is left of that but what the caller says of its attempts."""
         self.finished[TaskStatus.FAILED].pop(row.id, None)
         row.token = row.worker_id = row.started_at = row.finished_at = row.progress = row.progress_note = None
         self.make_ready(row, now, run_after)
 
-    def delete(self, row: TaskRow) -> None:
+    def delete(self, row: MemoryTask) -> None:
         del self.rows[row.id], self.finished[row.status][row.id]
         if row.unique_key is not None:
             del self._unique[row.queue, row.unique_key]
 
-    def held(self, task_id: int, token: UUID) -> TaskRow | None:
+    def held(self, task_id: int, token: UUID) -> MemoryTask | None:
         """The task, if this claim of it is still good."""
         row = self.rows.get(task_id)
         return row if row is not None and row.is_held_by(token) else None
 
-    def run_by(self, worker_id: str) -> list[TaskRow]:
+    def run_by(self, worker_id: str) -> list[MemoryTask]:
         """By id."""
         return sorted(self.running[worker_id].values(), key=lambda row: row.id)
 
-    def newest_first(self, before_id: int | None) -> Iterator[TaskRow]:
+    def newest_first(self, before_id: int | None) -> Iterator[MemoryTask]:
         newest_id = self.last_id if before_id is None else min(self.last_id, before_id - 1)
         rows = (self.rows.get(task_id) for task_id in range(newest_id, 0, -1))
         return (row for row in rows if row is not None)
 
-    def ended_before(self, status: TaskStatus, before: datetime) -> Iterator[TaskRow]:
+    def ended_before(self, status: TaskStatus, before: datetime) -> Iterator[MemoryTask]:
         """Oldest first."""
         for row in self.finished[status].values():
             if _finish_time(row) >= before:
@@ -277,6 +277,6 @@ class TaskTable:
         return count
 
 
-def _finish_time(row: TaskRow) -> datetime:
+def _finish_time(row: MemoryTask) -> datetime:
     assert row.finished_at is not None  # noqa: S101
     return row.finished_at

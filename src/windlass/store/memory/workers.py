@@ -14,7 +14,7 @@ from windlass.model.worker import Registration, Worker, WorkerKind, WorkerStatus
 from windlass.store.memory.interval import interval
 
 MAX_FAILED_TASKS = 100
-# As windlass.unnoticed_gap_s: of a lease, the longest silence that says nothing.
+# As windlass.max_heartbeat_gap_s: of a lease, the longest silence that says nothing.
 UNNOTICED_GAP = 0.4
 # Hired workers are judged by others once nobody has led for this many of their leases.
 LEADERLESS_LEASES = 2
@@ -31,7 +31,7 @@ _NUMBERED_VITALS = ("pid", "vram_total_mb", "vram_used_mb")
 
 
 @dataclass(slots=True)
-class Hired:
+class SpawnedWorker:
     """The columns of a worker that only the control loop writes."""
 
     terminating_at: datetime | None = None
@@ -65,7 +65,7 @@ class Credentials:
 
 
 @dataclass(slots=True)
-class WorkerRow:
+class MemoryWorker:
     id: str
     fleet: str
     slot: int | None
@@ -94,7 +94,7 @@ class WorkerRow:
     failing_since: datetime | None = None
     kind: WorkerKind = WorkerKind.WORKER
     node: NodeView | None = None
-    hired: Hired = field(default_factory=Hired)
+    hired: SpawnedWorker = field(default_factory=SpawnedWorker)
     credentials: Credentials | None = None
 
     @property
@@ -204,44 +204,46 @@ class WorkerRow:
 
 class WorkerTable:
     def __init__(self) -> None:
-        self.rows: dict[str, WorkerRow] = {}
-        self.not_terminated: dict[str, WorkerRow] = {}
+        self.rows: dict[str, MemoryWorker] = {}
+        self.not_terminated: dict[str, MemoryWorker] = {}
         # In the order they ended.
-        self.terminated: OrderedDict[str, WorkerRow] = OrderedDict()
+        self.terminated: OrderedDict[str, MemoryWorker] = OrderedDict()
 
-    def add(self, row: WorkerRow) -> None:
+    def add(self, row: MemoryWorker) -> None:
         self.rows[row.id] = self.not_terminated[row.id] = row
 
-    def terminate(self, row: WorkerRow, now: datetime) -> None:
+    def terminate(self, row: MemoryWorker, now: datetime) -> None:
         row.move(WorkerStatus.TERMINATED)
         row.terminated_at = now
         del self.not_terminated[row.id]
         self.terminated[row.id] = row
 
-    def forget(self, row: WorkerRow) -> None:
+    def forget(self, row: MemoryWorker) -> None:
         """One that has ended."""
         del self.terminated[row.id], self.rows[row.id]
 
-    def get(self, worker_id: str | None) -> WorkerRow | None:
+    def get(self, worker_id: str | None) -> MemoryWorker | None:
         return self.rows.get(worker_id) if worker_id is not None else None
 
-    def among(self, statuses: Iterable[WorkerStatus], worker_id: str) -> WorkerRow | None:
+    def among(self, statuses: Iterable[WorkerStatus], worker_id: str) -> MemoryWorker | None:
         """The worker, if it has one of these statuses."""
         row = self.rows.get(worker_id)
         return row if row is not None and row.status in statuses else None
 
-    def named(self, worker_ids: Sequence[str]) -> list[WorkerRow]:
+    def named(self, worker_ids: Sequence[str]) -> list[MemoryWorker]:
         """Those of them that there are, each once."""
         return [self.rows[worker_id] for worker_id in dict.fromkeys(worker_ids) if worker_id in self.rows]
 
-    def hired_in(self, fleet: str) -> list[WorkerRow]:
+    def hired_in(self, fleet: str) -> list[MemoryWorker]:
         return [row for row in self.not_terminated.values() if row.fleet == fleet and row.slot is not None]
 
-    def nodes_of(self, fleet: str) -> list[WorkerRow]:
+    def nodes_of(self, fleet: str) -> list[MemoryWorker]:
         return [row for row in self.not_terminated.values() if (row.fleet, row.kind) == (fleet, WorkerKind.NODE)]
 
 
-def lost(judge: WorkerRow, workers: Iterable[WorkerRow], leaderless_s: float, now: datetime) -> list[WorkerRow]:
+def lost(
+    judge: MemoryWorker, workers: Iterable[MemoryWorker], leaderless_s: float, now: datetime
+) -> list[MemoryWorker]:
     """Whom this judge may call lost: it has itself been heard all the time in which they were silent."""
     if not judge.is_up or judge.last_heartbeat is None or judge.heartbeat_gapless_since is None:
         return []
@@ -249,7 +251,7 @@ def lost(judge: WorkerRow, workers: Iterable[WorkerRow], leaderless_s: float, no
         return []
     gapless_s = (now - judge.heartbeat_gapless_since).total_seconds()
 
-    def is_lost(worker: WorkerRow) -> bool:
+    def is_lost(worker: MemoryWorker) -> bool:
         allowed_s = worker.lease_s + UNNOTICED_GAP * max(judge.lease_s - worker.lease_s, 0.0)
         return (
             (worker.is_up or (worker.status is WorkerStatus.SPAWNING and worker.last_heartbeat is not None))

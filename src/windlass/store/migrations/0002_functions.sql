@@ -38,7 +38,7 @@ $$;
 
 -- An error as it is kept: 8,000 characters hold a long traceback. Of more than that both ends: what kind it is stands at
 -- the beginning of a message, and the cause at the end of a traceback.
-create function windlass.kept_error(p_error text) returns text
+create function windlass.truncate_error(p_error text) returns text
 language sql immutable parallel safe
 as $$
   select case
@@ -328,7 +328,7 @@ $$;
 
 -- A finish or failure came with a claim that is no longer valid. True if it only repeats what was accepted before
 -- (the answer was lost on its way); otherwise it changes nothing and is counted.
-create function windlass.is_repeat(
+create function windlass.is_duplicate_completion(
   p_worker_id text, p_task_id bigint, p_token uuid, p_statuses text[]
 ) returns boolean
 language plpgsql
@@ -365,10 +365,10 @@ begin
     and t.finished_at is null
   returning t.* into v_task;
   if not found then
-    return windlass.is_repeat(p_worker_id, p_task_id, p_token, array['complete']);
+    return windlass.is_duplicate_completion(p_worker_id, p_task_id, p_token, array['complete']);
   end if;
   perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_task.finished_at);
-  perform windlass.note_successes(array[p_task_id], v_task.finished_at);
+  perform windlass.record_successes(array[p_task_id], v_task.finished_at);
   return true;
 end
 $$;
@@ -389,7 +389,7 @@ set enable_seqscan = off
 as $$
 declare
   v_now timestamptz := windlass.now();
-  v_error text := windlass.kept_error(p_error);
+  v_error text := windlass.truncate_error(p_error);
   v_task windlass.tasks;
   v_failed_on jsonb;
 begin
@@ -403,7 +403,7 @@ begin
     and t.finished_at is null
   returning t.* into v_task;
   if not found then
-    if windlass.is_repeat(p_worker_id, p_task_id, p_token, array['error', 'failed']) then
+    if windlass.is_duplicate_completion(p_worker_id, p_task_id, p_token, array['error', 'failed']) then
       return (select t.status from windlass.tasks t where t.id = p_task_id);
     end if;
     return null;
@@ -411,15 +411,15 @@ begin
   perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_now);
   perform windlass.note_failure(v_task.worker_id, p_task_id);
   if v_task.status = 'failed' then
-    v_failed_on := windlass.failed_on(p_task_id, v_task.worker_id, v_task.attempts, p_code);
+    v_failed_on := windlass.failed_attempts(p_task_id, v_task.worker_id, v_task.attempts, p_code);
   end if;
   perform windlass.note(
     case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
     format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass.shortened(v_error))
-      || coalesce(windlass.failed_on_in_words(v_failed_on), ''),
+      || coalesce(windlass.failed_attempts_text(v_failed_on), ''),
     null, v_task.worker_id, p_task_id,
     jsonb_strip_nulls(jsonb_build_object(
-      'attempt', v_task.attempts, 'error_code', p_code, 'error', v_error, 'failed_on', v_failed_on))
+      'attempt', v_task.attempts, 'error_code', p_code, 'error', v_error, 'failed_attempts', v_failed_on))
   );
   return v_task.status;
 end
@@ -459,7 +459,7 @@ end
 $$;
 
 -- The attempts that are completed now, as spans of the workers they ran on, where their time has a price.
-create function windlass.note_spans(p_task_ids bigint[], p_until_at timestamptz) returns void
+create function windlass.record_spans(p_task_ids bigint[], p_until_at timestamptz) returns void
 language sql
 as $$
   insert into windlass.spans (worker_id, task_id, queue, from_at, until_at)
@@ -527,13 +527,13 @@ begin
         select f.task_id, f.token, null::text, null::jsonb, null::integer, null::integer, null::double precision,
           null::integer, null::timestamptz, true
         from unnest(p_task_ids, p_tokens) as f (task_id, token)
-        where not windlass.is_repeat(p_worker_id, f.task_id, f.token, array['complete']);
+        where not windlass.is_duplicate_completion(p_worker_id, f.task_id, f.token, array['complete']);
     end if;
   end if;
   if p_task_ids is not null and p_limit <= 0 then
     if v_count > 0 then
-      perform windlass.note_spans(p_task_ids, v_now);
-      perform windlass.note_successes(p_task_ids, v_now);
+      perform windlass.record_spans(p_task_ids, v_now);
+      perform windlass.record_successes(p_task_ids, v_now);
     end if;
     return;
   end if;
@@ -557,10 +557,10 @@ begin
       using errcode = 'no_data_found';
   end if;
   if v_worker.has_price and v_count > 0 then
-    perform windlass.note_spans(p_task_ids, v_now);
+    perform windlass.record_spans(p_task_ids, v_now);
   end if;
   if v_worker.is_failing and v_count > 0 then
-    perform windlass.note_successes(p_task_ids, v_now);
+    perform windlass.record_successes(p_task_ids, v_now);
   end if;
   if v_worker.is_barred then
     if v_worker.status in ('error', 'terminated') and coalesce(cardinality(p_task_ids), 0) = 0 then
@@ -659,7 +659,7 @@ $$;
 
 -- The longest silence of a worker with this lease that says nothing: three beats fit into a lease, and one may be late. An
 -- outage that hides in it is so short that every other worker of that lease is heard again before its own runs out.
-create function windlass.unnoticed_gap_s(p_lease_s double precision) returns double precision
+create function windlass.max_heartbeat_gap_s(p_lease_s double precision) returns double precision
 language sql immutable parallel safe
 as $$ select 0.4 * p_lease_s $$;
 
@@ -698,7 +698,7 @@ begin
   set last_heartbeat = v_now,
       heartbeat_gapless_since = case
         when w.last_heartbeat is null
-          or v_now - w.last_heartbeat > make_interval(secs => windlass.unnoticed_gap_s(w.lease_s))
+          or v_now - w.last_heartbeat > make_interval(secs => windlass.max_heartbeat_gap_s(w.lease_s))
         then v_now
         else w.heartbeat_gapless_since
       end,
@@ -858,12 +858,12 @@ begin
     insert into windlass.events (code, reason, worker_id, task_id, detail)
     select case m.status when 'queued' then 'TASK_REQUEUED' else 'TASK_FAILED' end,
       format('attempt %s of %s: %s', m.attempts, m.max_attempts, p_reason)
-        || coalesce(windlass.failed_on_in_words(m.failed_on), ''),
+        || coalesce(windlass.failed_attempts_text(m.failed_attempts), ''),
       m.from_worker_id, m.id,
       jsonb_strip_nulls(jsonb_build_object(
-        'attempt', m.attempts, 'error_code', p_code, 'error', p_reason, 'failed_on', m.failed_on))
+        'attempt', m.attempts, 'error_code', p_code, 'error', p_reason, 'failed_attempts', m.failed_attempts))
     from (
-      select *, case status when 'failed' then windlass.failed_on(id, from_worker_id, attempts, p_code) end as failed_on
+      select *, case status when 'failed' then windlass.failed_attempts(id, from_worker_id, attempts, p_code) end as failed_attempts
       from moved
     ) as m
   ),
@@ -916,7 +916,7 @@ begin
   from windlass.workers w
   where w.id = p_judge_id
     and w.status in ('active', 'terminating')
-    and w.last_heartbeat >= v_now - make_interval(secs => windlass.unnoticed_gap_s(w.lease_s));
+    and w.last_heartbeat >= v_now - make_interval(secs => windlass.max_heartbeat_gap_s(w.lease_s));
 
   -- Null where nobody has ever led.
   select extract(epoch from v_now - max(l.expires_at)) into v_leaderless_s
@@ -927,7 +927,7 @@ begin
     select w.id, w.fleet, w.slot, w.kind, extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s
     from windlass.workers w
     cross join lateral (
-      select w.lease_s + windlass.unnoticed_gap_s(greatest(v_judge_lease_s - w.lease_s, 0)) as allowed_s
+      select w.lease_s + windlass.max_heartbeat_gap_s(greatest(v_judge_lease_s - w.lease_s, 0)) as allowed_s
     ) as silence
     -- One that is spawning and was never heard may still be booting, which takes as long as it takes.
     where (w.status in ('active', 'terminating') or (w.status = 'spawning' and w.last_heartbeat is not null))
@@ -940,7 +940,7 @@ begin
   loop
     v_reason := format('no heartbeat for %s s', round(v_lost.silent_s));
     v_holder_ids := case
-      when v_lost.kind = 'dispatcher' then windlass.with_nodes_of(v_lost.id, v_lost.fleet) else array[v_lost.id]
+      when v_lost.kind = 'dispatcher' then windlass.dispatcher_and_nodes(v_lost.id, v_lost.fleet) else array[v_lost.id]
     end;
     -- What a node has, nobody but its dispatcher accounts for. While somebody has such a task locked, the dispatcher is
     -- not over: by its row the next call finds the rest.

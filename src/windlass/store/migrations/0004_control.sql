@@ -35,7 +35,7 @@ create function windlass.instance_id() returns uuid
 language sql stable
 as $$ select id from windlass.instance $$;
 
-create index workers_hired on windlass.workers (fleet, created_at, id collate "C") where slot is not null;
+create index workers_spawned on windlass.workers (fleet, created_at, id collate "C") where slot is not null;
 create index workers_failed on windlass.workers (fleet, failed_at) where failed_at is not null;
 
 alter table windlass.fleets
@@ -87,7 +87,7 @@ create trigger check_worker_transition
 -- ---------------------------------------------------------------------------------------------------- leadership
 
 -- Take or renew the lease. Returns the term, or null while somebody else holds it. A new holder gets a new term.
-create function windlass.take_lease(p_name text, p_holder text, p_ttl_s double precision) returns bigint
+create function windlass.acquire_lease(p_name text, p_holder text, p_ttl_s double precision) returns bigint
 language sql
 as $$
   insert into windlass.leases as l (name, holder, term, expires_at)
@@ -106,7 +106,7 @@ create function windlass.lead(p_name text, p_holder text, p_ttl_s double precisi
 language plpgsql
 as $$
 declare
-  v_term bigint := windlass.take_lease(p_name, p_holder, p_ttl_s);
+  v_term bigint := windlass.acquire_lease(p_name, p_holder, p_ttl_s);
 begin
   if v_term is not null then
     return json_build_object('term', v_term);
@@ -211,7 +211,7 @@ as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := windlass.now();
-  v_term bigint := windlass.take_lease(p_lease, p_holder, p_ttl_s);
+  v_term bigint := windlass.acquire_lease(p_lease, p_holder, p_ttl_s);
 begin
   if v_term is null then
     header := json_build_object('term', null, 'expires_in_s', windlass.lease_left_s(p_lease), 'now', v_now);
@@ -252,7 +252,7 @@ begin
           where s.fleet = p_fleet
             and (s.status = 'failed' or s.last_restart_at > v_now - make_interval(secs => p_restart_window_s))
         ), '[]'),
-        'hirings', coalesce((
+        'launches', coalesce((
           -- Hired in the window, or found broken in it: a machine may take longer to fail than the window is long.
           -- Bounded: a fleet that hired this many within minutes has long been judged.
           select json_agg(
@@ -320,7 +320,7 @@ begin
           select from windlass.workers w where w.fleet = p_fleet and w.settle_at <= v_now
         ),
         'storage', windlass.observe_storage(p_fleet),
-        'suspects', windlass.observe_suspects(p_fleet, p_queues, p_quarantine_min_failures),
+        'failure_streaks', windlass.observe_failure_streaks(p_fleet, p_queues, p_quarantine_min_failures),
         'orphaned', array(
           select t.worker_id
           from windlass.tasks t
@@ -435,7 +435,7 @@ as $$
 $$;
 
 -- The newest refusal of the whole fleet that no machine was had after, as {"code", "reason", "at"}; null if there is none.
--- The last fifty hired are enough: more than that are never asked for before the first answers are in. Index workers_hired.
+-- The last fifty hired are enough: more than that are never asked for before the first answers are in. Index workers_spawned.
 create function windlass.last_refusal(p_fleet text) returns json
 language sql stable
 as $$
@@ -461,7 +461,7 @@ $$;
 
 -- Mark a worker as broken and give its tasks to others. p_counts: it broke by itself, so its slot remembers. p_evidence:
 -- what speaks against it, for whoever asks. p_acquittal: {"since", "is_trial"}: it is to blame for what failed on it since
--- then (see acquit_tasks), and what it has at hand is given back as if never taken.
+-- then (see refund_attempts), and what it has at hand is given back as if never taken.
 create function windlass.fail_worker(
   p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null,
   p_evidence jsonb default null, p_acquittal jsonb default null
@@ -494,7 +494,7 @@ begin
       and slot = v_worker.slot;
   end if;
   if p_acquittal is not null then
-    perform windlass.acquit_tasks(
+    perform windlass.refund_attempts(
       p_worker_id, (p_acquittal ->> 'since')::timestamptz, (p_acquittal ->> 'is_trial')::boolean);
     with held as materialized (
       select t.id, t.claim_token
@@ -668,33 +668,33 @@ begin
     update windlass.cycles
     set finished_at = v_now
     where id = v_cycle_id
-      and not p_actions @? '$[*] ? (@.kind == "Delete" || @.kind == "DeleteStray" || @.kind == "Spawn" || @.kind == "GrowVolume")';
+      and not p_actions @? '$[*] ? (@.kind == "delete" || @.kind == "delete_orphan" || @.kind == "spawn" || @.kind == "grow_volume")';
   end if;
 
   for v_action in select a from jsonb_array_elements(p_actions) as a loop
     case v_action ->> 'kind'
-      when 'Promote' then
+      when 'promote' then
         update windlass.workers set status = 'active', activated_at = v_now
         where id = v_action ->> 'worker_id' and status = 'spawning';
         if found then
           perform windlass.note('WORKER_ACTIVATED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
-      when 'Fail' then
+      when 'fail' then
         v_requeued := v_requeued + windlass.fail_worker(
           v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id,
-          nullif(v_action -> 'evidence', 'null'), nullif(v_action -> 'acquittal', 'null'));
-      when 'Requeue' then
+          nullif(v_action -> 'evidence', 'null'), nullif(v_action -> 'attempt_refund', 'null'));
+      when 'requeue' then
         select r.requeued + r.failed into v_count
         from windlass.requeue_tasks_of(array[v_action ->> 'worker_id'], 'WORKER_LOST', v_action ->> 'reason') as r;
         v_requeued := v_requeued + v_count;
-      when 'Drain' then
+      when 'drain' then
         update windlass.workers
         set status = 'terminating', terminating_at = v_now, code = v_action ->> 'code', reason = v_action ->> 'reason'
         where id = v_action ->> 'worker_id' and status in ('spawning', 'active');
         if found then
           perform windlass.note('WORKER_TERMINATING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
-      when 'Adopt' then
+      when 'adopt' then
         -- What it is and costs stands in the list in which it was found.
         v_machine := jsonb_path_query_first(
           p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id'));
@@ -708,30 +708,32 @@ begin
             v_action ->> 'worker_id', v_machine, (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
           perform windlass.note('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
-      when 'Price' then
+      when 'record_price' then
         perform windlass.open_bill(
           v_action ->> 'worker_id',
           jsonb_path_query_first(
             p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')),
           (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
-      when 'Prepare' then
+      when 'prepare' then
         -- Before anything is started there: whoever finds it half done knows that it was begun.
         update windlass.workers set preparing_at = v_now
         where id = v_action ->> 'worker_id' and status = 'spawning' and preparing_at is null;
         if found then
           perform windlass.note('MACHINE_PREPARING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
-      when 'FailSlot' then
+      when 'fail_slot' then
         update windlass.slots
         set status = 'failed', failed_at = v_now, failed_reason = v_action ->> 'reason'
         where fleet = p_fleet and slot = (v_action ->> 'slot')::integer;
         perform windlass.note('SLOT_FAILED', v_action ->> 'reason', p_fleet, null, null,
           jsonb_build_object('slot', (v_action ->> 'slot')::integer));
-      when 'Alert' then
+      when 'alert' then
         perform windlass.note('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
           jsonb_strip_nulls(jsonb_build_object('code', v_action ->> 'code', 'about', nullif(v_action ->> 'about', ''))));
+      when 'delete', 'delete_orphan', 'spawn', 'grow_volume' then
+        null;  -- Provider calls: executed after this commit.
       else
-        null;  -- Delete, DeleteStray, Spawn and GrowVolume are the provider's to do first
+        raise exception 'unknown action kind %', v_action ->> 'kind';
     end case;
   end loop;
 
@@ -749,15 +751,15 @@ $$;
 
 -- A machine that no worker had is gone. Where it had a price it gets a row of its own, already ended, so that the ledger
 -- and the budgets know of it.
-create function windlass.note_stray(p_fleet text, p_outcome jsonb) returns void
+create function windlass.record_orphan(p_fleet text, p_outcome jsonb) returns void
 language plpgsql
 as $$
 declare
   v_machine jsonb := p_outcome -> 'machine';
-  v_id text := 'stray-' || (v_machine ->> 'id');
+  v_id text := 'orphan-' || (v_machine ->> 'id');
   v_now timestamptz := windlass.now();
 begin
-  perform windlass.note('STRAY_DELETED', p_outcome ->> 'reason', p_fleet, v_machine ->> 'name', null);
+  perform windlass.note('ORPHAN_DELETED', p_outcome ->> 'reason', p_fleet, v_machine ->> 'name', null);
   if v_machine ->> 'price_micros_per_hour' is null then
     return;
   end if;
@@ -784,7 +786,7 @@ $$;
 --   {"kind": "created", "worker_id", "machine": {...} in the shape of model/machine.py, "is_prepared", "billing_unit_s"}
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
 --   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}    {"kind": "not_deleted", "worker_id", "reason"}
---   {"kind": "stray_deleted", "machine", "reason", "billing_unit_s", "ended_at"}
+--   {"kind": "orphan_deleted", "machine", "reason", "billing_unit_s", "ended_at"}
 --   {"kind": "host_key_seen", "worker_id", "machine_id", "host_key"}
 --   {"kind": "prepared", "worker_id", "machine_id", "host_key"}
 --   {"kind": "preparation_failed", "worker_id", "machine_id", "code", "reason", "output", "host_key"}
@@ -878,8 +880,8 @@ begin
       when 'volume_grown', 'volume_not_grown' then
         perform windlass.note(upper(v_outcome ->> 'kind'), v_outcome ->> 'reason', p_fleet, null, null,
           jsonb_build_object('volume_id', v_outcome ->> 'volume_id', 'size_gb', (v_outcome ->> 'size_gb')::integer));
-      when 'stray_deleted' then
-        perform windlass.note_stray(p_fleet, v_outcome);
+      when 'orphan_deleted' then
+        perform windlass.record_orphan(p_fleet, v_outcome);
     end case;
   end loop;
 
@@ -986,7 +988,7 @@ $$;
 
 -- End a worker at once, whatever it has at hand: nobody's failure, so nothing is counted against its slot or fleet. One
 -- that was hired keeps its slot until its machine is gone; one started by hand is over. False if it was over already.
-create function windlass.end_worker(p_worker_id text, p_reason text) returns boolean
+create function windlass.terminate_worker(p_worker_id text, p_reason text) returns boolean
 language plpgsql
 as $$
 declare

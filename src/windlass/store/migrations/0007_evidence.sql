@@ -1,5 +1,5 @@
 -- Whose fault a failed attempt is: what is written down when one fails, what a cycle is told of it, and what is made good
--- when it was the worker's. policy/evidence.py judges.
+-- when it was the worker's. policy/quarantine.py judges.
 --
 -- Nothing is written when a task is completed, but by the first one that a worker completes after failures: the plain
 -- path stays as it is.
@@ -23,7 +23,7 @@ as $$
 $$;
 
 -- Whoever completed one of these just now has done something right.
-create function windlass.note_successes(p_task_ids bigint[], p_at timestamptz) returns void
+create function windlass.record_successes(p_task_ids bigint[], p_at timestamptz) returns void
 language sql
 as $$
   update windlass.workers w
@@ -40,7 +40,7 @@ $$;
 
 -- Every attempt of a task that failed, this last one included, since it was enqueued or a person retried it, at most
 -- twenty: {"attempt", "worker_id", "error_code", "has_worked_since"}. Index events_task.
-create function windlass.failed_on(p_task_id bigint, p_worker_id text, p_attempt integer, p_code text) returns jsonb
+create function windlass.failed_attempts(p_task_id bigint, p_worker_id text, p_attempt integer, p_code text) returns jsonb
 language sql stable
 as $$
   with earlier as (
@@ -69,7 +69,7 @@ as $$
 $$;
 
 -- The same in words, for a task that more than one worker could not do: "; it failed on a, b, c". At most five are named.
-create function windlass.failed_on_in_words(p_failed_on jsonb) returns text
+create function windlass.failed_attempts_text(p_failed_on jsonb) returns text
 language sql immutable
 as $$
   select case when count(*) > 1
@@ -87,7 +87,7 @@ $$;
 -- shape of model/snapshot.py. Without a suspect it costs one look at workers_failing. Bounded: fifty suspects; of what
 -- happened since the first of them began to fail, 500 completed tasks of these queues and a thousand failures of those who
 -- completed them, the newest; and for each of the two at most the last 20,000 rows are looked at, whosever they are.
-create function windlass.observe_suspects(p_fleet text, p_queues text[], p_min integer) returns json
+create function windlass.observe_failure_streaks(p_fleet text, p_queues text[], p_min integer) returns json
 language sql stable
 as $$
   with suspects as materialized (
@@ -167,7 +167,7 @@ $$;
 -- somebody is at goes on. At most ten thousand failures, newest first. A task that somebody has locked keeps its count.
 -- p_is_trial: nobody has done better yet. A task that was acquitted before, since it was enqueued or a person retried it,
 -- then stands for itself: what fails everywhere would be tried for ever. Index events_task.
-create function windlass.acquit_tasks(p_worker_id text, p_since timestamptz, p_is_trial boolean) returns void
+create function windlass.refund_attempts(p_worker_id text, p_since timestamptz, p_is_trial boolean) returns void
 language plpgsql
 set enable_seqscan = off
 as $$

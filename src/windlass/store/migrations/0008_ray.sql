@@ -5,7 +5,7 @@
 -- tasks live, the dispatcher says. One dispatcher of a fleet acts, the one that holds the lease `ray:<fleet>`.
 
 -- A dispatcher and, unless another has taken its place, the nodes of its fleet: all whose tasks are lost with it.
-create function windlass.with_nodes_of(p_dispatcher_id text, p_fleet text) returns text[]
+create function windlass.dispatcher_and_nodes(p_dispatcher_id text, p_fleet text) returns text[]
 language sql stable
 as $$
   select array[p_dispatcher_id] || array(
@@ -134,7 +134,7 @@ begin
 end
 $$;
 
--- What the engine says of a fleet's nodes: [{"worker_id", "is_hired", "node_id", "total", "used", "places", "host"}] for
+-- What the engine says of a fleet's nodes: [{"worker_id", "is_managed", "node_id", "total", "used", "places", "host"}] for
 -- each that is alive, and {"worker_id", "node_id", "death"} for those that it knows to be dead. A hired node that is in
 -- neither is `absent` if it never was alive, and `dead` if it was. A node that nobody hired (one of a cluster that is not
 -- ours) comes into being with the first word of it, is heard as often as it is reported, and ends when it is not; one that
@@ -145,7 +145,7 @@ $$;
 create type windlass.node_report as (
   worker_id text,
   node_id text,
-  is_hired boolean,
+  is_managed boolean,
   total jsonb,
   used jsonb,
   places integer,
@@ -158,7 +158,7 @@ create type windlass.node_news as (worker_id text, node jsonb, places integer, i
 
 -- Of each node of the fleet, what this report makes of it; only those whose row does not say so yet, or has said so for
 -- longer than p_repeat_s.
-create function windlass.news_of_nodes(p_fleet text, p_nodes windlass.node_report[], p_repeat_s double precision)
+create function windlass.changed_nodes(p_fleet text, p_nodes windlass.node_report[], p_repeat_s double precision)
 returns setof windlass.node_news
 language sql stable
 as $$
@@ -176,7 +176,7 @@ as $$
       else jsonb_build_object('state', 'absent')
     end as node
   ) as said
-  cross join lateral (select coalesce(not alive.is_hired, false) as is_heard) as heard
+  cross join lateral (select coalesce(not alive.is_managed, false) as is_heard) as heard
   where w.fleet = p_fleet
     and w.kind = 'node'
     and w.status in ('spawning', 'active', 'terminating')
@@ -206,17 +206,17 @@ begin
   delete from windlass.workers w
   using unnest(v_nodes) as n
   where w.id = n.worker_id
-    and not n.is_hired
+    and not n.is_managed
     and w.kind = 'node'
     and w.slot is null
     and w.status = 'terminated';
   perform windlass.register_worker(
     n.worker_id, p_fleet, p_queues, n.places, p_lease_s, n.host, p_kind => 'node')
   from unnest(v_nodes) as n
-  where not n.is_hired
+  where not n.is_managed
     and not exists (select from windlass.workers w where w.id = n.worker_id);
 
-  v_news := array(select n from windlass.news_of_nodes(p_fleet, v_nodes, p_lease_s / 6) as n);
+  v_news := array(select n from windlass.changed_nodes(p_fleet, v_nodes, p_lease_s / 6) as n);
   -- All at once and in the order of their ids, as place_tasks locks them.
   perform from windlass.workers w
   where w.id = any (array(select n.worker_id from unnest(v_news) as n))

@@ -1,5 +1,5 @@
 -- What the faces need beyond what the control loop keeps: how things stood over time, what people were told, who is
--- looking. Retention is applied by whoever writes it: sweep_alerts to what people were told, sweep_faces to the rest.
+-- looking. Retention is applied by whoever writes it: sweep_alerts to what people were told, purge_servers to the rest.
 
 -- How a fleet stood at a moment: what charts are drawn from. A cycle's snapshot holds every worker and is far too large
 -- to be read by the thousand.
@@ -47,17 +47,17 @@ create table windlass.messages (
   due_at timestamptz not null default windlass.now(),
   attempts integer not null default 0,
   delivered_at timestamptz,
-  given_up_at timestamptz,
+  abandoned_at timestamptz,
   error text,
   unique (alert_id, receiver, kind)
 );
-create index messages_due on windlass.messages (due_at) where delivered_at is null and given_up_at is null;
+create index messages_due on windlass.messages (due_at) where delivered_at is null and abandoned_at is null;
 
 -- Write down what is the matter now, [{"fleet", "key", "code", "severity", "reason"}], and for each beginning and each end
 -- a message to every receiver. What has not been seen for p_resolve_after_s is over: a cause that comes and goes is one.
 -- Whoever was not told that it began is not told that it is over: such a message is given up, and one that is on its way
 -- just then is followed by its end when it has arrived (message_delivered). Returns what began and what ended.
-create function windlass.note_alerts(p_firing jsonb, p_receivers text[], p_resolve_after_s double precision)
+create function windlass.record_alerts(p_firing jsonb, p_receivers text[], p_resolve_after_s double precision)
 returns table (kind text, fleet text, code text, reason text)
 language plpgsql
 as $$
@@ -96,8 +96,8 @@ begin
   select array_agg(o.id) into v_over from over o;
 
   update windlass.messages m
-  set given_up_at = v_now, error = 'it was over before it was told'
-  where m.alert_id = any (v_over) and m.kind = 'firing' and m.delivered_at is null and m.given_up_at is null;
+  set abandoned_at = v_now, error = 'it was over before it was told'
+  where m.alert_id = any (v_over) and m.kind = 'firing' and m.delivered_at is null and m.abandoned_at is null;
 
   -- A statement of its own: it sees what was delivered while the one above waited for it.
   insert into windlass.messages (alert_id, receiver, kind)
@@ -130,7 +130,7 @@ as $$
       select d.id
       from windlass.messages d
       where d.delivered_at is null
-        and d.given_up_at is null
+        and d.abandoned_at is null
         and d.due_at <= windlass.now()
         and d.receiver = any (p_receivers)
       order by d.due_at, d.id
@@ -146,7 +146,7 @@ create function windlass.message_delivered(p_id bigint) returns void
 language plpgsql
 as $$
 begin
-  update windlass.messages set delivered_at = windlass.now(), given_up_at = null, error = null where id = p_id;
+  update windlass.messages set delivered_at = windlass.now(), abandoned_at = null, error = null where id = p_id;
   -- A statement of its own: it sees what ended while the one above waited for it.
   insert into windlass.messages (alert_id, receiver, kind)
   select m.alert_id, m.receiver, 'resolved'
@@ -187,7 +187,7 @@ create index workers_terminated on windlass.workers (fleet) where status = 'term
 create index logs_worker on windlass.logs (worker_id, id) where worker_id is not null;
 
 -- Whether a task is what somebody looks for: an id, the beginning of a unique key, an error's code or a part of its text.
-create function windlass.is_found(p_id bigint, p_unique_key text, p_error_code text, p_error text, p_search text)
+create function windlass.matches_search(p_id bigint, p_unique_key text, p_error_code text, p_error text, p_search text)
 returns boolean
 language sql immutable parallel safe
 as $$
@@ -215,7 +215,7 @@ as $$
 $$;
 
 -- Apply retention to the rest. Returns how many rows are gone, at most p_limit of each kind that grows by itself.
-create function windlass.sweep_faces(p_samples_s double precision, p_limit integer default 1000) returns integer
+create function windlass.purge_servers(p_samples_s double precision, p_limit integer default 1000) returns integer
 language plpgsql
 set enable_seqscan = off
 as $$

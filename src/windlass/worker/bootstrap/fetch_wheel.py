@@ -44,11 +44,11 @@ WHEEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]*\.whl")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class Refusal(Exception):
+class DownloadRefused(Exception):
     """Asking again will not help."""
 
 
-class Trouble(Exception):
+class DownloadFailed(Exception):
     """Asking again may help."""
 
 
@@ -59,11 +59,11 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class ControlPlane:
+class WheelSource:
     def __init__(self, url: str, token: str, ca_file: Path | None = None) -> None:
         # urllib would read files and FTP too.
         if not url.startswith(("https://", "http://")):
-            raise Refusal("the control plane's address does not begin with http:// or https://")
+            raise DownloadRefused("the control plane's address does not begin with http:// or https://")
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}", "User-Agent": "windlass-bootstrap"}
         tls = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file))
@@ -78,13 +78,13 @@ class ControlPlane:
         except urllib.error.HTTPError as error:
             problem = f"{self.url}{path} answered {error.code}"
             if error.code >= 500 or error.code in PASSING_CODES:
-                raise Trouble(problem) from None
+                raise DownloadFailed(problem) from None
             if error.code in {401, 403, 410}:
                 problem += ": the join token is not (or no longer) good"
-            raise Refusal(problem) from None
+            raise DownloadRefused(problem) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            raise Trouble(f"{self.url}{path} did not answer ({reason})") from None
+            raise DownloadFailed(f"{self.url}{path} did not answer ({reason})") from None
 
 
 def _read(response: Any, max_bytes: int) -> bytes:
@@ -93,13 +93,13 @@ def _read(response: Any, max_bytes: int) -> bytes:
     while chunk := response.read(CHUNK_BYTES):
         content += chunk
         if len(content) > max_bytes:
-            raise Refusal(f"the control plane sent more than {max_bytes:,} bytes")
+            raise DownloadRefused(f"the control plane sent more than {max_bytes:,} bytes")
         if time.monotonic() > until:
-            raise Trouble(f"the download took longer than {DOWNLOAD_TIMEOUT_S:g} s")
+            raise DownloadFailed(f"the download took longer than {DOWNLOAD_TIMEOUT_S:g} s")
     return bytes(content)
 
 
-def fetch_once(control_plane: ControlPlane, folder: Path) -> Path:
+def fetch_once(control_plane: WheelSource, folder: Path) -> Path:
     """The announcement is read anew each time: the control plane may have been upgraded in between."""
     try:
         announced = json.loads(control_plane.get("/internal/wheel", MAX_ANSWER_BYTES))
@@ -108,10 +108,12 @@ def fetch_once(control_plane: ControlPlane, folder: Path) -> Path:
     except (ValueError, KeyError, TypeError):
         is_sound = False
     if not is_sound:
-        raise Refusal(f"{control_plane.url}/internal/wheel did not name a wheel: is this the control plane's address?")
+        raise DownloadRefused(
+            f"{control_plane.url}/internal/wheel did not name a wheel: is this the control plane's address?"
+        )
     content = control_plane.get(f"/internal/wheel/{name}", MAX_WHEEL_BYTES)
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise Trouble(f"{name} is not what the control plane announced: its SHA-256 differs")
+        raise DownloadFailed(f"{name} is not what the control plane announced: its SHA-256 differs")
     folder.mkdir(parents=True, exist_ok=True)
     wheel: Path = folder / name
     # Renamed when it is whole: whoever finds a wheel here may install it.
@@ -120,13 +122,13 @@ def fetch_once(control_plane: ControlPlane, folder: Path) -> Path:
     return partial.replace(wheel)
 
 
-def fetch(control_plane: ControlPlane, folder: Path, first_wait_s: float = FIRST_WAIT_S) -> Path:
+def fetch(control_plane: WheelSource, folder: Path, first_wait_s: float = FIRST_WAIT_S) -> Path:
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             return fetch_once(control_plane, folder)
-        except Trouble as trouble:
+        except DownloadFailed as trouble:
             if attempt == MAX_ATTEMPTS:
-                raise Refusal(f"{trouble}, {MAX_ATTEMPTS} times") from None
+                raise DownloadRefused(f"{trouble}, {MAX_ATTEMPTS} times") from None
             _say(f"{trouble}: trying again ({attempt} of {MAX_ATTEMPTS})")
             # Machines that were hired together do not ask together.
             wait_s = min(LONGEST_WAIT_S, first_wait_s * 2 ** (attempt - 1))
@@ -134,11 +136,11 @@ def fetch(control_plane: ControlPlane, folder: Path, first_wait_s: float = FIRST
     raise AssertionError("the last attempt returns or raises")
 
 
-def control_plane_of(join_file: Path) -> ControlPlane:
+def control_plane_of(join_file: Path) -> WheelSource:
     join = json.loads(join_file.read_text(encoding="utf-8"))
     token = join.get("join_token") or join_file.with_name(f"{join_file.name}.token").read_text().strip()
     ca_file = join.get("ca_file")
-    return ControlPlane(join["url"], token, join_file.parent / ca_file if ca_file else None)
+    return WheelSource(join["url"], token, join_file.parent / ca_file if ca_file else None)
 
 
 def main() -> int:
@@ -149,7 +151,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         wheel = fetch(control_plane_of(given.join_file), given.folder, given.first_wait_s)
-    except Refusal as error:
+    except DownloadRefused as error:
         _say(str(error))
         return 1
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

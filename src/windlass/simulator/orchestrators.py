@@ -1,0 +1,107 @@
+"""Orchestrators: the real Daemon over the real FleetCycle, as a process that can be killed and started again.
+
+Each start is another holder, as in the world: a process that died cannot renew the lease it had.
+"""
+
+from collections.abc import Callable
+from datetime import datetime
+from random import Random
+from typing import Any
+
+from windlass.control.cycle import FleetCycle
+from windlass.control.daemon import Daemon
+from windlass.control.summary import Summary
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
+from windlass.ports.control import Candidate
+from windlass.ports.provider import OnHostKey, Provider
+from windlass.simulator.processes import SimulatedProcess
+from windlass.simulator.trace import Trace
+
+StoreSeen = Callable[[SimulatedProcess], Any]
+# Given a store or a provider, what this orchestrator is given instead.
+Wrap = Callable[["SimOrchestrator", Any], Any]
+
+
+class SimOrchestrator:
+    def __init__(
+        self,
+        name: str,
+        fleets: dict[str, tuple[FleetConfig, Provider]],
+        open_store: StoreSeen,
+        ttl_s: float,
+        rng: Random,
+        story: Trace,
+        wrap: Wrap = lambda _, service: service,
+    ) -> None:
+        self.name = name
+        self.fleets = fleets
+        self._open_store = open_store
+        self._ttl_s = ttl_s
+        self._rng = rng
+        self._story = story
+        self._wrap = wrap
+        self._starts = 0
+        self.process: SimulatedProcess | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and not self.process.is_dead
+
+    def start(self) -> None:
+        if self.is_running:
+            return
+        self._starts += 1
+        process = self.process = SimulatedProcess(f"{self.name}.{self._starts}")
+        self._story.tell(process.name, "starts")
+        process.start(self._run(process))
+
+    def kill(self) -> None:
+        if self.process is not None and self.is_running:
+            self._story.tell(self.process.name, "is killed")
+            self.process.kill()
+
+    async def _run(self, process: SimulatedProcess) -> None:
+        candidate = Candidate(process.name, self._ttl_s)
+        store = self._wrap(self, self._open_store(process))
+        cycles = [
+            FleetCycle(name, config, store, self._wrap(self, GatedProvider(provider, process)), candidate, self._rng)
+            for name, (config, provider) in self.fleets.items()
+        ]
+        await Daemon(cycles, lambda summary: self._note(process.name, summary), self._rng).run()
+
+    def _note(self, who: str, summary: Summary) -> None:
+        if summary.is_leader and any((summary.actions or {}).values()):
+            did = ", ".join(f"{count} {what}" for what, count in (summary.actions or {}).items() if count)
+            self._story.tell(who, f"{summary.fleet}: {did}; {summary.decision}")
+
+
+class GatedProvider:
+    """A provider as one process sees it: the dead ask for nothing."""
+
+    def __init__(self, provider: Provider, process: SimulatedProcess) -> None:
+        self._provider = provider
+        self._process = process
+
+    @property
+    def traits(self) -> ProviderTraits:
+        return self._provider.traits
+
+    async def create(self, request: MachineRequest) -> Machine:
+        await self._process.gate()
+        return await self._provider.create(request)
+
+    async def list_machines(self) -> tuple[Machine, ...]:
+        await self._process.gate()
+        return await self._provider.list_machines()
+
+    async def delete(self, machine: Machine) -> datetime | None:
+        await self._process.gate()
+        return await self._provider.delete(machine)
+
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
+        await self._process.gate()
+        return await self._provider.prepare(machine, host_key, on_host_key)
+
+    async def close(self) -> None:
+        await self._provider.close()

@@ -1,0 +1,172 @@
+"""Who may call over HTTP: the contract of PostgresAccessStore.
+
+migrations/0006_access.sql says what is right; tests/conformance/test_access.py runs over both.
+"""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from windlass.model.auth import (
+    SERVER_TTL_S,
+    Activation,
+    ApiToken,
+    Caller,
+    JoinCaller,
+    Role,
+    ServerAddress,
+    Session,
+    TokenCaller,
+    WorkerCaller,
+    session_id,
+)
+from windlass.model.errors import BadInput
+from windlass.model.task import check_queue_name, storable
+from windlass.model.worker import LIVE, Registration, WorkerStatus
+from windlass.store.memory.control import MemoryControlStore
+from windlass.store.memory.interval import interval
+from windlass.store.memory.workers import Credentials
+
+if TYPE_CHECKING:
+    from windlass.ports.auth import AuthStore
+
+# An API token's last use is noted to the minute.
+USE_NOTED_EVERY = timedelta(minutes=1)
+
+
+class MemoryAuthStore(MemoryControlStore):
+    async def caller(self, token_hash: bytes) -> Caller | None:
+        for worker in self._workers.rows.values():
+            credentials = worker.credentials
+            if credentials is None:
+                continue
+            if credentials.token_hash == token_hash:
+                is_over = worker.status is WorkerStatus.TERMINATED or self._is_revoked(credentials.api_token_hash)
+                return WorkerCaller(worker.id, worker.fleet, worker.queues, is_over)
+            if credentials.join_token_hash == token_hash:
+                is_expired = credentials.join_expires_at <= self._clock()
+                return JoinCaller(worker.id, worker.fleet, worker.queues, worker.status not in LIVE, is_expired)
+        token, now = self._tables.api_tokens.get(token_hash), self._clock()
+        if token is None or token.revoked_at is not None:
+            return None
+        if token.last_used_at is None or token.last_used_at < now - USE_NOTED_EVERY:
+            self._tables.api_tokens[token_hash] = replace(token, last_used_at=now)
+        return TokenCaller(token.name, token.role)
+
+    def _is_revoked(self, api_token_hash: bytes | None) -> bool:
+        token = self._tables.api_tokens.get(api_token_hash) if api_token_hash is not None else None
+        return token is not None and token.revoked_at is not None
+
+    async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
+        worker = self._workers.get(worker_id)
+        credentials = worker.credentials if worker is not None else None
+        if worker is None or credentials is None or credentials.join_token_hash != join_token_hash:
+            return Activation.UNKNOWN
+        if worker.status not in LIVE:
+            return Activation.ENDED
+        if credentials.token_hash is not None:
+            return Activation.ACTIVATED if credentials.token_hash == token_hash else Activation.USED
+        if credentials.join_expires_at <= self._clock():
+            return Activation.EXPIRED
+        credentials.token_hash = token_hash
+        self._note("WORKER_JOINED", "its machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
+        return Activation.ACTIVATED
+
+    async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
+        worker = self._workers.among((WorkerStatus.SPAWNING,), worker_id)
+        if worker is None or worker.slot is None or worker.last_heartbeat is not None:
+            return
+        if worker.hired.prepare_code is None:
+            reason = storable(reason)
+            worker.hired.prepare_code, worker.hired.prepare_reason = code, reason
+            self._note("WORKER_NOT_STARTED", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code})
+
+    async def self_register(
+        self, api_token_hash: bytes, token_hash: bytes, registration: Registration
+    ) -> WorkerStatus | None:
+        sponsor = self._tables.api_tokens.get(api_token_hash)
+        if sponsor is None or sponsor.revoked_at is not None or sponsor.role is not Role.WORKER:
+            return None
+        known = self._workers.get(registration.worker_id)
+        if known is not None and (known.credentials is None or known.credentials.token_hash != token_hash):
+            raise BadInput(f"there is a worker {registration.worker_id} already: take another name.")
+        status = await self.register(registration)
+        credentials = Credentials(token_hash=token_hash, api_token_hash=api_token_hash)
+        self._workers.rows[registration.worker_id].credentials = credentials
+        return status
+
+    async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
+        check_queue_name(name)
+        if any(token.name == name and token.revoked_at is None for token in self._tables.api_tokens.values()):
+            raise BadInput(f"there is a token {name} already: revoke it first, or take another name.")
+        token = ApiToken(len(self._tables.api_tokens) + 1, name, role, self._clock(), None, None)
+        self._tables.api_tokens[token_hash] = token
+        return token
+
+    async def tokens(self) -> list[ApiToken]:
+        return list(reversed(self._tables.api_tokens.values()))
+
+    async def revoke_token(self, name: str) -> bool:
+        for token_hash, token in self._tables.api_tokens.items():
+            if token.name == name and token.revoked_at is None:
+                self._tables.api_tokens[token_hash] = replace(token, revoked_at=self._clock())
+                return True
+        return False
+
+    async def has_tokens(self) -> bool:
+        return any(token.revoked_at is None for token in self._tables.api_tokens.values())
+
+    async def create_link(self, link_hash: bytes, role: Role, ttl_s: float) -> None:
+        self._add_session(link_hash, role, ttl_s, is_link=True)
+
+    async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
+        link = self._tables.sessions.get(link_hash)
+        if link is None or not link.is_link or link.expires_at <= self._clock():
+            return False
+        del self._tables.sessions[link_hash]
+        self._add_session(session_hash, link.role, ttl_s, is_link=False)
+        return True
+
+    def _add_session(self, hash_: bytes, role: Role, ttl_s: float, *, is_link: bool) -> None:
+        now = self._clock()
+        self._tables.sessions[hash_] = Session(session_id(hash_), role, is_link, now, now + interval(ttl_s))
+
+    async def session_role(self, session_hash: bytes) -> Role | None:
+        session = self._tables.sessions.get(session_hash)
+        if session is None or session.is_link or session.expires_at <= self._clock():
+            return None
+        return session.role
+
+    async def sessions(self) -> list[Session]:
+        now = self._clock()
+        lasting = [(hash_, session) for hash_, session in self._tables.sessions.items() if session.expires_at > now]
+        lasting.sort(key=lambda found: (-found[1].created_at.timestamp(), found[0]))
+        return [session for _, session in lasting]
+
+    async def end_session(self, session_hash: bytes) -> None:
+        session = self._tables.sessions.get(session_hash)
+        if session is not None and not session.is_link:
+            del self._tables.sessions[session_hash]
+
+    async def revoke_session(self, session_id: str) -> bool:
+        now = self._clock()
+        found = [hash_ for hash_, s in self._tables.sessions.items() if s.id == session_id and s.expires_at > now]
+        for hash_ in found:
+            del self._tables.sessions[hash_]
+        return bool(found)
+
+    async def record_server(self, face: ServerAddress) -> None:
+        self._tables.servers.pop(face, None)
+        self._tables.servers[face] = self._clock()
+
+    async def servers(self) -> list[ServerAddress]:
+        since = self._clock() - interval(SERVER_TTL_S)
+        return [face for face, seen_at in reversed(self._tables.servers.items()) if seen_at > since]
+
+    async def remove_server(self, face: ServerAddress) -> None:
+        self._tables.servers.pop(face, None)
+
+
+if TYPE_CHECKING:
+    # mypy compares every signature with the contract's.
+    _: type[AuthStore] = MemoryAuthStore

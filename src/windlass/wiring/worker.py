@@ -1,0 +1,193 @@
+"""Workers: over the database, or over HTTP, on a machine that has joined or as one that nobody hired."""
+
+import contextlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from windlass.model.config import Config
+from windlass.model.errors import BadInput, HandlerNotFound, WindlassError
+from windlass.store.connect import COMMAND_TIMEOUT_S
+from windlass.store.postgres import PostgresStore
+from windlass.wiring.stores import database
+from windlass.wiring.tracing import attempts_traced
+
+if TYPE_CHECKING:
+    from windlass.model.work_order import RayOrder, WorkOrder
+    from windlass.worker.executor import Executor
+    from windlass.worker.heartbeat import OpenTransport
+    from windlass.worker.runtime import ExitReason, WorkerSettings
+
+# Of the machine's memory: what all handlers of a worker may use together when nothing else is configured.
+MEMORY_SHARE = 0.9
+# A machine that has joined waits this long for a control plane that went away before it could register.
+JOINED_REGISTRATION_TIMEOUT_S = 900.0
+
+
+async def run_worker(
+    config: Config, settings: "WorkerSettings", *, handler: str | None, command: str | None, is_inline: bool
+) -> "ExitReason":
+    """One worker over the database, until it is told to end."""
+    from windlass.worker.runtime import WorkerRuntime
+
+    executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
+    async with database(config) as dsn, attempts_traced(config, settings.version) as traced:
+
+        def open_transport() -> PostgresStore:
+            return PostgresStore(
+                dsn,
+                retention=config.retention,
+                # The loop and its look-out each need one connection at a time.
+                max_connections=2,
+                # After a lease the heartbeat gives back what it does not know of: a claim must be answered well before.
+                command_timeout_s=min(COMMAND_TIMEOUT_S, settings.lease_s / 2),
+            )
+
+        return await WorkerRuntime(settings, open_transport, traced(executor)).run()
+
+
+async def run_self_registered_worker(
+    config: Config,
+    settings: "WorkerSettings",
+    url: str,
+    api_token: str,
+    *,
+    handler: str | None,
+    command: str | None,
+    is_inline: bool,
+) -> "ExitReason":
+    """One worker over HTTP that nobody hired, until it is told to end. Raises TokenRefused if the control plane does
+    not take the API token."""
+    from windlass.worker.http_transport import tls_context
+    from windlass.worker.runtime import WorkerRuntime
+    from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
+
+    executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
+    self_registration = new_self_registration(url, api_token, tls_context(url, None))
+    async with attempts_traced(config, settings.version) as traced:
+        return await WorkerRuntime(settings, lambda: SelfRegisteredTransport(self_registration), traced(executor)).run()
+
+
+async def run_joined_worker(join_file: Path, version: str) -> "ExitReason":
+    """One worker over HTTP, until it is told to end. Raises TokenRefused if the control plane does not want it."""
+    from windlass.worker.http_transport import HttpTransport
+    from windlass.worker.join import join
+
+    credentials, tls, order = await join(join_file)
+    try:
+        return await _run_order(order, lambda: HttpTransport(credentials, tls), version)
+    except (HandlerNotFound, BadInput) as error:
+        # Whoever rented this machine cannot read its log. If nobody hears it now, the next start says it again.
+        with contextlib.suppress(WindlassError):
+            async with HttpTransport(credentials, tls) as transport:
+                await transport.cannot_start(str(error))
+        raise
+
+
+async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", version: str) -> "ExitReason":
+    from windlass.model.config import LogsConfig, WorkerConfig
+    from windlass.worker.runtime import WorkerRuntime, WorkerSettings
+
+    # For handlers, and for what they start.
+    os.environ.update(order.env)
+    if order.chdir is not None:
+        try:
+            os.chdir(order.chdir)
+        except OSError as error:
+            raise BadInput(
+                f"cannot work in {order.chdir} ({error.strerror}): check chdir of fleet {order.fleet}."
+            ) from None
+    settings = WorkerSettings(
+        queues=order.queues,
+        fleet=order.fleet,
+        concurrency=order.concurrency,
+        heartbeat_interval_s=order.heartbeat_interval_s,
+        lease_s=order.lease_s,
+        timeout_s=order.timeout_s,
+        drain_timeout_s=order.drain_timeout_s,
+        registration_timeout_s=JOINED_REGISTRATION_TIMEOUT_S,
+        worker_id=order.worker_id,
+        version=version,
+        needs_gpu=order.needs_gpu,
+        storage_path=order.storage_path,
+    )
+    if order.ray is not None:
+        return await _run_joined_node(order, order.ray, open_transport, version)
+    config = Config(
+        max_payload_bytes=order.max_payload_bytes,
+        worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb),
+        # The only setting that a fleet's `env` may bring along: a machine far away has no windlass.toml.
+        logs=LogsConfig(traces_endpoint=os.environ.get("WINDLASS_LOGS__TRACES_ENDPOINT") or None),
+    )
+    executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
+    if not order.is_inline:
+        _stop_looking_for_sniffio()
+    async with attempts_traced(config, settings.version) as traced:
+        return await WorkerRuntime(settings, open_transport, traced(executor)).run()
+
+
+async def _run_joined_node(
+    order: "WorkOrder", ray: "RayOrder", open_transport: "OpenTransport", version: str
+) -> "ExitReason":
+    from windlass.ray.node import Node, NodeSettings
+    from windlass.ray.versions import Versions
+
+    settings = NodeSettings(
+        worker_id=order.worker_id,
+        fleet=order.fleet,
+        queues=order.queues,
+        address=ray.address,
+        ray=ray.settings,
+        concurrency=order.concurrency,
+        heartbeat_interval_s=order.heartbeat_interval_s,
+        lease_s=order.lease_s,
+        registration_timeout_s=JOINED_REGISTRATION_TIMEOUT_S,
+        version=version,
+        head_versions=Versions(ray.ray_version, ray.python_version),
+    )
+    return await Node(settings, open_transport).run()
+
+
+def _stop_looking_for_sniffio() -> None:
+    """httpcore asks for this module four times a request, and to look for it in vain takes a fifth of the request's
+    time. From now on it is known not to be there; only for a process in which nobody else's code runs."""
+    if importlib.util.find_spec("sniffio") is None:
+        sys.modules["sniffio"] = None  # type: ignore[assignment]
+
+
+def _executor(
+    config: Config, settings: "WorkerSettings", *, handler: str | None, command: str | None, is_inline: bool
+) -> "Executor":
+    limit_mb = config.worker.memory_limit_mb
+    limit_bytes = limit_mb << 20 if limit_mb else int(_memory_bytes() * MEMORY_SHARE) // settings.concurrency
+    if command is not None:
+        from windlass.worker.command import CommandExecutor
+
+        return CommandExecutor(command, memory_limit_bytes=limit_bytes, max_result_bytes=config.max_payload_bytes)
+    if handler is None:
+        raise BadInput("there is nothing to run: a worker needs a handler or a command.")
+    if is_inline:
+        from windlass.worker.inline import InlineExecutor
+
+        return InlineExecutor(handler, max_result_bytes=config.max_payload_bytes)
+    from windlass.worker.isolated import IsolatedExecutor
+
+    return IsolatedExecutor(
+        handler,
+        concurrency=settings.concurrency,
+        memory_limit_bytes=limit_bytes,
+        max_result_bytes=config.max_payload_bytes,
+    )
+
+
+def _memory_bytes() -> int:
+    """The memory of this machine, or of the container we are in if that is less."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return total

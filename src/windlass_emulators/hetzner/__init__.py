@@ -1,0 +1,6 @@
+"""A Hetzner Cloud project on loopback."""
+
+from windlass_emulators.hetzner.emulator import HetznerEmulator
+from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
+
+__all__ = ["HetznerEmulator", "HetznerEmulatorSettings"]

@@ -1,0 +1,381 @@
+"""The contract of ports/auth.py, over memory and over PostgreSQL in the same virtual time."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
+from random import Random, SystemRandom
+from typing import Any
+
+import httpx
+import pytest
+
+from support.http_transport_fixture import URL, face_over
+from support.provider_fixtures import RETENTION, empty_tables
+from windlass.model.action import Plan
+from windlass.model.auth import (
+    API_PREFIX,
+    JOIN_PREFIX,
+    SERVER_TTL_S,
+    SESSION_ROLES,
+    WORKER_PREFIX,
+    Activation,
+    JoinCaller,
+    Role,
+    ServerAddress,
+    Session,
+    TokenCaller,
+    WorkerCaller,
+    hash_of,
+    is_token,
+    new_token,
+    session_id,
+)
+from windlass.model.errors import BadInput
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import PlannerState
+from windlass.model.task import new_task
+from windlass.model.worker import RecoveredTasks, Registration, WorkerStatus
+from windlass.ports.control import Candidate, Deleted, Intent
+from windlass.server.app import make_app
+from windlass.server.long_poll import LongPollHub
+from windlass.store.auth import PostgresAuthStore
+from windlass.store.memory.auth import MemoryAuthStore
+from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
+
+Stores = MemoryAuthStore | PostgresAuthStore
+ANN = Candidate("ann", ttl_s=3600.0)
+FLEET = FleetConfig(queues=("a", "b"), max_workers=4)
+TTL_S = 120.0
+JOIN, OTHER_JOIN = hash_of("join"), hash_of("another join")
+TOKEN, OTHER_TOKEN = hash_of("token"), hash_of("another token")
+
+
+@pytest.fixture(params=["memory", "postgres"])
+async def store(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Stores]:
+    if request.param == "memory":
+        yield MemoryAuthStore(clock, RETENTION, Random(1))  # noqa: S311
+        return
+    dsn = request.getfixturevalue("shared_dsn")
+    await empty_tables(dsn)
+    async with PostgresAuthStore(dsn, retention=RETENTION, virtual_now=clock) as postgres:
+        yield postgres
+
+
+async def hire(store: Stores, worker_id: str = "w0", slot: int = 0, join: bytes | None = JOIN) -> None:
+    observed = await store.observe(ANN, "gpus", FLEET)
+    assert isinstance(observed, tuple)
+    term, snapshot = observed
+    intent = Intent(
+        worker_id, slot, "wanted", 30.0, join_token_hash=join, join_ttl_s=TTL_S if join is not None else None
+    )
+    committed = await store.commit_plan(ANN, term, snapshot, Plan((), PlannerState(), "x"), [intent])
+    assert committed.granted == {worker_id}
+
+
+async def end(store: Stores, worker_id: str = "w0") -> None:
+    observed = await store.observe(ANN, "gpus", FLEET)
+    assert isinstance(observed, tuple)
+    await store.commit_outcomes(ANN, observed[0], "gpus", 0, [Deleted(worker_id, None, "IDLE", "let go")], [], None)
+
+
+def test_a_token_has_256_bits_of_chance_behind_its_prefix() -> None:
+    tokens = {new_token(JOIN_PREFIX, SystemRandom()) for _ in range(100)}
+    assert len(tokens) == 100
+    assert all(is_token(token, JOIN_PREFIX) and not is_token(token, WORKER_PREFIX) for token in tokens)
+    for text in ("", JOIN_PREFIX, f"{JOIN_PREFIX}{'g' * 64}", f"{JOIN_PREFIX}{'0' * 65}", f"{JOIN_PREFIX}{'0' * 64}\n"):
+        assert not is_token(text, JOIN_PREFIX)
+
+
+async def test_a_hired_machine_is_known_by_its_join_token_until_that_expires(store: Stores, clock: Any) -> None:
+    await hire(store)
+    expected = JoinCaller("w0", "gpus", ("a", "b"), has_ended=False, is_expired=False)
+    assert await store.caller(JOIN) == expected
+    clock.advance(TTL_S - 0.000001)
+    assert await store.caller(JOIN) == expected
+    clock.advance(0.000001)
+    caller = await store.caller(JOIN)
+    assert isinstance(caller, JoinCaller)
+    assert caller.is_expired
+
+
+async def test_a_worker_hired_without_a_join_token_cannot_join(store: Stores) -> None:
+    await hire(store, join=None)
+    assert await store.caller(JOIN) is None
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.UNKNOWN
+
+
+async def test_a_join_token_is_exchanged_for_a_worker_token(store: Stores) -> None:
+    await hire(store)
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
+    assert await store.caller(TOKEN) == WorkerCaller("w0", "gpus", ("a", "b"), has_ended=False)
+    worker = await store.worker("w0")
+    assert worker is not None
+    # Only its own heartbeat says that it works.
+    assert (worker.status, worker.last_heartbeat) == (WorkerStatus.SPAWNING, None)
+    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_HIRED", "WORKER_JOINED"]
+
+
+async def test_a_machine_that_cannot_start_its_worker_says_why_and_the_next_cycle_knows(store: Stores) -> None:
+    await hire(store)
+    await store.activate("w0", JOIN, TOKEN)
+    for reason in ("no module app", "said again"):
+        await store.cannot_start("w0", "HANDLER_NOT_FOUND", reason)
+    observed = await store.observe(ANN, "gpus", FLEET)
+    assert isinstance(observed, tuple)
+    (worker,) = observed[1].workers
+    assert (worker.prepare_code, worker.prepare_reason) == ("HANDLER_NOT_FOUND", "no module app")
+    (event,) = [event for event in await store.events(worker_id="w0") if event.code == "WORKER_NOT_STARTED"]
+    assert (event.reason, event.detail) == ("no module app", {"code": "HANDLER_NOT_FOUND"})
+
+
+async def test_whoever_has_been_heard_of_or_was_not_hired_has_started(store: Stores) -> None:
+    await hire(store)
+    await store.heartbeat("w0")
+    await store.register(Registration(worker_id="by-hand", queues=("a",), fleet="gpus", concurrency=1, lease_s=30.0))
+    for worker_id in ("w0", "by-hand", "nobody"):
+        await store.cannot_start(worker_id, "HANDLER_NOT_FOUND", "no module app")
+    observed = await store.observe(ANN, "gpus", FLEET)
+    assert isinstance(observed, tuple)
+    assert {worker.id: worker.prepare_code for worker in observed[1].workers} == {"w0": None, "by-hand": None}
+    assert "WORKER_NOT_STARTED" not in [event.code for event in await store.events(limit=1000)]
+
+
+async def test_repeating_the_exchange_is_accepted_for_as_long_as_the_worker_lives(store: Stores, clock: Any) -> None:
+    await hire(store)
+    await store.activate("w0", JOIN, TOKEN)
+    clock.advance(10 * TTL_S)
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
+    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_HIRED", "WORKER_JOINED"]
+    await end(store)
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
+
+
+async def test_a_join_token_is_used_once(store: Stores) -> None:
+    await hire(store)
+    await store.activate("w0", JOIN, TOKEN)
+    assert await store.activate("w0", JOIN, OTHER_TOKEN) is Activation.USED
+    assert await store.caller(OTHER_TOKEN) is None
+
+
+async def test_an_expired_join_token_is_refused(store: Stores, clock: Any) -> None:
+    await hire(store)
+    clock.advance(TTL_S)
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.EXPIRED
+    assert await store.caller(TOKEN) is None
+
+
+async def test_a_join_token_is_bound_to_its_worker(store: Stores) -> None:
+    await hire(store, "w0", 0, JOIN)
+    await hire(store, "w1", 1, OTHER_JOIN)
+    assert await store.activate("w1", JOIN, TOKEN) is Activation.UNKNOWN
+    assert await store.activate("nobody", JOIN, TOKEN) is Activation.UNKNOWN
+    assert await store.caller(TOKEN) is None
+
+
+async def test_a_token_ends_with_its_worker_and_nobody_has_to_revoke_it(store: Stores) -> None:
+    await hire(store)
+    await store.activate("w0", JOIN, TOKEN)
+    await store.terminate_worker("w0", "by hand")
+    caller = await store.caller(TOKEN)
+    assert isinstance(caller, WorkerCaller)
+    # In error: it may still hear so, from the store.
+    assert not caller.has_ended
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
+    await end(store)
+    for token in (TOKEN, JOIN):
+        caller = await store.caller(token)
+        assert isinstance(caller, WorkerCaller | JoinCaller)
+        assert caller.has_ended
+
+
+async def test_the_tokens_of_a_worker_that_was_forgotten_are_nobodys(store: Stores, clock: Any) -> None:
+    await hire(store)
+    await store.activate("w0", JOIN, TOKEN)
+    await end(store)
+    clock.advance(10_801)
+    await store.sweep()
+    assert await store.caller(TOKEN) is None
+    assert await store.caller(JOIN) is None
+
+
+async def test_an_api_token_is_known_until_it_is_revoked(store: Stores, clock: Any) -> None:
+    created = await store.create_token("cron", Role.OPERATOR, TOKEN)
+    assert (created.name, created.role, created.created_at) == ("cron", Role.OPERATOR, clock())
+    assert (created.last_used_at, created.revoked_at) == (None, None)
+    assert await store.caller(TOKEN) == TokenCaller("cron", Role.OPERATOR)
+    assert await store.caller(OTHER_TOKEN) is None
+    clock.advance(1)
+    assert await store.revoke_token("cron")
+    assert await store.caller(TOKEN) is None
+    assert not await store.revoke_token("cron")
+    assert not await store.revoke_token("nobody")
+    (token,) = await store.tokens()
+    assert token.revoked_at == clock()
+
+
+async def test_the_last_use_of_an_api_token_is_noted_to_the_minute(store: Stores, clock: Any) -> None:
+    first = clock()
+    await store.create_token("cron", Role.VIEWER, TOKEN)
+    for advance_s, noted in ((0, first), (60, first), (0.000001, None)):
+        clock.advance(advance_s)
+        await store.caller(TOKEN)
+        (token,) = await store.tokens()
+        assert token.last_used_at == (noted if noted is not None else clock())
+
+
+async def test_a_name_is_free_again_once_its_token_is_revoked(store: Stores) -> None:
+    await store.create_token("cron", Role.VIEWER, TOKEN)
+    with pytest.raises(BadInput, match="there is a token cron already"):
+        await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
+    assert await store.caller(OTHER_TOKEN) is None
+    await store.revoke_token("cron")
+    await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
+    assert [(token.role, token.revoked_at is None) for token in await store.tokens()] == [
+        (Role.OPERATOR, True),
+        (Role.VIEWER, False),
+    ]
+
+
+async def test_a_name_that_is_none_is_refused(store: Stores) -> None:
+    with pytest.raises(BadInput):
+        await store.create_token("no name", Role.VIEWER, hash_of(new_token(API_PREFIX, SystemRandom())))
+
+
+# ------------------------------------------------------------------------------------- workers that nobody hired
+
+API = f"{API_PREFIX}{'a' * 64}"
+MINE = Registration("mine", ("a", "b"), lease_s=30.0)
+
+
+async def test_a_worker_that_nobody_hired_enlists_and_is_known_by_its_token(store: Stores) -> None:
+    await store.create_token("anywhere", Role.WORKER, hash_of(API))
+    for _ in range(2):  # the first answer may be lost
+        assert await store.self_register(hash_of(API), TOKEN, MINE) is WorkerStatus.ACTIVE
+    assert await store.caller(TOKEN) == WorkerCaller("mine", "default", ("a", "b"), has_ended=False)
+    worker = await store.worker("mine")
+    assert worker is not None
+    assert (worker.fleet, worker.slot, worker.status) == ("default", None, WorkerStatus.ACTIVE)
+    await store.leave("mine", "drained")
+    caller = await store.caller(TOKEN)
+    assert isinstance(caller, WorkerCaller)
+    assert caller.has_ended
+
+
+async def test_revoking_an_api_token_ends_the_tokens_of_those_it_let_in(store: Stores) -> None:
+    await store.create_token("anywhere", Role.WORKER, hash_of(API))
+    await store.self_register(hash_of(API), TOKEN, MINE)
+    await store.revoke_token("anywhere")
+    caller = await store.caller(TOKEN)
+    assert isinstance(caller, WorkerCaller)
+    assert caller.has_ended
+    assert await store.self_register(hash_of(API), TOKEN, MINE) is None
+
+
+async def test_nobody_enlists_with_another_role_or_under_anothers_name(store: Stores) -> None:
+    await store.create_token("ops", Role.OPERATOR, OTHER_TOKEN)
+    assert await store.self_register(OTHER_TOKEN, TOKEN, MINE) is None
+    assert await store.worker("mine") is None
+    await store.create_token("anywhere", Role.WORKER, hash_of(API))
+    await hire(store, "w0")
+    await store.register(MINE)
+    for name in ("w0", "mine"):
+        with pytest.raises(BadInput, match=f"there is a worker {name} already"):
+            await store.self_register(hash_of(API), TOKEN, replace(MINE, worker_id=name))
+    assert await store.caller(TOKEN) is None
+
+
+async def test_workers_that_enlisted_work_and_look_after_each_other(store: Stores, clock: Any) -> None:
+    await store.create_token("anywhere", Role.WORKER, hash_of(API))
+    long_poll_hub = LongPollHub(store.wait_for_work)
+    app = make_app(face_over(store, store, long_poll_hub))
+    enlistments = [new_self_registration(URL, API, False, httpx.ASGITransport(app)) for _ in range(2)]
+    async with SelfRegisteredTransport(enlistments[0]) as one, SelfRegisteredTransport(enlistments[1]) as other:
+        await one.register(MINE)
+        await other.register(replace(MINE, worker_id="other"))
+        task_id = await store.enqueue(new_task("a", 1))
+        (claim,) = await other.claim("other", ["a"])
+        assert claim.task_id == task_id
+        # The heartbeat has a transport of its own.
+        async with SelfRegisteredTransport(enlistments[0]) as heart:
+            for _ in range(8):
+                await heart.heartbeat("mine")
+                clock.advance(5)
+            await heart.heartbeat("mine")
+        assert await one.run_maintenance("mine") == [RecoveredTasks("other", 1, 0)]
+        assert (await other.heartbeat("other")).status is not WorkerStatus.ACTIVE
+        # Declared lost, it joins again under a new name.
+        assert await other.register(replace(MINE, worker_id="again")) is WorkerStatus.ACTIVE
+        with pytest.raises(BadInput, match="not c"):
+            await other.claim("again", ["c"])
+    await long_poll_hub.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- sessions
+
+LINK, SESSION, OTHER_SESSION = hash_of("link"), hash_of("session"), hash_of("another session")
+
+
+@pytest.mark.parametrize("role", SESSION_ROLES)
+async def test_a_link_opens_one_session_of_its_role(store: Stores, role: Role) -> None:
+    await store.create_link(LINK, role, 60)
+    assert await store.session_role(LINK) is None
+    assert await store.open_session(LINK, SESSION, 60)
+    assert not await store.open_session(LINK, OTHER_SESSION, 60)
+    assert not await store.open_session(SESSION, OTHER_SESSION, 60)
+    assert await store.session_role(SESSION) is role
+    assert await store.session_role(OTHER_SESSION) is None
+    await store.end_session(SESSION)
+    assert await store.session_role(SESSION) is None
+
+
+async def test_links_and_sessions_expire(store: Stores, clock: Any) -> None:
+    await store.create_link(LINK, Role.OPERATOR, 60)
+    clock.advance(60)
+    assert not await store.open_session(LINK, SESSION, 60)
+    await store.create_link(OTHER_JOIN, Role.OPERATOR, 60)
+    assert await store.open_session(OTHER_JOIN, SESSION, 60)
+    clock.advance(60)
+    assert await store.session_role(SESSION) is None
+    assert await store.sessions() == []
+    assert not await store.revoke_session(session_id(SESSION))
+
+
+async def test_sessions_and_unused_links_are_listed_and_revoked_by_their_id(store: Stores, clock: Any) -> None:
+    opened_at = clock()
+    await store.create_link(LINK, Role.VIEWER, 60)
+    assert await store.open_session(LINK, SESSION, 600)
+    clock.advance(1)
+    await store.create_link(OTHER_JOIN, Role.OPERATOR, 60)
+    link = Session(session_id(OTHER_JOIN), Role.OPERATOR, True, clock(), clock() + timedelta(seconds=60))
+    browser = Session(session_id(SESSION), Role.VIEWER, False, opened_at, opened_at + timedelta(seconds=600))
+    assert await store.sessions() == [link, browser]
+    assert await store.revoke_session(browser.id)
+    assert await store.revoke_session(link.id)
+    assert not await store.revoke_session(link.id)
+    assert await store.session_role(SESSION) is None
+    assert not await store.open_session(OTHER_JOIN, OTHER_SESSION, 60)
+
+
+async def test_where_people_are_served_is_known_while_it_is_said_again(store: Stores, clock: Any) -> None:
+    here, there = ServerAddress("http://127.0.0.1:8080", "here"), ServerAddress("http://127.0.0.1:8080", "there")
+    assert await store.servers() == []
+    await store.record_server(here)
+    clock.advance(SERVER_TTL_S / 2)
+    await store.record_server(there)
+    assert await store.servers() == [there, here]
+    clock.advance(SERVER_TTL_S / 4)
+    await store.record_server(here)
+    assert await store.servers() == [here, there]
+    clock.advance(SERVER_TTL_S * 3 / 4)
+    assert await store.servers() == [here]
+    await store.remove_server(here)
+    await store.remove_server(here)
+    assert await store.servers() == []
+
+
+async def test_whether_any_token_is_in_use(store: Stores) -> None:
+    assert not await store.has_tokens()
+    await store.create_token("ann", Role.VIEWER, TOKEN)
+    assert await store.has_tokens()
+    await store.revoke_token("ann")
+    assert not await store.has_tokens()

@@ -1,0 +1,344 @@
+"""The contract of ports/ray.py, over both stores in virtual time."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
+from windlass.model.fleet import FleetConfig
+from windlass.model.node import AliveNode, DeadNode, NodeState, NodeVerdict, Placement, dispatcher_lease
+from windlass.model.task import Claim, Finished, TaskStatus, new_task
+from windlass.model.worker import HeldClaim, Registration, WorkerKind, WorkerStatus
+from windlass.ports.control import Candidate, LeaseLost, Standby
+from windlass.store.memory.ray import MemoryRayStore
+from windlass.store.ray import PostgresRayStore
+
+FLEET = "many"
+LEASE_S = 30.0
+
+
+class World:
+    """A fleet with a dispatcher that acts, and two hired nodes."""
+
+    def __init__(self, store: Any, clock: Any, dsn: str | None) -> None:
+        self.store = store
+        self.clock = clock
+        self._dsn = dsn
+        self.candidate = Candidate("dispatcher-a", LEASE_S, dispatcher_lease(FLEET))
+        self.term = 0
+
+    async def hire(self, worker_id: str, slot: int, **registration: Any) -> None:
+        if self._dsn is None:
+            self.store.hire(worker_id, FLEET, slot)
+        else:
+            await hire_in_postgres(self._dsn, self.clock(), worker_id, FLEET, slot)
+        await self.store.register(
+            Registration(worker_id, ("q",), FLEET, lease_s=LEASE_S, **{"kind": WorkerKind.NODE, **registration})
+        )
+
+    async def lead(self, candidate: Candidate | None = None) -> int:
+        term = await self.store.lead(candidate or self.candidate)
+        assert isinstance(term, int)
+        return term
+
+    async def register_dispatcher(self, worker_id: str = "d") -> None:
+        await self.store.register(Registration(worker_id, ("q",), FLEET, 100, LEASE_S, kind=WorkerKind.DISPATCHER))
+
+    async def claim(self, count: int = 1, dispatcher: str = "d") -> list[Claim]:
+        await self.store.enqueue_many([new_task("q", number) for number in range(count)])
+        claims = await self.store.claim(dispatcher, ["q"], count)
+        assert len(claims) == count
+        return list(claims)
+
+    async def report(self, *nodes: AliveNode | DeadNode) -> dict[str, bool]:
+        return dict(await self.store.report_nodes(self.candidate, self.term, FLEET, ["q"], LEASE_S, nodes))
+
+    async def place(self, claim: Claim, worker_id: str) -> NodeVerdict:
+        placed: dict[UUID, NodeVerdict] = await self.store.place([Placement(claim.task_id, claim.token, worker_id)])
+        return placed[claim.token]
+
+
+def alive(worker_id: str, **changes: Any) -> AliveNode:
+    return AliveNode(worker_id, f"id-of-{worker_id}", {"CPU": 2.0}, {"CPU": 1.0}, **changes)
+
+
+@pytest.fixture(params=["memory", "postgres"])
+async def world(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[World]:
+    if request.param == "memory":
+        made = World(MemoryRayStore(clock, RETENTION, Random(1)), clock, None)  # noqa: S311
+        await _furnish(made)
+        yield made
+        return
+    dsn = request.getfixturevalue("shared_dsn")
+    await empty_tables(dsn)
+    async with PostgresRayStore(dsn, retention=RETENTION, virtual_now=clock) as postgres:
+        made = World(postgres, clock, dsn)
+        await _furnish(made)
+        yield made
+
+
+async def _furnish(world: World) -> None:
+    await world.hire("n1", 0)
+    await world.hire("n2", 1)
+    world.term = await world.lead()
+    await world.register_dispatcher()
+
+
+# ----------------------------------------------------------------------------------------------------- placing
+
+
+async def test_a_placed_task_belongs_to_its_node_and_its_time_counts_from_there(world: World) -> None:
+    (claim,) = await world.claim()
+    assert (await world.store.task(claim.task_id)).worker_id == "d"
+    world.clock.advance(7)
+    assert await world.place(claim, "n1") is NodeVerdict.PLACED
+    task = await world.store.task(claim.task_id)
+    assert (task.worker_id, task.status, task.started_at) == ("n1", TaskStatus.RUNNING, world.clock())
+    assert (await world.store.worker("n1")).first_claimed_at == world.clock()
+
+
+async def test_a_placement_may_be_repeated_and_then_changes_nothing(world: World) -> None:
+    (claim,) = await world.claim()
+    await world.place(claim, "n1")
+    started_at = world.clock()
+    world.clock.advance(3)
+    assert await world.place(claim, "n1") is NodeVerdict.PLACED
+    assert (await world.store.task(claim.task_id)).started_at == started_at
+
+
+async def test_many_are_placed_at_once_each_with_its_own_verdict(world: World) -> None:
+    first, second = await world.claim(2)
+    await world.store.set_paused(["n2"], True)
+    unknown = uuid4()
+    verdicts = await world.store.place(
+        [
+            Placement(first.task_id, first.token, "n1"),
+            Placement(second.task_id, second.token, "n2"),
+            Placement(first.task_id, unknown, "n1"),
+        ]
+    )
+    assert verdicts == {first.token: NodeVerdict.PLACED, second.token: NodeVerdict.BARRED, unknown: NodeVerdict.LOST}
+    assert (await world.store.task(second.task_id)).worker_id == "d"
+
+
+@pytest.mark.parametrize(
+    "target", ["nobody", "plain", "ending"], ids=["unknown", "a worker that claims", "terminating"]
+)
+async def test_nothing_is_placed_on_one_that_may_not_have_it(world: World, target: str) -> None:
+    await world.store.register(Registration("plain", ("q",), FLEET))
+    await world.hire("ending", 2)
+    await world.store.set_terminating(["ending"], "let go")
+    (claim,) = await world.claim()
+    assert await world.place(claim, target) is NodeVerdict.BARRED
+    assert (await world.store.task(claim.task_id)).worker_id == "d"
+
+
+async def test_a_cancelled_task_is_lost_when_it_is_about_to_start(world: World) -> None:
+    (claim,) = await world.claim()
+    await world.store.cancel_task(claim.task_id, "not wanted")
+    assert await world.place(claim, "n1") is NodeVerdict.LOST
+
+
+async def test_the_dispatcher_finishes_fails_and_beats_for_what_it_placed(world: World) -> None:
+    done, broken, running = await world.claim(3)
+    for claim in (done, broken, running):
+        await world.place(claim, "n1")
+    turn = await world.store.finish_and_claim("d", [Finished(done.task_id, done.token, "1")], ["q"], 0)
+    assert turn.lost == []
+    assert await world.store.fail("d", broken.task_id, broken.token, "no") is TaskStatus.ERROR
+    await world.store.cancel_task(running.task_id, "not wanted")
+    pulse = await world.store.heartbeat("d", [HeldClaim(running.task_id, running.token)])
+    assert pulse.lost == {running.token}
+    assert (await world.store.task(done.task_id)).status is TaskStatus.COMPLETE
+
+
+async def test_a_node_that_beats_does_not_give_back_what_was_placed_on_it(world: World) -> None:
+    (claim,) = await world.claim()
+    await world.place(claim, "n1")
+    world.clock.advance(LEASE_S * 2)
+    await world.store.heartbeat("n1")
+    assert (await world.store.task(claim.task_id)).worker_id == "n1"
+
+
+async def test_progress_of_a_placed_task_comes_from_its_dispatcher(world: World) -> None:
+    (claim,) = await world.claim()
+    await world.place(claim, "n2")
+    await world.store.heartbeat("d", [HeldClaim(claim.task_id, claim.token, 0.5, "half")])
+    task = await world.store.task(claim.task_id)
+    assert (task.progress, task.progress_note) == (0.5, "half")
+
+
+async def test_what_a_dispatcher_holds_without_a_place_for_it_waits_still(world: World) -> None:
+    """So that somebody is hired for it."""
+    placed, _ = await world.claim(2)
+    await world.place(placed, "n1")
+    world.clock.advance(9)
+    fleet = FleetConfig(provider="ray-local", queues=("q",))
+    _, snapshot = await world.store.observe(Candidate("leader", LEASE_S), FLEET, fleet)
+    seen = snapshot.queue
+    assert (seen.queued, seen.running, seen.oldest_queued_age_s) == (1, 1, 9.0)
+
+
+# --------------------------------------------------------------------------------------------------- taking over
+
+
+async def test_who_takes_over_requeues_what_ran_and_gives_back_what_waited(world: World) -> None:
+    ran, waited = await world.claim(2)
+    await world.place(ran, "n1")
+    world.clock.advance(LEASE_S + 1)
+    other = Candidate("dispatcher-b", LEASE_S, dispatcher_lease(FLEET))
+    term = await world.lead(other)
+    assert term == world.term + 1
+    assert await world.store.take_over_nodes(other, term, FLEET) == 2
+    assert (await world.store.worker("d")).status is WorkerStatus.TERMINATED
+    tasks = [await world.store.task(claim.task_id) for claim in (ran, waited)]
+    assert [(task.status, task.attempts) for task in tasks] == [(TaskStatus.QUEUED, 1), (TaskStatus.QUEUED, 0)]
+    assert tasks[0].error_code == "DISPATCHER_LOST"
+    late = await world.store.finish_and_claim("d", [Finished(ran.task_id, ran.token, "1")], ["q"], 0)
+    assert late.lost == [ran.token]
+
+
+async def test_one_that_lost_its_lease_neither_takes_over_nor_reports(world: World) -> None:
+    (claim,) = await world.claim()
+    await world.place(claim, "n1")
+    world.clock.advance(LEASE_S + 1)
+    await world.lead(Candidate("dispatcher-b", LEASE_S, dispatcher_lease(FLEET)))
+    with pytest.raises(LeaseLost):
+        await world.store.take_over_nodes(world.candidate, world.term, FLEET)
+    with pytest.raises(LeaseLost):
+        await world.report(alive("n1"))
+    assert (await world.store.task(claim.task_id)).worker_id == "n1"
+
+
+async def test_only_one_of_a_fleet_leads_and_each_fleet_has_its_own(world: World) -> None:
+    assert isinstance(await world.store.lead(Candidate("b", LEASE_S, dispatcher_lease(FLEET))), Standby)
+    assert isinstance(await world.store.lead(Candidate("b", LEASE_S, dispatcher_lease("other"))), int)
+    assert isinstance(await world.store.lead(Candidate("b", LEASE_S)), int)
+
+
+async def test_a_dispatcher_that_leads_does_not_pass_for_an_orchestrator(world: World) -> None:
+    """Only where nobody leads may workers judge those that were hired."""
+    await world.store.heartbeat("n1")
+    await world.store.register(Registration("judge", ("q",), "other", lease_s=LEASE_S))
+    await world.store.heartbeat("judge")
+    for _ in range(40):
+        world.clock.advance(LEASE_S / 10)
+        await world.store.heartbeat("judge")
+        await world.lead()
+    lost = {recovery.worker_id for recovery in await world.store.recover_lost_workers("judge")}
+    assert "n1" in lost
+
+
+@pytest.mark.parametrize("has_successor", [False, True], ids=["nobody took its place", "another took its place"])
+async def test_tasks_on_nodes_are_recovered_with_their_dispatcher(world: World, has_successor: bool) -> None:
+    (claim,) = await world.claim()
+    await world.place(claim, "n1")
+    await world.store.register(Registration("judge", ("q",), "other", lease_s=LEASE_S))
+    await world.store.heartbeat("d")
+    for _ in range(15):
+        world.clock.advance(LEASE_S / 10)
+        await world.store.heartbeat("judge")
+        # Somebody orchestrates, so the nodes are not the judge's.
+        await world.store.lead(Candidate("leader", LEASE_S))
+    if has_successor:
+        await world.lead(Candidate("dispatcher-b", LEASE_S, dispatcher_lease(FLEET)))
+    await world.store.recover_lost_workers("judge")
+    assert (await world.store.worker("d")).status is WorkerStatus.TERMINATED
+    task = await world.store.task(claim.task_id)
+    assert task.status is (TaskStatus.RUNNING if has_successor else TaskStatus.QUEUED)
+
+
+# --------------------------------------------------------------------------------------------- what is told of nodes
+
+
+async def test_what_the_engine_says_of_hired_nodes_is_kept(world: World) -> None:
+    began = world.clock()
+    assert await world.report(alive("n1", places=4)) == {}
+    world.clock.advance(5)
+    await world.report(alive("n1", places=4))
+    first, second = await world.store.worker("n1"), await world.store.worker("n2")
+    assert first.concurrency == 4
+    assert (first.node.state, first.node.since, first.node.at) == (NodeState.ALIVE, began, world.clock())
+    assert (first.node.node_id, first.node.total, first.node.used) == ("id-of-n1", {"CPU": 2.0}, {"CPU": 1.0})
+    assert (second.node.state, second.node.since) == (NodeState.ABSENT, began)
+    assert first.last_heartbeat is None  # a hired one is heard by its own word alone
+
+
+@pytest.mark.parametrize("death", [None, "its health check failed"], ids=["not there any more", "known to be dead"])
+async def test_a_node_that_was_alive_is_dead_when_it_is_not_there(world: World, death: str | None) -> None:
+    await world.report(alive("n1"))
+    world.clock.advance(5)
+    news = [DeadNode("n1", "id-of-n1", death)] if death else []
+    await world.report(*news)
+    node = (await world.store.worker("n1")).node
+    assert (node.state, node.since, node.node_id) == (NodeState.DEAD, world.clock(), "id-of-n1")
+    assert node.note == (death or "it is no longer in the cluster")
+    world.clock.advance(5)
+    await world.report()
+    assert (await world.store.worker("n1")).node.note == node.note
+
+
+async def test_what_is_known_already_is_written_again_only_after_a_while(world: World) -> None:
+    """Nodes are told of twice a second: rows that say so already are left alone, yet never look forgotten."""
+    began = world.clock()
+    foreign = alive("ray-1234", is_managed=False)
+    await world.report(alive("n1"), foreign)
+    world.clock.advance(LEASE_S / 10)
+    await world.report(alive("n1"), foreign)
+    first, strange = await world.store.worker("n1"), await world.store.worker("ray-1234")
+    assert (first.node.at, strange.node.at, strange.last_heartbeat) == (began, began, began)
+    busy = replace(alive("n1"), used={"CPU": 2.0})
+    await world.report(busy, foreign)
+    node = (await world.store.worker("n1")).node
+    assert (node.at, node.since, node.used) == (world.clock(), began, {"CPU": 2.0})
+    world.clock.advance(LEASE_S / 10)
+    await world.report(busy, foreign)
+    assert (await world.store.worker("ray-1234")).last_heartbeat == world.clock()
+
+
+async def test_a_node_that_nobody_hired_begins_anew_when_it_is_told_of_after_its_end(world: World) -> None:
+    """Its dispatcher was away, and somebody gave it up for its silence."""
+    foreign = alive("ray-1234", is_managed=False)
+    await world.report(foreign)
+    await world.store.register(Registration("judge", ("q",), "other", lease_s=LEASE_S))
+    for _ in range(16):
+        world.clock.advance(LEASE_S / 10)
+        await world.store.heartbeat("judge")
+    assert "ray-1234" in {lost.worker_id for lost in await world.store.recover_lost_workers("judge")}
+    world.term = await world.lead()
+    await world.register_dispatcher("d2")
+    assert await world.report(foreign) == {}
+    worker = await world.store.worker("ray-1234")
+    assert (worker.status, worker.last_heartbeat, worker.code) == (WorkerStatus.ACTIVE, world.clock(), None)
+    (claim,) = await world.claim(dispatcher="d2")
+    assert await world.place(claim, "ray-1234") is NodeVerdict.PLACED
+
+
+async def test_who_is_told_to_end_or_paused_is_to_be_drained(world: World) -> None:
+    await world.store.set_terminating(["n1"], "let go")
+    assert await world.report(alive("n1"), alive("n2")) == {"n1": True}
+    await world.store.set_paused(["n2"], True)
+    assert await world.report(alive("n1"), alive("n2")) == {"n1": True, "n2": False}
+
+
+async def test_nodes_that_nobody_hired_live_as_long_as_they_are_told_of(world: World) -> None:
+    foreign = alive("ray-1234", is_managed=False, places=8, host="10.0.0.7")
+    await world.report(foreign)
+    world.clock.advance(10)
+    await world.report(foreign)
+    worker = await world.store.worker("ray-1234")
+    assert (worker.kind, worker.slot, worker.status) == (WorkerKind.NODE, None, WorkerStatus.ACTIVE)
+    assert (worker.concurrency, worker.host, worker.last_heartbeat) == (8, "10.0.0.7", world.clock())
+    (claim,) = await world.claim()
+    assert await world.place(claim, "ray-1234") is NodeVerdict.PLACED
+    await world.report()
+    ended = await world.store.worker("ray-1234")
+    assert (ended.status, ended.code) == (WorkerStatus.TERMINATED, "NODE_DEAD")
+    task = await world.store.task(claim.task_id)
+    assert (task.status, task.attempts, task.error_code) == (TaskStatus.QUEUED, 1, "NODE_DEAD")
+    codes = [event.code for event in await world.store.events(worker_id="ray-1234")]
+    assert codes == ["WORKER_REGISTERED", "TASK_REQUEUED", "NODE_DEAD"]

@@ -1,0 +1,845 @@
+"""People are told: once, also when receivers fail at times, orchestrators are several, or one of them restarts."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import stat
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from email import message_from_string
+from email.policy import default as default_policy
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from structlog.testing import capture_logs
+
+from windlass.control.alerting import (
+    MAX_AT_ONCE,
+    MAX_ATTEMPTS,
+    MESSAGE_LEASE_S,
+    SETTLING_S,
+    STREAK_FORGOTTEN_S,
+    AlertManager,
+)
+from windlass.control.orchestrator import CARETAKER
+from windlass.control.summary import Summary
+from windlass.model.action import Plan, RaiseAlert
+from windlass.model.alert import Message, MessageKind, Severity
+from windlass.model.config import Retention
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import Hold, PlannerState
+from windlass.notify import webhook
+from windlass.notify.command import Command
+from windlass.notify.email import Email
+from windlass.notify.webhook import Slack, Webhook
+from windlass.ports.alerts import NotDelivered
+from windlass.ports.control import Candidate
+from windlass.server.server import listen
+from windlass.store.alerts import MAX_TOLD, QUERIES, TOLD_S, PostgresAlertStore
+
+ANN = Candidate("ann", ttl_s=1e6)
+FLEET = FleetConfig(queues=("a",), handler="app:work", poll_interval_s=10)
+SECRET = "s3cr3t"
+GRACE_S = 60.0
+MESSAGE = Message(
+    1, "webhook", MessageKind.FIRING, 1, 1, None, "NO_LEADER", Severity.CRITICAL, "nobody", datetime.now(UTC), None
+)
+
+
+@pytest.fixture
+async def store(dsn: str, clock: Any) -> AsyncIterator[PostgresAlertStore]:
+    async with PostgresAlertStore(dsn, virtual_now=clock) as store:
+        yield store
+
+
+async def plan(
+    store: PostgresAlertStore,
+    *alerts: RaiseAlert,
+    hold: Hold | None = None,
+    fleet: str = "gpus",
+    next_plan_in_s: float | None = 1e6,
+) -> None:
+    """A cycle that had this to tell."""
+    observed = await store.observe(ANN, fleet, FLEET)
+    assert isinstance(observed, tuple)
+    term, snapshot = observed
+    told = {f"{alert.code} {alert.about}".rstrip(): snapshot.now for alert in alerts}
+    memory = PlannerState(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s, alerts=told, hold=hold)
+    await store.commit_plan(ANN, term, snapshot, Plan(alerts, memory, "x"), [])
+
+
+class Inbox:
+    """A real server that refuses as often as it is told to."""
+
+    def __init__(self) -> None:
+        self.received: list[dict[str, Any]] = []
+        self.refusals = 0
+        self.url = ""
+
+    async def take(self, request: Request) -> Response:
+        if self.refusals > 0:
+            self.refusals -= 1
+            return Response("no", 503)
+        self.received.append(json.loads(await request.body()))
+        return Response(status_code=204)
+
+
+@asynccontextmanager
+async def inbox_of() -> AsyncIterator[Inbox]:
+    inbox = Inbox()
+    listener = listen("127.0.0.1", 0)
+    app = Starlette(routes=[Route(f"/{SECRET}", inbox.take, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    inbox.url = f"http://127.0.0.1:{listener.getsockname()[1]}/{SECRET}"
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        yield inbox
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@pytest.fixture
+async def inbox() -> AsyncIterator[Inbox]:
+    async with inbox_of() as inbox:
+        yield inbox
+
+
+def alarm_of(store: PostgresAlertStore, *notifiers: Any, **other: Any) -> AlertManager:
+    """Of a process that has run for a while, unless `settling_s` is given."""
+    settled = {"dead_letters_allowed": 0, "leader_grace_s": GRACE_S, "settling_s": 0.0, "rng": Random(1)}  # noqa: S311
+    return AlertManager(store, notifiers, **{**settled, **other})
+
+
+def starting(store: PostgresAlertStore, *notifiers: Any) -> AlertManager:
+    """Of a process that has just begun."""
+    return alarm_of(store, *notifiers, settling_s=SETTLING_S)
+
+
+async def go_on(
+    store: PostgresAlertStore,
+    alarm: AlertManager,
+    clock: Any,
+    for_s: int,
+    *alerts: RaiseAlert,
+    hold: Hold | None = None,
+) -> None:
+    """Cycles that have this to tell, and looks at them."""
+    for _ in range(0, for_s, 5):
+        await alarm.look()
+        await alarm.send_due()
+        clock.advance(5)
+        await plan(store, *alerts, hold=hold, next_plan_in_s=10)
+    await alarm.look()
+    await alarm.send_due()
+
+
+def heard(inbox: Inbox) -> list[tuple[str, str]]:
+    return [(message["status"], message["code"]) for message in inbox.received]
+
+
+async def test_a_beginning_and_an_end_are_told_once(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
+    for _ in range(3):
+        await alarm.look()
+        await alarm.send_due()
+        clock.advance(5)
+    assert heard(inbox) == [("firing", "SLOT_FAILED")]
+    (message,) = inbox.received
+    assert (message["fleet"], message["reason"], message["severity"]) == ("gpus", "slot 3 is failed", "critical")
+    assert "windlass restart" in message["advice"]
+    await plan(store)
+    await alarm.look()
+    assert await alarm.send_due() == 0  # it may come back at once
+    clock.advance(61)
+    await alarm.look()
+    await alarm.send_due()
+    assert heard(inbox) == [("firing", "SLOT_FAILED"), ("resolved", "SLOT_FAILED")]
+    assert inbox.received[1]["alert_id"] == inbox.received[0]["alert_id"]
+
+
+@asynccontextmanager
+async def dripping(begin: bytes) -> AsyncIterator[tuple[str, list[asyncio.Task[None]]]]:
+    """A receiver that answers this, and then a byte now and then for as long as anybody is there. Who is there, too."""
+    callers: list[asyncio.Task[None]] = []
+
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            writer.write(begin)
+            while True:
+                writer.write(b".")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+
+    def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        callers.append(asyncio.create_task(drip(writer)))
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server, asyncio.timeout(20):
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{SECRET}", callers
+        await asyncio.gather(*callers)
+
+
+async def test_a_receiver_that_drips_its_answer_keeps_no_further_message_waiting_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(webhook, "DEADLINE_S", 3.0)
+    async with dripping(b"HTTP/1.1 200 OK\r\nX-Slowly: ") as (url, callers):
+        slow = Webhook(url)
+        for _ in range(2):
+            with pytest.raises(NotDelivered, match="the webhook did not answer within 3 s"):
+                await slow.send(MESSAGE)
+        assert len(callers) == 2
+
+
+async def test_a_name_that_is_looked_up_for_ever_keeps_no_message_beyond_its_time(
+    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "DEADLINE_S", 1.5)
+    look_up, is_over, asked = socket.getaddrinfo, threading.Event(), 0
+
+    def hang(host: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal asked
+        if host in ("localhost", b"localhost"):
+            asked += 1
+            is_over.wait(30)
+        return look_up(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    hook = Webhook(inbox.url.replace("127.0.0.1", "localhost"))
+    threads = threading.active_count()
+    try:
+        async with asyncio.timeout(10):
+            for _ in range(2):
+                with pytest.raises(NotDelivered, match=r"the webhook did not answer within 1\.5 s"):
+                    await hook.send(MESSAGE)
+        # Ours, the resolver's and the one that waits for it; nothing is looked up while it still is.
+        assert asked == 1
+        assert threading.active_count() - threads <= 3
+    finally:
+        is_over.set()
+    # And it is used again, as soon as names are found.
+    monkeypatch.setattr(webhook, "DEADLINE_S", 20.0)
+    await hook.send(MESSAGE)
+    assert inbox.received[-1]["code"] == "NO_LEADER"
+
+
+async def test_what_a_receiver_says_beyond_its_status_is_not_waited_for() -> None:
+    async with dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n") as (url, callers):
+        await Slack(url).send(MESSAGE)
+        assert len(callers) == 1
+
+
+async def test_another_slot_is_another_matter(store: PostgresAlertStore, inbox: Inbox) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
+    await alarm.look()
+    await plan(
+        store,
+        RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"),
+        RaiseAlert("SLOT_FAILED", "slot 4 is failed", about="4"),
+    )
+    await alarm.look()
+    await alarm.send_due()
+    assert sorted(message["reason"] for message in inbox.received) == ["slot 3 is failed", "slot 4 is failed"]
+
+
+async def test_a_restart_tells_nothing_again_and_forgets_nothing(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    first = alarm_of(store, Webhook(inbox.url))
+    await first.look()
+    inbox.refusals = 1
+    await first.send_due()
+    assert heard(inbox) == []
+    after = alarm_of(store, Webhook(inbox.url))  # another process, later
+    clock.advance(60)
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await after.look()
+    await after.send_due()
+    await after.look()
+    await after.send_due()
+    assert heard(inbox) == [("firing", "NEAR_MAX")]
+
+
+@pytest.mark.parametrize("absence", ["killed", "stopped in good order", "without a database"])
+async def test_an_absence_ends_nothing_and_begins_nothing(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any, absence: str
+) -> None:
+    failed = RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3")
+    alarm = starting(store, Webhook(inbox.url))
+    await go_on(store, alarm, clock, 20, failed, hold=Hold("NO_CAPACITY", "none", clock()))
+    if absence == "stopped in good order":
+        await plan(store, failed, next_plan_in_s=None)
+    await store.resign(ANN)
+    clock.advance(3600)
+    if absence != "without a database":
+        alarm = starting(store, Webhook(inbox.url))
+    # It looks before its fleet's first cycle, while another process may or may not lead already.
+    await alarm.look()
+    await plan(store, fleet="other")
+    clock.advance(5)
+    await alarm.look()
+    await go_on(store, alarm, clock, 200, failed, hold=Hold("NO_CAPACITY", "none", clock()))
+    assert sorted(heard(inbox)) == [("firing", "NO_CAPACITY"), ("firing", "SLOT_FAILED")]
+
+
+async def test_what_ended_while_nobody_looked_is_told_to_be_over(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    await go_on(store, starting(store, Webhook(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10"))
+    clock.advance(3600)
+    await go_on(store, starting(store, Webhook(inbox.url)), clock, 80)
+    assert heard(inbox) == [("firing", "NEAR_MAX"), ("resolved", "NEAR_MAX")]
+
+
+async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_known_of_it_lasts(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    await go_on(store, starting(store, Webhook(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10"))
+    clock.advance(3 * 3600)  # the words that it was told in are not looked for that far back
+    alarm = starting(store, Webhook(inbox.url))
+    for looks, unattended in ((10, []), (30, [("firing", "UNATTENDED")])):
+        for _ in range(looks):
+            await alarm.look()
+            await alarm.send_due()
+            clock.advance(5)
+        assert heard(inbox) == [("firing", "NEAR_MAX"), *unattended]
+    assert {alert.key: alert.reason for alert in (await store.watch()).open}["NEAR_MAX"] == "9 of 10"
+    await go_on(store, alarm, clock, 80, RaiseAlert("NEAR_MAX", "9 of 10"))
+    assert heard(inbox)[2:] == [("resolved", "UNATTENDED")]
+
+
+async def test_a_provider_that_goes_on_failing_is_told_once_over_a_restart(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    lists_fail = Summary("gpus", True, "", provider_calls=(("list", "error", 1),))
+    for _ in range(2):
+        alarm = starting(store, Webhook(inbox.url))
+        await alarm.look()
+        clock.advance(1)
+        for _ in range(5):
+            # As seldom as clouds are asked.
+            alarm.note(lists_fail)
+            await go_on(store, alarm, clock, 30)
+        clock.advance(3600)
+    assert heard(inbox) == [("firing", "PROVIDER_ERRORS")]
+    await alarm.look()
+    alarm.note(NOTHING_TO_CREATE)
+    await go_on(store, alarm, clock, 80)
+    assert heard(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
+
+
+async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    def failed(*slots: int) -> list[RaiseAlert]:
+        return [RaiseAlert("SLOT_FAILED", f"slot {slot} is failed", about=str(slot)) for slot in slots]
+
+    def told() -> list[tuple[str, str]]:
+        return [(message["status"], message["reason"]) for message in inbox.received]
+
+    alarm = starting(store, Webhook(inbox.url))
+    await go_on(store, alarm, clock, 80, *failed(0, 1, 2))
+    began = [("firing", f"slot {slot} is failed") for slot in range(3)]
+    assert sorted(told()) == began
+    await go_on(store, alarm, clock, 80, *failed(0, 1, 2, 3))
+    assert told()[3:] == [("firing", "4 at once (0, 1, 2, ...): slot 0 is failed")]
+    # Three are left: of slot 3 it was told with the others, and their alert lasts as long as it does.
+    await go_on(store, alarm, clock, 80, *failed(0, 1, 3))
+    assert told()[4:] == [("resolved", "slot 2 is failed")]
+    await go_on(store, alarm, clock, 80, *failed(3))
+    assert sorted(told()[5:]) == [("resolved", "slot 0 is failed"), ("resolved", "slot 1 is failed")]
+    await go_on(store, alarm, clock, 80)
+    assert told()[7:] == [("resolved", "1 is left (3): slot 3 is failed")]
+    # And the next is told by itself.
+    await go_on(store, alarm, clock, 10, *failed(3))
+    assert told()[8:] == [("firing", "slot 3 is failed")]
+
+
+async def test_a_thousand_queues_with_dead_letters_are_one_message(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    await plan(store)
+    async with store._connection("failing tasks") as connection:
+        await connection.execute(
+            "insert into windlass.tasks (queue, status, finished_at, error_code)"
+            " select 'q' || n, 'failed', windlass.now(), 'HANDLER_ERROR' from generate_series(1, 1000) as n"
+        )
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await alarm.look()
+    await alarm.send_due()
+    (message,) = inbox.received
+    assert message["code"] == "DEAD_LETTERS"
+    assert message["reason"] == "1000 at once (q1, q2, q3, ...): 1 task was given up in queue q1 within an hour"
+    clock.advance(3601)
+    for _ in range(2):
+        await alarm.look()
+        await alarm.send_due()
+        clock.advance(61)
+    assert heard(inbox) == [("firing", "DEAD_LETTERS"), ("resolved", "DEAD_LETTERS")]
+
+
+async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresAlertStore, inbox: Inbox) -> None:
+    await plan(store)
+    failures = [
+        ("slow", "SPAWNING_TIMEOUT", None),
+        ("silent", "NO_HEARTBEAT", None),
+        ("outside Ray", "NODE_NOT_JOINED", None),
+        ("never ready", "STARTUP_NEVER_READY", None),
+        ("unreachable", "SSH_UNREACHABLE", "SSH_UNREACHABLE"),
+        ("without a GPU", "GPU_NOT_DETECTED", "GPU_NOT_DETECTED"),
+        ("lost its GPU", "GPU_NOT_DETECTED", None),
+        ("fell silent", "STALE_HEARTBEAT_IDLE", None),
+    ]
+    async with store._connection("failing workers") as connection:
+        await connection.executemany(
+            "insert into windlass.workers (id, fleet, status, failed_at, code, prepare_code)"
+            " values ($1, 'gpus', 'error', windlass.now(), $2, $3)",
+            failures,
+        )
+    (fleet,) = (await store.watch()).fleets
+    assert set(fleet.provisioning_timeouts) == {worker_id for worker_id, *_ in failures[:6]}
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await alarm.look()
+    await alarm.send_due()
+    (message,) = inbox.received
+    assert message["code"] == "PROVISIONING_TIMEOUT"
+    assert message["reason"] == "6 workers (never ready, outside Ray, silent, ...) were made and never came to work"
+
+
+async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_at_it(
+    store: PostgresAlertStore, clock: Any
+) -> None:
+    async with store._connection("ending alerts") as connection:
+        await connection.execute(
+            "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
+            " select 'X ' || n, 'X', 'warning', 'x', windlass.now() from generate_series(1, 2500) as n;"
+            "insert into windlass.messages (alert_id, receiver, kind)"
+            " select id, 'webhook', 'firing' from windlass.alerts"
+        )
+    clock.advance(Retention().events_s + 1)
+
+    async def left() -> int:
+        async with store._connection("counting") as connection:
+            return int(await connection.fetchval("select count(*) from windlass.messages"))
+
+    running = asyncio.create_task(alarm_of(store).run())
+    async with asyncio.timeout(20):
+        while await left():
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_several_orchestrators_tell_it_once(
+    dsn: str, store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"), hold=Hold("NO_CAPACITY", "none", clock()))
+    async with PostgresAlertStore(dsn, virtual_now=clock) as other:
+        alarms = [alarm_of(each, Webhook(inbox.url)) for each in (store, other)]
+        await asyncio.gather(*(alarm.look() for alarm in alarms for _ in range(3)))
+        await asyncio.gather(*(alarm.send_due() for alarm in alarms))
+    assert sorted(heard(inbox)) == [("firing", "NEAR_MAX"), ("firing", "NO_CAPACITY")]
+
+
+async def test_a_receiver_that_fails_is_tried_again_and_given_up_in_the_end(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    outcomes: list[tuple[str, str]] = []
+    alarm = alarm_of(store, Webhook(inbox.url), on_message=lambda *outcome: outcomes.append(outcome))
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    inbox.refusals = 1_000
+    for _ in range(MAX_ATTEMPTS + 3):
+        await alarm.send_due()
+        clock.advance(900)
+    assert outcomes.count(("webhook", "failed")) == MAX_ATTEMPTS - 1
+    assert outcomes.count(("webhook", "given_up")) == 1
+    assert inbox.refusals == 1_000 - MAX_ATTEMPTS
+
+
+async def test_one_that_does_not_answer_keeps_nobody_from_being_told(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    nowhere = Slack("http://127.0.0.1:9/nobody-listens")
+    alarm = alarm_of(store, nowhere, Webhook(inbox.url))
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    assert await alarm.send_due() == 2
+    assert heard(inbox) == [("firing", "NEAR_MAX")]
+
+
+async def test_what_was_over_before_it_was_told_is_not_told(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    await plan(store)
+    clock.advance(61)
+    await alarm.look()
+    assert await alarm.send_due() == 0
+
+
+@pytest.mark.parametrize("is_given_up", [False, True], ids=["tried in vain", "given up"])
+async def test_whoever_was_not_told_that_it_began_is_not_told_that_it_is_over(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any, is_given_up: bool
+) -> None:
+    async with inbox_of() as other:
+        alarm = alarm_of(store, Webhook(inbox.url), Slack(other.url))
+        await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+        await alarm.look()
+        inbox.refusals = 1_000
+        for _ in range(MAX_ATTEMPTS if is_given_up else 2):
+            await alarm.send_due()
+            clock.advance(900)
+            await alarm.look()
+        await plan(store)
+        clock.advance(61)
+        await alarm.look()
+        inbox.refusals = 0
+        for _ in range(2):
+            await alarm.send_due()
+            clock.advance(900)
+        assert heard(inbox) == []
+        assert [message["text"].split("]")[0] for message in other.received] == ["*[warning", "*[resolved"]
+
+
+async def test_what_is_being_told_when_it_is_over_is_ended_once_it_has_arrived(
+    store: PostgresAlertStore, clock: Any
+) -> None:
+    alarm = alarm_of(store, Webhook("http://127.0.0.1:9/"))
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    (firing,) = await store.take_messages(["webhook"], 120, 10)  # on its way
+    await plan(store)
+    clock.advance(61)
+    await alarm.look()
+    assert await store.take_messages(["webhook"], 120, 10) == []
+    await store.message_delivered(firing.id)
+    (resolved,) = await store.take_messages(["webhook"], 120, 10)
+    assert (resolved.kind, resolved.alert_id) == ("resolved", firing.alert_id)
+
+
+class Silent:
+    """A receiver that takes for ever."""
+
+    name = "webhook"
+
+    async def send(self, _message: Message) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_whoever_looks_once_waits_for_nobody_beyond_its_time(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    async with asyncio.timeout(20):
+        await alarm_of(store, Silent()).tell_once(0.5)
+    clock.advance(MESSAGE_LEASE_S + 1)
+    for _ in range(2):
+        await alarm_of(store, Webhook(inbox.url)).tell_once(30)
+    assert heard(inbox) == [("firing", "NEAR_MAX")]
+
+
+async def test_what_nobody_wants_to_hear_of_is_not_told(store: PostgresAlertStore, inbox: Inbox) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url), ignored=["NEAR_MAX"])
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    assert await alarm.send_due() == 0
+
+
+async def test_provider_errors_dead_letters_and_a_missing_leader(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store)
+    for _ in range(3):
+        alarm.note(Summary("gpus", True, "", provider_calls=(("create", "error", 1), ("list", "ok", 1))))
+    async with store._connection("failing a task") as connection:
+        await connection.execute(
+            "insert into windlass.tasks (queue, status, finished_at, error_code) values"
+            " ('a', 'failed', windlass.now(), 'HANDLER_ERROR'), ('b', 'failed', windlass.now(), 'CANCELLED')"
+        )
+    await alarm.look()
+    await store.resign(ANN)
+    await alarm.look()
+    await alarm.send_due()
+    assert ("firing", "NO_LEADER") not in heard(inbox)  # another may take over
+    clock.advance(GRACE_S)
+    await alarm.look()
+    await alarm.send_due()
+    assert sorted(heard(inbox)) == [("firing", "DEAD_LETTERS"), ("firing", "NO_LEADER"), ("firing", "PROVIDER_ERRORS")]
+
+
+async def test_where_nobody_leads_but_somebody_looks_after_it_the_fleet_is_what_is_told_of(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any
+) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(store, next_plan_in_s=10)
+    await store.resign(ANN)
+    clock.advance(3600)
+    await store.lead(replace(ANN, lease=CARETAKER))
+    await alarm.look()
+    await alarm.send_due()
+    assert heard(inbox) == [("firing", "UNATTENDED")]
+
+
+CREATES_FAIL = Summary("gpus", True, "", provider_calls=(("create", "error", 3), ("list", "ok", 1)))
+NOTHING_TO_CREATE = Summary("gpus", True, "", provider_calls=(("list", "ok", 1),))
+ANOTHER_LEADS = Summary("gpus", False, "")
+
+
+@pytest.mark.parametrize(("next_summary", "later_s"), [(ANOTHER_LEADS, 0), (NOTHING_TO_CREATE, STREAK_FORGOTTEN_S)])
+async def test_provider_errors_are_over_when_another_leads_or_nothing_is_asked_for_long(
+    store: PostgresAlertStore, inbox: Inbox, clock: Any, next_summary: Summary, later_s: float
+) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url), clock=lambda: clock().timestamp())
+    await plan(store)
+    alarm.note(CREATES_FAIL)
+    await alarm.look()
+    await alarm.send_due()
+    clock.advance(later_s)
+    alarm.note(next_summary)
+    for _ in range(2):
+        await alarm.look()
+        await alarm.send_due()
+        clock.advance(61)
+    assert heard(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
+
+
+async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresAlertStore, inbox: Inbox) -> None:
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    running = asyncio.create_task(alarm_of(store, Webhook(inbox.url)).run())
+    async with asyncio.timeout(20):
+        while not inbox.received:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert heard(inbox) == [("firing", "NEAR_MAX")]
+
+
+async def test_a_thousand_of_a_kind_are_one_message(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+    alarm = alarm_of(store, Webhook(inbox.url))
+    await plan(
+        store, *(RaiseAlert("VRAM_STALE", "its GPU is silent", about=f"w{number:03}") for number in range(1_000))
+    )
+    await alarm.look()
+    assert await alarm.send_due() == 1
+    assert inbox.received[0]["reason"] == "1000 at once (w000, w001, w002, ...): its GPU is silent"
+    await plan(store)
+    clock.advance(61)
+    await alarm.look()
+    await alarm.send_due()
+    assert heard(inbox) == [("firing", "VRAM_STALE"), ("resolved", "VRAM_STALE")]
+
+
+async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(store: PostgresAlertStore) -> None:
+    async with store._connection("looking at a plan") as connection:
+        await connection.execute(
+            "insert into windlass.events (code, reason) select 'TASK_ERROR', 'x' from generate_series(1, 20000);"
+            "insert into windlass.events (code, reason) select 'ALERT', 'x' from generate_series(1, 10);"
+            "analyze windlass.events"
+        )
+        lines = await connection.fetch(f"explain {QUERIES['told']}", TOLD_S, MAX_TOLD)
+    assert any("events_alert" in line[0] for line in lines), lines
+
+
+# ------------------------------------------------------------------------------------------------------ other receivers
+
+
+async def test_slack_gets_words(store: PostgresAlertStore, inbox: Inbox) -> None:
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of <10> & more"))
+    alarm = alarm_of(store, Slack(inbox.url))
+    await alarm.look()
+    await alarm.send_due()
+    (message,) = inbox.received
+    title, reason, advice = message["text"].splitlines()
+    assert (title, reason) == ("*[warning] NEAR_MAX in fleet gpus*", "9 of &lt;10&gt; &amp; more.")
+    assert advice.startswith("What to do: raise max_workers")
+
+
+class MailServer:
+    """Just enough SMTP to be spoken to by the standard library. It is busy as often as it is told to be."""
+
+    def __init__(self) -> None:
+        self.letters: list[str] = []
+        self.refusals = 0
+        # Addresses that it knows nothing of.
+        self.unknown: tuple[str, ...] = ()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 ready\r\n")
+        while line := (await reader.readline()).decode().strip():
+            verb = line.split()[0].upper()
+            if verb == "MAIL" and self.refusals > 0:
+                self.refusals -= 1
+                writer.write(b"451 busy\r\n")
+            elif verb == "RCPT" and any(f"<{address}>" in line for address in self.unknown):
+                writer.write(f"550 {SECRET}: nobody of that name\r\n".encode())
+            elif verb == "DATA":
+                writer.write(b"354 go on\r\n")
+                self.letters.append((await reader.readuntil(b"\r\n.\r\n")).decode())
+                writer.write(b"250 taken\r\n")
+            elif verb == "QUIT":
+                writer.write(b"221 bye\r\n")
+                break
+            else:
+                writer.write(b"250 ok\r\n")
+            await writer.drain()
+        writer.close()
+
+
+async def test_mails_are_taken_at_the_second_try(store: PostgresAlertStore, clock: Any) -> None:
+    server = MailServer()
+    server.refusals = 1
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        alarm = alarm_of(store, Email(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",)))
+        await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
+        await alarm.look()
+        await alarm.send_due()
+        assert server.letters == []
+        clock.advance(30)
+        await alarm.send_due()
+    (letter,) = server.letters
+    assert "Subject: windlass [critical] SLOT_FAILED in fleet gpus" in letter
+    assert "To: ops@example.com" in letter
+    assert "slot 3 is failed." in letter
+
+
+async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others_are_told_once(
+    store: PostgresAlertStore, clock: Any
+) -> None:
+    server, outcomes = MailServer(), list[tuple[str, str]]()
+    server.unknown = ("gone@example.com",)
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        email = Email(url, "windlass@example.com", ("gone@example.com", "ops@example.com"))
+        alarm = alarm_of(store, email, on_message=lambda *outcome: outcomes.append(outcome))
+        await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+        await alarm.look()
+        with capture_logs() as lines:
+            for _ in range(3):
+                await alarm.send_due()
+                clock.advance(900)
+    assert len(server.letters) == 1
+    assert sorted(outcomes) == [("email", "delivered"), ("email", "refused")]
+    (line,) = (line for line in lines if line["event"] == "message delivered in part")
+    assert line["error"] == "the mail server at 127.0.0.1 refused gone@example.com (550)"
+    assert SECRET not in str(lines)
+
+
+async def test_mails_of_one_alert_are_one_thread_with_dates(store: PostgresAlertStore, clock: Any) -> None:
+    server = MailServer()
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        alarm = alarm_of(store, Email(url, "windlass@example.com", ("ops@example.com",)))
+        await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+        await alarm.look()
+        await alarm.send_due()
+        await plan(store)
+        clock.advance(61)
+        await alarm.look()
+        await alarm.send_due()
+    begun, over = (message_from_string(letter, policy=default_policy) for letter in server.letters)
+    assert "References" not in begun
+    assert over["References"] == over["In-Reply-To"] == begun["Message-ID"]
+    assert over["Message-ID"] != begun["Message-ID"]
+    for letter in (begun, over):
+        assert abs((letter["Date"].datetime - datetime.now(UTC)).total_seconds()) < 60
+
+
+async def test_a_mail_server_that_does_not_answer_holds_up_nobody_but_mails(
+    store: PostgresAlertStore, inbox: Inbox
+) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    is_over = asyncio.Event()
+
+    async def say_nothing(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await is_over.wait()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        email = Email(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",))
+        alarm = alarm_of(store, email, Webhook(inbox.url))
+        await plan(store, *(RaiseAlert(f"CAUSE_{number}", "it is the matter") for number in range(MAX_AT_ONCE + 2)))
+        await alarm.look()
+        try:
+            async with asyncio.timeout(10):
+                while len(inbox.received) < MAX_AT_ONCE + 2:
+                    await alarm.send_due(is_waited_for=False)
+                    await asyncio.to_thread(lambda: None)
+        finally:
+            is_over.set()
+            await asyncio.gather(*alarm._under_way["email"])
+    assert len(inbox.received) == MAX_AT_ONCE + 2
+
+
+async def test_a_webhook_needs_none_of_the_loops_threads(store: PostgresAlertStore, inbox: Inbox) -> None:
+    is_over = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    taken = asyncio.create_task(asyncio.to_thread(is_over.wait, 30))
+    try:
+        # A name, not a number: it has to be looked up.
+        alarm = alarm_of(store, Webhook(inbox.url.replace("127.0.0.1", "localhost")))
+        await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+        await alarm.look()
+        async with asyncio.timeout(10):
+            await alarm.send_due()
+    finally:
+        is_over.set()
+        await taken
+    assert heard(inbox) == [("firing", "NEAR_MAX")]
+
+
+async def test_a_command_gets_json_and_says_by_its_exit_code_whether_it_is_delivered(
+    store: PostgresAlertStore, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "tell"
+    # Fails the first time; shows what it got, and what it knows of our secrets.
+    script.write_text(f'#!/bin/sh\ncd {tmp_path}\nmkdir once 2>/dev/null && exit 7\ncat > got\necho "$OUR_KEY" > env\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setitem(os.environ, "OUR_KEY", SECRET)
+    alarm = alarm_of(store, Command(f"{script} --now", ("OUR_KEY",)))
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    await alarm.send_due()
+    assert not (tmp_path / "got").exists()
+    clock.advance(30)
+    await alarm.send_due()
+    assert json.loads((tmp_path / "got").read_text())["code"] == "NEAR_MAX"
+    assert (tmp_path / "env").read_text() == "\n"
+
+
+async def test_no_error_of_a_receiver_repeats_its_address(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+    inbox.refusals = 1
+    url = inbox.url
+    alarm = alarm_of(store, Webhook(url), Slack(f"http://127.0.0.1:9/{SECRET}"), Command(f"/nowhere/{SECRET[:0]}x"))
+    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await alarm.look()
+    await alarm.send_due()
+    async with store._connection("reading messages") as connection:
+        errors = [row["error"] for row in await connection.fetch("select error from windlass.messages order by error")]
+    assert errors == [
+        "/nowhere/x cannot be started (No such file or directory)",
+        "the slack cannot be reached (ConnectError)",
+        "the webhook answered 503",
+    ]

@@ -1,0 +1,63 @@
+"""A crash before, during and after every call of an orchestrator's life: the next cycle repairs all of them.
+
+The life contains one of each: hirings, a creation without an answer, a worker that crashes and is replaced, a deletion
+that fails, a stray, promotions, drains. Whoever dies is started again after a second; or, with two orchestrators, the
+other takes over first.
+"""
+
+import pytest
+
+from windlass.model.errors import Unavailable
+from windlass.simulator.cloud import Entry
+from windlass.simulator.crashes import CrashPoint, When, calls_of, crash_at
+from windlass.simulator.scenario import Scenario, Surroundings, fleet_config
+from windlass.simulator.workers import WorkerHabits
+from windlass.simulator.world import World
+
+CHUNKS = 4
+
+
+def eventful_world(orchestrators: int) -> World:
+    around = Surroundings(
+        config=fleet_config(max_workers=3, poll_interval_s=10.0, stop_timeout_s=20.0, idle_timeout_s=10.0),
+        max_list_age_s=5.0,
+        max_late_s=10.0,
+        habits=WorkerHabits(task_s=(10.0, 15.0)),
+        arrivals=((0.5, 5), (100.0, 2)),
+    )
+    world = World(Scenario(0, {"red": around}, orchestrators=orchestrators, ttl_s=10.0, faults_end_s=170.0))
+
+    def plan_events(_: World) -> None:
+        cloud = world.clouds["red"]
+        cloud.books["stray"] = Entry("stray", "red-2-formerly", "red", 2, 0.0, runs_from=0.0)
+        cloud.next_create(takes_s=35.0)
+        cloud.next_create(takes_s=3.0, times_out_after_taking_effect=True)
+        cloud.next_create(takes_s=35.0)
+        cloud.next_delete()
+        cloud.next_delete(raises=Unavailable("503"), takes_effect=False)
+        world.next_worker(boots_s=2.0)
+        world.next_worker(boots_s=2.0, crashes_at_s=10.0)
+        world.next_worker(boots_s=2.0)
+
+    world.on_ready = plan_events
+    return world
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["restarted", "replaced"])
+def life(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
+    return request.param, calls_of(lambda: eventful_world(request.param))
+
+
+def test_the_life_has_a_call_of_every_kind(life: tuple[int, list[str]]) -> None:
+    _, calls = life
+    assert set(calls) == {"lead", "list_machines", "observe", "commit_plan", "create", "delete", "commit_outcomes"}
+    assert calls.count("create") >= 3
+    assert calls.count("delete") >= 4
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_a_crash_at_any_call_is_repaired(life: tuple[int, list[str]], when: When, chunk: int) -> None:
+    orchestrators, calls = life
+    for number in range(chunk, len(calls), CHUNKS):
+        crash_at(lambda: eventful_world(orchestrators), CrashPoint(number, when))

@@ -1,0 +1,156 @@
+"""Random histories of faults against the emulated Hetzner: every promise holds in each, nothing is left over, no paid
+hour is given away, and our ledger is the vendor's.
+
+`WINDLASS_SEEDS=1000 pytest -n 2 tests/simulator/test_hetzner_histories.py` runs a thousand;
+ `WINDLASS_FIRST_SEED`
+says where to begin.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from support.hetzner_histories import REFUSALS, HetznerHistory, hetzner_scenario
+from windlass.policy import billing
+from windlass.policy.stages import scaling
+from windlass.simulator import invariants as watch
+from windlass.simulator.cloud import FaultRates
+from windlass.simulator.invariants import InvariantViolation
+from windlass.simulator.scenario import Scenario, Surroundings, fleet_config
+from windlass.simulator.workers import WorkerHabits
+from windlass_emulators.hetzner.ledger import HetznerBill
+
+SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
+FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
+# Small enough that two workers finish at about the same time.
+CHUNK = 5
+# Rough ones lived through before what nobody met is missing.
+MAX_ROUGH = 60
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, CHUNK))
+def test_nothing_is_left_over_never_too_many_are_there_and_no_paid_hour_is_wasted(
+    first: int, record_property: Callable[[str, object], None]
+) -> None:
+    """`--junitxml=FILE -o junit_family=xunit1` keeps the numbers of what was lived through."""
+    tally: Counter[str] = Counter()
+    for seed in range(first, min(first + CHUNK, FIRST + SEEDS)):
+        history = HetznerHistory(hetzner_scenario(seed))
+        report = history.run()
+        requests = len(history.project.emulator.requests)
+        tally += history.tally + Counter(
+            histories=1, requests=requests, servers=report.machines, billed=report.paid, guessed=report.guessed
+        )
+    assert tally["guessed"] <= 1 + tally["billed"] // 20, "an end that nobody told us is the exception"
+    for what, count in tally.items():
+        record_property(what, count)
+
+
+def calm() -> Scenario:
+    """Where nothing goes wrong: two workers for two tasks, and then nothing to do."""
+    around = Surroundings(
+        config=fleet_config(max_workers=2, poll_interval_s=5.0),
+        habits=WorkerHabits(task_s=(20.0, 30.0)),
+        arrivals=((1.0, 2),),
+        billing_unit_s=600,
+        price_micros_per_hour=1,
+    )
+    return Scenario(0, {"red": around}, faults_end_s=5.0)
+
+
+def test_idle_servers_leave_at_the_end_of_their_hour_and_cost_what_the_vendor_says() -> None:
+    history = HetznerHistory(calm())
+    report = history.run()
+    assert history.tally == {"for want of work, at the end of an hour": 2}
+    assert (report.paid, report.guessed) == (2, 0)
+    ours = sum(charge.amount_micros for charge in history.store._tables.ledger.charges)
+    assert ours == history.project.bill()["total_micros"] == 2 * 6_400
+
+
+def test_settings_that_the_vendor_refuses_hold_the_fleet_and_are_called_by_their_name() -> None:
+    history = HetznerHistory(calm())
+    history.on_ready = lambda _: history.project.emulator.faults.next_create("invalid_input", times=9)
+    history.run()
+    alerts = {event.detail["code"] for event in history.store._tables.journal.events if event.code == "ALERT"}
+    assert "INVALID_REQUEST" in alerts
+    assert "FAILURE_RATE" not in alerts
+
+
+def test_the_bed_notices_a_spare_server_that_is_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "_may_leave", lambda *_: False)
+    with pytest.raises(
+        InvariantViolation, match=r"red-\d-\w+ is spare and is kept though it is about to be paid for again"
+    ):
+        HetznerHistory(calm()).run()
+
+
+def test_the_bed_notices_a_server_that_is_deleted_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(billing, "is_worth_waiting", lambda *_: False)
+    monkeypatch.setattr(watch, "USED_SHARE", 0.0)  # or those who look at decisions would notice before
+    with pytest.raises(InvariantViolation, match=r"red-\d-\w+ is deleted \d+ s into a paid hour, and nobody said why"):
+        HetznerHistory(calm()).run()
+
+
+def test_the_bed_notices_a_vendor_who_asks_for_a_micro_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = HetznerBill._micros
+    monkeypatch.setattr(HetznerBill, "_micros", lambda *args, **kwargs: honest(*args, **kwargs) + 1)
+    with pytest.raises(InvariantViolation, match=r"cost 6402 micros, and our ledger has 6400"):
+        HetznerHistory(calm()).run()
+
+
+def rough(seed: int) -> Scenario:
+    """Where every second request fails, and every third server."""
+    scenario = hetzner_scenario(seed)
+    rates = FaultRates(create_unclear=0.3, create_refused=0.5, list_failed=0.3, list_old=0.3, delete_failed=0.7)
+    fleets = {
+        name: replace(around, rates=rates, lucks=replace(around.lucks, crashes=0.3))
+        for name, around in scenario.fleets.items()
+    }
+    return replace(scenario, fleets=fleets)
+
+
+def test_together_the_histories_see_trouble_of_every_kind() -> None:
+    """A bed in which nothing happens proves nothing. They go on until they have: which one meets what is chance."""
+    of_the_cloud = {
+        "late",
+        "answer lost",
+        "POST silence",
+        "POST silence after",
+        "POST 5xx",
+        "POST 5xx after",
+        *(f"POST {code}" for code in REFUSALS),
+        "DELETE not_found",
+        "DELETE locked",
+        "DELETE silence",
+        "DELETE silence after",
+        "DELETE protected",
+        "GET silence",
+        "GET 5xx",
+        "GET rate_limit_exceeded",
+        "list old",
+        "start_server failed",
+        "delete_server failed",
+        "forgotten address",
+    }
+    in_the_story = {
+        "vanishes with its machine",
+        "is killed",
+        "the database is away",
+        "deleting a Primary IP that was left behind",
+        "machine refused",
+        "creation unclear",
+        "machine not deleted",
+        "machines unknown",
+        "holding",
+    }
+    for seed in range(MAX_ROUGH):
+        history = HetznerHistory(rough(seed))
+        story = history.run().story.text(limit=None)
+        in_the_story -= {trouble for trouble in in_the_story if trouble in story}
+        of_the_cloud -= history.project.told
+        if not of_the_cloud and not in_the_story:
+            return
+    pytest.fail(f"nobody met: {sorted(of_the_cloud | in_the_story)}")

@@ -1,0 +1,310 @@
+"""A key that becomes another account's: no machine is made there, and none of the former account's is forgotten."""
+
+import asyncio
+from random import Random
+from typing import Any
+
+import pytest
+
+from support import hetzner_fixture as hetzner_bed
+from support import runpod_fixture as runpod_bed
+from windlass.control.cycle import FleetCycle
+from windlass.model.event import Event
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import Hold
+from windlass.model.task import new_task
+from windlass.model.worker import WorkerStatus
+from windlass.ports.control import Candidate
+from windlass.simulator.loop import run, virtual_now
+from windlass.store.memory.auth import MemoryAuthStore
+
+CYCLE_S = 5.0
+SILENCE_S = 120.0
+VENDORS = {"hetzner": hetzner_bed.Bed, "runpod": runpod_bed.Bed}
+
+
+class Shop:
+    """One fleet and whoever works in it, and two accounts of its vendor."""
+
+    def __init__(self, vendor: str, max_workers: int = 3) -> None:
+        self.store = MemoryAuthStore(virtual_now)
+        self.former, self.other = VENDORS[vendor](), VENDORS[vendor]()
+        self.fleet = FleetConfig(
+            provider=vendor,
+            queues=("red",),
+            handler="app:work",
+            min_workers=0,
+            max_workers=max_workers,
+            poll_interval_s=CYCLE_S,
+            heartbeat_interval_s=5,
+            heartbeat_timeout_s=SILENCE_S,
+            spawn_timeout_s=SILENCE_S,
+            idle_timeout_s=20,
+            has_gpu=False,
+            auto_start_worker=False,
+            runpod={"image": "any", "choices": [runpod_bed.GPU]} if vendor == "runpod" else {},
+        )
+        self.is_heard, self.idle_s = True, 0.0
+        self.rent(self.former, "the first key")
+
+    def rent(self, account: Any, key: str) -> None:
+        """As an orchestrator that is started anew with this key."""
+        # Of a paid hour nobody here would see the end.
+        settings = {"billing_hour_s": 60} if self.fleet.provider == "hetzner" else {}
+        provider = account.provider(account=account.account(key), **settings)
+        self.cycle = FleetCycle("red", self.fleet, self.store, provider, Candidate("ann", 60.0), Random(1))  # noqa: S311
+
+    async def live(self, seconds: float) -> None:
+        for _ in range(int(seconds / CYCLE_S)):
+            for worker in await self.store.workers():
+                if self.is_heard and worker.status is not WorkerStatus.ERROR:
+                    await self.store.heartbeat(worker.id, (), {"idle_s": self.idle_s})
+            await self.cycle.run(CYCLE_S)
+            await asyncio.sleep(CYCLE_S)
+
+    async def hire(self) -> None:
+        for _ in range(3):
+            await self.store.enqueue(new_task("red", {}))
+        await self.live(20)
+
+    async def finish(self) -> None:
+        for task in await self.store.tasks(limit=100):
+            await self.store.cancel_task(task.id, "enough")
+        self.idle_s = 60.0
+
+    async def hold(self) -> str | None:
+        (fleet,) = await self.store.fleets()
+        return fleet.hold.code if fleet.hold is not None else None
+
+    async def held(self) -> Hold:
+        (fleet,) = await self.store.fleets()
+        assert fleet.hold is not None
+        return fleet.hold
+
+    async def restart(self, slot: int | None = None) -> None:
+        """As `windlass restart` does it."""
+        await self.store.restart_slots("red", slot)
+        workers = [worker.id for worker in await self.store.workers() if slot in (None, worker.slot)]
+        await self.store.set_terminating(workers, "restarted by hand")
+
+    def told(self, code: str) -> list[Event]:
+        alerts = [event for event in self.store._tables.journal.events if event.code == "ALERT"]
+        return [event for event in alerts if event.detail["code"] == code]
+
+    async def left_behind(self) -> dict[str, str]:
+        """By worker, what was remembered of its machine."""
+        return {event.worker_id: event.reason for event in self.told("ABANDONED")}
+
+    async def hired(self) -> int:
+        return len(await self.store.workers())
+
+
+def machines(account: Any) -> int:
+    return len(account.servers if isinstance(account, hetzner_bed.Bed) else account.pods)
+
+
+def ids(account: Any) -> set[str]:
+    return {str(id_) for id_ in (account.servers if isinstance(account, hetzner_bed.Bed) else account.pods)}
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+@pytest.mark.parametrize("lived_s", [0, 300], ids=["while they boot", "while they work"])
+def test_nothing_is_made_in_another_account_nor_forgotten_in_the_former(vendor: str, lived_s: float) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        shop.is_heard = lived_s > 0
+        await shop.hire()
+        before = machines(shop.former)
+        assert 0 < before == await shop.hired()
+        await shop.live(lived_s)
+        shop.rent(shop.other, "another key")
+        shop.is_heard = True
+        for _ in range(9):
+            await shop.store.enqueue(new_task("red", {}))
+        await shop.live(60)  # there is more to do, and nobody is hired for it
+        await shop.finish()
+        await shop.live(600)  # there is nothing to do, and nobody is let go
+        assert (machines(shop.former), machines(shop.other), await shop.hired()) == (before, 0, before)
+        assert await shop.hold() == "OTHER_ACCOUNT"
+        # The former key is back: they are let go where they are.
+        shop.rent(shop.former, "the first key")
+        await shop.live(120)
+        assert await shop.hold() is None
+        assert (machines(shop.former), await shop.hired()) == (0, 0)
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_machine_whose_creation_had_no_answer_is_not_forgotten_in_the_former_account(vendor: str) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.live(10)
+        refusal = {"code": "timeout"} if vendor == "hetzner" else {"status": 500}
+        shop.former.faults.next_create(**refusal, takes_effect=True)
+        await shop.store.enqueue(new_task("red", {}))
+        shop.is_heard = False
+        await shop.live(CYCLE_S)
+        assert machines(shop.former) == 1
+        shop.rent(shop.other, "another key")
+        await shop.live(60)
+        assert (machines(shop.other), await shop.hired(), await shop.hold()) == (0, 1, "OTHER_ACCOUNT")
+        shop.rent(shop.former, "the first key")
+        await shop.live(60)
+        assert (machines(shop.former), await shop.hired(), await shop.hold()) == (1, 1, None)
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_new_key_of_the_same_account_changes_nothing(vendor: str) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.hire()
+        await shop.live(120)
+        before = machines(shop.former)
+        shop.rent(shop.former, "a new key")
+        await shop.live(CYCLE_S)
+        assert await shop.hold() is None
+        await shop.finish()
+        await shop.live(120)
+        assert before > 0
+        assert (machines(shop.former), await shop.hired()) == (0, 0)
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_silence_does_not_prove_that_the_machines_of_the_former_account_are_gone(vendor: str) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.hire()
+        before = ids(shop.former)
+        shop.is_heard = False
+        shop.rent(shop.other, "another key")
+        await shop.live(10 * SILENCE_S)
+        assert (ids(shop.former), machines(shop.other), await shop.hired()) == (before, 0, len(before))
+        hold = await shop.held()
+        assert hold.code == "OTHER_ACCOUNT"
+        assert f"lists none of its machines ({', '.join(sorted(before))})" in hold.reason
+        assert hold.reason.endswith("put the key back that rented them, or give them up with `windlass restart red`")
+        # The former key is back: they are ended where they are.
+        await shop.finish()
+        shop.rent(shop.former, "the first key")
+        await shop.live(3 * SILENCE_S)
+        assert await shop.hold() is None
+        assert (machines(shop.former), await shop.hired()) == (0, 0)
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+@pytest.mark.parametrize("is_heard", [True, False], ids=["who are heard", "who are silent"])
+def test_a_person_who_restarts_the_fleet_gives_up_the_former_account_and_its_machines_are_remembered(
+    vendor: str, is_heard: bool
+) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.hire()
+        await shop.live(120)
+        before = ids(shop.former)
+        await shop.restart(slot=0)  # before anything was the matter
+        former_workers = {worker.id for worker in await shop.store.workers()}
+        shop.rent(shop.other, "another key")
+        shop.is_heard = is_heard
+        await shop.live(60)
+        await shop.restart(slot=1)  # of one of them
+        await shop.live(60)
+        assert (ids(shop.former), machines(shop.other), await shop.hold()) == (before, 0, "OTHER_ACCOUNT")
+        assert await shop.left_behind() == {}
+        abandoned_at = virtual_now()
+        await shop.restart()
+        await shop.live(3 * SILENCE_S)
+        assert await shop.hold() is None
+        assert ids(shop.former) == before
+        assert machines(shop.other) == await shop.hired() > 0
+        # Nothing of them is open any more, and each stands in an event.
+        assert former_workers.isdisjoint(worker.id for worker in await shop.store.workers())
+        assert former_workers.isdisjoint(account.worker_id for account in await shop.store.open_accounts())
+        for worker_id in former_workers:
+            charges = [each for each in shop.store._tables.ledger.charges if each.worker_id == worker_id]
+            assert max(charge.until_at for charge in charges) >= abandoned_at, "it was paid for until then, at least"
+        left = await shop.left_behind()
+        assert set(left) == former_workers
+        assert all(any(id_ in reason for reason in left.values()) for id_ in before)
+        assert all("may still be charged" in reason for reason in left.values())
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+@pytest.mark.parametrize("is_heard", [True, False], ids=["who are heard", "who are silent"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_restarts_of_single_slots_give_up_nothing_though_they_are_all_there_are(
+    vendor: str, is_heard: bool, workers: int
+) -> None:
+    async def story() -> None:
+        shop = Shop(vendor, max_workers=workers)
+        await shop.hire()
+        await shop.live(120)
+        before = ids(shop.former)
+        assert len(before) == workers == await shop.hired()
+        shop.rent(shop.other, "another key")
+        shop.is_heard = is_heard
+        await shop.live(60)
+        for slot in range(workers):
+            await shop.restart(slot)
+        await shop.live(3 * SILENCE_S)
+        assert (ids(shop.former), machines(shop.other), await shop.hired()) == (before, 0, workers)
+        assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_restart_from_before_it_was_told_that_no_machine_is_listed_gives_up_nothing(vendor: str) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.hire()
+        await shop.live(120)
+        before = ids(shop.former)
+        shop.rent(shop.other, "another key")
+        shop.other.faults.burst(times=1000)
+        await shop.live(60)
+        hold = await shop.held()
+        assert (hold.code, hold.is_total, shop.told("OTHER_ACCOUNT")) == ("KEY_CHANGED", True, [])
+        assert f"its machines ({', '.join(sorted(before))}) could not be listed with the new one yet" in hold.reason
+        await shop.restart()
+        shop.other.faults.clear()
+        await shop.live(3 * SILENCE_S)
+        assert (ids(shop.former), machines(shop.other), await shop.hired()) == (before, 0, len(before))
+        assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
+        assert len(shop.told("OTHER_ACCOUNT")) == 1
+        # Said again by who knows of it, also while no list can be had: the next one shows what is given up.
+        shop.other.faults.burst(times=1000)
+        await shop.live(60)
+        await shop.restart()
+        await shop.live(60)
+        assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
+        shop.other.faults.clear()
+        await shop.live(3 * SILENCE_S)
+        assert (await shop.hold(), len(await shop.left_behind())) == (None, len(before))
+
+    run(story())
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_where_the_former_account_has_no_machine_left_the_new_one_is_taken_over_at_once(vendor: str) -> None:
+    async def story() -> None:
+        shop = Shop(vendor)
+        await shop.hire()
+        await shop.finish()
+        await shop.live(2 * SILENCE_S)
+        assert (machines(shop.former), await shop.hired()) == (0, 0)
+        shop.rent(shop.other, "another key")
+        shop.idle_s = 0.0
+        await shop.hire()
+        assert await shop.hold() is None
+        assert machines(shop.other) == await shop.hired() > 0
+
+    run(story())

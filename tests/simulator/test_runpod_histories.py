@@ -1,0 +1,67 @@
+"""Random histories of faults against the emulated Runpod: every promise holds in each, and nothing is left over.
+
+`WINDLASS_SEEDS=1000 pytest -n 2 tests/simulator/test_runpod_histories.py` runs a thousand;
+ `WINDLASS_FIRST_SEED`
+says where to begin.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from support.runpod_histories import AFTER, NO_ANSWERS, NOT_DELETED, REFUSALS, RunpodHistory, runpod_scenario
+from windlass.simulator.cloud import FaultRates
+from windlass.simulator.scenario import Scenario
+
+SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
+FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
+# Small enough that two workers finish at about the same time.
+CHUNK = 5
+# Rough ones lived through before what nobody met is missing.
+MAX_ROUGH = 60
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, CHUNK))
+def test_no_pod_is_left_over_or_double_and_there_are_never_too_many(first: int) -> None:
+    for seed in range(first, min(first + CHUNK, FIRST + SEEDS)):
+        RunpodHistory(runpod_scenario(seed)).run()
+
+
+def rough(seed: int) -> Scenario:
+    """Where every second request fails."""
+    scenario = runpod_scenario(seed)
+    rates = FaultRates(create_unclear=0.3, create_refused=0.3, list_failed=0.3, list_old=0.3, delete_failed=0.7)
+    fleets = {name: replace(around, rates=rates) for name, around in scenario.fleets.items()}
+    return replace(scenario, fleets=fleets)
+
+
+def test_together_the_histories_see_trouble_of_every_kind() -> None:
+    """A bed in which nothing happens proves nothing. They go on until they have: which one meets what is chance."""
+    unanswered = [f"{kind}{after}" for kind in NO_ANSWERS for after in AFTER]
+    of_the_cloud = {
+        "has_no_gpu", "never_has_runtime",
+        "list old", "GET silence", "GET 5xx", "GET 429", "POST late", "POST answer lost",
+        *(f"POST {kind}" for kind in (*unanswered, *REFUSALS)),
+        *(f"DELETE {kind}" for kind in NOT_DELETED),
+    }  # fmt: skip
+    in_the_story = {
+        "vanishes with its machine",
+        "is killed",
+        "the database is away",
+        "machine refused",
+        "creation unclear",
+        "machine not deleted",
+        "machine not prepared",
+        "preparation unclear",
+        "machines unknown",
+        "holding",
+    }
+    for seed in range(MAX_ROUGH):
+        history = RunpodHistory(rough(seed))
+        story = history.run().story.text(limit=None)
+        in_the_story -= {trouble for trouble in in_the_story if trouble in story}
+        of_the_cloud -= history.pods.told
+        if not of_the_cloud and not in_the_story:
+            return
+    pytest.fail(f"nobody met: {sorted(of_the_cloud | in_the_story)}")

@@ -1,0 +1,226 @@
+"""A whole Windlass to look at: `windlass up` with real workers on a real PostgreSQL, and things going on in it.
+
+- Fleet `renders` works: tasks that wait for a file, that fail, that are quick. Fleet `idle` has one worker and no work.
+- Fleet `cloud` was run by somebody else: rows of priced servers and of what they cost, as the ledger would have them.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import asyncpg
+import httpx
+from playwright.sync_api import Page
+
+from support.postgres_servers import run_aside, wait_until
+from windlass.model.task import Task, TaskStatus, new_task
+from windlass.model.worker import Worker
+from windlass.store.dashboard_queries import PostgresQueryStore
+
+PATIENCE_S = 30.0
+T = TypeVar("T")
+# Opens a path in a browser of its own: see conftest.py.
+NewPage = Callable[..., Page]
+APP = """
+import time
+from pathlib import Path
+
+def work(task):
+    payload = task.payload or {}
+    if payload.get("error"):
+        raise RuntimeError(payload["error"])
+    go = payload.get("go")
+    if go:
+        task.progress(0.4, "step 2 of 5")
+    while go and not Path(go).exists():
+        time.sleep(0.02)
+    return {"image": "lighthouse.png"}
+"""
+TOML = """
+[control]
+lease_s = 2
+
+[fleets.renders]
+queues = ["renders"]
+handler = "app:work"
+chdir = {folder}
+min_workers = 1
+max_workers = 6
+poll_interval_s = 0.3
+heartbeat_interval_s = 0.3
+heartbeat_timeout_s = 20
+idle_timeout_s = 600
+stop_timeout_s = 5
+
+[fleets.idle]
+queues = ["idle"]
+handler = "app:work"
+chdir = {folder}
+min_workers = 1
+max_workers = 2
+poll_interval_s = 0.3
+heartbeat_interval_s = 0.3
+heartbeat_timeout_s = 20
+stop_timeout_s = 5
+budget_per_day = 10
+"""
+# What the ledger has of a fleet whose servers were paid by the hour, on the last three days.
+CLOUD_SQL = """
+insert into windlass.fleets (name, provider, queues, min_workers, max_workers, memory)
+values ('cloud', 'hetzner', '{clips}', 0, 40, jsonb_build_object('planned_at', now(), 'next_plan_in_s', 3600));
+insert into windlass.slots (fleet, slot) select 'cloud', generate_series(0, 2);
+insert into windlass.workers (
+  id, fleet, slot, status, queues, activated_at, last_heartbeat, lease_s, instance_type, machine_id, vram_total_mb,
+  vram_used_mb, price_micros_per_hour, currency, billing_unit_s, billed_since
+)
+select 'cloud-' || s, 'cloud', s, 'active', '{clips}', now() - interval '39 minutes', now(), 86400, 'cx23', 'm' || s,
+  24576, 8000 * s, 9000, 'EUR', 3600, now() - interval '40 minutes'
+from generate_series(0, 2) as s;
+insert into windlass.spending (fleet, hour, currency, queue, task_micros, boot_micros, idle_micros, tail_micros)
+select 'cloud', date_trunc('hour', now()) - h * interval '1 hour', 'EUR', 'clips', 27000, 900, 4000, 1100
+from generate_series(1, 60) as h;
+insert into windlass.charges (worker_id, fleet, queue, kind, from_at, until_at, amount_micros, currency)
+select 'cloud-old', 'cloud', 'clips', 'task', now() - h * interval '1 hour', now() - (h - 1) * interval '1 hour',
+  27000, 'EUR'
+from generate_series(1, 60) as h;
+"""
+
+
+class House:
+    def __init__(self, folder: Path, dsn: str) -> None:
+        self.folder = folder
+        self.dsn = dsn
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            self.port: int = taken.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._held: list[Path] = []
+        self._ups: list[subprocess.Popen[bytes]] = []
+        (folder / "app.py").write_text(APP)
+        (folder / "windlass.toml").write_text(TOML.format(folder=json.dumps(str(folder))))
+
+    # ------------------------------------------------------------------------------------------------- `windlass up`
+
+    def up(self) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("WINDLASS_")}
+        with self._log_path(len(self._ups)).open("wb") as log:
+            self._ups.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "windlass", "up", "--port", str(self.port), "--log-format", "json"],
+                    cwd=self.folder,
+                    env={**kept, "DATABASE_URL": self.dsn},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+        wait_until(self.is_ready, PATIENCE_S, f"starting `windlass up`\n{self.log()}")
+
+    def is_ready(self) -> bool:
+        assert self._ups[-1].poll() is None, self.log()
+        try:
+            return httpx.get(f"{self.url}/readyz", trust_env=False, timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def kill(self) -> None:
+        """As a power cut would: workers go on."""
+        self._ups[-1].kill()
+        self._ups[-1].wait(PATIENCE_S)
+
+    def end(self) -> None:
+        self.release()
+        if self._ups[-1].poll() is None:
+            self._ups[-1].send_signal(signal.SIGTERM)
+            self._ups[-1].wait(2 * PATIENCE_S)
+
+    def _log_path(self, number: int) -> Path:
+        return self.folder / f"up-{number}.log"
+
+    def log(self) -> str:
+        return self._log_path(len(self._ups) - 1).read_text(errors="replace")[-4_000:]
+
+    def new_link(self) -> str:
+        """The link that `windlass up` printed."""
+        found = re.search(r"http://[^\s\"]+/login\?key=\w+", self._log_path(len(self._ups) - 1).read_text())
+        assert found is not None, self.log()
+        return found[0]
+
+    def another_link(self, role: str = "operator") -> str:
+        """As an operator makes one for a colleague."""
+        done = subprocess.run(
+            [sys.executable, "-m", "windlass", "tokens", "link", "--role", role, "--url", self.url],
+            cwd=self.folder,
+            env={**os.environ, "DATABASE_URL": self.dsn},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    # ------------------------------------------------------------------------------------------------- the database
+
+    def ask(self, question: Callable[[PostgresQueryStore], Coroutine[Any, Any, T]]) -> T:
+        async def asked() -> T:
+            async with PostgresQueryStore(self.dsn) as store:
+                return await question(store)
+
+        return run_aside(asked())
+
+    def execute(self, sql: str) -> None:
+        async def executed() -> None:
+            connection = await asyncpg.connect(self.dsn)
+            try:
+                await connection.execute(sql)
+            finally:
+                await connection.close()
+
+        run_aside(executed())
+
+    def enqueue(self, queue: str = "renders", payload: Any = None, **other: Any) -> int:
+        return self.ask(lambda store: store.enqueue(new_task(queue, payload, **other)))
+
+    def held_task(self) -> int:
+        """One that runs until it is released."""
+        self._held.append(self.folder / f"go-{len(self._held)}")
+        task_id = self.enqueue(payload={"go": str(self._held[-1])})
+        self.until_task(task_id, TaskStatus.RUNNING)
+        return task_id
+
+    def release(self) -> None:
+        """Let all that is held finish."""
+        for path in self._held:
+            path.touch()
+
+    def dead_letter(self, error: str = "CUDA out of memory") -> int:
+        task_id = self.enqueue(payload={"error": error}, max_attempts=1)
+        self.until_task(task_id, TaskStatus.FAILED)
+        return task_id
+
+    def task(self, task_id: int) -> Task:
+        found = self.ask(lambda store: store.task(task_id))
+        assert found is not None
+        return found
+
+    def until_task(self, task_id: int, status: TaskStatus) -> Task:
+        wait_until(
+            lambda: self.task(task_id).status is status, PATIENCE_S, f"task {task_id} to be {status}\n{self.log()}"
+        )
+        return self.task(task_id)
+
+    def workers(self, fleet: str = "renders") -> list[Worker]:
+        return [worker for worker in self.ask(lambda store: store.workers()) if worker.fleet == fleet]
+
+    def active_worker(self, fleet: str = "renders") -> Worker:
+        def active() -> list[Worker]:
+            return [w for w in self.workers(fleet) if w.status == "active" and not w.is_paused]
+
+        wait_until(lambda: bool(active()), PATIENCE_S, f"an active worker of {fleet}\n{self.log()}")
+        return active()[-1]

@@ -1,0 +1,145 @@
+"""A control plane in memory, with hired machines, for tests of its HTTP face."""
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import httpx
+
+from windlass.model.action import Plan
+from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
+from windlass.model.config import WorkerConfig
+from windlass.model.errors import DatabaseUnavailable
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import PlannerState
+from windlass.ports.control import Candidate, Deleted, Intent
+from windlass.server.app import make_app
+from windlass.server.context import AppContext, LoopHealth
+from windlass.server.long_poll import LongPollHub
+from windlass.server.wheel import Wheel
+from windlass.store.memory.auth import MemoryAuthStore
+from windlass.worker.http_transport import HttpTransport, WorkerCredentials
+
+URL = "http://127.0.0.1:1"
+SECRET = "hunter2"
+TTL_S = 120.0
+CHANCE = random.SystemRandom()
+ANN = Candidate("ann", ttl_s=3600.0)
+FLEET = FleetConfig(
+    queues=("a", "b"),
+    handler="app:work",
+    concurrency=3,
+    chdir="/srv/app",  # type: ignore[arg-type]
+    env={"API_KEY": SECRET},
+    heartbeat_interval_s=7,
+    heartbeat_timeout_s=70,
+    stop_timeout_s=33,
+)
+WHEEL = Wheel("windlass-1.0-py3-none-any.whl", "1.0", "abc", b"the wheel")
+
+
+class Flaky(MemoryAuthStore):
+    """`trouble`, while set, is what every call of a worker raises."""
+
+    trouble: Exception | None = None
+    refusals = 0
+
+    def _check(self) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+
+    async def claim(self, *args: Any) -> Any:
+        self._check()
+        return await super().claim(*args)
+
+    async def caller(self, token_hash: bytes) -> Any:
+        if isinstance(self.trouble, DatabaseUnavailable):
+            self.refusals += 1
+            raise self.trouble
+        return await super().caller(token_hash)
+
+
+class Plane:
+    def __init__(self, clock: Any, **other: Any) -> None:
+        self.store = Flaky(clock, None, Random(1))  # noqa: S311
+        self.long_poll_hub = LongPollHub(self.store.wait_for_work)
+        self.fleets = {"gpus": FLEET}
+        self.pulses = {"gpus": LoopHealth(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)}
+        plain: dict[str, Any] = {
+            "fleet": self.fleets.get,
+            "worker_defaults": WorkerConfig(timeout_s=99, memory_limit_mb=512),
+            "max_payload_bytes": 10_000,
+            "version": "1.0",
+            "ask_database": self.ask_database,
+            "pulses": lambda: self.pulses,
+            "run_cycle": self.run_cycle,
+            "wheel": lambda: WHEEL,
+        }
+        self.app = make_app(
+            AppContext(store=self.store, access=self.store, long_poll_hub=self.long_poll_hub, **{**plain, **other})
+        )
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=URL)
+        self.cycles = 0
+
+    async def ask_database(self) -> None:
+        if isinstance(self.store.trouble, DatabaseUnavailable):
+            raise self.store.trouble
+
+    async def run_cycle(self) -> list[dict[str, Any]]:
+        self.cycles += 1
+        return [{"fleet": "gpus", "decision": "nothing to do"}]
+
+    async def hire(self, worker_id: str = "w0", slot: int = 0) -> str:
+        """A machine, and the join token it was made with."""
+        token = new_token(JOIN_PREFIX, CHANCE)
+        observed = await self.store.observe(ANN, "gpus", FLEET)
+        assert isinstance(observed, tuple)
+        intent = Intent(worker_id, slot, "wanted", 30.0, join_token_hash=hash_of(token), join_ttl_s=TTL_S)
+        await self.store.commit_plan(ANN, observed[0], observed[1], Plan((), PlannerState(), "x"), [intent])
+        return token
+
+    async def join(self, worker_id: str = "w0", slot: int = 0) -> str:
+        """A worker, and its token."""
+        token = new_token(WORKER_PREFIX, CHANCE)
+        answer = await self.activate(await self.hire(worker_id, slot), token, worker_id)
+        assert answer.status_code == 200, answer.text
+        return token
+
+    async def activate(self, join_token: str, token: str, worker_id: str = "w0") -> httpx.Response:
+        return await self.post(f"/internal/workers/{worker_id}/activate", join_token, {"token": token})
+
+    async def end(self, worker_id: str = "w0") -> None:
+        term = await self.store.lead(ANN)
+        assert isinstance(term, int)
+        await self.store.commit_outcomes(ANN, term, "gpus", 0, [Deleted(worker_id, None, "IDLE", "let go")], [], None)
+
+    async def api_token(self, role: Role) -> str:
+        token = new_token(API_PREFIX, CHANCE)
+        await self.store.create_token(f"a-{role}", role, hash_of(token))
+        return token
+
+    async def post(self, path: str, token: str, body: Any = None) -> httpx.Response:
+        return await self.client.post(path, headers=bearer(token), json=body if body is not None else {})
+
+    async def get(self, path: str, token: str) -> httpx.Response:
+        return await self.client.get(path, headers=bearer(token))
+
+    def transport(self, token: str, worker_id: str = "w0") -> HttpTransport:
+        credentials = WorkerCredentials(worker_id, URL, token, max_payload_bytes=10_000)
+        return HttpTransport(credentials, False, httpx.ASGITransport(self.app))
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@asynccontextmanager
+async def plane_of(clock: Any, **other: Any) -> AsyncIterator[Plane]:
+    plane = Plane(clock, **other)
+    try:
+        yield plane
+    finally:
+        await plane.long_poll_hub.close()
+        await plane.client.aclose()

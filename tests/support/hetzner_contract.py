@@ -1,0 +1,83 @@
+"""Hetzner's published contract as a judge, and the emulator behind the vendor's own client without a network.
+
+- `Contract.find()`: the vendor's OpenAPI document, or a skip that says where it is looked for. `find_or_none()`.
+- `Judged(emulator, contract)`: an emulator like the one it wraps; every request and answer that passes is checked.
+- `client_of(emulator)`: the `hcloud` SDK in this process, in virtual time; what nobody answers is a ReadTimeout.
+"""
+
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import hcloud
+import requests
+from requests.adapters import BaseAdapter
+
+from support import vendor_contract
+from support.vendor_contract import Judged
+from windlass_emulators.http import Emulator, NoAnswer
+
+__all__ = ["Contract", "InProcess", "Judged", "client_of"]
+
+BASE = "/v1"
+
+
+class Contract(vendor_contract.Contract):
+    spec = "hetzner-cloud.openapi.json"
+    base = served = BASE
+    unpublished = frozenset(
+        {
+            *(("GET", "/v1/actions", name) for name in ("page", "per_page", "sort", "status")),
+            *(("GET", f"/v1/{kind}", "sort") for kind in ("server_types", "locations", "datacenters", "isos")),
+        }
+    )
+
+    def as_documented(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Hetzner's own clients name things by number where the document wants a string, and leave out the assignee's
+        type where there is no assignee."""
+        if (method, path) == ("POST", "/v1/primary_ips"):
+            return {"assignee_type": "server", **body}
+        if (method, path) == ("POST", "/v1/servers"):
+            named = {
+                name: str(body[name]) for name in ("image", "server_type", "location", "datacenter") if name in body
+            }
+            return {**body, **named, "ssh_keys": [str(key) for key in body.get("ssh_keys") or []]}
+        if path.endswith("/actions/rebuild"):
+            return {**body, "image": str(body.get("image"))}
+        return body
+
+
+class InProcess(BaseAdapter):
+    """Requests go to the emulator itself: no socket, no thread, no time."""
+
+    def __init__(self, emulator: Emulator) -> None:
+        super().__init__()
+        self._emulator = emulator
+
+    def send(self, request: requests.PreparedRequest, **_: Any) -> requests.Response:
+        parts = urlsplit(request.url or "")
+        body = request.body or b""
+        try:
+            answer = self._emulator.handle(
+                request.method or "GET",
+                str(parts.path),
+                parse_qsl(str(parts.query), keep_blank_values=True),
+                dict(request.headers),
+                body.encode() if isinstance(body, str) else body,
+            )
+        except NoAnswer as silence:
+            raise requests.exceptions.ReadTimeout(str(silence), request=request) from silence
+        response = requests.Response()
+        response.status_code = answer.status
+        response.headers.update(answer.headers)
+        response._content = answer.body
+        response.url = request.url or ""
+        response.request = request
+        return response
+
+    def close(self) -> None: ...
+
+
+def client_of(emulator: Emulator) -> hcloud.Client:
+    client = hcloud.Client("any", api_endpoint=f"http://hetzner.test{BASE}", poll_interval=0, timeout=5)
+    client._client._session.mount("http://", InProcess(emulator))
+    return client

@@ -1,0 +1,397 @@
+"""The simulated world with Hetzner in it: the real control loop over the real provider, SDK and emulated API.
+
+The emulator's servers are the machines in the cloud's books, with the simulated workers in them; what the books judge
+(never too many, nobody ended without cause, nothing left over) is judged of servers. Faults of each request are drawn
+from the scenario's rates. Primary IPs must not be left over either. Each start of an orchestrator has an account and
+a provider of its own, as a process would.
+
+What servers cost is the emulator's own bill: ours must be the same to the micro at the end, and no server may be
+deleted in the first 80 % of an hour that is paid without a cause.
+"""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from random import Random
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import requests
+
+from support.hetzner_contract import InProcess
+from support.hetzner_fixture import ENDPOINT, TIMEOUT_S, Network
+from windlass.model.hetzner import HOUR_S, HetznerSettings
+from windlass.model.machine import MachineRequest
+from windlass.providers.hetzner.account import HetznerAccount
+from windlass.providers.hetzner.provider import HetznerProvider
+from windlass.simulator.cloud import Entry, SimulatedCloud
+from windlass.simulator.invariants import USED_SHARE
+from windlass.simulator.loop import EPOCH, moment, virtual_now
+from windlass.simulator.orchestrators import GatedProvider, SimOrchestrator
+from windlass.simulator.scenario import Scenario, Surroundings, draw, draw_paid
+from windlass.simulator.workers import SimWorker, WorkerFaults
+from windlass.simulator.world import World
+from windlass_emulators.hetzner import HetznerEmulator
+from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
+
+# What the provider's traits allow for: how old a list may be, and how late a server may come.
+MAX_LIST_AGE_S = 30.0
+MAX_LATE_S = 90.0
+_ONE_SERVER = re.compile(r"/v1/servers/(\d+)")
+
+REFUSALS = (
+    "resource_limit_exceeded", "resource_unavailable", "placement_error", "rate_limit_exceeded", "conflict", "locked",
+    "maintenance", "forbidden", "invalid_input",
+)  # fmt: skip
+NO_ANSWERS = ("server_error", "unavailable", "timeout", "bad_gateway", None)
+NOT_DELETED = ("not_found", "locked", "conflict", "protected", "forbidden", "rate_limit_exceeded", *NO_ANSWERS)
+
+
+def hetzner_scenario(seed: int) -> Scenario:
+    """The troubles of any world, with fleets as patient as lists of this vendor ask for. Every other one lasts for
+    several of its hours, which are shorter, with work that comes in waves."""
+    scenario = draw_paid(seed) if seed % 2 else draw(seed)
+    return replace(scenario, fleets={name: _surroundings(around) for name, around in scenario.fleets.items()})
+
+
+def _surroundings(around: Surroundings) -> Surroundings:
+    settings = {
+        "provider": "hetzner",
+        "spawn_timeout_s": 90.0,
+        "poll_interval_s": max(5.0, around.config.poll_interval_s),
+    }
+    return replace(
+        around,
+        config=around.config.model_copy(update=settings),
+        # The world waits for machines to be gone by what the cloud says of itself: as the provider says.
+        max_list_age_s=60.0,
+        max_late_s=MAX_LATE_S + 60.0,
+        billing_unit_s=around.billing_unit_s if around.billing_unit_s > 1 else HOUR_S,
+        # Whatever it is: the emulator says what things cost.
+        price_micros_per_hour=1,
+        price_micros_per_month=None,
+    )
+
+
+class HetznerCloud(SimulatedCloud):
+    """The books of one fleet, kept of an emulated project."""
+
+    project: "Project"
+
+    def end(self, machine_id: str) -> None:
+        self.project.vanish(machine_id)
+        super().end(machine_id)
+
+    def exited(self, machine_id: str) -> None:
+        self.project.turn_off(machine_id)
+        super().exited(machine_id)
+
+    def charged(self, entry: Entry, until: datetime) -> int:
+        """By the emulator's own arithmetic, as if it had ended then. An address that somebody made outlive its server
+        costs more, which nobody can know."""
+        ledger = self.project.emulator.ledger
+        lines = [line for line in ledger._lines.values() if entry.id in (f"{line.id}", f"{line.made_with}")]
+        return sum(ledger._micros(line, until, is_gross=False) for line in lines)
+
+
+class Project(InProcess):
+    """The emulated project, what goes wrong with it, and whose machine each server is."""
+
+    def __init__(self, clouds: dict[str, HetznerCloud], hour_s: int, rng: Random) -> None:
+        settings = HetznerEmulatorSettings(boot_s=rng.choice([0.0, 4.0, 8.0]), billing_hour_s=hour_s)
+        self.emulator = HetznerEmulator(virtual_now, settings)
+        super().__init__(self.emulator)
+        self.clouds = clouds
+        self.rng = rng
+        self.is_calm = False
+        self.entries: dict[int, Entry] = {}
+        self.told: set[str] = set()
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        method, path = request.method or "", urlsplit(request.url or "").path
+        cloud = self._cloud_of(request, method, path)
+        lag_s, self.emulator.faults.lag_s = self.emulator.faults.lag_s, 0.0
+        # Meant for a request that was refused.
+        self.emulator.faults.action_troubles.clear()
+        breaks = self._draw(method, path, cloud) if cloud is not None and not self.is_calm else None
+        if breaks == "late":
+            delay_s = self.rng.uniform(0.0, MAX_LATE_S)
+            asyncio.get_running_loop().call_later(delay_s, lambda: self._arrive(request, options))
+            raise requests.exceptions.ReadTimeout("no answer")
+        try:
+            response = super().send(request, **options)
+        finally:
+            self.emulator.faults.lag_s = lag_s
+            self.look()
+        if breaks == "answer lost":
+            raise requests.exceptions.ConnectionError("Connection reset by peer")
+        return response
+
+    def _arrive(self, request: requests.PreparedRequest, options: dict[str, Any]) -> None:
+        super().send(request, **options)
+        self.look()
+
+    def _cloud_of(self, request: requests.PreparedRequest, method: str, path: str) -> HetznerCloud | None:
+        if method == "POST" and path == "/v1/servers":
+            cloud = self.clouds[json.loads(request.body or "{}")["labels"]["windlass-fleet"]]
+            cloud.created_calls += 1
+            return cloud
+        if one := _ONE_SERVER.fullmatch(path):
+            entry = self.entries.get(int(one[1]))
+            if entry is not None and method == "DELETE":
+                self.clouds[entry.fleet].deleted_calls += 1
+                if int(one[1]) in self.emulator.project.servers:
+                    self.clouds[entry.fleet].on_ending(entry)
+            return self.clouds[entry.fleet] if entry is not None else None
+        selector = parse_qs(urlsplit(request.url or "").query).get("label_selector", [""])[0]
+        found = re.search(r"windlass-fleet=(\w+)", selector)
+        return self.clouds[found[1]] if found else next(iter(self.clouds.values()))
+
+    def _draw(self, method: str, path: str, cloud: HetznerCloud) -> str | None:
+        """Script what happens to this request; or say what breaks on the way."""
+        rng, rates, roll = self.rng, cloud.rates, self.rng.random()
+        if method == "POST":
+            if roll < rates.create_unclear:
+                kind = rng.choice(["late", "answer lost", "silence", "silence after", "5xx", "5xx after"])
+                if kind not in ("late", "answer lost"):
+                    return self._script(method, path, kind, cloud)
+                self.told.add(kind)
+                cloud.story.tell("hetzner", f"{method} {path}: {kind}")
+                return kind
+            if roll < rates.create_unclear + rates.create_refused:
+                return self._script(method, path, rng.choice(REFUSALS), cloud)
+            if roll > 1 - rates.create_unclear / 2:
+                self._fail_action("start_server", cloud)
+        elif method == "DELETE":
+            if roll > 1 - rates.delete_failed / 4:
+                self._fail_action("delete_server", cloud)
+            elif roll < rates.delete_failed:
+                code = rng.choice(NOT_DELETED)
+                is_lost = code in NO_ANSWERS
+                after = " after" if is_lost and rng.random() < 0.5 else ""
+                return self._script(method, path, ("silence" if code is None else code) + after, cloud)
+        elif roll < rates.list_failed / (1 if path == "/v1/servers" else 3):
+            return self._script(method, path, rng.choice(["silence", "5xx", "rate_limit_exceeded"]), cloud)
+        elif path == "/v1/servers" and rng.random() < rates.list_old:
+            self.emulator.faults.lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
+            self.told.add("list old")
+        return None
+
+    def _fail_action(self, command: str, cloud: HetznerCloud) -> None:
+        """The request is answered well, and nothing comes of it."""
+        self.told.add(f"{command} failed")
+        cloud.story.tell("hetzner", f"{command} is accepted and fails")
+        self.emulator.faults.next_action(command)
+
+    def never_starts(self, machine_id: str) -> bool:
+        about = ("server", int(machine_id))
+        actions = self.emulator.project.actions.values()
+        return any(each.command == "start_server" and each.error and about in each.resources for each in actions)
+
+    def _script(self, method: str, path: str, kind: str, cloud: HetznerCloud) -> None:
+        word, _, after = kind.partition(" ")
+        code = {"silence": None, "5xx": self.rng.choice(["server_error", "unavailable", "timeout", "bad_gateway"])}.get(
+            word, word
+        )
+        self.told.add(f"{method} {kind}")
+        cloud.story.tell("hetzner", f"{method} {path}: {kind}")
+        self.emulator.faults.next(code, method=method, path=re.escape(path), takes_effect=bool(after))
+
+    # ----------------------------------------------------------------------------------------------------- books
+
+    def look(self) -> None:
+        """Write down what began and what is gone, now and when something happens by itself."""
+        self.emulator.settle()
+        servers = self.emulator.project.servers
+        for id_, server in servers.items():
+            if id_ not in self.entries:
+                labels = server.labels
+                request = MachineRequest(
+                    labels["windlass-worker"], labels["windlass-fleet"], int(labels["windlass-slot"])
+                )
+                self.entries[id_] = self.clouds[request.fleet].begin(request, machine_id=str(id_))
+        for id_, entry in self.entries.items():
+            if id_ not in servers:
+                SimulatedCloud.end(self.clouds[entry.fleet], entry.id)
+        due = self.emulator.next_due()
+        if due is not None:
+            asyncio.get_running_loop().call_at((due - moment(0)).total_seconds() + 1e-6, self._look_again)
+
+    def _look_again(self) -> None:
+        due = self.emulator.next_due()
+        if due is not None and due <= virtual_now():
+            self.look()
+
+    def vanish(self, machine_id: str) -> None:
+        """The vendor lost it, or somebody deleted it in the console."""
+        for id_, entry in self.entries.items():
+            server = self.emulator.project.servers.get(id_)
+            if entry.id == machine_id and server is not None:
+                self.emulator.settle()
+                if self.rng.random() < 0.5:  # in the console, so there is an action
+                    self.emulator.project.act("delete_server", [("server", id_)], 0.0)
+                self.emulator.project.begin_deletion(server)
+                self.emulator.project._remove_server(server)
+                server.power_changes += 1  # what was on its way is void
+
+    def turn_off(self, machine_id: str) -> None:
+        for id_, entry in self.entries.items():
+            server = self.emulator.project.servers.get(id_)
+            if entry.id == machine_id and server is not None:
+                self.emulator.settle()
+                self.emulator.project.power_off(server, 0.0)
+
+    def forget_an_address(self) -> None:
+        """Somebody turns the automatic deletion of a Primary IP off, whether it is labelled yet or not."""
+        addresses = list(self.emulator.project.primary_ips.values())
+        if addresses:
+            self.rng.choice(addresses).is_auto_deleted = False
+            self.told.add("forgotten address")
+
+    def bill(self) -> Any:
+        """The emulator's, as of its last moment: also when all is over."""
+        return self.emulator.ledger.to_json(self.emulator.project.now)
+
+    def take_over_times(self) -> None:
+        """Into the books, when all is over: since when and until when the emulator has billed each server."""
+        for id_, entry in self.entries.items():
+            line = self.emulator.ledger._lines["server", id_]
+            entry.began_at = (line.started - EPOCH).total_seconds()
+            if line.ended is not None:
+                entry.gone_at = (line.ended - EPOCH).total_seconds()
+
+
+def nobody_is_deleted_early(history: "HetznerHistory", entry: Entry) -> None:
+    """Whoever is deleted in the first 80 % of a paid hour was not let go for want of work; or it was, late in the hour
+    before, and trouble kept it from being deleted in time. That whoever was not let go at all is to blame is judged for
+    all worlds alike."""
+    server = history.project.emulator.project.servers[int(entry.id)]
+    hour_s, age_s = history.hour_s, (virtual_now() - server.created).total_seconds()
+    spared_at = history.watch.spared_at.get(entry.name)
+    is_early = age_s % hour_s < USED_SHARE * hour_s
+    if spared_at is None:
+        history.occasions[entry.id] = "with a cause, " + ("early in an hour" if is_early else "late in an hour")
+        return
+    history.occasions[entry.id] = "for want of work, " + ("kept by trouble" if is_early else "at the end of an hour")
+    let_go_s = (moment(spared_at) - server.created).total_seconds()
+    if is_early and let_go_s // hour_s == age_s // hour_s:
+        history._break(f"{entry.name} is deleted {age_s % hour_s:.0f} s into a paid hour, and nobody said why")
+
+
+class HetznerHistory(World):
+    """`on_deletion` is told of every server that somebody asks to delete, before it goes."""
+
+    project: Project
+    hour_s: int
+    # On what occasion each server was asked to go, for the last time.
+    occasions: dict[str, str]
+    on_deletion: Callable[["HetznerHistory", Entry], None] = staticmethod(nobody_is_deleted_early)
+
+    @property
+    def tally(self) -> Counter[str]:
+        return Counter(self.occasions.values())
+
+    def _build(self) -> None:
+        self.wrap = self._replace_provider
+        super()._build()
+        clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, HetznerCloud)}
+        self.occasions = {}
+        # One project has one kind of hour; all fleets of a scenario have the same.
+        (self.hour_s,) = {cloud.billing_unit_s for cloud in clouds.values()}
+        self.project = Project(clouds, self.hour_s, self._chance("hetzner"))
+        for cloud in clouds.values():
+            cloud.project = self.project
+            cloud.on_ending = self._ends
+        self.at(0.0, self._forget_addresses)
+
+    def _cloud(self, name: str, around: Surroundings) -> SimulatedCloud:
+        usual = super()._cloud(name, around)
+        cloud = HetznerCloud(
+            name,
+            usual.rng,
+            self.story,
+            usual.max_list_age_s,
+            usual.max_late_s,
+            usual.price_micros_per_hour,
+            billing_unit_s=usual.billing_unit_s,
+            rates=usual.rates,
+        )
+        cloud.on_begun, cloud.on_ending = usual.on_begun, usual.on_ending
+        cloud.move_in = lambda entry: self._move_in(cloud, around, entry)
+        return cloud
+
+    def _move_in(self, cloud: SimulatedCloud, around: Surroundings, entry: Entry) -> SimWorker:
+        if self.project.never_starts(entry.id):
+            self._next_lucks.appendleft(WorkerFaults(never_joins=True))
+        return super()._move_in(cloud, around, entry)
+
+    def _ends(self, entry: Entry) -> None:
+        self.watch.machine_ends(entry)
+        self.on_deletion(self, entry)
+
+    def _replace_provider(self, orchestrator: SimOrchestrator, service: Any) -> Any:
+        if not isinstance(service, GatedProvider):
+            return service
+        fleet = service._provider.fleet  # type: ignore[attr-defined] # the bare cloud
+        rng = self._chance(f"{orchestrator.name} {self._now()}")
+        account = HetznerAccount(
+            "any",
+            endpoint=ENDPOINT,
+            timeout_s=TIMEOUT_S,
+            run=Network(rng),
+            adapter=self.project,
+            rng=rng,
+        )
+        # Looking for proxies in the environment takes longer than the emulator's answer.
+        account.api._client._session.trust_env = False
+        provider = HetznerProvider(
+            fleet,
+            HetznerSettings(capacity_memory_s=60.0, billing_hour_s=self.hour_s),
+            account,
+            identity="this",
+            render_user_data=lambda request: f"#cloud-config\n# {request.name}\n",
+            now=virtual_now,
+        )
+        return GatedProvider(provider, service._process)
+
+    async def _forget_addresses(self) -> None:
+        while not self.is_calm:
+            self.project.forget_an_address()
+            await asyncio.sleep(self._rng.expovariate(1 / 120))
+
+    async def _calm_down(self) -> None:
+        self.project.is_calm = True
+        await super()._calm_down()
+
+    async def _close_the_books(self, calm_at: float) -> int:
+        self.project.look()
+        self.project.take_over_times()
+        return await super()._close_the_books(calm_at)
+
+    async def _leaked(self) -> str | None:
+        self.project.look()
+        for address in self.project.emulator.project.primary_ips.values():
+            if address.server_id is None:
+                return f"Primary IP {address.id} is paid for and no server has it"
+        return await super()._leaked()
+
+    async def _restless(self) -> str | None:
+        """A server whose worker is gone, late, or stands still since before the faults ended may yet be replaced."""
+        for cloud in self.clouds.values():
+            for entry in cloud.billed():
+                worker = self.watch.by_machine[entry.id]
+                is_heard = worker.conduct.first_heard_at is not None
+                if worker._process.is_dead or worker._process.is_frozen or not is_heard:
+                    return f"nobody works in {entry.id} of {entry.name}"
+        return await super()._restless()
+
+    def tell(self, why: str) -> str:
+        test = "tests/simulator/test_hetzner_histories.py"
+        replay = f"WINDLASS_FIRST_SEED={self.scenario.seed} WINDLASS_SEEDS=1 pytest {test}"
+        return super().tell(why).replace(f"python -m windlass.simulator --seed {self.scenario.seed}", replay)

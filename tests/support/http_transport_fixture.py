@@ -1,0 +1,147 @@
+"""A store as workers without a database see it: their half of the contract over HTTP, the rest of it directly.
+
+The application runs in memory, without a network; everything else (routes, gate, guard, both ends' messages) is what
+runs in production. Only who is who is simplified: each name has a token, so that one suite can act as anybody.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import httpx
+
+from windlass.model.auth import WORKER_PREFIX, Activation, ApiToken, Caller, Role, WorkerCaller, hash_of
+from windlass.model.config import WorkerConfig
+from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus
+from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
+from windlass.ports.store import Store
+from windlass.server.app import make_app
+from windlass.server.context import AppContext
+from windlass.server.long_poll import LongPollHub
+from windlass.worker.http_transport import HttpTransport, WorkerCredentials
+
+URL = "http://127.0.0.1:1"
+QUEUES = ("q", "r", "a", "b", "c", "other")
+
+
+def token_of(worker_id: str) -> str:
+    return f"{WORKER_PREFIX}{hash_of(worker_id).hex()}"
+
+
+class OpenAccess:
+    """Everybody has a token, for all queues."""
+
+    def __init__(self) -> None:
+        self.names: dict[bytes, str] = {}
+        # Where it was hired for, by name.
+        self.fleets: dict[str, str] = {}
+
+    async def caller(self, token_hash: bytes) -> Caller | None:
+        name = self.names.get(token_hash)
+        if name is None:
+            return None
+        return WorkerCaller(name, self.fleets.get(name, "default"), QUEUES, has_ended=False)
+
+    async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
+        raise NotImplementedError
+
+    async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
+        raise NotImplementedError
+
+    async def tokens(self) -> list[ApiToken]:
+        raise NotImplementedError
+
+    async def revoke_token(self, name: str) -> bool:
+        raise NotImplementedError
+
+
+async def no_cycle() -> list[dict[str, Any]]:
+    raise TimeoutError
+
+
+def face_over(store: Any, access: Any, long_poll_hub: LongPollHub, **other: Any) -> AppContext:
+    """`other`: what is not as plain as can be."""
+    plain: dict[str, Any] = {
+        "fleet": lambda _: None,
+        "worker_defaults": WorkerConfig(),
+        "max_payload_bytes": MAX_PAYLOAD_BYTES,
+        "version": "test",
+        "ask_database": store.now,
+        "pulses": dict,
+        "run_cycle": no_cycle,
+        "wheel": lambda: None,
+    }
+    return AppContext(store=store, access=access, long_poll_hub=long_poll_hub, **{**plain, **other})
+
+
+class OverHttp:
+    """Whatever workers do goes over HTTP, each with its own connection; all else goes to the store behind."""
+
+    def __init__(self, behind: Store, access: OpenAccess, app: Any) -> None:
+        self.behind = behind
+        self._access = access
+        self._app = app
+        self._transports: dict[str, HttpTransport] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.behind, name)
+
+    def as_worker(self, worker_id: str) -> HttpTransport:
+        if worker_id not in self._transports:
+            token = token_of(worker_id)
+            self._access.names[hash_of(token)] = worker_id
+            credentials = WorkerCredentials(worker_id, URL, token)
+            self._transports[worker_id] = HttpTransport(credentials, False, httpx.ASGITransport(self._app))
+        return self._transports[worker_id]
+
+    async def close(self) -> None:
+        for transport in self._transports.values():
+            await transport.__aexit__(None, None, None)
+
+    async def register(self, registration: Registration) -> WorkerStatus:
+        self._access.fleets[registration.worker_id] = registration.fleet
+        return await self.as_worker(registration.worker_id).register(registration)
+
+    async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
+        return await self.as_worker(worker_id).claim(worker_id, queues, limit)
+
+    async def finish_and_claim(
+        self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
+    ) -> ClaimResult:
+        return await self.as_worker(worker_id).finish_and_claim(worker_id, finished, queues, limit)
+
+    async def fail(self, worker_id: str, task_id: int, token: UUID, error: str, **how: Any) -> TaskStatus | None:
+        return await self.as_worker(worker_id).fail(worker_id, task_id, token, error, **how)
+
+    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
+        return await self.as_worker(worker_id).release(worker_id, task_id, token, reason, delay_s)
+
+    async def heartbeat(
+        self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
+    ) -> HeartbeatReply:
+        return await self.as_worker(worker_id).heartbeat(worker_id, claims, vitals)
+
+    async def leave(self, worker_id: str, reason: str) -> None:
+        await self.as_worker(worker_id).leave(worker_id, reason)
+
+    async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
+        return await self.as_worker(worker_id).run_maintenance(worker_id)
+
+    async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
+        return await self.as_worker("anybody").next_run_after(queues)
+
+    async def wait_for_work(self, queues: Sequence[str], timeout_s: float) -> None:
+        await self.as_worker("anybody").wait_for_work(queues, timeout_s)
+
+
+@asynccontextmanager
+async def over_http(store: Store) -> AsyncIterator[OverHttp]:
+    access, long_poll_hub = OpenAccess(), LongPollHub(store.wait_for_work)
+    seen = OverHttp(store, access, make_app(face_over(store, access, long_poll_hub)))
+    try:
+        yield seen
+    finally:
+        await seen.close()
+        await long_poll_hub.close()

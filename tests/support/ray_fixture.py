@@ -1,0 +1,229 @@
+"""A Ray cluster to try things on: a head for a module's tests, and for each test nodes and dispatchers as processes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from windlass.model.ray import RaySettings
+from windlass.model.task import NewTask, TaskStatus, new_task
+from windlass.ray.head import HeadAddress, kept_head
+from windlass.store.ray import PostgresRayStore
+
+HANDLERS = Path(__file__).parents[1] / "ray"
+WAIT_S = 60.0
+POLL_S = 0.05
+LEASE_S = 6.0
+# Ray's own patience with nodes that do not answer is a minute; here it is some seconds.
+PATIENCE = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+@contextmanager
+def head_beside() -> Iterator[HeadAddress]:
+    """A head kept by a loop in another thread, for as long as this is open."""
+    environment, started, ended = dict(os.environ), threading.Event(), threading.Event()
+    os.environ.update(PATIENCE)
+    found: list[HeadAddress] = []
+    loop = asyncio.new_event_loop()
+
+    async def keep() -> None:
+        async with kept_head() as head:
+            found.append(head)
+            started.set()
+            while not ended.is_set():
+                await asyncio.sleep(POLL_S)
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(keep())
+        finally:
+            started.set()
+            loop.close()
+
+    thread = threading.Thread(target=run)
+    # A loop that is not the main thread's needs to be told of its children by other means than signals.
+    thread.start()
+    started.wait(WAIT_S)
+    try:
+        yield found[0]
+    finally:
+        ended.set()
+        thread.join()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+async def until(is_so: Callable[[], Awaitable[Any]], what: str, timeout_s: float = WAIT_S) -> Any:
+    """What it returned, as soon as that is something."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := await is_so()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} took longer than {timeout_s:g} s")
+        await asyncio.sleep(POLL_S)
+    return found
+
+
+@dataclass(slots=True)
+class Bed:
+    head: HeadAddress
+    dsn: str
+    folder: Path
+    store: PostgresRayStore
+    # Its own: the head is shared, and takes some seconds to see that the nodes of another test are gone.
+    fleet: str = field(default_factory=lambda: f"many-{secrets.token_hex(3)}")
+    settings: dict[str, Any] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
+
+    # ------------------------------------------------------------------------------------------------- processes
+
+    async def hire(self, *worker_ids: str, cpus: int = 2) -> None:
+        """Nodes, and wait until Ray has them."""
+        for slot, worker_id in enumerate(worker_ids, start=len(self.processes)):
+            await self._write_intent(worker_id, slot)
+            offered = RaySettings(node_cpus=cpus, node_gpus=0, object_store_mb=80).model_dump_json()
+            arguments = ["node", "--address", self.head.address, "--settings", offered, "--queue", "q"]
+            timing = ["--heartbeat-interval", "1", "--lease", str(LEASE_S), "--chdir", str(HANDLERS)]
+            self.start(worker_id, *arguments, *timing, WINDLASS_WORKER_ID=worker_id, WINDLASS_FLEET=self.fleet)
+
+    def join(self, name: str, resources: dict[str, float], **environment: str) -> None:
+        """A node of others: plain `ray start`, as KubeRay or `ray up` would."""
+        command = ["ray.scripts.scripts", "start", "--block", f"--address={self.head.address}", "--num-gpus=0"]
+        offered = ["--num-cpus=2", f"--resources={json.dumps(resources)}", "--object-store-memory=83886080"]
+        ports = ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
+        # Ray puts sockets there, whose names have to be short.
+        folder = tempfile.mkdtemp(prefix="wl-ray-", dir="/tmp")
+        self.folders.append(folder)
+        self._start(name, [*command, *offered, *ports, f"--temp-dir={folder}"], environment, cwd=HANDLERS)
+
+    async def _write_intent(self, worker_id: str, slot: int) -> None:
+        async with self.store._connection("hiring for a test") as connection:
+            await connection.execute(
+                "insert into windlass.fleets (name) values ($1) on conflict do nothing", self.fleet
+            )
+            await connection.execute("insert into windlass.slots (fleet, slot) values ($1, $2)", self.fleet, slot)
+            await connection.execute(
+                "insert into windlass.workers (id, fleet, slot, status) values ($1, $2, $3, 'spawning')",
+                worker_id,
+                self.fleet,
+                slot,
+            )
+
+    def dispatch(self, name: str = "dispatcher", **environment: str) -> subprocess.Popen[bytes]:
+        config = self.folder / "windlass.toml"
+        settings = {
+            "provider": "ray-local",
+            "queues": ["q"],
+            "handler": "ray_handlers:work",
+            "chdir": str(HANDLERS),
+            "heartbeat_interval_s": 1,
+            "heartbeat_timeout_s": LEASE_S,
+            **self.settings,
+        }
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items() if value is not None]
+        config.write_text("\n".join([f"[fleets.{self.fleet}]", *lines]))
+        return self.start(name, "dispatch", "--fleet", self.fleet, "--config", str(config), **environment)
+
+    def start(self, name: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+        return self._start(name, ["windlass", "ray", *arguments], environment)
+
+    def _start(
+        self, name: str, module: list[str], environment: dict[str, str], cwd: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", *module],
+                cwd=cwd,
+                env={**os.environ, "DATABASE_URL": self.dsn, "RAY_ADDRESS": self.head.address, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self.processes[name]
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait(WAIT_S)
+
+    def raylet_of(self, worker_id: str) -> psutil.Process:
+        children = psutil.Process(self.processes[worker_id].pid).children(recursive=True)
+        (raylet,) = [child for child in children if child.name() == "raylet"]
+        return raylet
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(WAIT_S)
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    # ------------------------------------------------------------------------------------------------------ tasks
+
+    async def enqueue(self, count: int = 1, **payload: Any) -> list[int]:
+        return [await self.store.enqueue(new_task("q", {**payload, "number": number})) for number in range(count)]
+
+    async def add(self, task: NewTask) -> int:
+        return await self.store.enqueue(task)
+
+    async def finished(self, task_ids: list[int], timeout_s: float = WAIT_S) -> list[Any]:
+        over = (TaskStatus.COMPLETE, TaskStatus.FAILED)
+
+        async def look() -> list[Any]:
+            tasks = [await self.store.task(task_id) for task_id in task_ids]
+            return tasks if all(task is not None and task.status in over for task in tasks) else []
+
+        found: list[Any] = await until(look, f"finishing {len(task_ids)} tasks", timeout_s)
+        return found
+
+    async def running_on(self, *worker_ids: str) -> list[Any]:
+        tasks = await self.store.tasks(status=TaskStatus.RUNNING, limit=1000)
+        return [task for task in tasks if task.worker_id in worker_ids]
+
+    async def nodes(self, state: str) -> set[str]:
+        workers = await self.store.workers()
+        return {worker.id for worker in workers if worker.node is not None and worker.node.state.value == state}
+
+    async def joined(self, *worker_ids: str) -> None:
+        async def are_alive() -> bool:
+            return set(worker_ids) <= await self.nodes("alive")
+
+        await until(are_alive, f"{worker_ids} joining")
+
+
+@asynccontextmanager
+async def made_bed(head: HeadAddress, dsn: str, folder: Path) -> AsyncIterator[Bed]:
+    async with PostgresRayStore(dsn) as store:
+        bed = Bed(head, dsn, folder, store)
+        try:
+            yield bed
+        finally:
+            await asyncio.to_thread(bed.end)

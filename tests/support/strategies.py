@@ -1,0 +1,312 @@
+"""Random fleets: every status, every kind of machine, every memory, together. Consistent, but never kind.
+
+Ages end in half a second, so that none stands exactly on a limit: there, a moment later is another world. Workers are
+drawn whole from a fixed cast of many, plain ones first: drawing each of their fields would take all the time there is.
+"""
+
+import random
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from hypothesis import strategies as st
+
+from support.snapshots import NOW, ago, worker
+from windlass.model.cost import Bill, Spending, Tariff
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, MachineState, ProviderTraits
+from windlass.model.snapshot import (
+    FailureRateState,
+    LaunchRecord,
+    PlannerState,
+    ProviderBackoff,
+    ProviderRefusal,
+    QueueView,
+    RunningView,
+    SlotView,
+    Snapshot,
+    WorkerView,
+)
+from windlass.model.worker import LIVE, WorkerStatus
+
+MAX_SLOTS = 7
+CAST_SIZE = 600
+BUDGETS = ("budget_per_hour", "budget_per_day", "budget_per_month")
+AGES = (0.5, 5.5, 20.5, 40.5, 90.5, 200.5, 400.5, 700.5, 2000.5)
+
+
+@dataclass(frozen=True)
+class DemoScenario:
+    snapshot: Snapshot
+    fleet: FleetConfig
+
+
+@dataclass(frozen=True)
+class Character:
+    """A worker, its machines as they are listed, and what is remembered of it."""
+
+    view: WorkerView
+    machine: MachineState | None = MachineState.RUNNING
+    double: MachineState | None = None
+    missing_since: datetime | None = None
+    idle_since: datetime | None = None
+    unclaimed_since: datetime | None = None
+
+
+# --------------------------------------------------------------------------------------------------------------- cast
+
+
+def _character(dice: random.Random) -> Character:
+    def maybe(value: Any, chance: float) -> Any:
+        return value if dice.random() < chance else None
+
+    def since(oldest: float) -> datetime:
+        return ago(dice.choice([age for age in AGES if age <= oldest]))
+
+    status = dice.choice([s for s in WorkerStatus if s is not WorkerStatus.TERMINATED])
+    created = dice.choice(AGES)
+    claimed = maybe(since(created), 0.5)
+    tasks = dice.choice((0, 1, 1, 2)) if claimed else 0
+    is_known = dice.random() < 0.8
+    vram_at = maybe(since(created), 0.6)
+    vram_mb = dice.choice((0, 24_000, 24_000)) if vram_at else None
+    states = (MachineState.RUNNING,) * 5 + (MachineState.BOOTING, MachineState.EXITED)
+    return Character(
+        view=WorkerView(
+            id="",
+            slot=0,
+            status=status,
+            is_paused=dice.random() < 0.1,
+            concurrency=dice.choice((1, 1, 2, 3)),
+            created_at=ago(created),
+            activated_at=None if status is WorkerStatus.SPAWNING else since(created),
+            last_heartbeat=dice.choice((None, ago(0.5), ago(0.5), ago(0.5), since(created))),
+            first_claimed_at=claimed,
+            terminating_at=since(created) if status is WorkerStatus.TERMINATING else None,
+            idle_s=dice.choice((None, 0.0, 10.25, 100.25)),
+            machine_id="known" if is_known else None,
+            machine_at=maybe(since(created), 0.5) if is_known else None,
+            creation="created" if is_known else dice.choice((None, "ambiguous")),
+            prepared_at=maybe(since(created), 0.5),
+            vram_total_mb=vram_mb,
+            vram_at=vram_at,
+            vram_lost_at=maybe(since(created), 0.5) if vram_mb == 0 else None,
+            running=tuple(RunningView(n, since(created), dice.choice((None, 60.0, 9000.0))) for n in range(tasks)),
+            lease_s=30.0,
+            prepare_code=maybe("DISK_FULL", 0.1),
+        ),
+        machine=maybe(dice.choice(states), 0.85),
+        double=maybe(dice.choice(states), 0.1),
+        missing_since=maybe(since(created), 0.5),
+        idle_since=maybe(since(created), 0.7),
+        unclaimed_since=maybe(since(created), 0.5),
+    )
+
+
+def _cast() -> list[Character]:
+    dice = random.Random(5)  # noqa: S311
+    plain = [
+        Character(worker(claimed=50.5, created=90.5, running=(RunningView(0, ago(5.5), None),), vram_mb=24_000)),
+        Character(worker(created=90.5, vram_mb=24_000)),
+        Character(worker(status="spawning", created=5.5, heartbeat=None)),
+    ]
+    return plain + [_character(dice) for _ in range(CAST_SIZE)]
+
+
+# -------------------------------------------------------------------------------------------------------------- scenes
+
+characters = st.sampled_from(_cast())
+moments = st.sampled_from(AGES).map(ago)
+maybe_moments = st.one_of(st.none(), moments)
+waits = st.sampled_from((0.0, 45.0))
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> FleetConfig:
+    max_workers = draw(st.integers(1, MAX_SLOTS - 2))
+    has_gpu = draw(st.booleans())
+    patience = draw(st.sampled_from((30.0, 600.0)))
+    return FleetConfig(
+        policy=draw(st.sampled_from(("buffered", "threshold", "clear-time"))),
+        min_workers=draw(st.integers(0, max_workers)),
+        max_workers=max_workers,
+        max_changes_per_cycle=draw(st.sampled_from((10, 1, 2))),
+        concurrency=1 if has_gpu else draw(st.integers(1, 3)),
+        has_gpu=has_gpu,
+        idle_buffer=draw(st.integers(0, 2)),
+        scale_up_multiplier=draw(st.sampled_from((1.0, 0.5, 1.5))),
+        scale_down_multiplier=draw(st.sampled_from((0.9, 0.5, 1.0))),
+        min_scaling_interval_s=draw(waits),
+        spawn_grace_s=draw(waits),
+        scale_down_grace_s=draw(waits),
+        idle_timeout_s=draw(st.sampled_from((0.0, 30.0))),
+        heartbeat_timeout_s=patience,
+        spawn_timeout_s=patience,
+        stop_timeout_s=patience,
+        min_spawns_for_rate=draw(st.sampled_from((5, 2))),
+        max_restarts=draw(st.sampled_from((5, 2))),
+    )
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> DemoScenario:
+    fleet = draw(fleets())
+    # Sometimes in slots beyond the maximum: the fleet was larger once.
+    last_slot = draw(st.sampled_from((fleet.max_workers, MAX_SLOTS))) - 1
+    slots = draw(st.lists(st.integers(0, last_slot), unique=True))
+    hired = [_hired(draw(characters), slot) for slot in slots]
+    by_hand = [_by_hand(draw(characters), n) for n in range(draw(st.sampled_from((0, 0, 1, 2))))]
+    everybody = [*hired, *by_hand]
+    views = tuple(character.view for character in everybody)
+    return DemoScenario(
+        Snapshot(
+            now=NOW,
+            fleet="default",
+            queue=QueueView(
+                queued=draw(st.sampled_from((0, 0, 1, 3, 50))),
+                running=sum(len(view.running) for view in views),
+                duration_p50_s=draw(st.sampled_from((None, 1.0, 600.0))),
+            ),
+            workers=views,
+            slots=draw(slot_views()),
+            machines=_listed(hired, draw(st.sampled_from((0, 0, 1, 2, 5))), draw(st.sampled_from(MachineState)))
+            if draw(st.integers(0, 4))
+            else None,
+            listed_at=draw(st.sampled_from((None, ago(1.0)))),
+            traits=draw(st.sampled_from(TRAITS)),
+            launches=_hirings(views, draw(st.lists(st.tuples(moments, st.booleans()), max_size=6)), fleet),
+            refusal=draw(st.sampled_from(REFUSALS)),
+            orphaned=_orphaned(views, draw(st.booleans())),
+            is_paused=draw(st.integers(0, 9)) == 9,
+            is_shutting_down=draw(st.integers(0, 9)) == 9,
+            reset_at=draw(st.sampled_from((None, None, ago(1000.5), ago(5.5)))),
+            restarted_at=draw(st.sampled_from((None, None, ago(1000.5), ago(5.5)))),
+            requested=draw(st.sampled_from((0, 0, 1, 5))),
+            memory=draw(memories(everybody)),
+        ),
+        fleet,
+    )
+
+
+def _hired(character: Character, slot: int) -> Character:
+    view = character.view
+    machine_id = None if view.machine_id is None else f"m-w{slot}"
+    return replace(character, view=replace(view, id=f"w{slot}", slot=slot, machine_id=machine_id))
+
+
+def _by_hand(character: Character, number: int) -> Character:
+    view = character.view
+    status = WorkerStatus.ACTIVE if view.status is WorkerStatus.SPAWNING else view.status
+    view = replace(view, id=f"h{number}", slot=None, status=status, machine_id=None, machine_at=None, creation=None)
+    return replace(character, view=view)
+
+
+def _listed(hired: list[Character], orphans: int, state: MachineState) -> tuple[Machine, ...]:
+    listed = [
+        Machine(f"{prefix}-{character.view.id}", character.view.id, found, character.view.created_at)
+        for character in hired
+        for prefix, found in (("m", character.machine), ("d", character.double))
+        if found is not None
+    ]
+    return (*listed, *(Machine(f"orphan-{n}", f"nobody-{n}", state) for n in range(orphans)))
+
+
+def _hirings(
+    views: tuple[WorkerView, ...], others: list[tuple[datetime, bool]], fleet: FleetConfig
+) -> tuple[LaunchRecord, ...]:
+    found = [
+        LaunchRecord(view.created_at, view.status is WorkerStatus.ERROR) for view in views if view.slot is not None
+    ]
+    found += [LaunchRecord(at, has_failed) for at, has_failed in others]
+    recent = [hiring for hiring in found if (NOW - hiring.at).total_seconds() < fleet.failure_window_s]
+    return tuple(sorted(recent, key=lambda hiring: hiring.at))
+
+
+def _orphaned(views: tuple[WorkerView, ...], has_ghost: bool) -> tuple[str, ...]:
+    ids = [view.id for view in views if view.running and view.status not in LIVE]
+    return tuple(sorted([*ids, *(["long-gone"] if has_ghost else [])]))
+
+
+@st.composite
+def slot_views(draw: st.DrawFn) -> tuple[SlotView, ...]:
+    restarts = (ago(0.5), ago(20.5), ago(90.5), ago(200.5))
+    known = draw(st.dictionaries(st.integers(0, MAX_SLOTS - 1), st.integers(-1, len(restarts)), max_size=3))
+    return tuple(SlotView(slot, count < 0, restarts[: max(0, count)]) for slot, count in known.items())
+
+
+@st.composite
+def memories(draw: st.DrawFn, everybody: list[Character]) -> PlannerState:
+    def of_all(name: str) -> dict[str, datetime]:
+        found = {character.view.id: getattr(character, name) for character in everybody}
+        return {id_: moment for id_, moment in found.items() if moment is not None}
+
+    return PlannerState(
+        planned_at=draw(st.sampled_from((ago(0.5), None, ago(400.5)))),
+        gaps_s=draw(st.sampled_from(((), (60.25, 60.25), (400.5,), (400.5, 60.25)))),
+        scaled_up_at=draw(maybe_moments),
+        over_capacity_since=draw(maybe_moments),
+        missing_since=of_all("missing_since"),
+        orphan_since=draw(st.sampled_from(({}, {"orphan-0": ago(20.5)}, {"orphan-0": ago(90.5)}))),
+        orphans_held_since=draw(st.sampled_from((None, ago(20.5), ago(4000.5)))),
+        doubted_since=draw(maybe_moments),
+        idle_since=of_all("idle_since"),
+        unclaimed_since=of_all("unclaimed_since"),
+        own_listed_at=draw(maybe_moments),
+        unlisted_since=draw(maybe_moments),
+        guard=draw(st.sampled_from(GUARDS)),
+        refused=draw(
+            st.sampled_from(
+                (None, None, ProviderBackoff("NO_CAPACITY", 1, ago(90.5)), ProviderBackoff("DENIED", 2, ago(-20.5)))
+            )
+        ),
+    )
+
+
+REFUSALS = (
+    None,
+    None,
+    None,
+    ProviderRefusal("NO_CAPACITY", "none left", ago(20.5)),
+    ProviderRefusal("LIMIT_REACHED", "no more than ten", ago(90.5)),
+    ProviderRefusal("DENIED", "who are you", ago(400.5)),
+)
+# The third is paid in units of which a machine that is 400.5 s old has 40.5 s left: in the middle of the time to leave.
+TRAITS = (
+    ProviderTraits(),
+    ProviderTraits(60.25, 120.25, 60.25),
+    ProviderTraits(60.25, 120.25, 60.25, billing_unit_s=441),
+    ProviderTraits(60.25, 120.25, 60.25, has_prepare_step=True),
+)
+GUARDS = (
+    FailureRateState(),
+    FailureRateState(failed_starts=1, last_failure_at=ago(20.5)),
+    FailureRateState(trips=1, until=ago(-100.5), judged_until=ago(200.5)),
+    FailureRateState(trips=1, until=ago(100.5), judged_until=ago(400.5)),
+    FailureRateState(trips=3, until=ago(100.5), judged_until=ago(700.5), failed_starts=1, last_failure_at=ago(20.5)),
+)
+
+
+@st.composite
+def paid_scenes(draw: st.DrawFn) -> DemoScenario:
+    """The same with prices and budgets."""
+    scene = draw(scenes())
+    limits = draw(st.fixed_dictionaries({name: st.sampled_from((None, "0.5", "2", "40")) for name in BUDGETS}))
+    action = draw(st.sampled_from(("warn", "stop-spawning", "drain")))
+    fleet = FleetConfig.model_validate(scene.fleet.model_dump() | limits | {"budget_action": action})
+    tariff = Tariff(draw(st.sampled_from((1, 360_000, 3_600_000))), "EUR", scene.snapshot.traits.billing_unit_s)
+    views = tuple(
+        replace(view, bill=Bill(tariff, view.machine_at or view.created_at)) if view.machine_id is not None else view
+        for view in scene.snapshot.workers
+    )
+    snapshot = replace(
+        scene.snapshot,
+        workers=views,
+        spending=draw(st.sampled_from(((), (Spending("EUR", 0, 300_000, 1_900_000),), (Spending("USD", 5, 5, 5),)))),
+        ended_bills=draw(st.sampled_from(((), (Bill(tariff, ago(2000.5), ago(90.5)),)))),
+    )
+    return DemoScenario(snapshot, fleet)
+
+
+def uncapped(scene: DemoScenario) -> DemoScenario:
+    """The same, where nothing limits how much changes at once."""
+    return replace(scene, fleet=scene.fleet.model_copy(update={"max_changes_per_cycle": 100}))

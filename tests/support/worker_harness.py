@@ -1,0 +1,301 @@
+"""Real `windlass worker` processes for tests: started, watched, signalled, and proven to leave nothing behind."""
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+from uuid import uuid4
+
+import asyncpg
+import psutil
+
+from support.postgres_servers import run_aside, wait_until
+from windlass.model.task import Task, TaskStatus, new_task
+from windlass.model.worker import Worker, WorkerStatus
+from windlass.store.embedded import EmbeddedPostgres
+from windlass.store.migrate import migrate
+from windlass.store.postgres import PostgresStore
+
+HERE = Path(__file__).parents[1] / "e2e"
+PROGRAM = Path(sys.executable).with_name("windlass")
+POLL_S = 0.02
+# For everything that takes a moment on an idle machine; the machine may be busy with other tests.
+PATIENCE_S = 30.0
+QUEUE = "work"
+# What Python says when something was forgotten. No worker may say it, not even at its end.
+NEGLECT = ("ResourceWarning", "RuntimeWarning", "never retrieved", "Task was destroyed", "Exception ignored")
+
+# One row for each beat that reached the database, so that a test can ask for the longest silence.
+BEATS_SQL = """
+create table public.beats (worker_id text, at timestamptz);
+create function public.note_beat() returns trigger language plpgsql as $$
+begin
+  insert into public.beats values (new.id, clock_timestamp());
+  return null;
+end
+$$;
+create trigger note_beat after update of last_heartbeat on windlass.workers
+  for each row when (new.last_heartbeat is distinct from old.last_heartbeat) execute function public.note_beat();
+"""
+LONGEST_SILENCE_SQL = """
+select extract(epoch from max(gap))::float8
+from (
+  select at - lag(at) over (order by at) as gap
+  from (
+    select at from public.beats where worker_id = $1 and at > $2
+    union all
+    values ($2::timestamptz), (clock_timestamp())
+  ) as moments
+) as gaps
+"""
+
+
+async def until(is_so: Callable[[], Awaitable[Any] | Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
+    """Wait for a condition, with a limit. Returns what the condition returned, once it is true."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = is_so()
+        if inspect.isawaitable(found):
+            found = await found
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {timeout_s:g} s still not so: {what}")
+        await asyncio.sleep(POLL_S)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    """Everything that a worker started, living."""
+    try:
+        return [p for p in psutil.Process(pid).children(recursive=True) if is_alive(p.pid)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+class Hand:
+    """One worker process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def last_lines(self) -> str:
+        return "\n".join(line[:300] for line in self.log().splitlines()[-40:])
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def send_again(self, number: signal.Signals) -> None:
+        """After a first one that it has heard: until it counts as the second, and not as the same."""
+        while '"limit_s": 0.0' not in self.log():
+            heard = self.log().count('"event": "draining')
+            self.send(number)
+            await until(lambda: self.log().count('"event": "draining') > heard, f"it hears\n{self.last_lines()}")  # noqa: B023
+
+    def send_to_all(self, number: signal.Signals) -> None:
+        """To the worker and everything it started, as a service manager or a job control does it."""
+        for process in [*family_of(self.pid), psutil.Process(self.pid)]:
+            process.send_signal(number)
+
+    def children(self) -> list[psutil.Process]:
+        return [p for p in family_of(self.pid) if "windlass.worker.child" in p.cmdline()]
+
+    async def exit_code(self, timeout_s: float = PATIENCE_S) -> int:
+        await until(lambda: not self.is_running(), f"worker {self.pid} ends\n{self.last_lines()}", timeout_s)
+        return self.process.returncode
+
+
+class Crew:
+    """Workers over one database. On exit all are ended, and nothing of theirs may still run."""
+
+    def __init__(self, dsn: str, folder: Path) -> None:
+        self.dsn = dsn
+        self.folder = folder
+        self.store = PostgresStore(dsn)
+        self.hands: list[Hand] = []
+        # In the environment of everything the workers start, however it detaches itself.
+        self._mark = f"CREW_{uuid4().hex}"
+
+    async def __aenter__(self) -> Self:
+        await self.store.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            for hand in self.hands:
+                if hand.is_running():
+                    hand.process.kill()
+                hand.process.wait(PATIENCE_S)
+            await until(lambda: not self.remains(), f"everything is gone, but {self.remains()} runs")
+            logs = "".join(hand.log() for hand in self.hands)
+            assert [words for words in NEGLECT if words in logs] == []
+        finally:
+            for process in self.remains():
+                process.kill()
+            for hand in self.hands:
+                print(f"--- worker {hand.pid}\n{hand.last_lines()}")
+            await self.store.__aexit__(*error)
+
+    def remains(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if self._mark in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def start(
+        self,
+        *arguments: str,
+        handler: str | None = None,
+        heartbeat_s: float = 0.2,
+        lease_s: float = 10.0,
+        env: Mapping[str, str] | None = None,
+        stderr: int | None = None,
+    ) -> Hand:
+        command = [PROGRAM, "worker", "--queue", QUEUE, "--chdir", HERE, *arguments]
+        command += ["--heartbeat-interval", str(heartbeat_s), "--lease", str(lease_s), "--log-format", "json"]
+        if handler is not None:
+            command += ["--handler", f"handlers:{handler}"]
+        return self.start_command(command, {"DATABASE_URL": self.dsn, **(env or {})}, stderr)
+
+    def start_command(self, command: list[Any], env: Mapping[str, str], stderr: int | None = None) -> Hand:
+        log = self.folder / f"worker-{len(self.hands)}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=stderr or output,
+                env={**os.environ, "PYTHONWARNINGS": "default", self._mark: "1", **env},
+                start_new_session=True,
+            )
+        hand = Hand(process, log)
+        self.hands.append(hand)
+        return hand
+
+    async def hire(self, *arguments: str, **options: Any) -> Hand:
+        """A worker that has registered and sent its first beat."""
+        hand = self.start(*arguments, **options)
+        await until(lambda: self.row_of(hand), f"a row of worker {hand.pid}\n{hand.last_lines()}")
+        return hand
+
+    async def row_of(self, hand: Hand) -> Worker | None:
+        """The newest row of this process, once it has a heartbeat."""
+        rows = [w for w in await self.store.workers(include_terminated=True) if w.pid == hand.pid]
+        return rows[-1] if rows and rows[-1].last_heartbeat is not None else None
+
+    async def enqueue(self, payload: Any = None, **options: Any) -> int:
+        return await self.store.enqueue(new_task(QUEUE, payload, **options))
+
+    async def task(self, task_id: int) -> Task:
+        task = await self.store.task(task_id)
+        assert task is not None
+        return task
+
+    async def running(self, task_id: int) -> Task:
+        return await self._until_status(task_id, TaskStatus.RUNNING)
+
+    async def complete(self, task_id: int, timeout_s: float = PATIENCE_S) -> Any:
+        """Wait for the result of a task and return it."""
+        task = await self._until_status(task_id, TaskStatus.COMPLETE, timeout_s)
+        return json.loads(task.result or "null")
+
+    async def failed(self, task_id: int, timeout_s: float = PATIENCE_S) -> Task:
+        return await self._until_status(task_id, TaskStatus.FAILED, timeout_s)
+
+    async def _until_status(self, task_id: int, status: TaskStatus, timeout_s: float = PATIENCE_S) -> Task:
+        deadline = time.monotonic() + timeout_s
+        while (task := await self.task(task_id)).status is not status:
+            assert task.status is not TaskStatus.FAILED, f"task {task_id} failed ({task.error_code}): {task.error}"
+            assert time.monotonic() < deadline, f"task {task_id} is not {status} but {task}"
+            await asyncio.sleep(POLL_S)
+        return task
+
+    async def status_of(self, hand: Hand) -> WorkerStatus | None:
+        row = await self.row_of(hand)
+        return row.status if row is not None else None
+
+    async def codes(self, *, task_id: int | None = None, worker_id: str | None = None) -> list[str]:
+        return [event.code for event in await self.store.events(task_id=task_id, worker_id=worker_id)]
+
+    async def sql(self, statement: str, *values: Any) -> Any:
+        connection = await asyncpg.connect(self.dsn)
+        try:
+            if values:
+                return await connection.fetchval(statement, *values)
+            return await connection.execute(statement)
+        finally:
+            await connection.close()
+
+    async def rows(self, query: str) -> list[Any]:
+        connection = await asyncpg.connect(self.dsn)
+        try:
+            await connection.set_type_codec("jsonb", encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
+            return await connection.fetch(query)
+        finally:
+            await connection.close()
+
+    async def note_beats(self) -> None:
+        await self.sql(BEATS_SQL)
+
+    async def longest_silence_s(self, hand: Hand, since: datetime) -> float:
+        row = await self.row_of(hand)
+        assert row is not None
+        silence: float = await self.sql(LONGEST_SILENCE_SQL, row.id, since)
+        return silence
+
+
+class MortalServer:
+    """A server for tests that end it. Commits reach the operating system, so that they survive its processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._postgres = EmbeddedPostgres(folder / "data")
+        self._postgres.open()
+        self.dsn = self._postgres.dsn
+        run_aside(self._prepare())
+
+    async def _prepare(self) -> None:
+        await migrate(self.dsn)
+        connection = await asyncpg.connect(self.dsn)
+        await connection.execute("alter system set fsync = off")
+        await connection.execute("select pg_reload_conf()")
+        await connection.close()
+
+    def end(self, how: signal.Signals) -> None:
+        pid = int((self._postgres.data_dir / "postgres" / "postmaster.pid").read_text().split()[0])
+        os.kill(pid, how)
+        wait_until(lambda: not is_alive(pid), PATIENCE_S, "ending PostgreSQL")
+
+    def start(self) -> None:
+        self._postgres.open()
+
+    def close(self) -> None:
+        self._postgres.close()

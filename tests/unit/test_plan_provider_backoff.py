@@ -1,0 +1,126 @@
+"""A provider's no: held in its own words, tried again after a while, forgotten when a machine is had."""
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+import pytest
+
+from support.snapshots import LOCAL, NOW, ago, fleet, kinds, of_kind, snapshot, task, worker
+from windlass.model.action import RaiseAlert, Spawn
+from windlass.model.machine import ProviderTraits
+from windlass.model.snapshot import FailureRateState, PlannerState, ProviderBackoff, ProviderRefusal
+from windlass.policy.plan import plan
+
+LIMIT = "creating server red-0-aa: server limit exceeded (resource_limit_exceeded): ask Hetzner for more"
+
+
+def refusal(code: str = "LIMIT_REACHED", age: float = 1) -> ProviderRefusal:
+    return ProviderRefusal(code, LIMIT, ago(age))
+
+
+@pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "PROVIDER_PAUSE"])
+def test_a_refusal_of_the_whole_fleet_is_a_hold_and_an_alert_in_the_vendors_words(code: str) -> None:
+    planned = plan(snapshot(queued=9, refusal=refusal(code)), LOCAL)
+    assert kinds(planned) == ["alert"]
+    assert of_kind(planned.actions, RaiseAlert)[0] == RaiseAlert(code, LIMIT)
+    assert planned.hold is not None
+    assert (planned.hold.code, planned.hold.is_total) == (code, False)
+    assert planned.hold.reason == f"{LIMIT}; nobody is hired until 12:04:59 UTC"
+    assert planned.decision.startswith("holding (")
+
+
+def test_after_the_pause_one_worker_is_tried() -> None:
+    known = ProviderBackoff("LIMIT_REACHED", 1, ago(1))
+    planned = plan(snapshot(queued=9, refusal=refusal(age=301), memory={"refused": known}), fleet(max_workers=9))
+    assert kinds(planned) == ["spawn"]
+    assert "one probe at a time" in planned.decision
+    assert planned.memory.refused == known
+
+
+def test_while_one_is_tried_nobody_else_is_hired() -> None:
+    known = ProviderBackoff("LIMIT_REACHED", 1, ago(1))
+    tried = worker("w0", status="spawning", machine_id=None, heartbeat=None, created=1)
+    planned = plan(snapshot(tried, queued=9, refusal=refusal(age=301), memory={"refused": known}), LOCAL)
+    assert of_kind(planned.actions, Spawn) == []
+
+
+def test_each_refused_try_doubles_the_pause_up_to_an_hour() -> None:
+    memory, at, pauses = PlannerState(), NOW, []
+    for _ in range(6):
+        seen = snapshot(
+            queued=1, refusal=ProviderRefusal("LIMIT_REACHED", LIMIT, at), memory={"refused": memory.refused}
+        )
+        memory = plan(seen, LOCAL).memory
+        assert memory.refused is not None
+        pauses.append((memory.refused.until - at).total_seconds())
+        at = memory.refused.until + timedelta(seconds=5)
+    assert pauses == [300, 600, 1200, 2400, 3600, 3600]
+
+
+def test_those_asked_for_together_are_refused_once() -> None:
+    first = plan(snapshot(queued=9, refusal=refusal(age=10)), LOCAL).memory
+    later = plan(snapshot(queued=9, refusal=refusal(age=2), memory={"refused": first.refused}), LOCAL).memory
+    assert later.refused == first.refused
+
+
+def test_a_machine_that_was_had_ends_it() -> None:
+    known = ProviderBackoff("LIMIT_REACHED", 3, ago(-900))
+    planned = plan(snapshot(queued=9, memory={"refused": known}), fleet(max_workers=3))
+    assert kinds(planned) == ["spawn"] * 3
+    assert planned.memory.refused is None
+
+
+def test_no_capacity_is_asked_for_again_at_once_and_only_then_waited_for() -> None:
+    first = plan(snapshot(queued=9, refusal=refusal("NO_CAPACITY", age=5)), LOCAL)
+    assert kinds(first) == ["spawn"]
+    again = plan(snapshot(queued=9, refusal=refusal("NO_CAPACITY"), memory={"refused": first.memory.refused}), LOCAL)
+    assert kinds(again) == ["alert"]
+    assert again.hold is not None
+    assert again.hold.code == "NO_CAPACITY"
+    assert again.memory.refused == ProviderBackoff("NO_CAPACITY", 2, ago(1) + timedelta(seconds=30))
+
+
+def test_another_kind_of_refusal_begins_anew() -> None:
+    known = ProviderBackoff("NO_CAPACITY", 7, ago(-200))
+    planned = plan(snapshot(queued=9, refusal=refusal("DENIED"), memory={"refused": known}), LOCAL)
+    assert planned.memory.refused == ProviderBackoff("DENIED", 1, ago(1) + timedelta(seconds=300))
+
+
+def test_a_person_may_try_what_the_hold_would_not() -> None:
+    planned = plan(snapshot(queued=9, requested=3, refusal=refusal()), LOCAL)
+    assert kinds(planned) == ["alert", "spawn"]
+
+
+def test_a_hold_hires_nobody_and_still_lets_idle_workers_go() -> None:
+    idle = [worker(f"w{n}", n, claimed=90, created=200) for n in range(2)]
+    planned = plan(snapshot(*idle, idle=100, refusal=refusal()), LOCAL)
+    assert "drain" in kinds(planned)
+
+
+@pytest.mark.parametrize("at", [ago(1), ago(0)])
+def test_the_failure_guard_speaks_first(at: datetime) -> None:
+    guard = FailureRateState(trips=1, until=ago(-100), judged_until=ago(10))
+    planned = plan(snapshot(queued=1, refusal=ProviderRefusal("DENIED", LIMIT, at), memory={"guard": guard}), LOCAL)
+    assert planned.hold is not None
+    assert planned.hold.code == "FAILURE_RATE"
+
+
+@pytest.mark.parametrize(
+    ("hired", "maximum", "is_remote", "is_told"),
+    [
+        pytest.param(41, 50, True, True, id="more than four fifths"),
+        pytest.param(40, 50, True, False, id="four fifths"),
+        pytest.param(41, 50, False, False, id="nobody pays for processes"),
+        pytest.param(5, 5, True, True, id="a small fleet"),
+        pytest.param(4, 5, True, False, id="four fifths of a small fleet"),
+    ],
+)
+def test_a_rented_fleet_near_its_maximum_is_told_of_once(
+    hired: int, maximum: int, is_remote: bool, is_told: bool
+) -> None:
+    views = [worker(f"w{n}", n, claimed=50, running=(task(n),)) for n in range(hired)]
+    seen = snapshot(*views, traits=ProviderTraits(is_remote=is_remote))
+    planned = plan(seen, fleet(max_workers=maximum))
+    alerts = of_kind(planned.actions, RaiseAlert)
+    assert alerts == ([RaiseAlert("NEAR_MAX", f"{hired} of at most {maximum} workers are hired")] if is_told else [])
+    assert plan(replace(seen, memory=planned.memory), fleet(max_workers=maximum)).actions == ()

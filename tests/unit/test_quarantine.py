@@ -1,0 +1,155 @@
+"""Whose fault failures are: the table of what speaks for and against a worker."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.snapshots import GPU, LOCAL, NOW, ago, fleet, of_kind, snapshot, task, worker
+from windlass.model.action import AttemptRefund, Delete, Fail, RaiseAlert, Spawn
+from windlass.model.snapshot import FailureStreak
+from windlass.policy.plan import plan
+from windlass.policy.quarantine import blame
+
+# Three tasks failed on it within a minute, while three others completed forty and failed once.
+DEAD = FailureStreak("w0", ago(60), (11, 12, 13), {12: "w1"}, (), others=3, others_completed=40, others_failed=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "is_to_blame"),
+    [
+        pytest.param({}, {}, True, id="three in a row fail here, and hardly any elsewhere"),
+        pytest.param({"completed_by": {}}, {}, True, id="nobody has got round to those tasks yet: other tasks tell"),
+        pytest.param({"failed": (11, 12)}, {}, False, id="two are too few"),
+        pytest.param({"failed": (11, 12)}, {"quarantine_min_failures": 2}, False, id="two may be chance"),
+        pytest.param(
+            {"failed": (11, 12)},
+            {"quarantine_min_failures": 2, "quarantine_max_chance": 0.01},
+            True,
+            id="two are enough for who said so",
+        ),
+        pytest.param({"others": 0, "others_completed": 0, "others_failed": 0}, {}, False, id="nobody to compare with"),
+        pytest.param({"others_completed": 8, "others_failed": 0}, {}, False, id="three may be chance beside eight"),
+        pytest.param({"others_completed": 9, "others_failed": 0}, {}, True, id="not beside nine"),
+        pytest.param({"others_completed": 20, "others_failed": 20}, {}, False, id="half of all fail everywhere"),
+        pytest.param(
+            {"others_completed": 20, "others_failed": 20, "failed": tuple(range(10))},
+            {},
+            True,
+            id="half of all fail everywhere, but not ten in a row",
+        ),
+        pytest.param({"failed_elsewhere": (13,)}, {}, False, id="a task that fails on others too is to blame itself"),
+        pytest.param(
+            {"failed": (11, 12, 13, 14), "failed_elsewhere": (13,)}, {}, True, id="one bad task excuses only itself"
+        ),
+    ],
+)
+def test_who_is_to_blame(changes: dict[str, Any], settings: dict[str, Any], is_to_blame: bool) -> None:
+    assert (blame(replace(DEAD, **changes), fleet(GPU, **settings)) is not None) is is_to_blame
+
+
+def test_the_evidence_is_told_in_words() -> None:
+    assert blame(DEAD, LOCAL) == (
+        "3 different tasks in a row failed on it (the last: 11, 12, 13); others completed 1 of them since (12 by w1); "
+        "meanwhile 3 other workers completed 40 tasks and 1 attempts of theirs failed"
+    )
+
+
+def test_a_worker_to_blame_is_quarantined_with_the_evidence_and_replaced() -> None:
+    views = (
+        worker("w0", 0, claimed=90, running=(task(20),)),
+        *(worker(f"w{n}", n, claimed=90, running=(task(n),)) for n in (1, 2, 3)),
+    )
+    planned = plan(snapshot(*views, queued=5, failure_streaks=(DEAD,)), LOCAL)
+    (failed,) = of_kind(planned.actions, Fail)
+    assert (failed.worker_id, failed.code, failed.evidence) == ("w0", "QUARANTINED", DEAD)
+    assert failed.attempt_refund == AttemptRefund(DEAD.since)
+    assert [delete.worker_id for delete in of_kind(planned.actions, Delete)] == ["w0"]
+    assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [0]
+
+
+def test_a_quarantined_worker_has_proven_nothing() -> None:
+    view = worker("w0", 0, claimed=90)
+    planned = plan(snapshot(view, failure_streaks=(DEAD,)), fleet(min_spawns_for_rate=1))
+    assert planned.hold is not None
+    assert planned.hold.code == "FAILURE_RATE"
+
+
+LONELY = replace(DEAD, failed=tuple(range(10)), completed_by={}, others=0, others_completed=0, others_failed=0)
+
+
+def test_with_nobody_to_compare_with_one_worker_an_hour_is_replaced_to_see() -> None:
+    views = (worker("w0", 0, claimed=90), worker("w1", 1, claimed=90))
+    lonely = (LONELY, replace(LONELY, worker_id="w1"))
+    planned = plan(snapshot(*views, failure_streaks=lonely), LOCAL)
+    (failed,) = of_kind(planned.actions, Fail)
+    # Each task gets its attempts back for this once, or what fails everywhere would be tried for ever.
+    assert (failed.worker_id, failed.evidence) == ("w0", LONELY)
+    assert failed.attempt_refund == AttemptRefund(LONELY.since, is_trial=True)
+    assert failed.reason.endswith("nobody else completed any task meanwhile: another is tried")
+    # Who was spared is told of, and nobody else goes within the hour.
+    assert [(alert.code, alert.worker_id) for alert in of_kind(planned.actions, RaiseAlert)] == [
+        ("TASKS_FAILING", "w1")
+    ]
+    assert planned.memory.tried_at == NOW
+    for tried, failures in ((3599, 0), (3600, 1)):
+        again = plan(snapshot(*views, failure_streaks=lonely, memory={"tried_at": ago(tried)}), LOCAL)
+        assert len(of_kind(again.actions, Fail)) == failures
+
+
+FEW = replace(LONELY, failed=(2, 3, 8), others=1, others_completed=1)
+
+
+@pytest.mark.parametrize(
+    ("suspect", "is_tried"),
+    [
+        pytest.param(replace(FEW, since=ago(599)), False, id="more may come, or a success"),
+        pytest.param(replace(FEW, since=ago(600)), True, id="in a small queue no row is long"),
+        pytest.param(
+            replace(FEW, since=ago(600), failed_elsewhere=(3,)), False, id="others cannot do all of them either"
+        ),
+    ],
+)
+def test_where_too_little_is_done_to_know_another_is_tried_after_a_while(
+    suspect: FailureStreak, is_tried: bool
+) -> None:
+    planned = plan(snapshot(worker("w0", 0, claimed=90), failure_streaks=(suspect,)), LOCAL)
+    assert [action.attempt_refund for action in of_kind(planned.actions, Fail)] == (
+        [AttemptRefund(suspect.since, is_trial=True)] if is_tried else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("view", "code"),
+    [
+        (worker("w0", 0, claimed=90, heartbeat=601, vram_mb=1), "STALE_HEARTBEAT_TASKS_QUEUED"),
+        (worker("w0", 0, claimed=90, vram_mb=1, running=(task(7, started=1201),)), "STUCK_TASK"),
+    ],
+)
+def test_whatever_a_worker_to_blame_ends_of_its_tasks_do_not_pay_for_it(view: Any, code: str) -> None:
+    planned = plan(snapshot(view, queued=5, failure_streaks=(DEAD,)), GPU)
+    (failed,) = of_kind(planned.actions, Fail)
+    assert (failed.code, failed.evidence, failed.attempt_refund) == (code, DEAD, AttemptRefund(DEAD.since))
+
+
+@pytest.mark.parametrize(
+    "suspects", [(), (LONELY,)], ids=["too few failures for a suspicion", "nobody to compare with"]
+)
+def test_a_gpu_that_is_not_detected_is_to_blame_without_any_comparison(
+    failure_streaks: tuple[FailureStreak, ...],
+) -> None:
+    view = replace(worker("w0", 0, created=301, claimed=90, vram_mb=0), failing_since=ago(50))
+    (failed,) = of_kind(plan(snapshot(view, failure_streaks=failure_streaks), GPU).actions, Fail)
+    assert failed.attempt_refund == AttemptRefund(ago(50))
+
+
+def test_a_persons_own_worker_on_which_all_fails_is_told_of_and_left_alone() -> None:
+    suspect = replace(DEAD, failed=tuple(range(10)))
+    planned = plan(snapshot(worker("w0", None), failure_streaks=(suspect,)), LOCAL)
+    assert [type(action) for action in planned.actions] == [RaiseAlert]
+    assert planned.actions[0].code == "TASKS_FAILING"
+
+
+def test_a_worker_that_drains_is_left_to_finish() -> None:
+    view = worker("w0", 0, "terminating", terminating=5, claimed=90, running=(task(20),))
+    assert not of_kind(plan(snapshot(view, failure_streaks=(DEAD,)), LOCAL).actions, Fail)

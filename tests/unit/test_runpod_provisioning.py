@@ -1,0 +1,181 @@
+"""What the control loop does about preparations: beside everything else, once at a time, written down when they end."""
+
+import asyncio
+from datetime import datetime, timedelta
+from random import Random
+from typing import Any
+
+import pytest
+
+from windlass.control.cycle import FleetCycle, run_once
+from windlass.model.errors import NotPrepared
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
+from windlass.model.task import NewTask
+from windlass.ports.control import Candidate
+from windlass.ports.provider import OnHostKey
+from windlass.simulator.loop import run, virtual_now
+from windlass.store.memory.control import MemoryControlStore
+
+FLEET = FleetConfig(queues=("red",), max_workers=2, poll_interval_s=5, heartbeat_interval_s=5, spawn_timeout_s=600)
+
+
+class Slow:
+    """Machines run at once; to prepare one takes two minutes, and works or not."""
+
+    traits = ProviderTraits(has_prepare_step=True)
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.machines: dict[str, Machine] = {}
+        self.problem = problem
+        self.asked: list[tuple[str, str | None]] = []
+
+    async def create(self, request: MachineRequest) -> Machine:
+        machine = Machine(f"m-{request.name}", request.name, MachineState.RUNNING)
+        self.machines[machine.id] = machine
+        return machine
+
+    async def list_machines(self) -> tuple[Machine, ...]:
+        return tuple(self.machines.values())
+
+    async def delete(self, machine: Machine) -> datetime | None:
+        self.machines.pop(machine.id, None)
+        return None
+
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
+        self.asked.append((machine.name, host_key))
+        if host_key is None:
+            await on_host_key("its key")
+        await asyncio.sleep(120)
+        if self.problem is not None:
+            raise self.problem
+        return Preparation("its key")
+
+    async def close(self) -> None: ...
+
+
+def cycle_of(store: MemoryControlStore, provider: Slow, holder: str = "ann", fleet: str = "red") -> FleetCycle:
+    config = FLEET.model_copy(update={"queues": (fleet,)})
+    return FleetCycle(fleet, config, store, provider, Candidate(holder, 30.0), Random(1))  # noqa: S311
+
+
+async def hired(store: MemoryControlStore, provider: Slow) -> FleetCycle:
+    await store.enqueue(NewTask("red"))
+    cycle = cycle_of(store, provider)
+    await cycle.run(5.0)
+    assert len(provider.machines) == 1
+    return cycle
+
+
+def told(events: object) -> list[str]:
+    return [event.code for event in events if event.worker_id is not None]  # type: ignore[attr-defined]
+
+
+def test_no_cycle_waits_for_a_preparation_and_its_end_starts_one() -> None:
+    async def live() -> None:
+        store, provider = MemoryControlStore(virtual_now), Slow()
+        cycle = await hired(store, provider)
+        settled = asyncio.Event()
+        cycle.on_settled = settled.set
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for _ in range(3):
+            await cycle.run(5.0)
+            await cycle.run(None)
+        await cycle.settle()
+        await asyncio.sleep(0)
+        assert loop.time() == began, "nobody has waited"
+        assert len(provider.asked) == 1
+        await settled.wait()
+        assert loop.time() - began == pytest.approx(120, abs=1)
+        await cycle.run(5.0)
+        assert told(await store.events(limit=100)) == ["WORKER_HIRED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
+        await cycle.run(5.0)
+        assert len(provider.asked) == 1
+
+    run(live())
+
+
+def test_one_that_fails_ends_its_worker_with_its_code() -> None:
+    async def live() -> None:
+        store = MemoryControlStore(virtual_now)
+        provider = Slow(NotPrepared("DISK_FULL", "preparing it: the disk is full", "df says so", "its key"))
+        cycle = await hired(store, provider)
+        await cycle.run(5.0)
+        await cycle.settle(is_patient_with_all=True)
+        await cycle.run(5.0)
+        codes = told(await store.events(limit=100))
+        assert codes[:5] == [
+            "WORKER_HIRED", "MACHINE_PREPARING", "PREPARATION_FAILED", "WORKER_ERROR", "WORKER_TERMINATED",
+        ]  # fmt: skip
+
+    run(live())
+
+
+def test_one_whose_end_is_not_known_is_begun_again() -> None:
+    async def live() -> None:
+        store, provider = MemoryControlStore(virtual_now), Slow(RuntimeError("a fault in the adapter"))
+        cycle = await hired(store, provider)
+        for _ in range(2):
+            await cycle.run(5.0)
+            await cycle.settle(is_patient_with_all=True)
+        assert len(provider.asked) == 2
+        assert "PREPARATION_UNCLEAR" in told(await store.events(limit=100))
+
+    run(live())
+
+
+def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
+    async def live() -> None:
+        store, provider = MemoryControlStore(virtual_now), Slow()
+        cycle = await hired(store, provider)
+        await cycle.run(5.0)
+        await asyncio.sleep(1)
+        cycle.abandon()
+        await asyncio.sleep(31)
+        began = virtual_now()
+        other = cycle_of(store, provider, "bob")
+        await other.run(5.0)
+        await other.settle(is_patient_with_all=True)
+        assert len(provider.asked) == 2
+        assert virtual_now() - began < timedelta(seconds=130)
+        assert [host_key for _, host_key in provider.asked] == [None, "its key"], "it believes nobody else"
+        assert told(await store.events(limit=100)) == ["WORKER_HIRED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
+
+    run(live())
+
+
+def test_with_one_cycle_of_each_no_fleet_waits_for_another_to_be_prepared() -> None:
+    async def live() -> None:
+        store, providers = MemoryControlStore(virtual_now), {fleet: Slow() for fleet in ("red", "blue", "green")}
+        for _ in range(2):
+            for fleet in providers:
+                await store.enqueue(NewTask(fleet))
+            began = virtual_now()
+            await run_once([cycle_of(store, provider, fleet=fleet) for fleet, provider in providers.items()])
+        assert [len(provider.asked) for provider in providers.values()] == [1, 1, 1]
+        # Each takes two minutes.
+        assert virtual_now() - began == pytest.approx(timedelta(seconds=120), abs=timedelta(seconds=5))
+        assert told(await store.events(limit=100)).count("MACHINE_PREPARED") == 3
+
+    run(live())
+
+
+def test_with_one_cycle_of_each_no_fleet_goes_without_because_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def live() -> None:
+        store, providers = MemoryControlStore(virtual_now), {fleet: Slow() for fleet in ("red", "blue")}
+        observe = store.observe
+
+        async def observe_blue(candidate: Candidate, fleet: str, config: FleetConfig) -> Any:
+            if fleet == "red":
+                raise ValueError("what is remembered of red cannot be read")
+            return await observe(candidate, fleet, config)
+
+        monkeypatch.setattr(store, "observe", observe_blue)
+        for _ in range(2):
+            await store.enqueue(NewTask("blue"))
+            with pytest.raises(ValueError, match="of red"):
+                await run_once([cycle_of(store, provider, fleet=fleet) for fleet, provider in providers.items()])
+        assert told(await store.events(limit=100)).count("MACHINE_PREPARED") == 1
+
+    run(live())
