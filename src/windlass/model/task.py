@@ -176,7 +176,7 @@ def new_task(
 
 
 def truncate_error(error: str, max_characters: int = MAX_ERROR_CHARACTERS) -> str:
-    """Keep both ends of an error that is too long, as windlass.truncate_error() does in the database: the kind is at the
+    """Keep both ends of an error that is too long, as windlass.truncate_error() does in SQL: the kind is at the
     beginning of a message, and the cause at the end of a traceback."""
     if len(error) <= max_characters:
         return error
