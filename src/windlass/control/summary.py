@@ -6,9 +6,7 @@ from typing import Any
 
 from windlass.model.action import Fail, Plan, Promote, RaiseAlert
 from windlass.model.machine import MachineState
-from windlass.model.snapshot import Snapshot
-from windlass.model.worker import WorkerStatus
-from windlass.ports.control import (
+from windlass.model.outcome import (
     Created,
     CreationRefused,
     CreationUnclear,
@@ -23,6 +21,8 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.snapshot import Snapshot
+from windlass.model.worker import WorkerStatus
 
 # What is counted of what a cycle did, and of what it saw.
 ACTIONS = ("workers_promoted", "workers_failed", "workers_spawned", "workers_terminated", "tasks_reset")
