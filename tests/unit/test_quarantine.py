@@ -133,7 +133,7 @@ def test_whatever_a_worker_to_blame_ends_of_its_tasks_do_not_pay_for_it(view: An
 
 
 @pytest.mark.parametrize(
-    "suspects", [(), (LONELY,)], ids=["too few failures for a suspicion", "nobody to compare with"]
+    "failure_streaks", [(), (LONELY,)], ids=["too few failures for a suspicion", "nobody to compare with"]
 )
 def test_a_gpu_that_is_not_detected_is_to_blame_without_any_comparison(
     failure_streaks: tuple[FailureStreak, ...],
