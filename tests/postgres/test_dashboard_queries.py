@@ -8,6 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from support.stores import PostgresStores
 from windlass.control.orchestrator import CARETAKER
 from windlass.cost.meter import read_meter
 from windlass.model.auth import ServerAddress
@@ -19,14 +20,13 @@ from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.store import control
 from windlass.store import dashboard_queries as reading
-from windlass.store.dashboard_queries import PostgresQueryStore
 
-Store = PostgresQueryStore
+Store = PostgresStores
 
 
 @pytest.fixture
 async def store(dsn: str, clock: Any) -> AsyncIterator[Store]:
-    async with PostgresQueryStore(dsn, virtual_now=clock) as store:
+    async with PostgresStores(dsn, virtual_now=clock) as store:
         yield store
 
 

@@ -18,11 +18,11 @@ import asyncpg
 import psutil
 
 from support.postgres_servers import run_aside, wait_until
+from support.stores import PostgresStores
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
-from windlass.store.postgres import PostgresStore
 
 HERE = Path(__file__).parents[1] / "e2e"
 PROGRAM = Path(sys.executable).with_name("windlass")
@@ -136,7 +136,7 @@ class Crew:
     def __init__(self, dsn: str, folder: Path) -> None:
         self.dsn = dsn
         self.folder = folder
-        self.store = PostgresStore(dsn)
+        self.store = PostgresStores(dsn)
         self.hands: list[Hand] = []
         # In the environment of everything the workers start, however it detaches itself.
         self._mark = f"CREW_{uuid4().hex}"

@@ -11,7 +11,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.model.task import new_task
-from windlass.store.memory.auth import MemoryAuthStore
+from windlass.store.memory.stores import MemoryStores
 
 TOKEN = hash_of("token")
 
@@ -34,8 +34,8 @@ class Cloud:
     async def close(self) -> None: ...
 
 
-async def hired(clock: Any, *, is_remote: bool) -> tuple[MemoryAuthStore, list[MachineRequest]]:
-    store, cloud = MemoryAuthStore(clock, None, Random(1)), Cloud(is_remote=is_remote)  # noqa: S311
+async def hired(clock: Any, *, is_remote: bool) -> tuple[MemoryStores, list[MachineRequest]]:
+    store, cloud = MemoryStores(clock, None, Random(1)), Cloud(is_remote=is_remote)  # noqa: S311
     config = FleetConfig(queues=("q",), handler="app:work", max_workers=2, spawn_timeout_s=50, policy="threshold")
     await store.enqueue_many(new_task("q") for _ in range(50))
     await FleetCycle("f", config, store, cloud, Candidate("ann", 30.0), Random(7)).run()  # noqa: S311
@@ -61,7 +61,7 @@ async def test_a_join_token_is_good_for_as_long_as_a_worker_may_take_to_start(cl
 async def test_nothing_that_is_kept_or_shown_holds_a_join_token(clock: Any) -> None:
     store, (request, *_) = await hired(clock, is_remote=True)
     shown = [repr(request), repr(await store.events()), repr(await store.workers()), repr(await store.cycles("f"))]
-    shown.append(repr(store._tables.workers.rows))
+    shown.append(repr(store.tables.workers.rows))
     shown.append(json.dumps([cycle.summary for cycle in await store.cycles("f")]))
     assert request.join_token
     assert not [text for text in shown if request.join_token in text]

@@ -26,7 +26,7 @@ from windlass.model.errors import BadInput, DatabaseUnavailable, HandlerNotFound
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports.transport import WorkerTransport
-from windlass.store.memory.store import MemoryStore
+from windlass.store.memory.stores import MemoryStores
 from windlass.worker import gpu, runtime
 from windlass.worker.executor import Executor
 from windlass.worker.handler import RunningTask
@@ -59,7 +59,7 @@ class Fault:
 class Line:
     """A transport to a store in memory, from two threads, that fails on script."""
 
-    store: MemoryStore
+    store: MemoryStores
     faults: defaultdict[str, list[Fault | None]] = field(default_factory=lambda: defaultdict(list))
     calls: list[str] = field(default_factory=list)
     # Called before and after each call of that name; may raise.
@@ -114,7 +114,7 @@ def finished(coroutine: Any) -> Any:
 @dataclass
 class DemoScenario:
     line: Line
-    store: MemoryStore
+    store: MemoryStores
     exit_reason: "asyncio.Task[ExitReason]"
     runtime: WorkerRuntime
 
@@ -154,7 +154,7 @@ async def working(
     prepare: Callable[[DemoScenario], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[DemoScenario]:
-    line = line or Line(MemoryStore(lambda: datetime.now(UTC)))
+    line = line or Line(MemoryStores(lambda: datetime.now(UTC)))
     executor = InlineExecutor(handler) if callable(handler) else handler
     chosen = {"heartbeat_interval_s": 0.05, "lease_s": 30.0, **settings}
     worker = WorkerRuntime(WorkerSettings(queues=("q",), **chosen), line.open, executor)
@@ -877,7 +877,7 @@ async def test_a_worker_that_can_start_no_handler_gives_back_leaves_and_says_why
 
 async def test_a_worker_whose_clock_is_ahead_does_not_spin() -> None:
     behind = timedelta(hours=1)
-    line = Line(MemoryStore(lambda: datetime.now(UTC) - behind))
+    line = Line(MemoryStores(lambda: datetime.now(UTC) - behind))
     async with working(line=line) as scene:
         due = datetime.now(UTC) - behind + timedelta(minutes=30)
         scene.enqueue(run_after=due)

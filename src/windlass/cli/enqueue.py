@@ -22,7 +22,7 @@ from windlass.model.errors import BadInput, WindlassError
 
 if TYPE_CHECKING:
     from windlass.model.task import NewTask
-    from windlass.store.postgres import PostgresStore
+    from windlass.wiring.stores import CommandStore
 
 STDIN = "-"
 # JSON may write one byte as six (A as \u0041), and add white space; a line beyond that cannot hold a payload that fits.
@@ -251,7 +251,7 @@ async def _add_many(
         return count, is_told and await _is_unserved(store, template.queue)
 
 
-async def _is_unserved(store: "PostgresStore", queue: str) -> bool:
+async def _is_unserved(store: "CommandStore", queue: str) -> bool:
     """False where we may not look, as producers may not, or cannot: the tasks are there."""
     try:
         return not await store.is_queue_served(queue)
@@ -259,6 +259,6 @@ async def _is_unserved(store: "PostgresStore", queue: str) -> bool:
         return False
 
 
-async def _scheduled(task: "NewTask", when: datetime | timedelta | None, store: "PostgresStore") -> "NewTask":
+async def _scheduled(task: "NewTask", when: datetime | timedelta | None, store: "CommandStore") -> "NewTask":
     """A span counts from the database's time, the only one that workers go by."""
     return task._replace(run_after=await store.now() + when) if isinstance(when, timedelta) else task

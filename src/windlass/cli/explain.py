@@ -28,7 +28,7 @@ async def explain(
     from windlass.wiring import stores
 
     loaded = load(config, data_dir)
-    async with stores.control_store(loaded.config, may_create=False) as store:
+    async with stores.store(loaded.config, may_create=False) as store:
         story = await tell(store, what)
     if as_json:
         print_json({"answer": story.answer, "history": [{"at": at, "what": text} for at, text in story.history]})
@@ -64,7 +64,7 @@ async def replay(
     from windlass.policy.plan import plan
     from windlass.wiring import stores
 
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         stored = await store.cycle(cycle)
     if stored is None:
         raise BadInput(

@@ -17,7 +17,7 @@ from windlass.model.worker import MAX_COUNT
 if TYPE_CHECKING:
     from windlass.config_loader import Loaded
     from windlass.model.cycle import Fleet as FleetRecord
-    from windlass.store.control import PostgresControlStore
+    from windlass.wiring.stores import CommandStore
 
 OneFleet = Annotated[str | None, typer.Argument(help="The fleet (default: the only one that is run).", metavar="FLEET")]
 Fleet = Annotated[str | None, typer.Option("--fleet", "-f", help="All of this fleet.", metavar="NAME")]
@@ -41,7 +41,7 @@ async def spawn(
     """
     from windlass.wiring import stores
 
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         chosen = await _one_fleet(store, fleet, fleet_option)
         # What was asked for before is still to come, and is no part of this.
         requested = await store.request_workers(chosen.name, count)
@@ -75,7 +75,7 @@ async def terminate(
     if not worker and not fleet:
         raise BadInput("say which workers: their ids, or the name of a fleet.")
     check_reason(reason, "--reason")
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         ids, fleets = await _meant(store, worker, fleet)
         ids += [w.id for w in await store.workers() if w.fleet in fleets and w.id not in ids]
         if force:
@@ -131,7 +131,7 @@ async def restart(
     """
     from windlass.wiring import stores
 
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         chosen = await _one_fleet(store, fleet, fleet_option)
         name = chosen.name
         freed = await store.restart_slots(name, slot)
@@ -157,7 +157,7 @@ async def _set_paused(
 
     if sum(map(bool, (words, fleet, is_all))) != 1:
         raise BadInput("say what is meant: ids of workers, names of fleets, or --all.")
-    async with stores.control_store(loaded.config, may_create=False) as store:
+    async with stores.store(loaded.config, may_create=False) as store:
         ids, fleets = await _meant(store, words, fleet) if not is_all else ([], await _all_fleets(store))
         count = await store.set_paused(ids, is_paused) if ids else 0
         for name in fleets:
@@ -169,13 +169,11 @@ async def _set_paused(
     _say(answer, f"{' and '.join(what)} {verb}", as_json=as_json)
 
 
-async def _all_fleets(store: "PostgresControlStore") -> list[str]:
+async def _all_fleets(store: "CommandStore") -> list[str]:
     return [fleet.name for fleet in await store.fleets()]
 
 
-async def _meant(
-    store: "PostgresControlStore", words: list[str] | None, fleet: str | None
-) -> tuple[list[str], list[str]]:
+async def _meant(store: "CommandStore", words: list[str] | None, fleet: str | None) -> tuple[list[str], list[str]]:
     """Ids of live workers, and names of fleets. Raises BadInput for a word that is neither."""
     live = {worker.id for worker in await store.workers()}
     known = await _all_fleets(store)
@@ -191,7 +189,7 @@ async def _meant(
     return ids, list(dict.fromkeys([*fleets, *([fleet] if fleet else [])]))
 
 
-async def _one_fleet(store: "PostgresControlStore", word: str | None, option: str | None) -> "FleetRecord":
+async def _one_fleet(store: "CommandStore", word: str | None, option: str | None) -> "FleetRecord":
     """The one that is named, or the only one that is run. Raises BadInput for one that nobody can be hired for."""
     if word is not None and option is not None and word != option:
         raise BadInput(f"{word} and --fleet {option} name two fleets: choose one.")
@@ -212,7 +210,7 @@ def _only(names: list[str]) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-async def check_fleet_is_known(store: "PostgresControlStore", fleet: str) -> None:
+async def check_fleet_is_known(store: "CommandStore", fleet: str) -> None:
     """Raise BadInput with the known ones unless a cycle has seen this fleet, or a worker says it is of it."""
     known = await _all_fleets(store)
     if fleet not in known:

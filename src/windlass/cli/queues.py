@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from windlass.model.errors import BadInput
 
 if TYPE_CHECKING:
-    from windlass.store.postgres import PostgresStore
+    from windlass.wiring.stores import CommandStore
 
 # A queue whose tasks have all ended is found if one of them is among so many of the newest. What is most likely a typo
 # is not looked for in all of a large table.
@@ -13,7 +13,7 @@ RECENT_TASKS = 100_000
 MAX_NAMED = 20
 
 
-async def check_queue_is_known(store: "PostgresStore", queue: str | None) -> None:
+async def check_queue_is_known(store: "CommandStore", queue: str | None) -> None:
     """Raise BadInput with the known ones unless a task or a worker names this queue."""
     if queue is None:
         return

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from windlass.model.node import NodeView
     from windlass.model.task import TaskStatus
     from windlass.model.worker import Worker
-    from windlass.store.control import PostgresControlStore
+    from windlass.wiring.stores import CommandStore
 
 LAST_HOUR_S = 3_600.0
 WATCH_INTERVAL_S = 1.0
@@ -61,7 +61,7 @@ async def status(
     from windlass.wiring import stores
 
     loaded = load(config, data_dir).config
-    async with stores.control_store(loaded, may_create=False) as store:
+    async with stores.store(loaded, may_create=False) as store:
         await check_queue_is_known(store, queue)
 
         async def look_now() -> StatusReport:
@@ -79,7 +79,7 @@ async def status(
 
 
 async def look(
-    store: "PostgresControlStore", queue: str | None = None, *, configured: "set[str] | None" = None
+    store: "CommandStore", queue: str | None = None, *, configured: "set[str] | None" = None
 ) -> StatusReport:
     """With the names of those that are configured here, fleets that are over are left out."""
     known = [fleet for fleet in await store.fleets() if queue is None or queue in fleet.queues]

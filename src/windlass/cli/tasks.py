@@ -21,7 +21,7 @@ from windlass.model.task import MAX_TASK_ID, Task, TaskStatus, TaskSummary
 
 if TYPE_CHECKING:
     from windlass.config_loader import Loaded
-    from windlass.store.postgres import PostgresStore
+    from windlass.wiring.stores import CommandStore
 
 app = typer.Typer(help="Look at tasks, retry, cancel and delete them.", no_args_is_help=True)
 
@@ -126,7 +126,7 @@ async def show(
     """Everything about one task: its fields and what happened to it."""
     from windlass.wiring import stores
 
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         (task,) = await _existing(store, [task_id])
         events = await store.events(task_id=task_id)
         cost = await task_cost(store, task_id, await store.now())
@@ -265,7 +265,7 @@ def _ask(statuses: list[TaskStatus], older_than: str, queue: str | None) -> None
         raise BadInput("nothing was deleted: answer yes, or add --yes.")
 
 
-async def _existing(store: "PostgresStore", task_ids: list[int]) -> list[Task]:
+async def _existing(store: "CommandStore", task_ids: list[int]) -> list[Task]:
     """All of them, before anything is changed: an id that is wrong is a reason to stop and look."""
     tasks = {task_id: await store.task(task_id) for task_id in dict.fromkeys(task_ids)}
     if unknown := [str(task_id) for task_id, task in tasks.items() if task is None]:
@@ -276,7 +276,7 @@ async def _existing(store: "PostgresStore", task_ids: list[int]) -> list[Task]:
     return [task for task in tasks.values() if task is not None]
 
 
-async def _retry_all_failed(store: "PostgresStore", queue: str, *, include_cancelled: bool) -> list[int]:
+async def _retry_all_failed(store: "CommandStore", queue: str, *, include_cancelled: bool) -> list[int]:
     """In bounded steps; those that fail meanwhile are left alone."""
     began, failed_from = await store.now(), None
     done: list[int] = []

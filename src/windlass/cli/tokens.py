@@ -33,7 +33,7 @@ async def create(
     if not is_name(name):
         raise BadInput(f"{name!r} cannot be a token's name: use letters, digits and _ . : -, at most 63 of them.")
     token = new_token(API_PREFIX, secrets.SystemRandom())
-    async with stores.access_store(load(config, data_dir).config) as store:
+    async with stores.auth_store(load(config, data_dir).config) as store:
         created = await store.create_token(name, role, hash_of(token))
     if as_json:
         print_json({"name": created.name, "role": created.role, "token": token})
@@ -47,7 +47,7 @@ async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
     """List tokens, newest first; the tokens themselves nobody knows."""
     from windlass.wiring import stores
 
-    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
         found = await store.tokens()
         now = await store.now()
     if as_json:
@@ -104,7 +104,7 @@ async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json:
     """List browsers that were let in, and links that still let one in; newest first."""
     from windlass.wiring import stores
 
-    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
         found = await store.sessions()
         now = await store.now()
     if as_json:
@@ -142,7 +142,7 @@ async def revoke(
 
     if (name is None) == (session is None):
         raise BadInput("say what to revoke: the NAME of a token, or --session and its id (`windlass tokens sessions`).")
-    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
         if name is not None and not await store.revoke_token(name):
             raise BadInput(f"there is no token {name} in use: `windlass tokens list` shows all.")
         if session is not None and not await store.revoke_session(session):

@@ -29,7 +29,7 @@ async def list_(
     """List workers, oldest first."""
     from windlass.wiring import stores
 
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         if fleet is not None:
             await check_fleet_is_known(store, fleet)
         found = [w for w in await store.workers(include_terminated=ended) if fleet in (None, w.fleet)]

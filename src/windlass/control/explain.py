@@ -17,8 +17,8 @@ from windlass.model.worker import Worker, WorkerStatus
 from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import begin
 from windlass.policy.stages.failure_rate import CODE as FAILURE_RATE
-from windlass.ports.control import MAX_AHEAD, Operations
-from windlass.ports.store import Store
+from windlass.ports.fleets import MAX_AHEAD, FleetQueries
+from windlass.ports.tasks import TaskStore
 
 CYCLES_TOLD = 10
 # What a cycle did, in the order of a worker's life: two that decided the same and have a line each differ by this.
@@ -31,7 +31,7 @@ _DEEDS: tuple[tuple[type, str], ...] = (
 )
 
 
-class ExplainStore(Store, Operations, Protocol):
+class ExplainStore(TaskStore, FleetQueries, Protocol):
     """What a story is told from."""
 
 

@@ -23,9 +23,11 @@ from windlass.control.summary import Summary
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
-from windlass.ports.control import ControlStore, Operations
+from windlass.ports.control import ControlStore
+from windlass.ports.fleets import FleetQueries
 from windlass.ports.provider import Provider
-from windlass.ports.store import Store
+from windlass.ports.tasks import MaintenanceStore
+from windlass.ports.transport import WorkSignal
 
 # A burst wakes a fleet without workers once, not once a task.
 WAKE_INTERVAL_S = 0.5
@@ -50,7 +52,7 @@ END_S = 2.0
 log = structlog.get_logger(__name__)
 
 
-class OrchestratorStore(Store, ControlStore, Operations, Protocol):
+class OrchestratorStore(ControlStore, FleetQueries, MaintenanceStore, WorkSignal, Protocol):
     """What running a host needs of the store beyond its cycles."""
 
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from windlass.cost.ledger import estimate
 from windlass.cost.report import By, Forecast, add_up, forecasts, merged, total
 from windlass.model.cost import BillingAccount, Cost, hour_of, month_of
-from windlass.ports.costs import Costs
+from windlass.ports.costs import CostStore
 
 MAX_ROWS = 100_000
 # What is not settled may move somebody up among those shown, from as far down as this.
@@ -38,13 +38,13 @@ class CostReportInputs:
     accounts: Sequence[BillingAccount]
 
 
-async def look(store: Costs, by: By, since: datetime, now: datetime, fleet: str | None, limit: int) -> CostReport:
+async def look(store: CostStore, by: By, since: datetime, now: datetime, fleet: str | None, limit: int) -> CostReport:
     seen = await look_from(store, {by: limit}, since, now, fleet)
     return CostReport(by, seen.since, seen.costs[by], seen.total, seen.forecasts)
 
 
 async def look_from(
-    store: Costs, sides: Mapping[By, int], since: datetime, now: datetime, fleet: str | None
+    store: CostStore, sides: Mapping[By, int], since: datetime, now: datetime, fleet: str | None
 ) -> CostReportInputs:
     """`sides`: by what it is added up, and how many rows of each are wanted."""
     # Whole hours: the sums are kept by the hour.
@@ -71,7 +71,7 @@ def _first(costs: list[Cost], by: By, limit: int) -> list[Cost]:
     return sorted(costs, key=lambda cost: (cost.key or "") if by is By.DAY else cost.total_micros, reverse=True)[:limit]
 
 
-async def task_cost(store: Costs, task_id: int, now: datetime, worker_id: str | None = None) -> Cost | None:
+async def task_cost(store: CostStore, task_id: int, now: datetime, worker_id: str | None = None) -> Cost | None:
     """What a task has cost in all its attempts; None if it ran on nothing that has a price.
 
     `worker_id`: whose open account to look at for what is not settled; without it all are looked at.

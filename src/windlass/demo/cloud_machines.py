@@ -36,7 +36,7 @@ def shown(toml: str) -> str:
 
 async def our_costs(stage: DemoEnvironment) -> dict[str, int]:
     """By worker. Of machines that are gone this is exact, whether or not their accounts are closed yet."""
-    async with stores.control_store(stage.config) as store:
+    async with stores.store(stage.config) as store:
         now = await store.now()
         report = await look(store, By.WORKER, now - timedelta(hours=2), now, FLEET, MAX_COSTS)
     return {str(cost.key): cost.total_micros for cost in report.costs}

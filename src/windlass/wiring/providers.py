@@ -11,7 +11,9 @@ from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.model.redaction import Mask, mask_of
 from windlass.model.urls import LOOPBACK, problem_of_control_plane_url
-from windlass.wiring.stores import control_store, data_dir, has_embedded_database
+from windlass.store.control import PostgresControlStore
+from windlass.store.database import Database
+from windlass.wiring.stores import data_dir, database, has_embedded_database
 
 if TYPE_CHECKING:
     from windlass.model.bootstrap import BootstrapSettings
@@ -309,7 +311,7 @@ async def _known_instance_id(config: Config) -> str | None:
     if config.database_url is None and not has_embedded_database(config):
         return None
     try:
-        async with control_store(config) as store:
-            return await store.instance_id()
+        async with database(config) as dsn, Database(dsn) as opened:
+            return await PostgresControlStore(opened).instance_id()
     except WindlassError:
         return None

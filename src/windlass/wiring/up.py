@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from windlass.ports.alerts import Notifier
     from windlass.store.alerts import PostgresAlertStore
     from windlass.store.control import PostgresControlStore
+    from windlass.wiring.store_roles import OrchestratorStores
 
 # Without a leader for so many leases before people are told: a restart and a failover take one.
 LEADER_GRACE_LEASES = 2
@@ -47,14 +48,18 @@ async def run_cycles(config: Config) -> "list[Summary]":
     told what is the matter, and retention is applied."""
     from windlass.control.cycle import run_once
     from windlass.store.alerts import PostgresAlertStore
+    from windlass.store.control import PostgresControlStore
+    from windlass.store.database import Database
+    from windlass.store.transport import PostgresMaintenance
 
     check_machines_can_call(config)
     check_keys(config)
     await check_ray(config)
-    async with database(config) as dsn, PostgresAlertStore(dsn, retention=config.retention) as store:
+    async with database(config) as dsn, Database(dsn, retention=config.retention) as opened:
+        store, maintenance = PostgresControlStore(opened), PostgresMaintenance(opened)
         ourselves, instance_id = candidate(config), await store.instance_id()
         # The cycles of this process are over when it looks.
-        alarm = _make_alarm(config, store, notifiers(config), settling_s=0.0)
+        alarm = _make_alarm(config, PostgresAlertStore(opened), notifiers(config), settling_s=0.0)
 
         async def tell_and_sweep(summaries: "list[Summary]") -> None:
             for summary in summaries:
@@ -63,7 +68,7 @@ async def run_cycles(config: Config) -> "list[Summary]":
             if any(summary.is_leader for summary in summaries):
                 await alarm.tell_once(TELL_TIMEOUT_S)
                 with contextlib.suppress(DatabaseUnavailable):  # the next one does it
-                    await store.sweep()
+                    await maintenance.sweep()
 
         try:
             return await run_once(
@@ -94,7 +99,8 @@ async def run_up(
     """
     import structlog
 
-    from windlass.store.control import PostgresControlStore
+    from windlass.store.database import Database
+    from windlass.wiring.store_roles import OrchestratorStores
 
     loop = asyncio.get_running_loop()
     # Before the file is read: whoever changes it while we start, and says so, is heard once we are up.
@@ -110,12 +116,13 @@ async def run_up(
         database(config) as dsn,
         _migrated(dsn),
         ray_beside(config, dsn) as ray,
-        PostgresControlStore(dsn, retention=config.retention) as opened,
+        Database(dsn, retention=config.retention) as opened,
     ):
-        ourselves, instance_id = candidate(config), await opened.instance_id()
+        store = OrchestratorStores(opened)
+        ourselves, instance_id = candidate(config), await store.instance_id()
         watchers, told = [on_summary], notifiers(config)
         current = Current(config, ray.address or config.ray_address)
-        up = _make_up(opened, current, ourselves, instance_id, watchers)
+        up = _make_up(store, current, ourselves, instance_id, watchers)
         on_stop_signals(lambda: up.stop(keeps_workers=keeps_workers))
         log = structlog.get_logger("windlass.up")
         log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
@@ -128,7 +135,7 @@ async def run_up(
         ):
             await up.run(spawning_fleets(config), is_clearing_up=not config.fleets)
         with contextlib.suppress(DatabaseUnavailable):
-            await opened.release_lease(ourselves)
+            await store.release_lease(ourselves)
         log.info("ended")
 
 
@@ -153,7 +160,7 @@ async def _migrated(dsn: str) -> AsyncIterator[None]:
 
 
 def _make_up(
-    store: "PostgresControlStore",
+    store: "OrchestratorStores",
     current: Current,
     ourselves: "Candidate",
     instance_id: str,
@@ -206,10 +213,11 @@ async def _alarm(
 ) -> AsyncIterator[None]:
     """People are told what is the matter for as long as this is open."""
     from windlass.store.alerts import PostgresAlertStore
+    from windlass.store.database import Database
 
     # Its own connections: whatever a receiver does, no cycle waits for one.
-    async with PostgresAlertStore(dsn, retention=config.retention, max_connections=2) as store:
-        alarm = _make_alarm(config, store, told, on_message=on_message)
+    async with Database(dsn, retention=config.retention, max_connections=2) as opened:
+        alarm = _make_alarm(config, PostgresAlertStore(opened), told, on_message=on_message)
         watchers.append(alarm.note)
         async with beside(alarm.run()):
             yield
@@ -236,10 +244,11 @@ async def _logs_in_database(
     if not config.logs.in_database:
         yield
         return
+    from windlass.store.database import Database
     from windlass.store.log_sink import LogSink, PostgresLogStore
 
-    async with PostgresLogStore(dsn, retention=config.retention, max_connections=1) as store:
-        sink = LogSink(store, on_dropped)
+    async with Database(dsn, retention=config.retention, max_connections=1) as opened:
+        sink = LogSink(PostgresLogStore(opened), on_dropped)
         async with beside(sink.run()):
             untap = tap(sink.take)
             try:
