@@ -657,7 +657,7 @@ async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(s
             "insert into windlass.events (code, reason) select 'ALERT', 'x' from generate_series(1, 10);"
             "analyze windlass.events"
         )
-        lines = await connection.fetch(f"explain {QUERIES['told']}", TOLD_S, MAX_TOLD)
+        lines = await connection.fetch(f"explain {QUERIES['alert_reasons']}", TOLD_S, MAX_TOLD)
     assert any("events_alert" in line[0] for line in lines), lines
 
 
