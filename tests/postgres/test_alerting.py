@@ -430,7 +430,7 @@ async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_
         await connection.execute(
             "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
             " select 'X ' || n, 'X', 'warning', 'x', windlass.now() from generate_series(1, 2500) as n;"
-            "insert into windlass.messages (alert_id, receiver, kind)"
+            "insert into windlass.messages (alert_id, notifier, kind)"
             " select id, 'webhook', 'firing' from windlass.alerts"
         )
     clock.advance(Retention().events_s + 1)
