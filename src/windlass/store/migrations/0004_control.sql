@@ -237,7 +237,7 @@ begin
         'requested', f.requested_workers,
         'reset_at', f.reset_at,
         'restarted_at', f.restarted_at,
-        'memory', f.planner_state,
+        'planner_state', f.planner_state,
         'queue', windlass_internal.observe_queues(p_queues, v_now),
         'refusal', windlass_internal.last_refusal(p_fleet),
         'slots', coalesce((
