@@ -39,7 +39,25 @@ from windlass.model.config import Retention
 from windlass.model.cost import Bill, PricePart, Span, Spending, Tariff
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineState, ProviderTraits
+from windlass.model.outcome import (
+    Committed,
+    Created,
+    CreationRefused,
+    CreationUnclear,
+    Deleted,
+    HostKeySeen,
+    Intent,
+    NotDeleted,
+    OrphanDeleted,
+    Outcome,
+    PreparationFailed,
+    PreparationUnclear,
+    Prepared,
+    VolumeGrown,
+    VolumeNotGrown,
+)
 from windlass.model.snapshot import (
     Cadence,
     FailureStreak,
@@ -55,26 +73,6 @@ from windlass.model.snapshot import (
 )
 from windlass.model.task import Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, RecoveredTasks, Registration, WorkerKind, WorkerStatus
-from windlass.ports.control import (
-    Candidate,
-    Committed,
-    Created,
-    CreationRefused,
-    CreationUnclear,
-    Deleted,
-    HostKeySeen,
-    Intent,
-    LeaseLost,
-    NotDeleted,
-    OrphanDeleted,
-    Outcome,
-    PreparationFailed,
-    PreparationUnclear,
-    Prepared,
-    Standby,
-    VolumeGrown,
-    VolumeNotGrown,
-)
 from windlass.store import control
 from windlass.store.control import PostgresControlStore
 from windlass.store.memory import control as memory_control
@@ -224,40 +222,40 @@ async def events(store: ControlStores, worker_id: str | None = None) -> list[str
 
 
 async def test_the_first_to_ask_leads_and_others_learn_for_how_long(store: ControlStores, clock: VirtualClock) -> None:
-    assert await store.lead(ANN) == 1
+    assert await store.acquire_lease(ANN) == 1
     clock.advance(10)
-    assert await store.lead(BOB) == Standby(20.0, clock())
+    assert await store.acquire_lease(BOB) == Standby(20.0, clock())
     assert await store.observe(BOB, "f", FLEET) == Standby(20.0, clock())
 
 
 async def test_a_renewed_lease_keeps_its_term(store: ControlStores, clock: VirtualClock) -> None:
-    assert await store.lead(ANN) == 1
+    assert await store.acquire_lease(ANN) == 1
     clock.advance(29)
-    assert await store.lead(ANN) == 1
+    assert await store.acquire_lease(ANN) == 1
     clock.advance(29)
-    assert await store.lead(BOB) == Standby(1.0, clock())
+    assert await store.acquire_lease(BOB) == Standby(1.0, clock())
 
 
 async def test_a_lease_that_ran_out_goes_to_the_next_with_a_new_term(store: ControlStores, clock: VirtualClock) -> None:
-    assert await store.lead(ANN) == 1
+    assert await store.acquire_lease(ANN) == 1
     clock.advance(30)
-    assert await store.lead(BOB) == 2
-    assert await store.lead(ANN) == Standby(30.0, clock())
+    assert await store.acquire_lease(BOB) == 2
+    assert await store.acquire_lease(ANN) == Standby(30.0, clock())
     clock.advance(30)
-    assert await store.lead(ANN) == 3
+    assert await store.acquire_lease(ANN) == 3
 
 
 async def test_a_lease_that_was_given_up_need_not_run_out(store: ControlStores) -> None:
-    assert await store.lead(ANN) == 1
-    await store.resign(BOB)
-    assert isinstance(await store.lead(BOB), Standby)
-    await store.resign(ANN)
-    assert await store.lead(BOB) == 2
+    assert await store.acquire_lease(ANN) == 1
+    await store.release_lease(BOB)
+    assert isinstance(await store.acquire_lease(BOB), Standby)
+    await store.release_lease(ANN)
+    assert await store.acquire_lease(BOB) == 2
 
 
 async def test_leases_of_different_names_do_not_disturb_each_other(store: ControlStores) -> None:
-    assert await store.lead(ANN) == 1
-    assert await store.lead(replace(BOB, lease="other")) == 1
+    assert await store.acquire_lease(ANN) == 1
+    assert await store.acquire_lease(replace(BOB, lease="other")) == 1
 
 
 async def lose_by_time(store: ControlStores, clock: VirtualClock) -> None:
@@ -266,17 +264,17 @@ async def lose_by_time(store: ControlStores, clock: VirtualClock) -> None:
 
 async def lose_to_another(store: ControlStores, clock: VirtualClock) -> None:
     clock.advance(30)
-    assert await store.lead(BOB) == 2
+    assert await store.acquire_lease(BOB) == 2
 
 
 async def lose_and_win_back(store: ControlStores, clock: VirtualClock) -> None:
     await lose_to_another(store, clock)
     clock.advance(30)
-    assert await store.lead(ANN) == 3
+    assert await store.acquire_lease(ANN) == 3
 
 
 async def lose_by_resigning(store: ControlStores, clock: VirtualClock) -> None:
-    await store.resign(ANN)
+    await store.release_lease(ANN)
 
 
 LOSSES = [lose_by_time, lose_to_another, lose_and_win_back, lose_by_resigning]
@@ -1054,7 +1052,7 @@ async def test_a_hired_worker_that_leaves_keeps_its_slot_until_its_machine_is_go
     task_id = await store.enqueue(NewTask("a"))
     await store.claim("w0", ("a",), 1)
     clock.advance(3)
-    await store.leave("w0", "SIGTERM")
+    await store.deregister("w0", "SIGTERM")
     (view,) = (await ann.observe()).workers
     assert (view.status, view.terminating_at, view.code, view.running) == ("terminating", clock(), "DEREGISTERED", ())
     task = await store.task(task_id)
@@ -1070,14 +1068,14 @@ async def test_a_drained_worker_that_leaves_keeps_the_reason_it_was_given(
     await ann.commit(Drain("w0", "IDLE", "idle 41 s"))
     drained_at = clock()
     clock.advance(3)
-    await store.leave("w0", "told to")
+    await store.deregister("w0", "told to")
     (view,) = (await ann.observe()).workers
     assert (view.terminating_at, view.code, view.reason) == (drained_at, "IDLE", "idle 41 s")
 
 
 async def test_a_worker_started_by_hand_that_leaves_is_over(store: ControlStores, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="f"))
-    await store.leave("hand", "SIGTERM")
+    await store.deregister("hand", "SIGTERM")
     assert (await store.worker("hand")).status is WorkerStatus.TERMINATED
 
 
@@ -1305,7 +1303,7 @@ async def end_by_losing_the_worker(store: ControlStores, claim: Any, ann: Leader
 
 
 async def end_by_leaving(store: ControlStores, claim: Any, ann: Leader) -> None:
-    await store.leave("w0", "told to")
+    await store.deregister("w0", "told to")
 
 
 WAYS_TO_END = [
@@ -1621,9 +1619,9 @@ async def test_a_lost_hired_worker_is_the_orchestrators_to_judge_until_nobody_ha
 
     # While somebody leads, and for two of the lost one's leases after.
     for _ in range(20):
-        await store.lead(ANN)
+        await store.acquire_lease(ANN)
         assert await judged_after(10) == []
-    await store.resign(ANN)
+    await store.release_lease(ANN)
     assert await judged_after(60) == []
     assert await judged_after(10) == [RecoveredTasks("w0", tasks_requeued=1, tasks_failed=0)]
     assert (await store.task(task_id)).status is TaskStatus.QUEUED
@@ -2097,11 +2095,11 @@ async def live(twins: Twins, rng: Random) -> None:
         lambda: twins.both("enqueue", NewTask(rng.choice(["a", "b", "c"]), priority=rng.randrange(2))),
         lambda: twins.both("enqueue", NewTask("a", run_after=twins.clock() + timedelta(seconds=rng.randrange(20)))),
         lambda: twins.both("register", Registration(name(), ("a", "b"), fleet=rng.choice(["f", "g"]), concurrency=2)),
-        lambda: twins.both("leave", name(), "left"),
+        lambda: twins.both("deregister", name(), "left"),
         lambda: twins.both("set_terminating", [name(), name()], "enough"),
         lambda: twins.both("set_paused", [name()], rng.random() < 0.5),
-        lambda: twins.both("resign", rng.choice([ANN, BOB])),
-        lambda: twins.both("lead", rng.choice([ANN, BOB])),
+        lambda: twins.both("release_lease", rng.choice([ANN, BOB])),
+        lambda: twins.both("acquire_lease", rng.choice([ANN, BOB])),
         lambda: twins.both("restart_slots", rng.choice(["f", "no"]), rng.choice([None, 0, 1])),
         lambda: twins.both("request_workers", rng.choice(["f", "no"]), rng.randrange(-2, 4)),
         lambda: twins.both("pause_fleet", rng.choice(["f", "no"]), rng.random() < 0.3),

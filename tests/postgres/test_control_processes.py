@@ -80,7 +80,7 @@ async def _kill_leaders(connection: Any, orchestrators: Orchestrators) -> None:
     async def cycles() -> int:
         return int(
             await connection.fetchval(
-                "select coalesce(max((planner_state ->> 'cycle')::integer), 0) from windlass.fleets"
+                "select coalesce(max((planner_state #>> '{cadence,cycle}')::integer), 0) from windlass.fleets"
             )
         )
 

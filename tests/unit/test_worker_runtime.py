@@ -35,7 +35,17 @@ from windlass.worker.runtime import ExitReason, WorkerRuntime, WorkerSettings
 
 PATIENCE_S = 20.0
 GONE = DatabaseUnavailable("the line is dead")
-CALLS = ("register", "claim", "finish_and_claim", "fail", "release", "heartbeat", "leave", "upkeep", "next_run_after")
+CALLS = (
+    "register",
+    "claim",
+    "finish_and_claim",
+    "fail",
+    "release",
+    "heartbeat",
+    "deregister",
+    "run_maintenance",
+    "next_run_after",
+)
 
 
 @dataclass
@@ -730,7 +740,7 @@ def hired(status: WorkerStatus) -> Callable[[DemoScenario], None]:
         if status is WorkerStatus.TERMINATING:
             finished(scene.store.set_terminating(["hired"], "no longer needed"))
         elif status is WorkerStatus.TERMINATED:
-            finished(scene.store.leave("hired", "ended before it began"))
+            finished(scene.store.deregister("hired", "ended before it began"))
 
     return prepare
 
@@ -763,7 +773,7 @@ async def test_a_worker_ended_by_others_drops_its_work_and_joins_again_even_over
         await scene.until(lambda: ran, "the handler runs")
         (old,) = finished(scene.store.workers())
         scene.line.faults["register"] = [Fault(GONE), Fault(GONE)]
-        finished(scene.store.leave(old.id, "ended by somebody else"))
+        finished(scene.store.deregister(old.id, "ended by somebody else"))
         task = await scene.until_status(task_id, TaskStatus.COMPLETE)
         (new,) = finished(scene.store.workers())
         assert new.id != old.id
@@ -777,7 +787,7 @@ async def test_a_worker_ended_by_others_while_it_delivers_gets_a_new_name_and_th
 
         def end_it(worker_id: str, results: Sequence[Finished], *_: object) -> None:
             if results and next(names) == 0:
-                finished(scene.store.leave(worker_id, "in the middle of a delivery"))
+                finished(scene.store.deregister(worker_id, "in the middle of a delivery"))
 
         scene.line.before["finish_and_claim"] = end_it
         task = await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
@@ -791,7 +801,7 @@ async def test_a_worker_ended_by_others_learns_it_although_no_heartbeat_gets_thr
         await scene.until(lambda: scene.line.count("heartbeat"), "it lives")
         scene.line.faults["heartbeat"] = [Fault(GONE)] * 100_000
         (old,) = finished(scene.store.workers())
-        finished(scene.store.leave(old.id, "ended by somebody else"))
+        finished(scene.store.deregister(old.id, "ended by somebody else"))
         task = await scene.until_status(scene.enqueue(5), TaskStatus.COMPLETE)
         assert task.worker_id != old.id
 

@@ -17,12 +17,9 @@ from windlass.model.action import Plan, actions_from_plain, actions_to_plain
 from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, PricePart, Settlement, Span, Tariff
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine
-from windlass.model.snapshot import Hold, PlannerState, RunningView, Snapshot, WorkerView
-from windlass.model.worker import WorkerStatus
-from windlass.ports.control import (
-    MAX_AHEAD,
-    Candidate,
+from windlass.model.outcome import (
     Committed,
     Created,
     CreationRefused,
@@ -30,17 +27,18 @@ from windlass.ports.control import (
     Deleted,
     HostKeySeen,
     Intent,
-    LeaseLost,
     NotDeleted,
     OrphanDeleted,
     Outcome,
     PreparationFailed,
     PreparationUnclear,
     Prepared,
-    Standby,
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.snapshot import Hold, PlannerState, RunningView, Snapshot, WorkerView
+from windlass.model.worker import WorkerStatus
+from windlass.ports.control import MAX_AHEAD
 from windlass.store.postgres import PostgresStore, node_view
 from windlass.store.queries import read_queries
 
@@ -80,7 +78,7 @@ class PostgresControlStore(PostgresStore):
         async with self._connection("reading the database's identity") as connection:
             return str(await connection.fetchval("select windlass_internal.instance_id()"))
 
-    async def lead(self, candidate: Candidate) -> int | Standby:
+    async def acquire_lease(self, candidate: Candidate) -> int | Standby:
         async with self._connection("asking for the lead") as connection:
             text = await connection.fetchval(
                 "select windlass_internal.acquire_lease($1, $2, $3)", candidate.lease, candidate.holder, candidate.ttl_s
@@ -176,7 +174,7 @@ class PostgresControlStore(PostgresStore):
             raise LeaseLost(f"the lease {candidate.lease} of term {term} is no longer held by {candidate.holder}")
         return frozenset(granted)
 
-    async def resign(self, candidate: Candidate) -> None:
+    async def release_lease(self, candidate: Candidate) -> None:
         async with self._connection("giving up the lead") as connection:
             await connection.execute(
                 "select windlass_internal.release_lease($1, $2)", candidate.lease, candidate.holder

@@ -107,6 +107,8 @@ class WorkerSettings:
     # Storage that is shared with other machines, and watched.
     storage_path: str | None = None
     kind: WorkerKind = WorkerKind.WORKER
+    # Identifies this start of the program when it registers more than once under the same worker id.
+    start_id: str = field(default_factory=lambda: uuid4().hex)
     # Told with each heartbeat, for people to read.
     remarks: Mapping[str, str] = field(default_factory=dict)
 
@@ -411,7 +413,7 @@ class _WorkerSession:
                 self._look_out.cancel()
         if exit_reason is ExitReason.LEFT:
             with contextlib.suppress(DatabaseUnavailable):  # then the lease runs out instead
-                await self._transport.leave(self._id, "drained")
+                await self._transport.deregister(self._id, "drained")
         log.info("worker ended", worker_id=self._id, exit_reason=exit_reason.value)
         if self._cannot_go_on is not None:
             raise self._cannot_go_on
@@ -433,6 +435,7 @@ class _WorkerSession:
                 pid=os.getpid(),
                 version=settings.version,
                 kind=settings.kind,
+                start_id=settings.start_id,
             )
         )
         log.info(
