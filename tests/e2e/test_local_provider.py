@@ -28,10 +28,10 @@ from windlass.control.cycle import FleetCycle
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, Refused
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import Worker, WorkerStatus
-from windlass.ports.control import Candidate
 from windlass.providers.local import LocalProvider
 from windlass.providers.local.logs import MAX_KEPT_LOGS, MAX_LOG_BYTES
 from windlass.providers.local.processes import Process, ProcFs, send_signal
@@ -108,7 +108,7 @@ import asyncio, json, os, random, sys
 from pathlib import Path
 from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
-from windlass.ports.control import Candidate
+from windlass.model.lease import Candidate
 from windlass.providers.local import LocalProvider
 from windlass.store.control import PostgresControlStore
 

@@ -193,7 +193,7 @@ async def test_a_claim_that_is_not_answered_within_half_a_lease_is_given_up(crew
         await locker.execute("lock table windlass.tasks in exclusive mode")
         hand = crew.start(handler="echo", **SHORT_LEASE)
         await until(
-            lambda: f"claiming tasks: no answer within {LEASE_S / 2:g} s, half of the lease" in hand.log(),
+            lambda: f"claiming tasks: no answer within {LEASE_S / 2:g} s (half of the lease)" in hand.log(),
             "the claim is given up",
             timeout_s=10 * LEASE_S / 2,
         )

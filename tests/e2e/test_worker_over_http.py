@@ -17,11 +17,12 @@ from windlass.model.action import Fail, Plan
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
+from windlass.model.outcome import Deleted, Intent
 from windlass.model.snapshot import PlannerState
 from windlass.model.task import MAX_PAYLOAD_BYTES, TaskStatus
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
-from windlass.ports.control import Candidate, Deleted, Intent
 from windlass.server import auth as gate
 from windlass.server.app import make_app
 from windlass.server.context import AppContext
@@ -111,7 +112,7 @@ class Plane:
         return worker is not None and worker.last_heartbeat is not None
 
     async def end(self, worker_id: str) -> None:
-        term = await self.store.lead(ANN)
+        term = await self.store.acquire_lease(ANN)
         assert isinstance(term, int)
         await self.store.commit_outcomes(ANN, term, "far", 0, [Deleted(worker_id, None, "IDLE", "let go")], [], None)
 

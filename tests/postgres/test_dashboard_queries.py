@@ -13,9 +13,10 @@ from windlass.cost.meter import read_meter
 from windlass.model.auth import ServerAddress
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput
+from windlass.model.listing import Page, TaskList
+from windlass.model.overview import MAX_QUEUES
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
-from windlass.ports.queries import MAX_QUEUES, Page, TaskList
 from windlass.store import control
 from windlass.store import dashboard_queries as reading
 from windlass.store.dashboard_queries import PostgresQueryStore

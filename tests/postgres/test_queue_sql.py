@@ -185,7 +185,7 @@ async def test_a_claim_that_commits_after_its_worker_left_is_taken_back(connecti
     await store.claim("leaver", ("q",))
     async with connection.transaction():
         late = await connection.fetchrow("select * from windlass.claim_tasks('leaver', '{q}')")
-        await store.leave("leaver", "done")
+        await store.deregister("leaver", "done")
     task = await store.task(late["task_id"])
     assert task is not None
     assert (task.status, task.worker_id) == (TaskStatus.RUNNING, "leaver")
@@ -204,7 +204,7 @@ async def test_a_worker_leaves_without_waiting_for_who_holds_one_of_its_tasks(
     locked, free = await store.claim("leaver", ("q",), 2)
     async with connection.transaction():
         await connection.execute("select from windlass.tasks where id = $1 for update", locked.task_id)
-        await asyncio.wait_for(store.leave("leaver", "done"), LIMIT_S)
+        await asyncio.wait_for(store.deregister("leaver", "done"), LIMIT_S)
         await connection.execute("update windlass.workers set late_results = 1 where id = 'leaver'")
     assert {task.id: task.status for task in await store.tasks()} == {
         locked.task_id: TaskStatus.RUNNING,
@@ -737,7 +737,7 @@ async def test_the_health_view_knows_every_status_of_seed_004(connection: Any, c
         for worker_id in ("healthy", "stopping"):
             await store.heartbeat(worker_id)
         await store.set_terminating(["stopping"], "enough")
-        await store.leave("left", "done")
+        await store.deregister("left", "done")
         rows = await rows_of(connection, clock, "health")
         assert {row["component"]: row["status"] for row in rows} == {
             "worker:q:starting": "starting",
@@ -816,7 +816,7 @@ async def work_until_empty(dsn: str, worker_id: str) -> list[int]:
             assert turn.lost == []
             finished += [claim.task_id for claim in claims]
             claims = turn.claims
-        await store.leave(worker_id, "done")
+        await store.deregister(worker_id, "done")
     return finished
 
 
@@ -887,7 +887,7 @@ async def every_call(store: PostgresStore) -> list[BaseException | None]:
         store.run_maintenance("w1"),
         store.next_run_after(("q",)),
         store.tasks(),
-        store.leave("w1", "done"),
+        store.deregister("w1", "done"),
     )
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     return [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
@@ -1085,7 +1085,7 @@ async def test_a_worker_needs_no_more_than_its_role_from_the_first_call_to_the_l
             "update windlass.tasks set finished_at = now() - interval '1 year' where worker_id is null"
         )
         assert await hand.sweep() == 3
-        await hand.leave("w1", "done")
+        await hand.deregister("w1", "done")
         for refused in (
             "select windlass.enqueue('q')",
             "select windlass.pause_fleet('default', true)",

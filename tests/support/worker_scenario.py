@@ -32,7 +32,7 @@ CALLS = (
     "fail",
     "release",
     "heartbeat",
-    "leave",
+    "deregister",
     "run_maintenance",
     "next_run_after",
 )

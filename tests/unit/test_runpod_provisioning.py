@@ -10,9 +10,9 @@ import pytest
 from windlass.control.cycle import FleetCycle, run_once
 from windlass.model.errors import NotPrepared
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.model.task import NewTask
-from windlass.ports.control import Candidate
 from windlass.ports.provider import OnHostKey
 from windlass.simulator.loop import run, virtual_now
 from windlass.store.memory.control import MemoryControlStore

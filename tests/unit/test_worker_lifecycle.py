@@ -215,7 +215,7 @@ def spawned(status: WorkerStatus) -> Callable[[WorkerScenario], None]:
         if status is WorkerStatus.TERMINATING:
             result_of(scenario.store.set_terminating(["spawned"], "no longer needed"))
         elif status is WorkerStatus.TERMINATED:
-            result_of(scenario.store.leave("spawned", "terminated before its start"))
+            result_of(scenario.store.deregister("spawned", "terminated before its start"))
 
     return prepare
 
@@ -248,7 +248,7 @@ async def test_terminated_worker_cancels_attempts_and_registers_again() -> None:
         await scenario.wait_until(lambda: ran, "the handler runs")
         (old,) = result_of(scenario.store.workers())
         scenario.transport.faults["register"] = [Fault(UNAVAILABLE), Fault(UNAVAILABLE)]
-        result_of(scenario.store.leave(old.id, "terminated by another process"))
+        result_of(scenario.store.deregister(old.id, "terminated by another process"))
         task = await scenario.wait_for_status(task_id, TaskStatus.COMPLETE)
         (new,) = result_of(scenario.store.workers())
         assert new.id != old.id
@@ -262,7 +262,7 @@ async def test_worker_terminated_during_delivery_gets_new_id_and_late_result() -
 
         def terminate(worker_id: str, results: Sequence[Finished], *_: object) -> None:
             if results and next(deliveries) == 0:
-                result_of(scenario.store.leave(worker_id, "during a delivery"))
+                result_of(scenario.store.deregister(worker_id, "during a delivery"))
 
         scenario.transport.before["finish_and_claim"] = terminate
         task = await scenario.wait_for_status(scenario.enqueue(5), TaskStatus.COMPLETE)
@@ -276,7 +276,7 @@ async def test_worker_learns_of_termination_without_heartbeats() -> None:
         await scenario.wait_for_heartbeat()
         scenario.transport.faults["heartbeat"] = [Fault(UNAVAILABLE)] * 100_000
         (old,) = result_of(scenario.store.workers())
-        result_of(scenario.store.leave(old.id, "terminated by another process"))
+        result_of(scenario.store.deregister(old.id, "terminated by another process"))
         task = await scenario.wait_for_status(scenario.enqueue(5), TaskStatus.COMPLETE)
         assert task.worker_id != old.id
 

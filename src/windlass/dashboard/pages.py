@@ -19,10 +19,11 @@ from windlass.model.action import ACTION_KINDS, DeleteOrphan, FailSlot, RaiseAle
 from windlass.model.cost import Cost
 from windlass.model.cycle import Cycle, CycleDetail
 from windlass.model.event import Event
+from windlass.model.listing import Page, TaskDetail, TaskRow, WorkerRow
+from windlass.model.overview import Burn, FleetOverview, Overview, Sample, Work
 from windlass.model.task import TaskSummary
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import LONG_UNIT_S
-from windlass.ports.queries import Burn, FleetOverview, Overview, Page, Sample, TaskDetail, TaskRow, Work, WorkerRow
 
 # By its `which` in the address, and what its tab is called.
 TASK_LISTS = (
@@ -365,7 +366,7 @@ def decision_page(
         rest=rest,
         actions=[{**action, "target": _target(action)} for action in _with_worker(found.cycle)],
         seen={status: number for status, number in seen.items() if number},
-        hold=snapshot.memory.hold,
+        hold=snapshot.planner_state.hold,
         settings=knobs,
         again=again,
         problem=problem,

@@ -20,15 +20,14 @@ from uuid import uuid4
 
 import structlog
 
-from windlass.control.leader import LeaseGuard, holder_of_this_process
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseGuard, LeaseLost, Standby, holder_of_this_process
 from windlass.model.node import dispatcher_lease
 from windlass.model.ray import RaySettings
 from windlass.model.task import Claim
 from windlass.model.worker import WorkerKind
 from windlass.policy.backoff import reconnect_delay_s
-from windlass.ports.control import Candidate, LeaseLost, Standby
 from windlass.ports.ray import RayStore
 from windlass.ray.capacity import InFlightKind, Needs, free_slots
 from windlass.ray.cluster import WORKER_LABEL, Cluster, ClusterReplaced, ClusterUnavailable
@@ -130,7 +129,7 @@ class Dispatcher:
             await self._act(term)
         finally:
             with contextlib.suppress(DatabaseUnavailable):
-                await self._store.resign(self._candidate)
+                await self._store.release_lease(self._candidate)
 
     async def _take_over(self, term: int) -> int:
         """However long somebody keeps one of the tasks locked, or the database is away. Raises LeaseLost."""
@@ -169,7 +168,7 @@ class Dispatcher:
 
     async def _ask_for_lease(self) -> int | Standby:
         asked_at = asyncio.get_running_loop().time()
-        led = await self._store.lead(self._candidate)
+        led = await self._store.acquire_lease(self._candidate)
         if isinstance(led, Standby):
             self._trust.lost()
         else:

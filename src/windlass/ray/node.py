@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import structlog
@@ -57,6 +58,8 @@ class NodeSettings:
     head_versions: Versions | None = None
     # Added to the environment of Ray's processes, and so of handlers.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # Identifies this start of the program when it registers more than once under the same worker id.
+    start_id: str = field(default_factory=lambda: uuid4().hex)
 
 
 class NodeLost(WindlassError):
@@ -124,7 +127,7 @@ class Node:
             raise NodeLost(_how_it_ended(group))
         await group.end()
         with contextlib.suppress(DatabaseUnavailable):
-            await transport.leave(self._settings.worker_id, "its node was drained")
+            await transport.deregister(self._settings.worker_id, "its node was drained")
         return ExitReason.DRAINED
 
     async def _is_to_end(self, transport: WorkerTransport) -> bool:
@@ -147,6 +150,7 @@ class Node:
             pid=os.getpid(),
             version=settings.version,
             kind=WorkerKind.NODE,
+            start_id=settings.start_id,
         )
         give_up_at = time.monotonic() + settings.registration_timeout_s
         failures = 0

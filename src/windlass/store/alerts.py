@@ -27,7 +27,7 @@ MAX_OPEN = 10_000
 
 
 class PostgresAlertStore(PostgresControlStore):
-    async def watch(self) -> AlertInputs:
+    async def alert_inputs(self) -> AlertInputs:
         fleets = await self.fleets()
         async with self._connection("looking for what is the matter") as connection:
             moment = await connection.fetchrow(QUERIES["alarm_moment"])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PostgresAuthStore(PostgresControlStore):
-    async def caller(self, token_hash: bytes) -> Caller | None:
+    async def authenticate(self, token_hash: bytes) -> Caller | None:
         async with self._connection("checking a token") as connection:
             row = await connection.fetchrow("select * from windlass.caller($1)", token_hash)
         if row is None:

@@ -17,12 +17,9 @@ from windlass.model.action import Plan, actions_from_plain, actions_to_plain
 from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, PricePart, Settlement, Span, Tariff
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine
-from windlass.model.snapshot import Hold, PlannerState, RunningView, Snapshot, WorkerView
-from windlass.model.worker import WorkerStatus
-from windlass.ports.control import (
-    MAX_AHEAD,
-    Candidate,
+from windlass.model.outcome import (
     Committed,
     Created,
     CreationRefused,
@@ -30,17 +27,18 @@ from windlass.ports.control import (
     Deleted,
     HostKeySeen,
     Intent,
-    LeaseLost,
     NotDeleted,
     OrphanDeleted,
     Outcome,
     PreparationFailed,
     PreparationUnclear,
     Prepared,
-    Standby,
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.snapshot import Hold, PlannerState, RunningView, Snapshot, WorkerView
+from windlass.model.worker import WorkerStatus
+from windlass.ports.control import MAX_AHEAD
 from windlass.store.postgres import PostgresStore, node_view
 from windlass.store.queries import read_queries
 
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 
 QUERIES = read_queries("windlass.store", "control_queries.sql")
 SNAPSHOT = TypeAdapter(Snapshot)
-MEMORY = TypeAdapter(PlannerState)
+PLANNER_STATE = TypeAdapter(PlannerState)
 _HOLD = TypeAdapter(Hold | None)
 _MACHINE = TypeAdapter(Machine)
 _PLAIN: TypeAdapter[Any] = TypeAdapter(Any)
@@ -80,7 +78,7 @@ class PostgresControlStore(PostgresStore):
         async with self._connection("reading the database's identity") as connection:
             return str(await connection.fetchval("select windlass.instance_id()"))
 
-    async def lead(self, candidate: Candidate) -> int | Standby:
+    async def acquire_lease(self, candidate: Candidate) -> int | Standby:
         async with self._connection("asking for the lead") as connection:
             text = await connection.fetchval(
                 "select windlass.lead($1, $2, $3)", candidate.lease, candidate.holder, candidate.ttl_s
@@ -141,7 +139,7 @@ class PostgresControlStore(PostgresStore):
                     snapshot.fleet,
                     SNAPSHOT.dump_json(snapshot).decode() if is_stored else None,
                     json.dumps(actions_to_plain(plan.actions)),
-                    MEMORY.dump_json(plan.memory).decode(),
+                    PLANNER_STATE.dump_json(plan.planner_state).decode(),
                     plan.decision,
                     json.dumps([_intent_to_plain(intent) for intent in intents]),
                 )
@@ -176,7 +174,7 @@ class PostgresControlStore(PostgresStore):
             raise LeaseLost(f"the lease {candidate.lease} of term {term} is no longer held by {candidate.holder}")
         return frozenset(granted)
 
-    async def resign(self, candidate: Candidate) -> None:
+    async def release_lease(self, candidate: Candidate) -> None:
         async with self._connection("giving up the lead") as connection:
             await connection.execute("select windlass.resign($1, $2)", candidate.lease, candidate.holder)
 

@@ -19,30 +19,23 @@ from windlass.model.cost import Bill, Tariff
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
-from windlass.model.task import TaskStatus
-from windlass.model.worker import WorkerKind, WorkerStatus
-from windlass.ports.queries import (
+from windlass.model.listing import MAX_PAGE, LogLine, Page, TaskDetail, TaskList, TaskRow, WorkerRow
+from windlass.model.overview import (
     COUNT_LIMIT,
-    MAX_PAGE,
     MAX_POINTS,
     MAX_QUEUES,
-    SCAN_LIMIT,
-    SEARCH_S,
     Burn,
+    FleetMetrics,
     FleetOverview,
     Leader,
-    LogLine,
-    Measures,
     OpenAlert,
     Overview,
-    Page,
     Sample,
-    TaskDetail,
-    TaskList,
-    TaskRow,
     Work,
-    WorkerRow,
 )
+from windlass.model.task import TaskStatus
+from windlass.model.worker import WorkerKind, WorkerStatus
+from windlass.ports.queries import SCAN_LIMIT, SEARCH_S
 from windlass.store.auth import PostgresAuthStore
 from windlass.store.control import _cycle, price_parts_of
 from windlass.store.postgres import QUERIES as QUEUE_QUERIES
@@ -144,13 +137,13 @@ class PostgresQueryStore(PostgresAuthStore):
         """Apply retention to what only faces need. Returns how many rows went."""
         return await self._sweep_all("select windlass.purge_servers($1, $2)", self._retention.samples_s)
 
-    async def measures(self) -> list[Measures]:
+    async def fleet_metrics(self) -> list[FleetMetrics]:
         async with self._connection("measuring") as connection:
             rows = await connection.fetch(QUERIES["measures"])
             costs = await connection.fetch(QUERIES["machine_costs"])
             spent = await connection.fetch(QUERIES["spent_lately"])
         return [
-            Measures(
+            FleetMetrics(
                 **row,
                 machine_costs=tuple((c["currency"], c["micros"]) for c in costs if c["fleet"] == row["fleet"]),
                 spent=tuple(tuple(s)[1:] for s in spent if s["fleet"] == row["fleet"]),

@@ -338,7 +338,7 @@ class PostgresStore:
         status = WorkerStatus(row["status"]) if row["status"] != "unknown" else None
         return HeartbeatReply(status=status, is_paused=row["paused"], lost=frozenset(row["lost"]))
 
-    async def leave(self, worker_id: str, reason: str) -> None:
+    async def deregister(self, worker_id: str, reason: str) -> None:
         async with self._connection("signing off") as connection:
             await connection.execute("select windlass.leave($1, $2)", worker_id, reason)
 

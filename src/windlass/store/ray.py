@@ -11,8 +11,8 @@ from uuid import UUID
 
 import asyncpg
 
+from windlass.model.lease import Candidate, LeaseLost
 from windlass.model.node import AliveNode, DeadNode, NodeVerdict, Placement
-from windlass.ports.control import Candidate, LeaseLost
 from windlass.store.control import PostgresControlStore
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, versio
     """
     import structlog
 
-    from windlass.ports.control import LeaseLost
+    from windlass.model.lease import LeaseLost
     from windlass.ray.dispatcher import Dispatch, Dispatcher, HeadLost
     from windlass.ray.versions import MATCH_MINOR
     from windlass.store.ray import PostgresRayStore

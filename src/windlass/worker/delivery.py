@@ -8,7 +8,6 @@ outcomes have waited longer than the delivery time limit.
 
 import asyncio
 import contextlib
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ import structlog
 from windlass.model.errors import BadInput, DatabaseUnavailable
 from windlass.model.task import Claim, ClaimResult, Finished
 from windlass.model.worker import HeldClaim
-from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
+from windlass.retry import Backoff
 from windlass.worker.adaptive_batch import AdaptiveBatch
 from windlass.worker.executor import AttemptFailure
 
@@ -115,14 +114,14 @@ class Delivery:
         self._timeout_s = timeout_s
         self._pause = pause
         self._batch_bytes = AdaptiveBatch(MAX_DELIVERY_BYTES, MIN_DELIVERY_BYTES)
-        # Consecutive calls without an answer, and the time of the first.
-        self._failures = 0
+        # Calls without an answer since `_failing_since`.
+        self._backoff = Backoff()
         self._failing_since = 0.0
 
     @property
     def must_go_alone(self) -> bool:
         """Whether the next call must not claim: after an unanswered call, claims would age while results travel."""
-        return bool(self._failures and self._outbox)
+        return bool(self._backoff.failures and self._outbox)
 
     async def report_failures_and_releases(self) -> None:
         outbox = self._outbox
@@ -178,7 +177,7 @@ class Delivery:
                     self._batch_bytes.grow()
                 self._settle(finished, result)
                 claims = result.claims
-        self._failures = 0
+        self._backoff.reset()
         return claims
 
     async def deliver_all(self) -> None:
@@ -189,15 +188,17 @@ class Delivery:
 
     async def back_off(self, error: Exception) -> None:
         """Wait before the next try. Raises `error` if outcomes have waited longer than the time limit."""
-        if self._failures == 0:
+        if self._backoff.failures == 0:
             self._failing_since = time.monotonic()
-        self._failures += 1
+        delay_s = self._backoff.next_delay_s()
         undelivered = self._outbox.undelivered_task_ids()
         if undelivered and time.monotonic() - self._failing_since > self._timeout_s:
-            log.error("delivery timed out", task_ids=undelivered, timeout_s=self._timeout_s, error=str(error))
+            log.error("delivery timed out", undelivered=undelivered, timeout_s=self._timeout_s, error=str(error))
             raise error
-        log.warning("delivery failed, retrying", task_ids=undelivered, error=str(error), failures=self._failures)
-        await self._pause(reconnect_delay_s(self._failures, random.random()))  # noqa: S311
+        log.warning(
+            "delivery failed, retrying", undelivered=undelivered, error=str(error), failures=self._backoff.failures
+        )
+        await self._pause(delay_s)
 
     def _next_batch(self) -> list[Finished]:
         """The oldest results that fit into one call, at least one if there are any."""

@@ -21,8 +21,8 @@ import structlog
 
 from windlass.model.errors import SchemaMismatch
 from windlass.model.worker import HeartbeatReply, HeldClaim
-from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
+from windlass.retry import Backoff
 
 # Progress does not wait for the next heartbeat, but causes at most one in this time.
 PROGRESS_INTERVAL_S = 1.0
@@ -64,7 +64,7 @@ class Heartbeat:
         self._wake = asyncio.Event()
         self._has_progress = False
         self._is_stopped = False
-        self._failures = 0
+        self._backoff = Backoff()
 
     def start(self) -> None:
         # The thread's log lines carry the context of the caller.
@@ -97,20 +97,21 @@ class Heartbeat:
     async def _send_until_stopped(self) -> None:
         self._loop = asyncio.get_running_loop()
         while not self._is_stopped:
+            delay_s = 0.0
             try:
                 async with self._open_transport() as transport:
                     await self._send_until_error(transport)
             except Exception as error:  # there must be a next heartbeat, whatever the error is
-                self._failures += 1
+                delay_s = min(self._backoff.next_delay_s(), self._interval_s)
                 log.warning(
                     "heartbeat failed",
                     worker_id=self._worker_id,
                     error=str(error) or type(error).__name__,
-                    failures=self._failures,
+                    failures=self._backoff.failures,
                 )
                 if isinstance(error, SchemaMismatch):
                     self._on_mismatch(error)
-            await self._pause(min(reconnect_delay_s(self._failures, random.random()), self._interval_s))  # noqa: S311
+            await self._pause(delay_s)
 
     async def _send_until_error(self, transport: WorkerTransport) -> None:
         maintenance = asyncio.create_task(self._run_maintenance(transport))
@@ -121,7 +122,7 @@ class Heartbeat:
                 async with asyncio.timeout(self._lease_s / 2):
                     reply = await transport.heartbeat(self._worker_id, self._held_claims(), self._vitals())
                 self._on_reply(reply)
-                self._failures = 0
+                self._backoff.reset()
                 await self._pause(self._interval_s, progress_after_s=PROGRESS_INTERVAL_S)
         finally:
             maintenance.cancel()

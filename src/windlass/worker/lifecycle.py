@@ -13,7 +13,6 @@ import contextlib
 import contextvars
 import enum
 import os
-import random
 import signal
 import socket
 import time
@@ -26,8 +25,8 @@ import structlog
 
 from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch, UnknownWorker, WindlassError
 from windlass.model.worker import LIVE, SAME_SIGNAL_S, HeartbeatReply, Registration, WorkerKind, WorkerStatus
-from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.transport import WorkerTransport
+from windlass.retry import retrying
 from windlass.worker.attempts import Attempts
 from windlass.worker.claiming import Claiming, ConcurrencyLimit, FixedConcurrency
 from windlass.worker.delivery import Delivery, Outbox
@@ -203,7 +202,7 @@ class WorkerRuntime:
     async def _run_sessions(self, transport: WorkerTransport) -> ExitReason:
         """One session, or for a worker started by hand another one under a new id whenever it was declared lost."""
         session = self._new_session(transport)
-        if not await self._register(session, time.monotonic() + self._settings.registration_timeout_s):
+        if not await self._register(session, self._settings.registration_timeout_s):
             return ExitReason.DRAINED
         while True:
             exit_reason = await session.run()
@@ -227,22 +226,22 @@ class WorkerRuntime:
             self._may_claim,
         )
 
-    async def _register(self, session: "_WorkerSession", give_up_at: float) -> bool:
+    async def _register(self, session: "_WorkerSession", timeout_s: float) -> bool:
         """Returns False if drained meanwhile. Raises DatabaseUnavailable after the time limit."""
-        failures = 0
-        while True:
-            try:
-                await session.register()
-            except DatabaseUnavailable as error:
-                failures += 1
-                if self._shutdown.is_draining:
-                    return False
-                if time.monotonic() >= give_up_at:
-                    raise
-                log.warning("register worker failed, retrying", error=str(error), failures=failures)
-                await self._shutdown.pause(reconnect_delay_s(failures, random.random()))  # noqa: S311
-            else:
-                return True
+        shutdown = self._shutdown
+        try:
+            await retrying(
+                session.register,
+                "register worker failed, retrying",
+                timeout_s=timeout_s,
+                is_stopped=lambda: shutdown.is_draining,
+                pause=shutdown.pause,
+            )
+        except DatabaseUnavailable:
+            if shutdown.is_draining:
+                return False
+            raise
+        return True
 
 
 class _WorkerSession:
@@ -339,7 +338,7 @@ class _WorkerSession:
             self._claiming.close()
         if exit_reason is ExitReason.DRAINED:
             with contextlib.suppress(DatabaseUnavailable):  # then the lease expires instead
-                await self._transport.leave(self._id, "drained")
+                await self._transport.deregister(self._id, "drained")
         log.info("worker stopped", exit_reason=exit_reason.value)
         if self._fatal_error is not None:
             raise self._fatal_error

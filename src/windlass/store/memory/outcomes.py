@@ -2,8 +2,7 @@
 
 from typing import assert_never
 
-from windlass.model.worker import WorkerStatus
-from windlass.ports.control import (
+from windlass.model.outcome import (
     Created,
     CreationRefused,
     CreationUnclear,
@@ -18,6 +17,7 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.worker import WorkerStatus
 from windlass.store.memory.ledger import close_bill, open_bill
 from windlass.store.memory.tables import Tables
 from windlass.store.memory.workers import MemoryWorker

@@ -303,7 +303,7 @@ class MemoryStore:
                 self._tables.release(row, worker_id, "claimed by a worker that never received it")
         return HeartbeatReply(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost_claims))
 
-    async def leave(self, worker_id: str, reason: str) -> None:
+    async def deregister(self, worker_id: str, reason: str) -> None:
         worker = self._workers.among(LIVE, worker_id)
         if worker is None:
             return

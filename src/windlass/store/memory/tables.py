@@ -15,10 +15,10 @@ from windlass.model.action import AttemptRefund
 from windlass.model.auth import ApiToken, ServerAddress, Session
 from windlass.model.errors import BadInput
 from windlass.model.node import dispatcher_lease
+from windlass.model.outcome import Intent
 from windlass.model.snapshot import FailureStreak
 from windlass.model.task import TaskStatus
 from windlass.model.worker import LIVE, RecoveredTasks, WorkerKind, WorkerStatus
-from windlass.ports.control import Intent
 from windlass.store.memory.cycles import Cycles
 from windlass.store.memory.events import EventLog, failed_attempts, failed_attempts_text, shortened
 from windlass.store.memory.fleets import FleetRow, LeaseTable, SlotRow
