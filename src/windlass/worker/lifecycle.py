@@ -63,6 +63,8 @@ class WorkerSettings:
     # Mount point of shared storage whose usage is reported.
     storage_path: str | None = None
     kind: WorkerKind = WorkerKind.WORKER
+    # Identifies this start of the program when it registers more than once under the same worker id.
+    start_id: str = field(default_factory=lambda: uuid4().hex)
     # Sent with each heartbeat, for people to read.
     remarks: Mapping[str, str] = field(default_factory=dict)
 
@@ -323,6 +325,7 @@ class _WorkerSession:
                 pid=os.getpid(),
                 version=settings.version,
                 kind=settings.kind,
+                start_id=settings.start_id,
             )
         )
         log.info("worker registered", queues=list(settings.queues), concurrency=settings.concurrency)
