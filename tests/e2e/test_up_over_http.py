@@ -179,7 +179,7 @@ async def test_a_burst_is_worked_off_by_machines_that_know_nothing_but_the_contr
     workers = await site.no_worker()
     assert {worker.code for worker in workers} == {"IDLE"}
     codes = [event.code for event in await site.store.events(worker_id=workers[0].id)]
-    assert codes[:2] == ["WORKER_HIRED", "WORKER_JOINED"]
+    assert codes[:2] == ["WORKER_SPAWNED", "WORKER_JOINED"]
     await site.end(up)
     for secret in ("wlj_", "wlw_", "a secret"):
         assert secret not in site.log() + site.machine_logs()

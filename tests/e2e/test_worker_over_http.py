@@ -156,7 +156,7 @@ async def test_a_machine_joins_works_and_drains_without_a_database(plane: Plane)
     worker = await plane.store.worker("far-0")
     assert worker is not None
     # Whoever hired it ends it.
-    assert (worker.status, worker.code) == (WorkerStatus.TERMINATING, "LEFT")
+    assert (worker.status, worker.code) == (WorkerStatus.TERMINATING, "DEREGISTERED")
 
 
 async def test_the_fleets_environment_reaches_handlers_and_only_by_the_work_order(plane: Plane) -> None:
@@ -301,7 +301,7 @@ async def test_a_worker_that_nobody_hired_works_over_http_with_an_api_token(plan
     assert await hand.exit_code() == 0
     left = await plane.store.worker(again)
     assert left is not None
-    assert (left.status, left.code) == (WorkerStatus.TERMINATED, "LEFT")
+    assert (left.status, left.code) == (WorkerStatus.TERMINATED, "DEREGISTERED")
     assert "wlt_" not in hand.log().replace("wlt_********", "")
 
 
