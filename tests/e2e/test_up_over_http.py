@@ -195,7 +195,7 @@ async def test_machines_outlive_the_control_plane_and_work_on_when_it_is_back(si
     up.kill()
     up.wait(PATIENCE_S)
     log = site.machines / worker_id / "log"
-    await until(lambda: '"event": "heartbeat not delivered"' in log.read_text(), "it has noticed")
+    await until(lambda: '"event": "heartbeat failed"' in log.read_text(), "it has noticed")
     go.touch()
     await until(lambda: f'"undelivered": [{task_id}]' in log.read_text(), "its result waits")
     second = site.up()

@@ -180,7 +180,7 @@ async def test_a_burst_is_shared_by_several_machines_in_batches(plane: Plane) ->
 async def test_a_restart_of_the_control_plane_costs_no_attempt(plane: Plane) -> None:
     hand, task_id = await started(plane)
     await plane.close()
-    await until(lambda: '"event": "heartbeat not delivered"' in hand.log(), "it has noticed")
+    await until(lambda: '"event": "heartbeat failed"' in hand.log(), "it has noticed")
     (plane.crew.folder / "go-1").touch()
     await until(lambda: f'"undelivered": [{task_id}]' in hand.log(), "it has a result and nobody to give it to")
     await plane.open()
@@ -341,7 +341,7 @@ async def test_a_result_waits_for_the_database_behind_the_control_plane(
     plane = mortal_plane
     hand, task_id = await started(plane)
     server.end(signal.SIGQUIT)
-    await until(lambda: '"event": "heartbeat not delivered"' in hand.log(), "it has noticed")
+    await until(lambda: '"event": "heartbeat failed"' in hand.log(), "it has noticed")
     (plane.crew.folder / "go-1").touch()
     await until(lambda: f'"undelivered": [{task_id}]' in hand.log(), "it has a result and nobody to give it to")
     assert hand.is_running()
