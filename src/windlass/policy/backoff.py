@@ -11,7 +11,7 @@ _MAX_DOUBLINGS = 30
 
 
 def retry_delay_s(attempts: int, jitter: float) -> float:
-    """Delay after `attempts` failed attempts of a task. Same formula as windlass.retry_delay_s() in the database."""
+    """Delay after `attempts` failed attempts of a task. The SQL function retry_delay_s() has the same formula."""
     return _doubling(RETRY_FIRST_S, RETRY_CEILING_S, attempts, jitter)
 
 
