@@ -113,7 +113,7 @@ async def test_a_join_token_is_exchanged_for_a_worker_token(store: Stores) -> No
     assert worker is not None
     # Only its own heartbeat says that it works.
     assert (worker.status, worker.last_heartbeat) == (WorkerStatus.SPAWNING, None)
-    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_HIRED", "WORKER_JOINED"]
+    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_SPAWNED", "WORKER_JOINED"]
 
 
 async def test_a_machine_that_cannot_start_its_worker_says_why_and_the_next_cycle_knows(store: Stores) -> None:
@@ -146,7 +146,7 @@ async def test_repeating_the_exchange_is_accepted_for_as_long_as_the_worker_live
     await store.activate("w0", JOIN, TOKEN)
     clock.advance(10 * TTL_S)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
-    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_HIRED", "WORKER_JOINED"]
+    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_SPAWNED", "WORKER_JOINED"]
     await end(store)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
 

@@ -88,7 +88,7 @@ FLEET = FleetConfig(queues=("a", "b"), min_workers=0, max_workers=4)
 ANN = Candidate("ann", ttl_s=30.0)
 BOB = Candidate("bob", ttl_s=30.0)
 EMPTY = """
-truncate windlass.charges, windlass.spending, windlass.spans;
+truncate windlass.charges, windlass.spending, windlass.attempt_spans;
 truncate windlass.tasks, windlass.events, windlass.cycles, windlass.leases, windlass.workers, windlass.slots,
   windlass.fleets restart identity cascade
 """
@@ -596,7 +596,7 @@ async def test_promoting_makes_a_spawning_worker_active_once(
     clock.advance(3)
     await ann.commit(Promote("w0", "heard"), Promote("nobody", "heard"))
     assert (await store.worker("w0")).activated_at == activated_at
-    assert await events(store, "w0") == ["WORKER_HIRED", "WORKER_ACTIVATED"]
+    assert await events(store, "w0") == ["WORKER_SPAWNED", "WORKER_ACTIVATED"]
 
 
 async def test_failing_gives_tasks_to_others_and_counts_for_the_slot(
@@ -642,7 +642,7 @@ async def test_draining_asks_a_worker_to_end_and_notes_since_when(
         "terminating", drained_at, "IDLE", "idle 41 s",
     )  # fmt: skip
     assert (await store.heartbeat("w0")).status is WorkerStatus.TERMINATING
-    assert await events(store, "w0") == ["WORKER_HIRED", "WORKER_TERMINATING"]
+    assert await events(store, "w0") == ["WORKER_SPAWNED", "WORKER_TERMINATING"]
 
 
 async def test_adopting_gives_a_worker_the_machine_that_was_found(
@@ -687,7 +687,7 @@ async def test_a_preparation_is_written_down_before_and_after(
     await ann.report(Prepared("w0", "m1", "another"), PreparationFailed("w0", "m1", "DISK_FULL", "too late"))
     (view,) = (await ann.observe()).workers
     assert (view.prepared_at, view.prepare_code, view.host_key) == (done_at, None, "ssh-ed25519 AAAA")
-    told = ["WORKER_HIRED", "MACHINE_PREPARING", "PREPARATION_UNCLEAR", "MACHINE_PREPARED"]
+    told = ["WORKER_SPAWNED", "MACHINE_PREPARING", "PREPARATION_UNCLEAR", "MACHINE_PREPARED"]
     assert await events(store, "w0") == told
 
 
@@ -784,7 +784,7 @@ async def test_a_hired_worker_takes_queues_and_pause_from_its_fleet(store: Contr
     assert (worker.fleet, worker.slot, worker.status) == ("f", 0, WorkerStatus.SPAWNING)
     assert (worker.queues, worker.is_paused, worker.lease_s) == (("a", "b"), True, 12.5)
     (hired,) = await store.events(worker_id="w0")
-    assert (hired.code, hired.reason, hired.fleet, hired.detail) == ("WORKER_HIRED", "wanted", "f", {"slot": 0})
+    assert (hired.code, hired.reason, hired.fleet, hired.detail) == ("WORKER_SPAWNED", "wanted", "f", {"slot": 0})
 
 
 async def test_outcomes_free_slots_for_the_intents_that_come_with_them(store: ControlStores, ann: Leader) -> None:
@@ -922,7 +922,7 @@ async def test_what_could_not_be_deleted_and_strays_are_noted_and_change_nothing
     before = await store.workers()
     await ann.report(NotDeleted("w0", "denied"), OrphanDeleted(Machine("m7", "w7", MachineState.RUNNING), "nobody's"))
     assert await store.workers() == before
-    assert await events(store, "w0") == ["WORKER_HIRED", "MACHINE_NOT_DELETED"]
+    assert await events(store, "w0") == ["WORKER_SPAWNED", "MACHINE_NOT_DELETED"]
     assert await events(store, "w7") == ["ORPHAN_DELETED"]
 
 
@@ -1055,7 +1055,7 @@ async def test_a_hired_worker_that_leaves_keeps_its_slot_until_its_machine_is_go
     clock.advance(3)
     await store.deregister("w0", "SIGTERM")
     (view,) = (await ann.observe()).workers
-    assert (view.status, view.terminating_at, view.code, view.running) == ("terminating", clock(), "LEFT", ())
+    assert (view.status, view.terminating_at, view.code, view.running) == ("terminating", clock(), "DEREGISTERED", ())
     task = await store.task(task_id)
     assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
     assert (await ann.commit(intents=(intent("y0", 0),))).granted == frozenset()
@@ -1161,7 +1161,7 @@ async def test_a_machine_that_nobody_had_is_in_the_ledger_once(
     await settle_all(store)
     assert await told(store, "worker") == {"orphan-m9": (0, 20_000, 0, 40_000)}
     worker = await store.worker("orphan-m9")
-    assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "STRAY")
+    assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "ORPHAN")
     assert worker.reason == "machine of nobody: nobody's"
 
 
@@ -1790,7 +1790,7 @@ async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
     assert error.detail is not None
     assert error.detail["code"] == "QUARANTINED"
     assert error.detail["evidence"]["failed"] == list(suspect.failed)
-    acquitted = [event for event in await store.events(worker_id="w0") if event.code == "TASK_ACQUITTED"]
+    acquitted = [event for event in await store.events(worker_id="w0") if event.code == "ATTEMPTS_REFUNDED"]
     assert [event.task_id for event in acquitted] == [before, dead, waiting, others]
     assert acquitted[0].reason == "1 failed attempts on worker w0 do not count: it is to blame"
     assert {depth.queue: depth.oldest_queued_age_s for depth in await store.queue_depths()}["a"] == 0

@@ -865,7 +865,7 @@ async def test_a_worker_that_has_ended_stays_ended(store: AnyStore) -> None:
     await register(store, "w1")
     await store.deregister("w1", "done")
     assert await store.register(Registration("w1", ("q",))) is WorkerStatus.TERMINATED
-    assert await codes(store, worker_id="w1") == ["WORKER_REGISTERED", "WORKER_LEFT"]
+    assert await codes(store, worker_id="w1") == ["WORKER_REGISTERED", "WORKER_DEREGISTERED"]
 
 
 @pytest.mark.parametrize(
@@ -892,7 +892,7 @@ async def test_a_leaving_workers_tasks_go_back_to_the_queue(store: AnyStore, clo
     worker = await store.worker("w1")
     assert worker is not None
     assert (worker.status, worker.terminated_at) == (WorkerStatus.TERMINATED, clock())
-    assert (worker.code, worker.reason) == ("LEFT", "going home")
+    assert (worker.code, worker.reason) == ("DEREGISTERED", "going home")
     again = await store.claim("w2", ("q",), 2)
     assert [(claim.task_id, claim.attempt) for claim in again] == [(task_id, 1) for task_id in ids]
     assert await complete(store, claims[0]) == [claims[0].token]
@@ -906,7 +906,7 @@ async def test_a_hired_worker_that_leaves_is_ended_by_whoever_hired_it(store: An
     worker = await store.worker("h1")
     assert worker is not None
     assert (worker.status, worker.terminated_at) == (WorkerStatus.TERMINATING, None)
-    assert (worker.code, worker.reason) == ("LEFT", "going home")
+    assert (worker.code, worker.reason) == ("DEREGISTERED", "going home")
     assert await status_of(store, claim) is TaskStatus.QUEUED
     assert await store.claim("h1", ("q",)) == []
 
@@ -916,7 +916,7 @@ async def test_leaving_twice_or_unknown_does_nothing(store: AnyStore) -> None:
     await store.deregister("w1", "first")
     await store.deregister("w1", "second")
     await store.deregister("nobody", "third")
-    assert await codes(store, worker_id="w1") == ["WORKER_REGISTERED", "WORKER_LEFT"]
+    assert await codes(store, worker_id="w1") == ["WORKER_REGISTERED", "WORKER_DEREGISTERED"]
     assert await codes(store, worker_id="nobody") == []
 
 
@@ -1397,14 +1397,14 @@ async def test_queue_depths_count_what_is_not_finished(store: AnyStore, clock: A
     await complete(store, finished)
     await fail(store, failed, jitter=0)
     a, b = await store.queue_depths()
-    assert (a.queue, a.queued, a.scheduled, a.waiting_for_retry, a.running) == ("a", 1, 0, 1, 1)
+    assert (a.queue, a.queued, a.scheduled, a.retrying, a.running) == ("a", 1, 0, 1, 1)
     assert a.oldest_queued_age_s == 10
-    assert (b.queue, b.queued, b.scheduled, b.waiting_for_retry, b.running) == ("b", 0, 1, 0, 0)
+    assert (b.queue, b.queued, b.scheduled, b.retrying, b.running) == ("b", 0, 1, 0, 0)
     assert b.oldest_queued_age_s is None
     clock.advance(60)
     a, b = await store.queue_depths()
     assert (b.queued, b.scheduled, b.oldest_queued_age_s) == (1, 0, 0)
-    assert (a.queued, a.waiting_for_retry) == (1, 1)
+    assert (a.queued, a.retrying) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -432,7 +432,7 @@ async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_
         await connection.execute(
             "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
             " select 'X ' || n, 'X', 'warning', 'x', windlass.now() from generate_series(1, 2500) as n;"
-            "insert into windlass.messages (alert_id, receiver, kind)"
+            "insert into windlass.messages (alert_id, notifier, kind)"
             " select id, 'webhook', 'firing' from windlass.alerts"
         )
     clock.advance(Retention().events_s + 1)
@@ -655,7 +655,7 @@ async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(s
             "insert into windlass.events (code, reason) select 'ALERT', 'x' from generate_series(1, 10);"
             "analyze windlass.events"
         )
-        lines = await connection.fetch(f"explain {QUERIES['told']}", REASONS_S, MAX_REASONS)
+        lines = await connection.fetch(f"explain {QUERIES['alert_reasons']}", REASONS_S, MAX_REASONS)
     assert any("events_alert" in line[0] for line in lines), lines
 
 

@@ -78,7 +78,7 @@ async def test_nobody_takes_the_lead_in_the_middle_of_a_leaders_plan(each_dsn: s
         async with connection.transaction():
             # Ann's plan is being written down while her lease runs out.
             await connection.execute("select set_config('windlass.now', $1, true)", now[0].isoformat())
-            await connection.execute("select windlass.require_lease('orchestrator', 'ann', $1)", term)
+            await connection.execute("select windlass_internal.require_lease('orchestrator', 'ann', $1)", term)
             now[0] += timedelta(seconds=31)
             taking = asyncio.create_task(store.acquire_lease(bob))
             await _waits_for_a_lock(each_dsn)

@@ -18,8 +18,8 @@ from windlass.model.listing import Page, TaskList
 from windlass.model.overview import MAX_QUEUES
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
-from windlass.store import control
 from windlass.store import dashboard_queries as reading
+from windlass.store import fleets, overview
 
 Store = PostgresStores
 
@@ -112,7 +112,7 @@ async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: St
 
 
 async def test_who_leads_is_told_before_whoever_looks_after_what_nobody_leads(store: Store, sql: Any) -> None:
-    take = "select windlass.acquire_lease($1, $2, 60)"
+    take = "select windlass_internal.acquire_lease_term($1, $2, 60)"
     for lease, holder, told in (("ray:x", "r", None), (CARETAKER, "c", "c"), ("orchestrator", "o", "o")):
         await sql.execute(take, lease, holder)
         leader = (await store.overview()).leader
@@ -138,7 +138,7 @@ async def test_waits_and_throughput_are_those_of_recent_work(store: Store, sql: 
 async def test_a_busy_queue_does_not_hide_a_quiet_one(
     store: Store, sql: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "RECENT_TASKS_OF_QUEUE", 20)
+    monkeypatch.setattr(overview, "RECENT_TASKS_OF_QUEUE", 20)
     await add_fleet(sql)
     for queue, count, every_ms, wait_s in (("a", 2500, 100, 1), ("b", 5, 50_000, 60)):
         await sql.execute(
@@ -156,7 +156,7 @@ async def test_a_busy_queue_does_not_hide_a_quiet_one(
     # Each counts for as many as were completed: nearly all waited for a second.
     assert (gpus.work.wait_p50_s, gpus.work.wait_p95_s) == (1, 1)
     assert gpus.work.completed_per_minute == pytest.approx(2505 / 5)
-    monkeypatch.setattr(reading, "RECENT_TASKS", 100)
+    monkeypatch.setattr(overview, "RECENT_TASKS", 100)
     assert (await store.overview()).queues["a"].completed_per_minute == pytest.approx(600, rel=0.02)
 
 
@@ -215,7 +215,7 @@ async def test_retention_of_what_only_faces_need(store: Store, sql: Any, clock: 
     await store.record_server(ServerAddress("http://127.0.0.1:8080", "here"))
     assert await store.purge_servers() == 2_503
     assert await sql.fetchval("select count(*) from windlass.samples") == 0
-    assert await sql.fetchval("select host from windlass.faces") == "here"
+    assert await sql.fetchval("select host from windlass.http_servers") == "here"
 
 
 # ---------------------------------------------------------------------------------------------------------------- lists
@@ -379,7 +379,9 @@ async def test_a_search_among_what_waits_finds_all_of_it_once_and_in_order(
 async def test_events_and_cycles_come_newest_first(store: Store, sql: Any, clock: Any) -> None:
     for number in range(5):
         await sql.execute(
-            "select windlass.note($1, 'x', $2, 'w', null)", f"CODE_{number % 2}", "gpus" if number < 4 else "cpus"
+            "select windlass_internal.add_event($1, 'x', $2, 'w', null)",
+            f"CODE_{number % 2}",
+            "gpus" if number < 4 else "cpus",
         )
         await sql.execute(
             "insert into windlass.cycles (fleet, term, started_at, snapshot, plan, decision)"
@@ -398,7 +400,7 @@ async def test_events_and_cycles_come_newest_first(store: Store, sql: Any, clock
 
 @pytest.mark.parametrize("cursor", ["x", "W10", "WzFd" * 2, "é", "bnVsbA", "WyJhIiwgMSwgImIiXQ", "WzFlNDBd"])
 async def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, cursor: str) -> None:
-    with pytest.raises(BadInput, match=r"the cursor is none of ours"):
+    with pytest.raises(BadInput, match=r"invalid cursor"):
         await store.tasks_page(cursor=cursor)
 
 
@@ -422,8 +424,8 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
         "tasks_complete": (None, None, 50, 50, None, None),
         "tasks_failed": (None, None, 50, 50, None, None),
         "tasks_queued": (["a"], None, 50, 50, None, None),
-        "tasks_waiting": (["a"], None, 50, 50, None, None, "error"),
-        "recent_work": (20_000, 500, 300.0),
+        "tasks_scheduled": (["a"], None, 50, 50, None, None, "error"),
+        "recent_completions": (20_000, 500, 300.0),
         "running_by_queue": (),
     }
     for name, arguments in plans.items():
@@ -432,7 +434,7 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
     (first,) = await sql.fetchrow("select min(id) from windlass.tasks where status = 'queued' and priority = 2")
     plan = "\n".join(
         row[0]
-        for row in await sql.fetch(f"explain (analyze, timing off) {control.QUERIES['ready_before']}", first, 10_001)
+        for row in await sql.fetch(f"explain (analyze, timing off) {fleets.QUERIES['tasks_ahead']}", first, 10_001)
     )
     # It is the next, and nothing is read of the thousands behind it.
     assert "Rows Removed by Filter" not in plan, plan
@@ -442,7 +444,7 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
 async def test_a_million_that_wait_are_counted_up_to_a_bound(
     store: Store, sql: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "COUNT_LIMIT", 10)
+    monkeypatch.setattr(overview, "COUNT_LIMIT", 10)
     await sql.execute("insert into windlass.tasks (queue) select 'a' from generate_series(1, 25)")
     assert (await store.overview()).queues["a"].queued == 10
     assert len(await everything(store.tasks_page, which=TaskList.QUEUED, limit=10)) == 25

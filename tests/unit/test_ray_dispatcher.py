@@ -16,7 +16,7 @@ from windlass.ray.dispatcher import LEASE_S, Dispatch, Dispatcher
 from windlass.ray.seat_pool import Seats
 from windlass.simulator.loop import run, virtual_now
 from windlass.store.memory.stores import MemoryStores
-from windlass.worker.runtime import ExitReason
+from windlass.worker.lifecycle import ExitReason
 
 CONFIG = FleetConfig(provider="ray", engine="ray", queues=("q",), handler="app:f")
 
@@ -155,7 +155,7 @@ class Runtime:
 
     async def work(self) -> ExitReason:
         await self.is_told.wait()
-        return ExitReason.LEFT
+        return ExitReason.DRAINED
 
     def drain(self, _why: str, limit_s: float | None = None) -> None:
         self.limits_s.append(limit_s)

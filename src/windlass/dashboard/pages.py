@@ -36,7 +36,7 @@ TASK_LISTS = (
     ("failed", "Dead letters"),
 )
 # How decisions begin that are worth a colour.
-_HIRING = ("hiring", "wanting")
+_HIRING = ("spawn", "waiting to spawn")
 _NUMBER = pattern(r"\d[\d,.]*")
 
 
@@ -88,7 +88,7 @@ def _in_all(overview: Overview) -> Work:
     return Work(
         queued=sum(work.queued for work in works),
         scheduled=sum(work.scheduled for work in works),
-        waiting_for_retry=sum(work.waiting_for_retry for work in works),
+        retrying=sum(work.retrying for work in works),
         running=sum(work.running for work in works),
         dead=sum(work.dead for work in works),
         oldest_queued_age_s=max(
@@ -222,7 +222,7 @@ def worker_page(
 
 
 def _is_hiring_told(history: Sequence[tuple[datetime, str]]) -> bool:
-    return any(text.startswith("WORKER_HIRED") for _, text in history)
+    return any(text.startswith("WORKER_SPAWNED") for _, text in history)
 
 
 # ---------------------------------------------------------------------------------------------------------------- tasks

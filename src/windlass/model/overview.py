@@ -25,7 +25,7 @@ class Work:
 
     queued: int = 0
     scheduled: int = 0
-    waiting_for_retry: int = 0
+    retrying: int = 0
     running: int = 0
     dead: int = 0
     oldest_queued_age_s: float | None = None

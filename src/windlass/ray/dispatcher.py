@@ -42,7 +42,7 @@ from windlass.ray.versions import check_versions, our_versions
 from windlass.worker.executor import Executor, Outcome
 from windlass.worker.handler import ReportProgress
 from windlass.worker.heartbeat import OpenTransport
-from windlass.worker.runtime import ExitReason, WorkerRuntime, WorkerSettings
+from windlass.worker.lifecycle import ExitReason, WorkerRuntime, WorkerSettings
 
 # A dispatcher that is silent for this long is replaced by one that stands by.
 LEASE_S = 10.0
@@ -215,7 +215,7 @@ class Dispatcher:
                 for task in done:
                     if task.result() is ExitReason.LOST:
                         raise LeaseLost(f"dispatcher {self._name} was declared lost, or replaced")
-                    if task.result() is ExitReason.LEFT and not self._stop.is_set():
+                    if task.result() is ExitReason.DRAINED and not self._stop.is_set():
                         is_let_go = True
                         for runtime in self._runtimes:
                             runtime.drain("a part of this dispatcher was told to end")
@@ -354,7 +354,7 @@ class Dispatcher:
         # Who is woken first claims first: each class in its turn, or one would take every place that becomes free.
         self._runtimes.rotate(-1)
         for runtime in self._runtimes:
-            runtime.look_again()
+            runtime.recheck_capacity()
 
     @property
     def _settings(self) -> RaySettings:
@@ -379,13 +379,13 @@ class _Places:
         """Being claimed, or claimed and not yet on their way to Ray."""
         return self._held - self._in_flight
 
-    def hold(self, count: int) -> None:
+    def set_used(self, count: int) -> None:
         is_less = count < self._held
         self._held = count
         if is_less:
             self._on_less()
 
-    def free(self) -> int:
+    def count_free(self) -> int:
         return self._count_free(self.needs)
 
     # ------------------------------------------------------------------------------------- as its runtime's executor

@@ -196,7 +196,7 @@ def _of_queues(seen: Overview) -> list[Metric]:
     return [
         each("tasks_queued", "Tasks that could run now.", "queued"),
         each("tasks_scheduled", "Tasks that are not to run before a time.", "scheduled"),
-        each("tasks_waiting_for_retry", "Tasks that failed and will be tried again.", "waiting_for_retry"),
+        each("tasks_retrying", "Tasks that failed and will be tried again.", "retrying"),
         each("tasks_running", "Tasks at hand.", "running"),
         each("dead_letters", "Tasks that were given up.", "dead"),
         each("tasks_completed_per_minute", "Throughput of the last minutes.", "completed_per_minute"),

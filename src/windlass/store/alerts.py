@@ -35,12 +35,12 @@ class PostgresAlertStore(DatabaseStore):
     async def alert_inputs(self) -> AlertInputs:
         fleets = await self._fleet_queries.fleets()
         async with self._database.connection("reading alert inputs") as connection:
-            moment = await connection.fetchrow(QUERIES["alarm_moment"])
-            causes = await connection.fetch(QUERIES["causes"])
-            events = await connection.fetch(QUERIES["told"], REASONS_S, MAX_REASONS)
+            moment = await connection.fetchrow(QUERIES["leaderless_time"])
+            causes = await connection.fetch(QUERIES["planner_alerts"])
+            events = await connection.fetch(QUERIES["alert_reasons"], REASONS_S, MAX_REASONS)
             timeouts = await connection.fetch(QUERIES["provisioning_timeouts"], TIMEOUTS_S, MAX_TIMEOUTS)
             dead = await connection.fetch(QUERIES["dead_letters"], DEAD_LETTERS_S, MAX_DEAD_LETTERS)
-            rows = await connection.fetch(QUERIES["open"], MAX_OPEN)
+            rows = await connection.fetch(QUERIES["open_alerts"], MAX_OPEN)
         open_alerts = tuple(Alert(**{**row, "severity": Severity(row["severity"])}) for row in rows)
         # Newest last, so that the newest reason wins. A fleet without recent cycles keeps the reason of its open alert.
         reasons = {(alert.fleet, alert.key): alert.reason for alert in open_alerts}
@@ -73,7 +73,7 @@ class PostgresAlertStore(DatabaseStore):
         plain = [{**asdict(alert), "reason": storable(alert.reason)} for alert in firing]
         rows = await self._database.fetch(
             "recording alerts",
-            "select * from windlass.record_alerts($1, $2, $3)",
+            "select * from windlass_internal.record_alerts($1, $2, $3)",
             json.dumps(plain),
             list(notifiers),
             resolve_after_s,
@@ -82,22 +82,30 @@ class PostgresAlertStore(DatabaseStore):
 
     async def take_messages(self, notifiers: Sequence[str], lease_s: float, limit: int) -> list[Message]:
         rows = await self._database.fetch(
-            "taking messages", "select * from windlass.take_messages($1, $2, $3)", list(notifiers), lease_s, limit
+            "taking messages",
+            "select * from windlass_internal.claim_messages($1, $2, $3)",
+            list(notifiers),
+            lease_s,
+            limit,
         )
         return [
             Message(**{**row, "kind": MessageKind(row["kind"]), "severity": Severity(row["severity"])}) for row in rows
         ]
 
     async def message_delivered(self, message_id: int) -> None:
-        await self._database.execute("recording a delivery", "select windlass.message_delivered($1)", message_id)
+        await self._database.execute(
+            "recording a delivery", "select windlass_internal.mark_message_delivered($1)", message_id
+        )
 
     async def message_failed(self, message_id: int, error: str, retry_in_s: float | None) -> None:
         await self._database.execute(
-            "recording a failed delivery", QUERIES["message_failed"], message_id, storable(error), retry_in_s
+            "recording a failed delivery", QUERIES["mark_message_failed"], message_id, storable(error), retry_in_s
         )
 
     async def sweep_alerts(self) -> int:
-        return await self._database.sweep("select windlass.sweep_alerts($1, $2)", self._database.retention.events_s)
+        return await self._database.sweep(
+            "select windlass_internal.sweep_alerts($1, $2)", self._database.retention.events_s
+        )
 
 
 if TYPE_CHECKING:

@@ -31,7 +31,9 @@ QUERIES = read_queries("windlass.store", "control_queries.sql")
 
 class PostgresAuthStore(DatabaseStore):
     async def authenticate(self, token_hash: bytes) -> Caller | None:
-        row = await self._database.fetchrow("checking a token", "select * from windlass.caller($1)", token_hash)
+        row = await self._database.fetchrow(
+            "checking a token", "select * from windlass_internal.authenticate($1)", token_hash
+        )
         if row is None:
             return None
         if row["kind"] == "token":
@@ -43,14 +45,18 @@ class PostgresAuthStore(DatabaseStore):
 
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         verdict = await self._database.fetchval(
-            "activating a worker", "select windlass.activate_worker($1, $2, $3)", worker_id, join_token_hash, token_hash
+            "activating a worker",
+            "select windlass_internal.exchange_join_token($1, $2, $3)",
+            worker_id,
+            join_token_hash,
+            token_hash,
         )
         return Activation(verdict)
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
         await self._database.execute(
             "recording why a worker cannot start",
-            "select windlass.worker_cannot_start($1, $2, $3)",
+            "select windlass_internal.report_start_failure($1, $2, $3)",
             worker_id,
             code,
             storable(reason),
@@ -62,7 +68,7 @@ class PostgresAuthStore(DatabaseStore):
         r = registration
         status = await self._database.fetchval(
             "self-registering a worker",
-            "select windlass.enlist_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+            "select windlass_internal.self_register_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
             api_token_hash,
             token_hash,
             r.worker_id,
@@ -121,7 +127,7 @@ class PostgresAuthStore(DatabaseStore):
         await self._database.execute("recording the server address", QUERIES["record_server"], server.url, server.host)
 
     async def servers(self) -> list[ServerAddress]:
-        rows = await self._database.fetch("listing servers", QUERIES["faces"], SERVER_TTL_S)
+        rows = await self._database.fetch("listing servers", QUERIES["http_servers"], SERVER_TTL_S)
         return [ServerAddress(**row) for row in rows]
 
     async def remove_server(self, server: ServerAddress) -> None:

@@ -70,12 +70,12 @@ class PostgresControlStore(PostgresLeaseStore):
         self._decided: dict[str, str] = {}
 
     async def instance_id(self) -> str:
-        return str(await self._database.fetchval("reading the instance id", "select windlass.instance_id()"))
+        return str(await self._database.fetchval("reading the instance id", "select windlass_internal.instance_id()"))
 
     async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
         header, *workers = await self._database.fetch(
             "observing the fleet",
-            "select * from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+            "select * from windlass_internal.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
             candidate.lease,
             candidate.holder,
             candidate.ttl_s,
@@ -119,7 +119,7 @@ class PostgresControlStore(PostgresLeaseStore):
         with lease_required():
             text = await self._database.fetchval(
                 "committing the plan",
-                "select windlass.commit_plan($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+                "select windlass_internal.commit_plan($1, $2, $3, $4, $5, $6, $7, $8, $9)",
                 candidate.lease,
                 candidate.holder,
                 term,
@@ -145,7 +145,7 @@ class PostgresControlStore(PostgresLeaseStore):
     ) -> frozenset[str]:
         granted = await self._database.fetchval(
             "recording the outcomes",
-            "select windlass.commit_outcomes($1, $2, $3, $4, $5, $6, $7, $8)",
+            "select windlass_internal.commit_outcomes($1, $2, $3, $4, $5, $6, $7, $8)",
             candidate.lease,
             candidate.holder,
             term,
@@ -164,7 +164,9 @@ class PostgresControlStore(PostgresLeaseStore):
 
     async def settle(self, settlements: Sequence[Settlement]) -> int:
         plain = _PLAIN.dump_json([_settlement_to_plain(settlement) for settlement in settlements]).decode()
-        return int(await self._database.fetchval("settling accounts", "select windlass.settle($1)", plain))
+        return int(
+            await self._database.fetchval("settling accounts", "select windlass_internal.settle_accounts($1)", plain)
+        )
 
 
 def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:

@@ -18,7 +18,7 @@ MAX_OPEN_ACCOUNTS = 10_000
 
 class PostgresCostStore(DatabaseStore):
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
-        query = QUERIES["costs_of_hours" if by in ("day", "fleet", "queue") else "costs_of_charges"]
+        query = QUERIES["costs_from_spending" if by in ("day", "fleet", "queue") else "costs_from_charges"]
         rows = await self._database.fetch("reading costs", query, by, since, fleet, limit)
         return [Cost(**dict(row)) for row in rows]
 
@@ -36,7 +36,7 @@ async def read_accounts(
     """`is_due`: only accounts that are due for settlement, longest due first. Otherwise all, oldest first."""
     rows = await database.fetch(
         "reading open accounts",
-        "select * from windlass.open_accounts($1, $2, $3, $4)",
+        "select * from windlass_internal.open_accounts($1, $2, $3, $4)",
         fleet,
         worker_id,
         is_due,

@@ -57,7 +57,7 @@ class PostgresQueryStore(PostgresOverview):
         limit = page_size(limit)
         if status is WorkerStatus.TERMINATED:
             at, last_id = read_cursor(cursor, AT_AND_NAME) or (None, None)
-            ids = await self._ids("listing workers", "ended_workers", fleet, at, last_id, limit)
+            ids = await self._ids("listing workers", "terminated_workers", fleet, at, last_id, limit)
         else:
             after = read_cursor(cursor, FLEET_SLOT_AND_NAME) or (None, None, None)
             ids = await self._ids("listing workers", "live_workers", fleet, status, *after, limit)
@@ -103,7 +103,7 @@ class PostgresQueryStore(PostgresOverview):
 
     async def task_in_full(self, task_id: int) -> TaskDetail | None:
         async with self._database.connection("reading a task") as connection:
-            row = await connection.fetchrow(QUERIES["task_in_full"], task_id)
+            row = await connection.fetchrow(QUERIES["task_with_payload"], task_id)
         return TaskDetail(**{**row, "status": TaskStatus(row["status"])}) if row is not None else None
 
     async def _task_rows(self, ids: Sequence[int]) -> list[TaskRow]:
@@ -116,7 +116,7 @@ class PostgresQueryStore(PostgresOverview):
         task_id = int(search) if search.isascii() and search.isdigit() and int(search) <= MAX_TASK_ID else None
         async with self._database.connection("listing tasks") as connection:
             queues = [queue] if queue is not None else (await overview_queues(connection))[0]
-            rows = await connection.fetch(QUERIES["tasks_named"], search, queues, task_id)
+            rows = await connection.fetch(QUERIES["tasks_by_id_or_key"], search, queues, task_id)
         return [row["id"] for row in rows if queue in (None, row["queue"]) and which in (None, _list_of(row))]
 
     async def _task_ids(
@@ -145,7 +145,7 @@ class PostgresQueryStore(PostgresOverview):
             query = "tasks_queued"
             after = read_cursor(cursor, PRIORITY_AND_ID) or (None, None)
         else:
-            query = "tasks_waiting"
+            query = "tasks_scheduled"
             after = read_cursor(cursor, AT_AND_ID) or (None, None)
             status = (TaskStatus.ERROR if which is TaskList.ERROR else TaskStatus.QUEUED,)
         scan = SCAN_LIMIT if search is not None else limit

@@ -47,7 +47,7 @@ class PostgresFleetQueries(DatabaseStore):
         return cycle_detail_of(await self._database.fetchrow("reading a cycle", QUERIES["cycle"], cycle_id))
 
     async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleDetail | None:
-        row = await self._database.fetchrow("reading a cycle", QUERIES["last_cycle_with"], fleet, worker_id)
+        row = await self._database.fetchrow("reading a cycle", QUERIES["last_cycle_of_worker"], fleet, worker_id)
         return cycle_detail_of(row)
 
     async def running_tasks(self) -> dict[str, list[int]]:
@@ -59,25 +59,29 @@ class PostgresFleetQueries(DatabaseStore):
         return {row["name"] for row in rows}
 
     async def ready_before(self, task_id: int) -> int:
-        count: int = await self._database.fetchval("counting tasks", QUERIES["ready_before"], task_id, MAX_AHEAD + 1)
+        count: int = await self._database.fetchval("counting tasks", QUERIES["tasks_ahead"], task_id, MAX_AHEAD + 1)
         return count
 
 
 class PostgresOperations(DatabaseStore):
     async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
         return int(
-            await self._database.fetchval("restarting slots", "select windlass.restart_slots($1, $2)", fleet, slot)
+            await self._database.fetchval(
+                "restarting slots", "select windlass_internal.restart_slots($1, $2)", fleet, slot
+            )
         )
 
     async def request_workers(self, fleet: str, count: int) -> int:
         return int(
-            await self._database.fetchval("requesting workers", "select windlass.request_workers($1, $2)", fleet, count)
+            await self._database.fetchval(
+                "requesting workers", "select windlass_internal.request_workers($1, $2)", fleet, count
+            )
         )
 
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
         return int(
             await self._database.fetchval(
-                "pausing or resuming a fleet", "select windlass.pause_fleet($1, $2)", fleet, is_paused
+                "pausing or resuming a fleet", "select windlass_internal.pause_fleet($1, $2)", fleet, is_paused
             )
         )
 
@@ -92,7 +96,7 @@ class PostgresOperations(DatabaseStore):
     async def terminate_worker(self, worker_id: str, reason: str) -> bool:
         return bool(
             await self._database.fetchval(
-                "terminating a worker", "select windlass.terminate_worker($1, $2)", worker_id, reason
+                "terminating a worker", "select windlass_internal.terminate_worker($1, $2)", worker_id, reason
             )
         )
 

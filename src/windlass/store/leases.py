@@ -19,7 +19,7 @@ class PostgresLeaseStore(DatabaseStore):
     async def acquire_lease(self, candidate: Candidate) -> int | Standby:
         text = await self._database.fetchval(
             "acquiring a lease",
-            "select windlass.lead($1, $2, $3)",
+            "select windlass_internal.acquire_lease($1, $2, $3)",
             candidate.lease,
             candidate.holder,
             candidate.ttl_s,
@@ -29,7 +29,7 @@ class PostgresLeaseStore(DatabaseStore):
 
     async def release_lease(self, candidate: Candidate) -> None:
         await self._database.execute(
-            "releasing a lease", "select windlass.resign($1, $2)", candidate.lease, candidate.holder
+            "releasing a lease", "select windlass_internal.release_lease($1, $2)", candidate.lease, candidate.holder
         )
 
 

@@ -45,14 +45,16 @@ class PostgresOverview(DatabaseStore):
     async def overview(self, configured: frozenset[str] | None = None) -> Overview:
         fleets = await self._fleet_queries.fleets()
         async with self._database.connection("reading the overview") as connection:
-            moment = await connection.fetchrow(QUERIES["moment"])
+            moment = await connection.fetchrow(QUERIES["overview_time"])
             queues, has_more_queues = await overview_queues(connection)
-            counted = await connection.fetch(QUERIES["work_of_queues"], queues, COUNT_LIMIT)
+            counted = await connection.fetch(QUERIES["queue_counts"], queues, COUNT_LIMIT)
             running = dict(map(tuple, await connection.fetch(QUERIES["running_by_queue"])))
-            dead = dict(map(tuple, await connection.fetch(QUERIES["dead_by_queue"], COUNT_LIMIT)))
-            recent = await connection.fetch(QUERIES["recent_work"], RECENT_TASKS, RECENT_TASKS_OF_QUEUE, RECENT_S)
+            dead = dict(map(tuple, await connection.fetch(QUERIES["failed_by_queue"], COUNT_LIMIT)))
+            recent = await connection.fetch(
+                QUERIES["recent_completions"], RECENT_TASKS, RECENT_TASKS_OF_QUEUE, RECENT_S
+            )
             workers = {row["fleet"]: row for row in await connection.fetch(QUERIES["worker_counts"])}
-            burn = await connection.fetch(QUERIES["burn"])
+            burn = await connection.fetch(QUERIES["burn_rates"])
             cycles = {row["fleet"]: row for row in await connection.fetch(QUERIES["last_cycles"])}
             alerts = [OpenAlert(**row) for row in await connection.fetch(QUERIES["open_alerts"])]
             leader = await connection.fetchrow(QUERIES["leader"])
@@ -124,13 +126,15 @@ class PostgresOverview(DatabaseStore):
         await self._database.execute("writing samples", QUERIES["add_samples"], json.dumps(rows), SAMPLE_INTERVAL_S)
 
     async def purge_servers(self) -> int:
-        return await self._database.sweep("select windlass.purge_servers($1, $2)", self._database.retention.samples_s)
+        return await self._database.sweep(
+            "select windlass_internal.sweep_dashboard($1, $2)", self._database.retention.samples_s
+        )
 
     async def fleet_metrics(self) -> list[FleetMetrics]:
         async with self._database.connection("reading metrics") as connection:
-            rows = await connection.fetch(QUERIES["measures"])
+            rows = await connection.fetch(QUERIES["fleet_metrics"])
             costs = await connection.fetch(QUERIES["machine_costs"])
-            spent = await connection.fetch(QUERIES["spent_lately"])
+            spent = await connection.fetch(QUERIES["recent_spending"])
         return [
             FleetMetrics(
                 **row,
@@ -143,7 +147,7 @@ class PostgresOverview(DatabaseStore):
 
 async def overview_queues(connection: Any) -> tuple[list[str], bool]:
     """All queues that are served, the first MAX_QUEUES others with unfinished tasks, and whether there are more."""
-    served = {row["queue"] for row in await connection.fetch(QUERIES["queues"])}
+    served = {row["queue"] for row in await connection.fetch(QUERIES["fleet_queues"])}
     known = {row["queue"] for row in await connection.fetch(TASK_QUERIES["known_queues"])}
     others = sorted(known - served)
     return sorted([*served, *others[:MAX_QUEUES]]), len(others) > MAX_QUEUES
@@ -189,7 +193,7 @@ def _sum_work(parts: Sequence[Work], recent: Mapping[str, Any]) -> Work:
     return Work(
         queued=sum(part.queued for part in parts),
         scheduled=sum(part.scheduled for part in parts),
-        waiting_for_retry=sum(part.waiting_for_retry for part in parts),
+        retrying=sum(part.retrying for part in parts),
         running=sum(part.running for part in parts),
         dead=sum(part.dead for part in parts),
         oldest_queued_age_s=max(ages, default=None),

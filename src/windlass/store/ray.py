@@ -23,7 +23,7 @@ class PostgresRayStore(PostgresLeaseStore):
             return int(
                 await self._database.fetchval(
                     "taking over a fleet's nodes",
-                    "select windlass.take_over_nodes($1, $2, $3)",
+                    "select windlass_internal.take_over_nodes($1, $2, $3)",
                     candidate.holder,
                     term,
                     fleet,
@@ -33,13 +33,13 @@ class PostgresRayStore(PostgresLeaseStore):
     async def place(self, placements: Sequence[Placement]) -> dict[UUID, NodeVerdict]:
         rows = await self._database.fetch(
             "placing tasks",
-            "select * from windlass.place_tasks($1, $2, $3)",
+            "select * from windlass_internal.place_tasks($1, $2, $3)",
             [placement.task_id for placement in placements],
             [placement.token for placement in placements],
             [placement.worker_id for placement in placements],
         )
         # asyncpg returns its own UUID class, which compares slowly.
-        return {UUID(int=row["token"].int): NodeVerdict(row["verdict"]) for row in rows}
+        return {UUID(int=row["token"].int): NodeVerdict(row["outcome"]) for row in rows}
 
     async def report_nodes(
         self,
@@ -53,7 +53,7 @@ class PostgresRayStore(PostgresLeaseStore):
         with lease_required():
             rows = await self._database.fetch(
                 "reporting nodes",
-                "select * from windlass.report_nodes($1, $2, $3, $4, $5, $6)",
+                "select * from windlass_internal.report_nodes($1, $2, $3, $4, $5, $6)",
                 candidate.holder,
                 term,
                 fleet,

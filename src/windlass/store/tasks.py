@@ -38,7 +38,7 @@ class PostgresTaskStore(DatabaseStore):
             nullcontext() if self._database.is_pooled else connection.transaction(),
         ):
             task_id = await enqueue_on(connection, task)
-            return task_id, bool(await connection.fetchval(QUERIES["is_of_this_transaction"], task_id))
+            return task_id, bool(await connection.fetchval(QUERIES["inserted_by_this_transaction"], task_id))
 
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         if isinstance(tasks, AsyncIterable):

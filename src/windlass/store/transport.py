@@ -139,7 +139,9 @@ class PostgresTransport(PostgresWorkSignal):
         return HeartbeatReply(status=status, is_paused=row["paused"], lost=frozenset(row["lost"]))
 
     async def deregister(self, worker_id: str, reason: str) -> None:
-        await self._database.execute("deregistering the worker", "select windlass.leave($1, $2)", worker_id, reason)
+        await self._database.execute(
+            "deregistering the worker", "select windlass.deregister_worker($1, $2)", worker_id, reason
+        )
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         recovered = await self._maintenance.recover_lost_workers(worker_id)

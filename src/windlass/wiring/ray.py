@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from windlass.model.work_order import RayHead
     from windlass.ray.node import NodeSettings
     from windlass.ray.supervisor import ProgramSupervisor, SupervisedProgram
-    from windlass.worker.runtime import ExitReason
+    from windlass.worker.lifecycle import ExitReason
 
 # A cluster that is there answers at once.
 GREETING_LIMIT_S = 20.0

@@ -96,7 +96,7 @@ def _orphan_deleted(tables: Tables, fleet: str, outcome: OrphanDeleted) -> None:
     if machine.price_micros_per_hour is None or worker_id in tables.workers.rows:
         return
     row = MemoryWorker(
-        worker_id, fleet, None, WorkerStatus.TERMINATING, created_at=machine.created_at or now, code="STRAY",
+        worker_id, fleet, None, WorkerStatus.TERMINATING, created_at=machine.created_at or now, code="ORPHAN",
         reason=f"machine of {machine.name}: {outcome.reason}",
     )  # fmt: skip
     tables.workers.add(row)
