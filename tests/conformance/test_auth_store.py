@@ -226,7 +226,7 @@ async def test_the_last_use_of_an_api_token_is_noted_to_the_minute(store: Stores
 
 async def test_a_name_is_free_again_once_its_token_is_revoked(store: Stores) -> None:
     await store.create_token("cron", Role.VIEWER, TOKEN)
-    with pytest.raises(BadInput, match="there is a token cron already"):
+    with pytest.raises(BadInput, match="a token cron exists already"):
         await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
     assert await store.authenticate(OTHER_TOKEN) is None
     await store.revoke_token("cron")
@@ -280,7 +280,7 @@ async def test_nobody_enlists_with_another_role_or_under_anothers_name(store: St
     await hire(store, "w0")
     await store.register(MINE)
     for name in ("w0", "mine"):
-        with pytest.raises(BadInput, match=f"there is a worker {name} already"):
+        with pytest.raises(BadInput, match=f"a worker {name} exists already"):
             await store.self_register(hash_of(API), TOKEN, replace(MINE, worker_id=name))
     assert await store.authenticate(TOKEN) is None
 
