@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from support.http_transport_fixture import OverHttp, over_http
-from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
+from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
 from support.stores import AnyStore, PostgresStores
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event
@@ -174,7 +174,7 @@ class Histories(RuleBasedStateMachine):
         worker_id = self.worker_at(place)
         if place in SLOTS and before is None:
             self.run(hire_in_postgres(self.dsn, self.clock(), worker_id, "gpus", SLOTS[place]))
-            self.memory.hire(worker_id, "gpus", SLOTS[place])
+            spawn_in_memory(self.memory, worker_id, "gpus", SLOTS[place])
         self.same(lambda store: store.register(Registration(worker_id, queues, lease_s=lease_s, start_id="first")))
 
     @rule(place=places, queues=queues, limit=st.integers(0, 3))

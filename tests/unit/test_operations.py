@@ -31,7 +31,8 @@ async def store() -> MemoryStores:
     observed = await store.observe(LEADER, "gpu", FleetConfig(queues=("renders",), max_workers=3))
     assert not isinstance(observed, Standby)
     term, snapshot = observed
-    plan = Plan((Spawn(0, "wanted"),), replace(snapshot.memory, planned_at=NOW), "spawn 1")
+    state = replace(snapshot.planner_state, cadence=replace(snapshot.planner_state.cadence, planned_at=NOW))
+    plan = Plan((Spawn(0, "wanted"),), state, "spawn 1")
     await store.commit_plan(LEADER, term, snapshot, plan, (Intent("w0", 0, "wanted", 30.0),))
     await store.register(Registration("manual", ("renders",), fleet="other"))
     return store
