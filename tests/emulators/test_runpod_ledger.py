@@ -1,4 +1,4 @@
-"""Runpod's bill, to the micro."""
+"""The bill of the emulated Runpod account, exact to the micro."""
 
 import json
 from datetime import UTC, datetime, timedelta
