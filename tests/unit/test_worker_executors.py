@@ -111,7 +111,7 @@ async def test_a_process_that_died_or_flooded_while_idle_costs_no_attempt(
     assert await run(isolated, {"how": "flood after the end"}) == AttemptSuccess('"done"')
     group = isolated._children[0]._group
     assert group is not None
-    await until(lambda: group.breach, "it has flooded")
+    await until(lambda: group.limit_failure, "it has flooded")
     assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
 
 
@@ -172,7 +172,7 @@ async def test_many_processes_that_cannot_start_fail_as_one_and_leave_nothing(
     )
     monkeypatch.chdir(tmp_path)
     executor = IsolatedExecutor("fails_once:handler", concurrency=4)
-    with pytest.raises(HandlerNotFound, match="cannot import fails_once:handler: ValueError: the cause"):
+    with pytest.raises(HandlerNotFound, match="cannot import handler fails_once:handler: ValueError: the cause"):
         await executor.start()
     assert living_children() == []
     await executor.close()
@@ -223,7 +223,7 @@ async def test_a_command_that_exits_with_0_succeeds_with_what_it_printed(text: s
 async def test_a_command_that_may_not_be_executed_is_refused_with_what_to_do(tmp_path: Path) -> None:
     script = tmp_path / "e.sh"
     script.write_text("#!/bin/sh\ncat\n")
-    with pytest.raises(HandlerNotFound, match=f"'{script}' is not executable: run `chmod \\+x {script}`"):
+    with pytest.raises(HandlerNotFound, match=f"'{script}' is not executable. Run `chmod \\+x {script}`"):
         await command(str(script))
     script.chmod(0o755)
     assert await command(str(script), 1) == AttemptSuccess("1")
@@ -236,17 +236,17 @@ async def test_a_command_that_may_not_be_executed_is_refused_with_what_to_do(tmp
         ("false", "HANDLER_ERROR", "the command exited with code 1"),
         ("sh -c 'kill -SEGV $$'", "HANDLER_ERROR", "the command was killed by SIGSEGV"),
         ("echo hello", "BAD_RESULT", "the command's output is not JSON"),
-        (r"""printf '{"name":"M\374ller"}'""", "BAD_RESULT", 'output is not UTF-8, as JSON is (byte 10): {"name":"M'),
+        (r"""printf '{"name":"M\374ller"}'""", "BAD_RESULT", 'output is not UTF-8 (byte 10): {"name":"M'),
         ("echo NaN", "BAD_RESULT", "the command's result cannot be written as JSON"),
         (r"""printf '"\\u0000"'""", "BAD_RESULT", "contains a NUL character"),
         ("cat /dev/zero", "BAD_RESULT", "the result has more than 1,048,576 bytes"),
         ("python3 -c \"print('[' * 100000)\"", "BAD_RESULT", "the command's output is not JSON"),
-        ("sh -c 'cat /dev/zero >&2'", "OUTPUT_LIMIT", "more than 1 MiB were printed in one attempt"),
-        ("sh -c 'sleep 600 & sleep 600'", "TIMEOUT", "ran longer than its limit of 0.3 s"),
+        ("sh -c 'cat /dev/zero >&2'", "OUTPUT_LIMIT", "the attempt printed more than 1 MiB"),
+        ("sh -c 'sleep 600 & sleep 600'", "TIMEOUT", "exceeded its time limit of 0.3 s"),
         (
             'python3 -c "import time; x = bytes(1) * (200 << 20); time.sleep(600)"',
             "MEMORY_LIMIT",
-            "MiB of memory were used and 100 MiB are allowed",
+            "MiB of memory; the limit is 100 MiB",
         ),
     ],
 )
@@ -330,7 +330,7 @@ INLINE_FAILURES = [
     (_raises_timeout, "HANDLER_ERROR", "TimeoutError: its own"),
     (_exits, "HANDLER_ERROR", "the handler called sys.exit(3)"),
     (_interrupts, "HANDLER_ERROR", "KeyboardInterrupt"),
-    (_gives_up, "DO_NOT_RETRY", "the handler said: do not retry"),
+    (_gives_up, "DO_NOT_RETRY", "the handler raised DoNotRetry"),
     (_awaits_something_cancelled, "HANDLER_ERROR", "CancelledError"),
     (_returns_nan, "BAD_RESULT", "cannot be written as JSON"),
 ]
@@ -340,7 +340,7 @@ INLINE_FAILURES = [
     ("handler", "code", "message", "timeout_s"),
     [
         *((*case, timeout_s) for case in INLINE_FAILURES for timeout_s in (PATIENCE_S, None)),
-        (_sleeps, "TIMEOUT", "ran longer than its limit of 0.2 s", 0.2),
+        (_sleeps, "TIMEOUT", "exceeded its time limit of 0.2 s", 0.2),
     ],
 )
 async def test_an_inline_handler_that_fails_says_how(
@@ -376,5 +376,5 @@ async def test_a_cancelled_inline_handler_ends(timeout_s: float | None) -> None:
 
 
 async def test_a_sync_handler_is_refused_inline() -> None:
-    with pytest.raises(HandlerNotFound, match="is not an async function, and --inline runs only those"):
+    with pytest.raises(HandlerNotFound, match="is not an async function, which --inline requires"):
         await InlineExecutor(lambda task: task).start()

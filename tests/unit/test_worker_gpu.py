@@ -141,7 +141,7 @@ def test_a_driver_that_hangs_at_the_very_first_look_is_no_gpu_where_one_is_neede
 ) -> None:
     may_go_on = threading.Event()
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: may_go_on.wait(30))
-    monkeypatch.setattr(gpu, "FIRST_LOOK_S", 0.01)
+    monkeypatch.setattr(gpu, "FIRST_SAMPLE_TIMEOUT_S", 0.01)
     reader = GpuReader(is_needed=is_needed)
     try:
         reader.start()

@@ -196,11 +196,11 @@ async def test_too_much_output_is_the_end_and_the_count_begins_anew_with_each_at
     assert isinstance(stdin, asyncio.WriteTransport)
     stdin.write(b"\n")
     await until(lambda: group._output_bytes == 900_000, "the second attempt's output is read")
-    assert group.breach is None
+    assert group.limit_failure is None
     stdin.write(b"\n")
     assert await group.wait() == -signal.SIGKILL
-    assert group.breach is not None
-    assert group.breach.code == "OUTPUT_LIMIT"
+    assert group.limit_failure is not None
+    assert group.limit_failure.code == "OUTPUT_LIMIT"
     await group.end()
     assert standard_error.drain(PATIENCE_S)
     assert len(capfd.readouterr().err) <= 3 << 20
@@ -209,8 +209,11 @@ async def test_too_much_output_is_the_end_and_the_count_begins_anew_with_each_at
 async def test_an_answer_that_is_too_long_is_cut_off() -> None:
     group = await start("cat /dev/zero", max_answer_bytes=1000)
     assert await group.wait() == -signal.SIGKILL
-    assert group.breach is not None
-    assert (group.breach.code, group.breach.error) == ("BAD_RESULT", "the result has more than 1,000 bytes")
+    assert group.limit_failure is not None
+    assert (group.limit_failure.code, group.limit_failure.error) == (
+        "BAD_RESULT",
+        "the result has more than 1,000 bytes",
+    )
     await group.end()
 
 
@@ -231,6 +234,6 @@ async def test_an_attempt_does_not_answer_for_the_memory_of_the_one_before_it(
     monkeypatch.setattr(group, "_memory_bytes", measure)
     assert await group.wait() == -signal.SIGKILL
     assert measured >= 10
-    assert group.breach is not None
-    assert group.breach.code == "MEMORY_LIMIT"
+    assert group.limit_failure is not None
+    assert group.limit_failure.code == "MEMORY_LIMIT"
     await group.end()

@@ -31,7 +31,7 @@ def read(fd: int, size: int) -> bytes:
 def test_who_does_not_read_misses_what_there_is_no_room_for_and_is_told_so(
     pipe: tuple[int, int], is_blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stderr, "MAX_WAITING_BYTES", 1_000_000)
+    monkeypatch.setattr(stderr, "MAX_QUEUED_BYTES", 1_000_000)
     reading, writing = pipe
     os.set_blocking(writing, is_blocking)
     outlet = NonblockingWriter(writing)
@@ -42,7 +42,7 @@ def test_who_does_not_read_misses_what_there_is_no_room_for_and_is_told_so(
         outlet.write(b"too much")
     assert not outlet.drain(0.01)
     assert read(reading, 1_000_000) == line * 10
-    told = b"windlass: 24 bytes of output are missing here: nobody read standard error in time.\n"
+    told = b"windlass: 24 bytes of output are missing here: standard error was not read in time.\n"
     assert read(reading, len(told)) == told
     assert outlet.drain(PATIENCE_S)
     outlet.write(b"and on it goes\n")
@@ -56,7 +56,7 @@ def test_a_forked_process_writes_its_own_lines_and_not_ours_again(pipe: tuple[in
     assert outlet.drain(PATIENCE_S)
     before = threading.active_count()
     if (pid := os.fork()) == 0:
-        outlet.begin_anew()  # as the process's own outlet does at each fork
+        outlet.reset()  # as the process's own outlet does at each fork
         outlet.write(b"theirs\n")
         os._exit(0 if outlet.drain(PATIENCE_S) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
