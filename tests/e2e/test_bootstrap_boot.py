@@ -176,7 +176,7 @@ def test_a_control_plane_that_is_just_restarting_is_asked_again(tmp_path: Path, 
     control_plane.failures = [503, 502]
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.files) == (0, [WHEEL])
-    assert fetched.err.count("trying again") == 2
+    assert fetched.err.count("retrying") == 2
 
 
 def test_a_download_that_breaks_off_is_begun_again(tmp_path: Path, control_plane: ControlPlane) -> None:
@@ -273,8 +273,8 @@ def test_more_than_any_wheel_has_is_not_read_to_its_end(
     control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fetch_wheel, "MAX_WHEEL_BYTES", 100)
-    with pytest.raises(fetch_wheel.Refusal, match="more than 100 bytes"):
-        fetch_wheel.fetch(fetch_wheel.ControlPlane(control_plane.url, TOKEN), tmp_path)
+    with pytest.raises(fetch_wheel.DownloadRefused, match="more than 100 bytes"):
+        fetch_wheel.fetch(fetch_wheel.WheelSource(control_plane.url, TOKEN), tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"url": 7, "join_token": "wjt_3f1c9a"}', "\xff"])

@@ -342,7 +342,7 @@ async def test_an_unknown_task_is_refused_and_no_other_is_touched_by(
             "nowhere:handle", "cannot import handler nowhere:handle: No module named 'nowhere'", id="no module"
         ),
         pytest.param("app:missing", "cannot find missing in app", id="no function"),
-        pytest.param("app", "write package.module:function", id="no colon"),
+        pytest.param("app", "Write package.module:function", id="no colon"),
         pytest.param("broken:handle", "cannot import handler broken:handle: ZeroDivisionError", id="a broken module"),
     ],
 )

@@ -394,7 +394,7 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
         await until(lambda said=said: host.log().count("nothing changed") > said, f"it says so\n{host.log()}")
     assert "fleets.default.max_workers (from windlass.toml) is 0" in host.log()
     assert "fleet default has nothing to run" in host.log()
-    assert "fleet default: cannot find nosuch in app: check the name after the colon." in host.log()
+    assert "fleet default: cannot find nosuch in app. Check the name after the colon." in host.log()
     assert "there is no command 'nosuch-command': check exec of fleet default" in host.log()
     go.touch()
     await host.until_status(TaskStatus.COMPLETE, *tasks)

@@ -39,6 +39,11 @@ class IsolatedExecutor:
         self._children = [_Child(handler, memory_limit_bytes, max_result_bytes) for _ in range(concurrency)]
         self._free = list(self._children)
 
+    @property
+    def child_pids(self) -> list[int]:
+        """Process ids of the children that can take an attempt."""
+        return [pid for child in self._children if (pid := child.usable_pid) is not None]
+
     async def start(self) -> None:
         try:
             async with asyncio.TaskGroup() as starting:
@@ -105,6 +110,11 @@ class _Child:
         self._transport: asyncio.Transport | None = None
         self._link = _Link()
 
+    @property
+    def usable_pid(self) -> int | None:
+        group = self._group
+        return group.pid if group is not None and group.is_usable and not self._link.is_lost else None
+
     async def start(self) -> None:
         try:
             await self._start_process()
@@ -149,7 +159,7 @@ class _Child:
         return outcome
 
     async def _ready(self) -> tuple[ProcessGroup, asyncio.Transport]:
-        if self._link.is_lost or self._group is None or not self._group.is_usable:
+        if self.usable_pid is None:
             # It died between attempts, which is not this attempt's fault.
             await self.close()
             await self.start()

@@ -81,13 +81,14 @@ class ProcessGroup(asyncio.SubprocessProtocol):
         self.limit_failure: AttemptFailure | None = None
         # Standard output, if it is the answer and not log output.
         self.answer = bytearray()
+        # Output of the current attempt.
+        self.output_bytes = 0
         self._memory_limit_bytes = memory_limit_bytes
         self._max_answer_bytes = max_answer_bytes
         self._max_output_bytes = MAX_OUTPUT_BYTES if max_output_bytes is None else max_output_bytes
         self._forwards_output = forwards_output
         self._attempts = 0
         self._tail = b""
-        self._output_bytes = 0
         self._on_exit: Callable[[], object] | None = None
         self._exited = asyncio.Event()
         self._closed = asyncio.Event()
@@ -136,7 +137,7 @@ class ProcessGroup(asyncio.SubprocessProtocol):
 
     def begin_attempt(self) -> None:
         self._attempts += 1
-        self._output_bytes = 0
+        self.output_bytes = 0
         self._tail = b""
 
     def tail(self) -> str:
@@ -240,8 +241,8 @@ class ProcessGroup(asyncio.SubprocessProtocol):
 
     def _forward(self, data: bytes) -> None:
         self._tail = (self._tail + data)[-TAIL_BYTES:]
-        self._output_bytes += len(data)
-        if self._output_bytes > self._max_output_bytes:
+        self.output_bytes += len(data)
+        if self.output_bytes > self._max_output_bytes:
             self._fail("OUTPUT_LIMIT", f"the attempt printed more than {MAX_OUTPUT_BYTES >> 20} MiB")
             return
         if self._forwards_output:
