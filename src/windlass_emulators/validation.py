@@ -6,9 +6,8 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from windlass_emulators.http import VendorApiError, Json
+from windlass_emulators.http import Json, VendorApiError
 
-T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound="RequestBody")
 
 
@@ -26,7 +25,6 @@ def _reject_null(value: object) -> object:
 
 # For an optional field that may be absent, but not null.
 NotNull = BeforeValidator(_reject_null)
-OptionalText = Annotated[str | None, NotNull]
 OptionalFlag = Annotated[bool | None, NotNull]
 
 

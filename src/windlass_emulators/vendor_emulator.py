@@ -20,7 +20,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.routing import Match, Route
 
 from windlass_emulators.fault_script import FaultScript
-from windlass_emulators.http import ApiCall, VendorApiError, Json, Response, json_response
+from windlass_emulators.http import ApiCall, Json, Response, VendorApiError, json_response
 
 CONTROL = "/_emulator/"
 # Requests kept for tests and reports: more than a day's at any vendor's rate limit.
@@ -48,7 +48,6 @@ class VendorState(Protocol):
 
 StateT = TypeVar("StateT", bound=VendorState)
 FaultsT = TypeVar("FaultsT", bound=FaultScript)
-Endpoint = Callable[[StateT, ApiCall], Response]
 
 
 def make_routes(base: str, endpoints: Iterable[tuple[str, str, Callable[..., Response]]]) -> list[Route]:

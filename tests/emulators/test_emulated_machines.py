@@ -24,7 +24,7 @@ from windlass_emulators.process_host import MAX_STARTS, ProcessHost, mapped_comm
 TIMEOUT_S = 20.0
 UNIT_PATH = "/etc/systemd/system/windlass-worker.service"
 
-# A stand-in for a worker: prints its pid and keeps running.
+# A stand-in for a worker: records its arguments and environment, starts a child, and waits.
 PROGRAM = textwrap.dedent(
     """\
     #!/bin/sh

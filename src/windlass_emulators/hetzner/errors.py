@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from windlass_emulators.http import VendorApiError, Json, Response, json_response
+from windlass_emulators.http import Json, Response, VendorApiError, json_response
 
 # The published codes, and those of the gateway in front of the API.
 STATUS_OF_CODE: Mapping[str, int] = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
-from windlass_emulators.http import VendorApiError, Json, Response, json_response
+from windlass_emulators.http import Json, Response, VendorApiError, json_response
 
 # This text is the only sign of missing capacity: Runpod has no error codes.
 NO_CAPACITY = (
