@@ -143,8 +143,8 @@ def test_transitions(seen: Snapshot, expected: list[str]) -> None:
         ),
         pytest.param(
             snapshot(worker(heartbeat=31), queued=1, slots=(SlotView(0, False, (ago(60),) * 3),)),
-            ["fail", "delete", "spawn", "alert"],
-            id="crashed -> starting: restarted; four crashes in five minutes are told",
+            ["fail", "delete", "alert"],
+            id="crashed -> starting: restarted by the next cycle; four crashes in five minutes raise an alert",
         ),
         pytest.param(
             snapshot(worker(heartbeat=31), queued=1, slots=(SlotView(0, False, (ago(60),) * 5),), launches=()),
@@ -344,7 +344,7 @@ def test_an_unanswered_creation_keeps_its_slot_until_a_list_settles_it() -> None
 def test_an_unanswered_creation_without_a_machine_frees_its_slot_and_counts_as_no_restart() -> None:
     unanswered = worker(status="spawning", heartbeat=None, machine_id=None, created=120, creation="ambiguous")
     planned = plan(snapshot(unanswered, queued=1, machines=(), traits=CLOUD), fleet(spawn_timeout_s=600))
-    assert kinds(planned) == ["delete", "spawn"]
+    assert kinds(planned) == ["delete"]
     assert only(planned, Delete).code == "NO_MACHINE_ID"
 
 
@@ -392,7 +392,7 @@ def test_strays_take_up_room_until_they_are_gone() -> None:
 
 def test_a_machine_missing_from_a_lagging_list_is_waited_for_and_then_its_worker_is_replaced() -> None:
     view = worker(heartbeat=20, running=(task(),))
-    for since, expected in ((None, []), (59, []), (60, ["fail", "delete", "spawn"])):
+    for since, expected in ((None, []), (59, []), (60, ["fail", "delete"])):
         memory = {} if since is None else {"missing_since": {"w0": ago(since)}}
         assert kinds(plan(snapshot(view, machines=(), traits=CLOUD, memory=memory), LOCAL)) == expected
 
@@ -465,7 +465,7 @@ def test_cycles_farther_apart_than_heartbeats_may_be_still_find_the_dead() -> No
     """`windlass cycle` from cron, once a minute."""
     first = plan(silent(1, 1, memory={"planned_at": ago(60)}), LOCAL)
     second = plan(silent(1, 1, memory={"planned_at": ago(60), "doubted_since": ago(60)}), LOCAL)
-    assert (kinds(first), kinds(second)) == (["alert"], ["fail", "delete", "spawn"])
+    assert (kinds(first), kinds(second)) == (["alert"], ["fail", "delete"])
 
 
 def test_a_total_hold_is_not_hidden_by_a_lesser_one() -> None:

@@ -19,7 +19,7 @@ from support.snapshots import (
     task,
     worker,
 )
-from windlass.model.action import Drain, Plan, Spawn
+from windlass.model.action import Delete, Drain, Plan, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import QueueView, SlotView, Snapshot, WorkerView
 from windlass.policy.derive import Presence, WorkerState, derive_worker_state
@@ -310,13 +310,17 @@ def test_a_busy_worker_is_never_let_go_for_want_of_work(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["threshold", "buffered", "clear-time"])
-def test_a_dead_worker_is_replaced_once_and_in_the_same_cycle(policy: str) -> None:
-    """Seed 001 replaced it twice: as a replacement, and for the deficit. It is ordinary scaling."""
+def test_a_dead_worker_is_replaced_once_by_the_next_cycle(policy: str) -> None:
+    """The original orchestrator replaced it twice: as a replacement, and for the deficit. It is ordinary scaling."""
     config = fleet(policy=policy)
     seen = snapshot(worker(heartbeat=31, running=(task(),)))
     planned = plan(seen, config)
-    assert kinds(planned) == ["fail", "delete", "spawn"]
-    assert plan(apply(planned, seen, config), config).actions == ()
+    assert kinds(planned) == ["fail", "delete"]
+    assert planned.is_cut_short
+    seen = apply(planned, seen, config)
+    following = plan(seen, config)
+    assert kinds(following) == ["spawn"]
+    assert plan(apply(following, seen, config), config).actions == ()
 
 
 # ----------------------------------------------------------------------------------------- who counts, and who does not
@@ -465,4 +469,7 @@ def test_a_slot_is_filled_again_only_when_its_own_machine_is_gone() -> None:
 def test_a_broken_worker_is_restarted_in_its_own_slot() -> None:
     views = [worker("w0", 0, heartbeat=31), worker("w1", 1, running=(task(),))]
     planned = plan(snapshot(*views, queued=1), BUFFERED)
-    assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [0]
+    assert [delete.worker_id for delete in of_kind(planned.actions, Delete)] == ["w0"]
+    assert of_kind(planned.actions, Spawn) == [], "its slot is reserved until it is gone"
+    following = plan(snapshot(views[1], queued=1), BUFFERED)
+    assert [spawn.slot for spawn in of_kind(following.actions, Spawn)] == [0]

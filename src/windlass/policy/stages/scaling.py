@@ -222,10 +222,10 @@ def _room_for_requests(context: PlanningContext, staying: list[WorkerState]) -> 
 
 
 def _with_room(context: PlanningContext, taken: set[int], most: int) -> list[int]:
-    """Of the slots not taken, those to fill now, so that no more machines than the maximum exist at any moment.
+    """Slots to fill now, lowest first, so that no more machines than the maximum exist at any moment.
 
-    A slot whose worker this plan deletes is filled only after the deletion. Any other must leave room for every machine
-    there is: strays, and those being deleted, too.
+    Every machine counts: those of workers, those being deleted, and orphaned machines. The slot of a worker that this
+    plan deletes is reserved for its replacement, which a later cycle spawns once the worker is gone.
     """
     rows = {state.worker.slot: state.worker.id for state in context.states.values() if state.is_managed}
     limit = context.fleet.max_workers - _count_strays(context)
@@ -233,10 +233,11 @@ def _with_room(context: PlanningContext, taken: set[int], most: int) -> list[int
     lowest = islice(empty, max(0, min(most, limit - len(rows))))
     freed = [slot for slot in rows if slot is not None and slot < context.fleet.max_workers and slot not in taken]
     staying = len(rows) - sum(id_ in context.deleted_ids for id_ in rows.values())
-    # A machine that was asked to end before this cycle may take its time over it: its slot comes last.
+    # A deletion that began in an earlier cycle may take long: its slot comes last.
     over = (WorkerStatus.ERROR, WorkerStatus.TERMINATING)
     lingering = {state.worker.slot for state in context.states.values() if state.worker.status in over}
-    return sorted([*lowest, *freed], key=lambda slot: (slot in lingering, slot))[: max(0, min(most, limit - staying))]
+    chosen = sorted([*lowest, *freed], key=lambda slot: (slot in lingering, slot))[: max(0, min(most, limit - staying))]
+    return [slot for slot in chosen if slot not in rows]
 
 
 def _count_strays(context: PlanningContext) -> int:
