@@ -34,8 +34,8 @@ from windlass.control.alerting import (
     STREAK_FORGOTTEN_S,
     AlertManager,
 )
-from windlass.control.orchestrator import CARETAKER
 from windlass.control.summary import Summary
+from windlass.control.unconfigured_fleets import CARETAKER
 from windlass.model.action import Plan, RaiseAlert
 from windlass.model.alert import Message, MessageKind, Severity
 from windlass.model.config import Retention

@@ -450,7 +450,7 @@ def test_lists_that_take_longer_than_a_lease_stop_no_cycle() -> None:
     script(world, (0, slow_down), (490.0, all_done))
     world.run()
     assert world.watch.takeovers == 1
-    assert "machines unknown" in world.story.text(limit=None)
+    assert "list machines failed" in world.story.text(limit=None)
 
 
 # ---------------------------------------------------------------------------------------------------------- workers

@@ -188,7 +188,7 @@ def _shown(
         live=live,
         explain=functools.partial(tell, store),
         worker_log=lambda fleet, worker_id, lines: worker_log(config, fleet, worker_id, lines, is_following=False),
-        last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.heard().items()},
+        last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.last_cycles().items()},
         metrics=metrics.read,
         is_open_here=is_reading_open(config.api),
         rate_limit=config.api.rate_limit,
@@ -288,7 +288,7 @@ def _pulses(up: "Orchestrator") -> "dict[str, LoopHealth]":
 
     now = asyncio.get_running_loop().time()
     pulses = {}
-    for name, heard in up.heard().items():
+    for name, heard in up.last_cycles().items():
         fleet = up.fleet(name)
         if fleet is not None:
             limit_s = max(MIN_MISSED_S, MISSED_CYCLES * fleet.poll_interval_s)

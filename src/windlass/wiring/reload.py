@@ -122,4 +122,6 @@ async def _reconfigure(up: "Orchestrator", current: Current, load: "Callable[[],
     has_new_accounts = any(getattr(config, name) != getattr(current.config, name) for name in ACCOUNTS)
     async with ray.rearranged(config) as ray_address:
         with current.changed_to(config, ray_address):
-            up.reconfigure(spawning_fleets(config), has_new_accounts=has_new_accounts, is_clearing_up=not config.fleets)
+            up.reconfigure(
+                spawning_fleets(config), has_new_accounts=has_new_accounts, stops_when_empty=not config.fleets
+            )

@@ -126,7 +126,7 @@ async def run_up(
             _logs_in_database(config, dsn, tap, counts.on_dropped),
             _traced_cycles(config, version, watchers),
         ):
-            await up.run(spawning_fleets(config), is_clearing_up=not config.fleets)
+            await up.run(spawning_fleets(config), stops_when_empty=not config.fleets)
         with contextlib.suppress(DatabaseUnavailable):
             await opened.resign(ourselves)
         log.info("ended")
