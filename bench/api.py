@@ -32,7 +32,7 @@ from windlass.control.explain import tell
 from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
-from windlass.ports.control import Candidate
+from windlass.model.lease import Candidate
 from windlass.server.app import make_app
 from windlass.server.context import AppContext, DashboardContext
 from windlass.server.event_stream import OverviewFeed
@@ -127,7 +127,7 @@ def _face(
             explain=lambda what: tell(people, what),
             worker_log=lambda *_: _nothing(),
             last_actions=dict,
-            metrics=Metrics(live.overview, people.measures).read,
+            metrics=Metrics(live.overview, people.fleet_metrics).read,
             rate_limit=1e6,
         ),
     )

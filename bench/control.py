@@ -20,8 +20,8 @@ import asyncpg
 
 from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
-from windlass.ports.control import Candidate
 from windlass.ports.provider import OnHostKey
 from windlass.providers.local import LocalProvider
 from windlass.store.control import PostgresControlStore

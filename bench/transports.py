@@ -18,10 +18,11 @@ from windlass.model.action import Plan
 from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, hash_of, new_token
 from windlass.model.config import Config, WorkerConfig
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
+from windlass.model.outcome import Intent
 from windlass.model.snapshot import PlannerState
 from windlass.model.task import MAX_PAYLOAD_BYTES, Finished, NewTask
 from windlass.model.worker import Registration
-from windlass.ports.control import Candidate, Intent
 from windlass.server.app import make_app
 from windlass.server.context import AppContext
 from windlass.server.long_poll import LongPollHub

@@ -18,7 +18,6 @@ from typing import Any
 import structlog
 
 from windlass.control.executor import CALL_TIMEOUT_S, ProviderExecutor
-from windlass.control.leader import LeaseGuard
 from windlass.control.outcome_log import OutcomeLog
 from windlass.control.summary import Summary, count_actions, summarize
 from windlass.cost.ledger import settle
@@ -26,10 +25,12 @@ from windlass.model.action import Plan, Spawn
 from windlass.model.auth import JOIN_PREFIX, hash_of, new_token
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseGuard, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineRequest, Volume
+from windlass.model.outcome import Committed, Intent, Outcome
 from windlass.model.snapshot import PlannerState, Snapshot
 from windlass.policy.plan import plan
-from windlass.ports.control import Candidate, Committed, ControlStore, Intent, LeaseLost, Outcome, Standby
+from windlass.ports.control import ControlStore
 from windlass.ports.provider import Provider, SharesVolume
 
 LIST_TIMEOUT_S = 60.0
@@ -145,7 +146,7 @@ class FleetCycle:
         loop = asyncio.get_running_loop()
         list_timeout_s = min(LIST_TIMEOUT_S, self._candidate.ttl_s * LIST_SHARE)
         if self._lease.remaining_s < list_timeout_s:
-            led = await self._store.lead(self._candidate)
+            led = await self._store.acquire_lease(self._candidate)
             if isinstance(led, Standby):
                 return led
         # List machines before reading the database: a row written after the listing began is judged by a later listing.
@@ -158,7 +159,8 @@ class FleetCycle:
         self._lease.renewed(observing_at)
         term, seen = observed
         self._clock = (seen.now, loop.time())
-        volume, volume_problem = await self._read_volume(seen.memory, list_timeout_s)
+        volume, volume_problem = await self._read_volume(seen.planner_state, list_timeout_s)
+        cadence = replace(seen.planner_state.cadence, gaps_s=())
         traits = self._provider.traits
         # A machine may appear this long after its intent: a creation starts while the lease is valid, then runs up to
         # the call timeout, and the provider may list the machine late.
@@ -171,7 +173,7 @@ class FleetCycle:
             listed_at=seen.now - timedelta(seconds=self._clock[1] - listing_at),
             traits=replace(traits, creation_lateness_s=creation_lateness_s),
             is_shutting_down=is_shutting_down,
-            memory=seen.memory if is_one_shot else replace(seen.memory, gaps_s=()),
+            planner_state=seen.planner_state if is_one_shot else replace(seen.planner_state, cadence=cadence),
             preparing=self._executor.preparing,
             # Cycles are stored and shown to many readers; the environment of workers may hold secrets.
             settings=self._config.model_copy(
@@ -316,15 +318,15 @@ class FleetCycle:
         self._listing_error = ("", float("-inf"))
         return machines
 
-    async def _read_volume(self, memory: PlannerState, timeout_s: float) -> tuple[Volume | None, str | None]:
+    async def _read_volume(self, planner_state: PlannerState, timeout_s: float) -> tuple[Volume | None, str | None]:
         """The shared volume, or why it is unknown; (None, None) if no check is due in this cycle.
 
         Checked every `storage_check_interval_cycles`, counted over all processes, and again after a failed check.
         """
         if not isinstance(self._provider, SharesVolume):
             return None, None
-        checked_in = memory.storage_looked_in
-        if checked_in is not None and memory.cycle + 1 - checked_in < self._config.storage_check_interval_cycles:
+        checked_in, next_cycle = planner_state.storage.checked_in_cycle, planner_state.cadence.cycle + 1
+        if checked_in is not None and next_cycle - checked_in < self._config.storage_check_interval_cycles:
             return None, None
         try:
             async with asyncio.timeout(timeout_s):

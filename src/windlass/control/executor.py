@@ -17,13 +17,12 @@ from typing import Any
 
 import structlog
 
-from windlass.control.leader import LeaseGuard
 from windlass.control.outcome_log import OutcomeLog
 from windlass.model.action import Delete, DeleteOrphan, GrowVolume, Plan, Prepare
 from windlass.model.errors import LONG_PAUSE_S, NoCapacity, NotPrepared, ProviderError, Refused, Throttled
+from windlass.model.lease import LeaseGuard
 from windlass.model.machine import Machine, MachineRequest, MachineState
-from windlass.model.snapshot import Snapshot
-from windlass.ports.control import (
+from windlass.model.outcome import (
     Created,
     CreationRefused,
     CreationUnclear,
@@ -38,6 +37,7 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.snapshot import Snapshot
 from windlass.ports.provider import Provider, SharesVolume
 
 # For adapters without limits of their own.
@@ -129,7 +129,7 @@ class ProviderExecutor:
             match action:
                 case Delete(worker_id=worker_id, machine_id=machine_id):
                     # Since when complete listings lack the machine. A listing may lag, so a later heartbeat counts.
-                    gone_at = plan.memory.missing_since.get(worker_id)
+                    gone_at = plan.planner_state.machines.missing_since.get(worker_id)
                     if gone_at is not None:
                         gone_at = max(gone_at, heartbeats.get(worker_id) or gone_at)
                     if self._may_delete(machine_id):

@@ -22,7 +22,7 @@ from windlass.control.summary import Summary
 from windlass.control.unconfigured_fleets import OrchestratorStore, UnconfiguredFleets
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
-from windlass.ports.control import Candidate
+from windlass.model.lease import Candidate
 from windlass.ports.provider import Provider
 
 # A burst of tasks wakes an idle fleet once, not once per task.

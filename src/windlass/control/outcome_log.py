@@ -6,7 +6,7 @@ cycle records them before it observes, so no outcome is lost while the process r
 
 from collections.abc import Awaitable, Callable, Iterator
 
-from windlass.ports.control import Outcome
+from windlass.model.outcome import Outcome
 
 
 class OutcomeLog:

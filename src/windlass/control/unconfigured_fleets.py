@@ -21,7 +21,8 @@ from windlass.control.cycle import FleetCycle
 from windlass.control.fleet_task import FleetTask
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
-from windlass.ports.control import Candidate, ControlStore, Operations, Standby
+from windlass.model.lease import Candidate, Standby
+from windlass.ports.control import ControlStore, Operations
 from windlass.ports.store import Store
 
 CHECK_INTERVAL_S = 60.0
@@ -101,15 +102,15 @@ class UnconfiguredFleets:
 
     async def resign(self) -> None:
         """Release the caretaker lease."""
-        await self._store.resign(self._caretaker)
+        await self._store.release_lease(self._caretaker)
 
     async def _is_leader(self) -> bool:
         if running := self._running():
             return any(task.last is not None and task.last.summary.is_leader for task in running.values())
         # No cycle acquires the leader's lease, so try it here and release it at once.
-        if not isinstance(await self._store.lead(self._candidate), Standby):
-            await self._store.resign(self._candidate)
-            await self._store.lead(self._caretaker)
+        if not isinstance(await self._store.acquire_lease(self._candidate), Standby):
+            await self._store.release_lease(self._candidate)
+            await self._store.acquire_lease(self._caretaker)
             return True
         if not self._is_standby_logged:
             self._is_standby_logged = True
