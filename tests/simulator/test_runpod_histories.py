@@ -52,7 +52,7 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "create machine refused",
         "create machine unclear",
         "delete machine failed",
-        "machine not prepared",
+        "prepare machine failed",
         "prepare machine unclear",
         "list machines failed",
         "holding",

@@ -806,7 +806,8 @@ def test_tasks_that_fail_everywhere_are_not_tried_again_in_every_hour_to_come() 
     world.run()
     tasks = world.watch.tasks.values()
     assert all(task.is_dead for task in tasks)
-    assert max(len(task.claims) for task in tasks) <= 6
+    # Three attempts, three that a trial gave back, and one that was interrupted when its worker was quarantined.
+    assert max(len(task.claims) for task in tasks) <= 7
     # Whoever has a row behind it is replaced once; what follows finds nothing to fail.
     assert len(world.watch.quarantined) <= 4
     assert all(at < 5 * 3600.0 for at in (entry.began_at for entry in red(world).books.values()))

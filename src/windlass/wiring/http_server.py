@@ -15,7 +15,7 @@ from windlass.model.auth import SERVER_TTL_S, ServerAddress
 from windlass.model.config import ApiConfig, Config, Retention
 from windlass.model.errors import BadInput, DatabaseUnavailable, WindlassError
 from windlass.model.urls import LOOPBACK
-from windlass.wiring.background import beside
+from windlass.wiring.background import background_task
 from windlass.wiring.providers import worker_log
 from windlass.wiring.stores import access_store
 
@@ -143,7 +143,7 @@ async def http_face(
         )
         url = _browser_url(config, listener.getsockname()[1])
         async with (
-            beside(take_samples(people, shown.live)),
+            background_task(take_samples(people, shown.live)),
             serving(make_app(face), listener),
             _told_where(people, url),
         ):
@@ -240,7 +240,7 @@ async def _told_where(store: "PostgresAuthStore", url: str) -> AsyncIterator[Non
     face = ServerAddress(url, socket.gethostname())
     await store.record_server(face)
     try:
-        async with beside(_note_again(store, face)):
+        async with background_task(_note_again(store, face)):
             yield
     finally:
         with contextlib.suppress(DatabaseUnavailable):
