@@ -55,7 +55,7 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "prepare machine failed",
         "prepare machine unclear",
         "list machines failed",
-        "holding",
+        "hold: ",
     }
     for seed in range(MAX_ROUGH):
         history = RunpodHistory(rough(seed))

@@ -22,7 +22,7 @@ from windlass.control.summary import Summary
 from windlass.model.alert import AlertInputs, Message
 from windlass.model.cycle import SLOW_CYCLE_S
 from windlass.model.errors import DatabaseUnavailable, DeliveredInPart, NotDelivered, WindlassError
-from windlass.policy.alerts import LOOK_INTERVAL_S, PROVIDER_ERRORS, RESOLVE_AFTER_S, firing
+from windlass.policy.alerts import EVALUATION_INTERVAL_S, PROVIDER_ERRORS_TO_ALERT, RESOLVE_AFTER_S, evaluate_alerts
 from windlass.policy.backoff import retry_delay_s
 from windlass.ports.alerts import AlertStore, Notifier
 
@@ -106,7 +106,7 @@ class AlertManager:
         try:
             while True:
                 await self._evaluate_and_send(is_awaited=False)
-                await asyncio.sleep(LOOK_INTERVAL_S)
+                await asyncio.sleep(EVALUATION_INTERVAL_S)
         finally:
             sending = [task for tasks in self._sending.values() for task in tasks]
             for task in sending:
@@ -148,7 +148,7 @@ class AlertManager:
         }
         fleets = tuple(replace(fleet, provider_errors=errors.get(fleet.fleet.name)) for fleet in inputs.fleets)
         inputs = replace(inputs, fleets=fleets, settling_since=settling_since)
-        alerts = firing(inputs, self._dead_letters_allowed, self._leader_grace_s)
+        alerts = evaluate_alerts(inputs, self._dead_letters_allowed, self._leader_grace_s)
         alerts = [alert for alert in alerts if alert.code not in self._ignored]
         changes = await self._store.record_alerts(alerts, tuple(self._notifiers), RESOLVE_AFTER_S)
         for kind, fleet, code, reason in changes:
@@ -171,7 +171,9 @@ class AlertManager:
         for alert in inputs.open:
             if alert.code == "PROVIDER_ERRORS" and alert.fleet is not None:
                 call = alert.key.removeprefix(alert.code).lstrip()
-                self._streaks.setdefault(alert.fleet, {}).setdefault(call, ErrorStreak(PROVIDER_ERRORS, self._clock()))
+                self._streaks.setdefault(alert.fleet, {}).setdefault(
+                    call, ErrorStreak(PROVIDER_ERRORS_TO_ALERT, self._clock())
+                )
 
     async def send_due(self, *, is_awaited: bool = True) -> int:
         """Start to send all due messages, and wait for them unless told otherwise. Returns their number."""
