@@ -367,7 +367,7 @@ async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
     await go_on(store, alarm, clock, 80, *failed(3))
     assert sorted(told()[5:]) == [("resolved", "slot 0 is failed"), ("resolved", "slot 1 is failed")]
     await go_on(store, alarm, clock, 80)
-    assert told()[7:] == [("resolved", "1 is left (3): slot 3 is failed")]
+    assert told()[7:] == [("resolved", "1 left (3): slot 3 is failed")]
     # And the next is told by itself.
     await go_on(store, alarm, clock, 10, *failed(3))
     assert told()[8:] == [("firing", "slot 3 is failed")]
@@ -387,7 +387,7 @@ async def test_a_thousand_queues_with_dead_letters_are_one_message(
     await alarm.send_due()
     (message,) = inbox.received
     assert message["code"] == "DEAD_LETTERS"
-    assert message["reason"] == "1000 at once (q1, q2, q3, ...): 1 task was given up in queue q1 within an hour"
+    assert message["reason"] == "1000 at once (q1, q2, q3, ...): 1 task in queue q1 failed permanently in the last hour"
     clock.advance(3601)
     for _ in range(2):
         await alarm.evaluate()
@@ -421,7 +421,7 @@ async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresAl
     await alarm.send_due()
     (message,) = inbox.received
     assert message["code"] == "PROVISIONING_TIMEOUT"
-    assert message["reason"] == "6 workers (never ready, outside Ray, silent, ...) were made and never came to work"
+    assert message["reason"] == "6 workers (never ready, outside Ray, silent, ...) were created and never became ready"
 
 
 async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_at_it(
@@ -792,7 +792,7 @@ async def test_a_mail_server_that_does_not_answer_holds_up_nobody_but_mails(
                     await asyncio.to_thread(lambda: None)
         finally:
             is_over.set()
-            await asyncio.gather(*alarm._under_way["email"])
+            await asyncio.gather(*alarm._sending["email"])
     assert len(inbox.received) == MAX_CONCURRENT_SENDS + 2
 
 

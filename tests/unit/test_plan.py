@@ -84,10 +84,13 @@ def test_spent_budget_stops_spawning_in_the_same_plan() -> None:
     assert planned.hold.code == "BUDGET"
 
 
-def test_tasks_of_a_failed_worker_are_spawned_for_in_the_same_plan() -> None:
-    """scale comes after the failures and deletions: their tasks are queued again and their slots are free."""
+def test_tasks_of_a_failed_worker_count_as_demand_in_the_same_plan() -> None:
+    """scale comes after the failures and deletions: it wants a worker for their tasks, which the next cycle spawns."""
     planned = plan(snapshot(worker(heartbeat=999, running=(task(),))), LOCAL)
-    assert kinds(planned) == ["fail", "delete", "spawn"]
+    assert kinds(planned) == ["fail", "delete"]
+    assert planned.is_cut_short
+    idle = plan(snapshot(worker(heartbeat=999)), LOCAL)
+    assert (kinds(idle), idle.is_cut_short) == (["fail", "delete"], False)
 
 
 def test_machine_of_a_draining_worker_is_not_prepared() -> None:
