@@ -376,7 +376,7 @@ async def test_no_password_is_on_the_command_line(ground: Ground) -> None:
         )
     )
     machine = await provider.create(named("crowd-0-aa"))
-    assert (await ground.said("up"))["env"]["WINDLASS_HIRED_DATABASE_URL"] == url
+    assert (await ground.said("up"))["env"]["WINDLASS_SPAWN_DATABASE_URL"] == url
     assert "s3cret" not in " ".join(psutil.Process(pid_of(machine)).cmdline())
 
 

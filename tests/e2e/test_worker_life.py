@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from support.worker_harness import PATIENCE_S, Crew, Hand, is_alive, until
-from windlass.cli.worker import END_TIMEOUT_S
+from windlass.cli.worker import EXIT_TIMEOUT_S
 from windlass.model.task import Task, TaskStatus
 from windlass.model.worker import WorkerStatus
 from windlass.worker.runtime import CANCEL_TIMEOUT_S
@@ -357,7 +357,7 @@ async def test_an_inline_handler_that_cannot_be_ended_does_not_keep_the_process(
     hand.send(signal.SIGTERM)
     await until(lambda: "draining" in hand.log(), "it has heard the first signal")
     await hand.send_again(signal.SIGTERM)
-    assert await hand.exit_code(CANCEL_TIMEOUT_S + END_TIMEOUT_S + PATIENCE_S) == 0
+    assert await hand.exit_code(CANCEL_TIMEOUT_S + EXIT_TIMEOUT_S + PATIENCE_S) == 0
     tasks = [await crew.task(task_id) for task_id in task_ids]
     assert {(task.status, task.attempts) for task in tasks} == {(TaskStatus.QUEUED, 0)}
     assert '"worker ended"' in hand.log().splitlines()[-1]

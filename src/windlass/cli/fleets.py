@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
-from windlass.cli.output import counted, print_json
+from windlass.cli.output import format_count, print_json
 from windlass.model.errors import BadInput
 from windlass.model.event import check_reason
 from windlass.model.worker import MAX_COUNT
@@ -84,7 +84,7 @@ async def terminate(
         else:
             count = await store.set_terminating(ids, reason)
     how = "ended" if force else "asked to leave"
-    _say({"workers": ids, "changed": count}, f"{count} of {counted(len(ids), 'worker')} {how}", as_json=as_json)
+    _say({"workers": ids, "changed": count}, f"{count} of {format_count(len(ids), 'worker')} {how}", as_json=as_json)
 
 
 @command
@@ -142,7 +142,7 @@ async def restart(
         ]
         count = await store.set_terminating(workers, "restarted by hand")
     sentence = (
-        f"{counted(freed, 'failed slot')} freed, {counted(count, 'worker')} asked to leave; the next cycle hires anew"
+        f"{format_count(freed, 'failed slot')} freed, {format_count(count, 'worker')} asked to leave; the next cycle hires anew"
     )
     if slot is None and chosen.hold is not None and chosen.hold.code == "OTHER_ACCOUNT":
         sentence += "; machines that its key does not list are given up: they may still be charged"
@@ -163,8 +163,8 @@ async def _set_paused(
         for name in fleets:
             count += await store.pause_fleet(name, is_paused)
     verb = "paused" if is_paused else "resumed"
-    what = [counted(len(fleets), "fleet")] if fleets else []
-    what.append(counted(count, "worker"))
+    what = [format_count(len(fleets), "fleet")] if fleets else []
+    what.append(format_count(count, "worker"))
     answer = {"changed": count, "fleets": fleets, "is_paused": is_paused}
     _say(answer, f"{' and '.join(what)} {verb}", as_json=as_json)
 

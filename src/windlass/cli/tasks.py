@@ -10,9 +10,9 @@ import typer
 
 from windlass.cli.common import EXIT_BAD_INPUT, AsJson, ConfigFile, DataDir, command, load, say
 from windlass.cli.cost import plain_cost
-from windlass.cli.output import counted, duration, print_json, print_table, printable, progress, shortened, to_plain
+from windlass.cli.output import format_count, duration, print_json, print_table, printable, progress, last_line, to_plain
 from windlass.cli.queues import check_queue_is_known
-from windlass.cli.times import parse_span
+from windlass.cli.times import parse_duration
 from windlass.cost.queries import task_cost
 from windlass.model.errors import BadInput
 from windlass.model.event import check_reason
@@ -94,7 +94,7 @@ def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
     took_s = None
     if task.started_at is not None and task.status is not TaskStatus.QUEUED:
         took_s = ((task.finished_at or now) - task.started_at).total_seconds()
-    note = _progress(task) if task.status is TaskStatus.RUNNING else shortened(task.error)
+    note = _progress(task) if task.status is TaskStatus.RUNNING else last_line(task.error)
     due_s = (task.run_after - now).total_seconds() if task.run_after is not None else 0.0
     return (
         task.id,
@@ -112,7 +112,7 @@ def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
 def _progress(task: TaskSummary) -> str | None:
     """20 % half way"""
     percent = f"{task.progress * 100:.0f} %" if task.progress is not None else None
-    return " ".join(part for part in (percent, shortened(task.progress_note)) if part) or None
+    return " ".join(part for part in (percent, last_line(task.progress_note)) if part) or None
 
 
 @app.command()
@@ -228,7 +228,7 @@ def purge(
     """
     if not status or older_than is None:
         raise BadInput("say what to delete: --status complete or failed (or both), and --older-than, such as 7d.")
-    older_than_s = parse_span(older_than, "--older-than")
+    older_than_s = parse_duration(older_than, "--older-than")
     statuses = [TaskStatus(name) for name in dict.fromkeys(status)]
     loaded = load(config, data_dir)
     # Before anything is open: Ctrl-C at a question should simply end it.
@@ -250,7 +250,7 @@ async def _purge(
     if as_json:
         print_json({"deleted": deleted})
     else:
-        print(f"deleted {counted(deleted, 'task')}")
+        print(f"deleted {format_count(deleted, 'task')}")
 
 
 def _ask(statuses: list[TaskStatus], older_than: str, queue: str | None) -> None:
@@ -325,7 +325,7 @@ def _report(did: str, done: list[int], refused: list[Task], as_json: bool, rule:
     elif len(done) == 1:
         print(f"{did} task {done[0]}")
     elif done or not refused:
-        print(f"{did} {counted(len(done), 'task')}")
+        print(f"{did} {format_count(len(done), 'task')}")
     for task in refused:
         say(f"task {task.id} is {task.status.value}: {rule}.")
     return EXIT_BAD_INPUT if refused else 0

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.output import shortened
+from windlass.cli.output import last_line
 from windlass.config_loader import ENVIRONMENT_ALIASES, PREFIX
 from windlass.demo.cleanup import MARK
 from windlass.model.config import Config
@@ -91,7 +91,7 @@ class DemoEnvironment:
     async def standing(self) -> Any:
         """How far it is. Raises WindlassError if `windlass up` is not there any more."""
         if self.up.returncode is not None:
-            last = shortened((self.place.folder / "up.log").read_text(errors="replace"), NOTE_WIDTH)
+            last = last_line((self.place.folder / "up.log").read_text(errors="replace"), NOTE_WIDTH)
             raise WindlassError(f"the demo's `windlass up` ended with exit code {self.up.returncode}: {last}")
         return await self.database.fetchrow(QUERIES["standing"])
 
@@ -225,7 +225,7 @@ async def _link(place: DemoPlace, up: Process) -> str:
             if (found := _LINK.search(log)) is not None:
                 return found[1]
             if up.returncode is not None:
-                raise WindlassError(f"the demo's `windlass up` did not start: {shortened(log, NOTE_WIDTH)}")
+                raise WindlassError(f"the demo's `windlass up` did not start: {last_line(log, NOTE_WIDTH)}")
             await asyncio.sleep(LOOK_INTERVAL_S)
 
 

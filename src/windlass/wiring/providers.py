@@ -1,6 +1,7 @@
 """Who rents which machines, with what they need for it."""
 
 import functools
+import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -313,3 +314,10 @@ async def _known_instance_id(config: Config) -> str | None:
             return await store.instance_id()
     except WindlassError:
         return None
+
+
+def why_not_startable(name: str, fleet: "FleetConfig") -> str | None:
+    """Why no worker process of a local fleet could start, as a sentence; None if one could."""
+    from windlass.providers.local import provider as local
+
+    return local.why_not_startable(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))

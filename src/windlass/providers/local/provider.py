@@ -48,7 +48,7 @@ MARK = "_WINDLASS_MACHINE"
 WORKER_ID = "WINDLASS_WORKER_ID"
 FLEET = "WINDLASS_FLEET"
 NEEDS_GPU = "WINDLASS_NEEDS_GPU"
-DATABASE_URL = "WINDLASS_HIRED_DATABASE_URL"
+DATABASE_URL = "WINDLASS_SPAWN_DATABASE_URL"
 
 # Any of these takes milliseconds. Longer, and something is wrong with the host: what happened is then found out later.
 CREATE_TIMEOUT_S = 5.0
