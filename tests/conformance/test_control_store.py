@@ -41,11 +41,15 @@ from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
 from windlass.model.snapshot import (
+    Cadence,
     FailureStreak,
     Hold,
+    MachineListState,
+    OrphanState,
     PlannerState,
     ProviderRefusal,
     RecentFailure,
+    ScalingState,
     Snapshot,
     StorageUse,
 )
@@ -172,10 +176,10 @@ class Leader:
         self,
         *actions: Action,
         intents: tuple[Intent, ...] = (),
-        memory: PlannerState | None = None,
+        planner_state: PlannerState | None = None,
         decision: str = "so",
     ) -> Committed:
-        plan = Plan(actions, memory or self.snapshot.memory, decision)
+        plan = Plan(actions, planner_state or self.snapshot.planner_state, decision)
         return await self.store.commit_plan(self.candidate, self.term, self.snapshot, plan, intents)
 
     async def report(self, *outcomes: Outcome, intents: tuple[Intent, ...] = (), cycle_id: int = 1) -> frozenset[str]:
@@ -292,7 +296,7 @@ async def test_a_plan_of_a_lost_lease_changes_nothing(
             Drain("w0", "IDLE", "idle"),
             RaiseAlert("X", "x"),
             intents=(intent("w1", 1),),
-            memory=PlannerState(cycle=9),
+            planner_state=PlannerState(Cadence(cycle=9)),
         )
     after = await store.events(limit=1000), await store.workers(), await store.cycles("f"), await store.fleets()
     assert after == before
@@ -562,21 +566,19 @@ async def test_tasks_in_the_name_of_the_dead_are_seen_as_orphaned(
     assert (await ann.observe()).orphaned == ("broken",)
 
 
-async def test_a_fleets_memory_comes_back_as_it_was(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    memory = PlannerState(
-        cycle=7,
-        scaled_up_at=clock(),
-        over_capacity_since=clock(),
-        missing_since={"w0": clock()},
-        orphan_since={"m0": clock() - timedelta(microseconds=1)},
-        hold=Hold("X", "because", clock(), is_total=True),
-        policy={"rate": 1.25, "seen": [1, 2], "name": "ü"},
+async def test_planner_state_round_trips(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    planner_state = PlannerState(
+        cadence=Cadence(cycle=7, gaps_s=(1.25, 60.0)),
+        scaling=ScalingState(spawned_at=clock(), over_capacity_since=clock()),
+        machines=MachineListState(missing_since={"w0": clock()}),
+        orphans=OrphanState(orphan_since={"m0": clock() - timedelta(microseconds=1)}),
+        hold=Hold("X", "because: ü", clock(), is_total=True),
     )
-    await ann.commit(memory=memory)
-    assert (await ann.observe()).memory == memory
-    assert (await store.fleets())[0].hold == memory.hold
-    await ann.commit(memory=replace(memory, hold=None))
-    assert (await ann.observe()).memory.hold is None
+    await ann.commit(planner_state=planner_state)
+    assert (await ann.observe()).planner_state == planner_state
+    assert (await store.fleets())[0].hold == planner_state.hold
+    await ann.commit(planner_state=replace(planner_state, hold=None))
+    assert (await ann.observe()).planner_state.hold is None
     assert (await store.fleets())[0].hold is None
 
 
@@ -1010,10 +1012,10 @@ async def test_cycles_that_do_nothing_and_say_the_same_are_counted(
     for _ in range(2):
         clock.advance(10)
         await ann.observe()
-        assert (await ann.commit(decision="steady", memory=PlannerState(cycle=5))).cycle_id == first
+        assert (await ann.commit(decision="steady", planner_state=PlannerState(Cadence(cycle=5)))).cycle_id == first
     (cycle,) = await store.cycles("f")
     assert (cycle.repeats, cycle.repeated_at) == (2, clock())
-    assert (await ann.observe()).memory.cycle == 5
+    assert (await ann.observe()).planner_state.cadence.cycle == 5
     second = (await ann.commit(decision="other")).cycle_id
     third = (await ann.commit(RaiseAlert("X", "x"), decision="other")).cycle_id
     fourth = (await ann.commit(decision="other")).cycle_id
@@ -1460,7 +1462,7 @@ async def test_a_fleet_says_when_its_last_cycle_was_and_whether_somebody_leads(
 ) -> None:
     (before,) = await store.fleets()
     assert (before.planned_at, before.next_plan_in_s, before.is_led) == (None, None, True)
-    await ann.commit(memory=PlannerState(planned_at=clock(), next_plan_in_s=10.0))
+    await ann.commit(planner_state=PlannerState(Cadence(planned_at=clock(), next_plan_in_s=10.0)))
     clock.advance(29)
     (fleet,) = await store.fleets()
     assert (fleet.planned_at, fleet.next_plan_in_s, fleet.is_led) == (clock() - timedelta(seconds=29), 10.0, True)
@@ -2058,8 +2060,8 @@ async def live(twins: Twins, rng: Random) -> None:
             return
         term, snapshot = twins.seen[fleet]
         snapshot = replace(snapshot, machines=(priced(), priced()), traits=ProviderTraits(billing_unit_s=3600))
-        memory = PlannerState(cycle=rng.randrange(5), policy={"x": rng.randrange(3)})
-        decided = Plan(some_actions(), memory, rng.choice(["steady", "hiring"]))
+        planner_state = PlannerState(Cadence(cycle=rng.randrange(5)), ScalingState(rng.choice([None, twins.clock()])))
+        decided = Plan(some_actions(), planner_state, rng.choice(["steady", "hiring"]))
         committed = await twins.both("commit_plan", candidate, term, snapshot, decided, some_intents())
         if isinstance(committed, Committed):
             twins.cycle_ids.append(committed.cycle_id)

@@ -40,7 +40,7 @@ from windlass.model.action import Plan, RaiseAlert
 from windlass.model.alert import Message, MessageKind, Severity
 from windlass.model.config import Retention
 from windlass.model.fleet import FleetConfig
-from windlass.model.snapshot import Hold, PlannerState
+from windlass.model.snapshot import Cadence, Hold, PlannerState
 from windlass.notify import webhook
 from windlass.notify.command import Command
 from windlass.notify.email import Email
@@ -77,8 +77,9 @@ async def plan(
     assert isinstance(observed, tuple)
     term, snapshot = observed
     told = {f"{alert.code} {alert.about}".rstrip(): snapshot.now for alert in alerts}
-    memory = PlannerState(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s, alerts=told, hold=hold)
-    await store.commit_plan(ANN, term, snapshot, Plan(alerts, memory, "x"), [])
+    cadence = Cadence(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s)
+    state = PlannerState(cadence=cadence, alerts=told, hold=hold)
+    await store.commit_plan(ANN, term, snapshot, Plan(alerts, state, "x"), [])
 
 
 class Inbox:

@@ -333,5 +333,6 @@ def _gone_since(snapshot: Snapshot, plan: Plan) -> dict[str, datetime]:
     there already: whoever was heard later was there later."""
     heard = {worker.id: worker.last_heartbeat for worker in snapshot.workers}
     return {
-        worker_id: max(since, heard.get(worker_id) or since) for worker_id, since in plan.memory.missing_since.items()
+        worker_id: max(since, heard.get(worker_id) or since)
+        for worker_id, since in plan.planner_state.machines.missing_since.items()
     }

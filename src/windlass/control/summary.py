@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.model.action import Fail, Plan, Promote, RaiseAlert
+from windlass.model.cycle import ACTION_COUNTS, COUNTED_STATUSES, STATUS_COUNTS
 from windlass.model.machine import MachineState
 from windlass.model.snapshot import Snapshot
-from windlass.model.worker import WorkerStatus
 from windlass.ports.control import (
     Created,
     CreationRefused,
@@ -23,11 +23,6 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
-
-# What is counted of what a cycle did, and of what it saw.
-ACTIONS = ("workers_promoted", "workers_failed", "workers_spawned", "workers_terminated", "tasks_reset")
-COUNTED_STATUSES = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
-STATUS = ("queued_tasks", "running_tasks", *(f"{status}_workers" for status in COUNTED_STATUSES), "total_workers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +60,8 @@ class Summary:
             "fleet": self.fleet,
             "is_leader": self.is_leader,
             "cycle_id": self.cycle_id,
-            "actions": self.actions or dict.fromkeys(ACTIONS, 0),
-            "status": self.status or dict.fromkeys(STATUS),
+            "actions": self.actions or dict.fromkeys(ACTION_COUNTS, 0),
+            "status": self.status or dict.fromkeys(STATUS_COUNTS),
             "decision": self.decision or self._why_nothing(),
             "hold": self.hold,
             "failures": [{"worker_id": id_, "code": code, "reason": reason} for id_, code, reason in self.failures],

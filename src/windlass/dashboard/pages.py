@@ -365,7 +365,7 @@ def decision_page(
         rest=rest,
         actions=[{**action, "target": _target(action)} for action in _with_worker(found.cycle)],
         seen={status: number for status, number in seen.items() if number},
-        hold=snapshot.memory.hold,
+        hold=snapshot.planner_state.hold,
         settings=knobs,
         again=again,
         problem=problem,

@@ -7,12 +7,22 @@ from typing import Any
 
 from windlass.model.action import Action
 from windlass.model.snapshot import Hold, Snapshot
+from windlass.model.worker import WorkerStatus
 
 # A cycle may be late by so much where nobody leads, and by so much where somebody does.
 LATE_CYCLE_S = 5.0
 SLOW_CYCLE_S = 60.0
 # While a fleet is wound down its cycles come thick and fast.
 WINDING_DOWN_S = 15.0
+# Keys of a cycle summary and of the status routes: what a cycle did, and what it observed.
+ACTION_COUNTS = ("workers_promoted", "workers_failed", "workers_spawned", "workers_terminated", "tasks_reset")
+COUNTED_STATUSES = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
+STATUS_COUNTS = (
+    "queued_tasks",
+    "running_tasks",
+    *(f"{status}_workers" for status in COUNTED_STATUSES),
+    "total_workers",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,7 +334,10 @@ class InvariantChecker:
 
     def _must_leave(self, seen: Snapshot, view: WorkerView, cloud: SimulatedCloud, fleet: FleetConfig) -> bool:
         """Idle for long enough, and at the end of its paid time by the cloud's book."""
-        entry, idle_since = cloud.books.get(self.machine_of.get(view.id, "")), seen.memory.idle_since.get(view.id)
+        entry, idle_since = (
+            cloud.books.get(self.machine_of.get(view.id, "")),
+            seen.planner_state.health.idle_since.get(view.id),
+        )
         if entry is None or idle_since is None or view.bill is None or view.running:
             return False
         idle_s = (seen.now - idle_since).total_seconds()

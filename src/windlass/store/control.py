@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 QUERIES = read_queries("windlass.store", "control_queries.sql")
 SNAPSHOT = TypeAdapter(Snapshot)
-MEMORY = TypeAdapter(PlannerState)
+PLANNER_STATE = TypeAdapter(PlannerState)
 _HOLD = TypeAdapter(Hold | None)
 _MACHINE = TypeAdapter(Machine)
 _PLAIN: TypeAdapter[Any] = TypeAdapter(Any)
@@ -141,7 +141,7 @@ class PostgresControlStore(PostgresStore):
                     snapshot.fleet,
                     SNAPSHOT.dump_json(snapshot).decode() if is_stored else None,
                     json.dumps(actions_to_plain(plan.actions)),
-                    MEMORY.dump_json(plan.memory).decode(),
+                    PLANNER_STATE.dump_json(plan.planner_state).decode(),
                     plan.decision,
                     json.dumps([_intent_to_plain(intent) for intent in intents]),
                 )

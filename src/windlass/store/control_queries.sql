@@ -5,8 +5,8 @@
 select
   f.name, f.provider, f.queues, f.min_workers, f.max_workers, f.paused, f.requested_workers, f.created_at,
   nullif(f.memory -> 'hold', 'null') as hold,
-  (f.memory ->> 'planned_at')::timestamptz as planned_at,
-  (f.memory ->> 'next_plan_in_s')::double precision as next_plan_in_s,
+  (f.memory #>> '{cadence,planned_at}')::timestamptz as planned_at,
+  (f.memory #>> '{cadence,next_plan_in_s}')::double precision as next_plan_in_s,
   exists (select from windlass.leases l where l.expires_at > windlass.now() and l.name not like 'ray:%') as is_led,
   array(
     select s.slot from windlass.slots s where s.fleet = f.name and s.status = 'failed' order by s.slot

@@ -11,7 +11,7 @@ from pydantic import AwareDatetime
 from windlass.cost.queries import CostReport, look, task_cost
 from windlass.cost.report import By
 from windlass.model.action import actions_to_plain
-from windlass.model.cycle import CycleDetail
+from windlass.model.cycle import ACTION_COUNTS, COUNTED_STATUSES, STATUS_COUNTS, CycleDetail
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.fleet import with_changes
@@ -144,22 +144,17 @@ def status_of(seen: Overview, last_actions: Any) -> Status:
         each.fleet.name: {
             "queued_tasks": each.work.queued,
             "running_tasks": each.work.running,
-            **{f"{status}_workers": each.workers[status] for status in _COUNTED},
+            **{f"{status}_workers": each.workers[status] for status in COUNTED_STATUSES},
             "total_workers": sum(each.workers.values()),
         }
         for each in seen.fleets
     }
-    totals = {name: sum(counts[name] for counts in by_fleet.values()) for name in _COUNTS}
+    totals = {name: sum(counts[name] for counts in by_fleet.values()) for name in STATUS_COUNTS}
     # A queue may be served by several fleets, or by none.
     totals["queued_tasks"] = sum(work.queued for work in seen.queues.values())
     totals["running_tasks"] = sum(work.running for work in seen.queues.values())
-    actions = {name: sum(did.get(name, 0) for did in last_actions.values()) for name in _ACTIONS}
+    actions = {name: sum(did.get(name, 0) for did in last_actions.values()) for name in ACTION_COUNTS}
     return Status(seen.at, actions, totals, by_fleet)
-
-
-_COUNTED = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
-_COUNTS = ("queued_tasks", "running_tasks", *(f"{status}_workers" for status in _COUNTED), "total_workers")
-_ACTIONS = ("workers_promoted", "workers_failed", "workers_spawned", "workers_terminated", "tasks_reset")
 
 
 def _who_works(router: APIRouter, shown: DashboardContext) -> None:

@@ -1,7 +1,7 @@
 """What the control loop needs of the store, and what people do to fleets: the contract of PostgresControlStore.
 
 migrations/0004_control.sql says what is right; every method here is the function of the same name there, and
-tests/conformance/test_control_store.py runs the same histories over both. What a fleet's memory and snapshots hold is
+tests/conformance/test_control_store.py runs the same histories over both. Planner state and snapshots are
 kept as the values they are: nothing passes through JSON.
 """
 
@@ -58,7 +58,7 @@ class MemoryControlStore(MemoryStore):
         fleet = self._tables.fleets[snapshot.fleet]
         cycle_id = self._tables.cycles.record(term, snapshot, plan, self._clock())
         requeued = sum(carry_out(self._tables, action, snapshot) for action in plan.actions)
-        fleet.memory = plan.memory
+        fleet.planner_state = plan.planner_state
         return Committed(cycle_id, self._tables.intend(fleet, intents), requeued)
 
     async def commit_outcomes(

@@ -71,7 +71,7 @@ def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
         spending=tables.ledger.spent_by(fleet.name, now),
         ended_bills=tuple(islice(_ended_bills(workers), MAX_ENDED_BILLS)),
         is_settlement_due=bool(to_settle(workers, fleet.name, now)),
-        memory=fleet.memory,
+        planner_state=fleet.planner_state,
     )
 
 

@@ -237,7 +237,7 @@ begin
         'requested', f.requested_workers,
         'reset_at', f.reset_at,
         'restarted_at', f.restarted_at,
-        'memory', f.memory,
+        'planner_state', f.memory,
         'queue', windlass.observe_queues(p_queues, v_now),
         'refusal', windlass.last_refusal(p_fleet),
         'slots', coalesce((
