@@ -588,7 +588,7 @@ async def test_a_cycle_while_another_leads_says_so_and_does_nothing(host: Host) 
     up = host.up()
     await until(host.store.fleets, "the first cycle")
     before = await host.store.now()
-    done = host.windlass("cycle", "--json").json
+    done = host.windlass("cycle").json
     assert done["is_leader"] is False
     assert datetime.fromisoformat(done["timestamp"]) >= before
     assert done["actions"]["workers_spawned"] == 0

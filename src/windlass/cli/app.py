@@ -80,10 +80,10 @@ class LazyGroup(TyperGroup):
         # None: not imported yet. Typer suggests similar names from the keys.
         self.commands: dict[str, Any] = dict.fromkeys(_ENTRIES)
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(_ENTRIES)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         if cmd_name in _ENTRIES and self.commands[cmd_name] is None:
             entry = _ENTRIES[cmd_name]
             found = getattr(import_module(f"windlass.cli.{entry.module}"), entry.attribute)
@@ -98,7 +98,7 @@ class LazyGroup(TyperGroup):
             self.commands[cmd_name] = group.commands[cmd_name]
         return self.commands.get(cmd_name)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         for panel, entries in COMMANDS.items():
             with formatter.section(panel):
                 formatter.write_dl([(entry.name, entry.summary) for entry in entries])

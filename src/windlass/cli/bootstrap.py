@@ -26,7 +26,9 @@ def _group() -> None: ...
 @app.command()
 @command
 async def render(
-    fleet: Annotated[str | None, typer.Option(help="Fleet of the machine (default: the only one).", metavar="NAME")] = None,
+    fleet: Annotated[
+        str | None, typer.Option(help="Fleet of the machine (default: the only one).", metavar="NAME")
+    ] = None,
     worker_id: Annotated[str | None, typer.Option(help="Worker of the machine.", metavar="ID")] = None,
     url: Annotated[
         str | None,

@@ -16,7 +16,8 @@ from windlass.config_loader import Loaded, load_config
 from windlass.model.errors import BadInput
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="Configuration file (default: windlass.toml, if present).", metavar="FILE")
+    Path | None,
+    typer.Option("--config", help="Configuration file (default: windlass.toml, if present).", metavar="FILE"),
 ]
 DataDir = Annotated[
     Path | None,

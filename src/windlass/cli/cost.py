@@ -31,7 +31,9 @@ async def cost(
         str, typer.Option(help="Start of the period: 12h or 30d ago, or 2030-01-31T00:00Z.", metavar="TIME")
     ] = "30d",
     fleet: FleetFilter = None,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_ROWS, help="Maximum number of rows.", metavar="N")] = DEFAULT_ROWS,
+    limit: Annotated[
+        int, typer.Option(min=1, max=MAX_ROWS, help="Maximum number of rows.", metavar="N")
+    ] = DEFAULT_ROWS,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,

@@ -1,23 +1,25 @@
 """`windlass demo`: the promise of windlass, kept before your eyes."""
 
+import asyncio
+import time
+from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from windlass.cli.common import AsJson, command, say
+from windlass.cli.common import AsJson, command
+from windlass.cli.errors import print_error
 from windlass.cli.output import print_json, print_table
+from windlass.demo.cloud_report import RentedReport
+from windlass.demo.environment import DemoPlace
+from windlass.demo.hetzner import HetznerDemo
+from windlass.demo.local import LocalDemo
+from windlass.demo.local_report import LocalReport
+from windlass.demo.ray import RayDemo
+from windlass.demo.report import DemoReport
+from windlass.demo.runpod import RunpodDemo
 from windlass.model.errors import BadInput
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from windlass.demo.environment import DemoPlace
-    from windlass.demo.hetzner import HetznerDemo
-    from windlass.demo.local import LocalDemo
-    from windlass.demo.ray import RayDemo
-    from windlass.demo.report import DemoReport
-    from windlass.demo.runpod import RunpodDemo
 
 
 class On(StrEnum):
@@ -58,8 +60,6 @@ async def demo(
 
     Uses a PostgreSQL of its own in a temporary directory, which is gone afterwards.
     """
-    import asyncio
-    import time
 
     if 3600 % hour_s:
         raise BadInput(f"3600 s are no whole number of hours of {hour_s} s: take 30, 60 or 120 for --hour-s.")
@@ -84,7 +84,7 @@ async def demo(
             except asyncio.CancelledError:
                 tell("Ctrl-C: everything is ended and deleted")
     for problem in problems:
-        say(f"the demo failed: {problem}.")
+        print_error(f"the demo failed: {problem}.")
     return 1 if problems else 0
 
 
@@ -92,24 +92,16 @@ def _demonstration(
     on: On, tasks: int, workers: int, hour_s: int, tell: "Callable[[str], None]"
 ) -> "LocalDemo | HetznerDemo | RunpodDemo | RayDemo":
     if on is On.HETZNER:
-        from windlass.demo.hetzner import HetznerDemo
-
         return HetznerDemo(tasks, workers, tell, hour_s=hour_s)
     if on is On.RUNPOD:
-        from windlass.demo.runpod import RunpodDemo
-
         return RunpodDemo(tasks, workers, tell)
     if on is On.RAY:
-        from windlass.demo.ray import RayDemo
-
         return RayDemo(tasks, workers, tell)
-    from windlass.demo.local import LocalDemo
 
     return LocalDemo(tasks, workers, tell)
 
 
 def _print(report: "DemoReport") -> None:
-    from windlass.demo.cloud_report import RentedReport
 
     print()
     print_table(report.lines())
@@ -120,7 +112,6 @@ def _print(report: "DemoReport") -> None:
 
 
 def _looks(report: "DemoReport", place: "DemoPlace") -> list[str]:
-    from windlass.demo.local_report import LocalReport
 
     here = f"--data-dir {place.data_dir}"
     if isinstance(report, LocalReport):

@@ -226,7 +226,9 @@ def _check_clock(found: DatabaseCheck) -> Finding:
     difference_s = found.clock_difference_s
     if abs(difference_s) > CLOCK_WARN_S + found.clock_uncertainty_s:
         what = f"the database's clock is {abs(difference_s):.1f} s {'ahead' if difference_s > 0 else 'behind'}"
-        return Finding("clock", CheckStatus.WARN, what, "synchronize this machine with NTP; scheduled tasks may start late")
+        return Finding(
+            "clock", CheckStatus.WARN, what, "synchronize this machine with NTP; scheduled tasks may start late"
+        )
     return Finding("clock", CheckStatus.OK, f"{abs(difference_s) * 1000:.0f} ms from the database's clock")
 
 

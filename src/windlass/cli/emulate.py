@@ -32,7 +32,9 @@ DEFAULT_HETZNER_PORT, DEFAULT_RUNPOD_PORT = 8190, 8191
 async def hetzner(
     port: Port = DEFAULT_HETZNER_PORT,
     boot_s: Annotated[float, typer.Option(min=0, help="Seconds from creation to `running`.")] = 8.0,
-    cloud_init_s: Annotated[float, typer.Option(min=0, help="Seconds from `running` to the start of the worker.")] = 0.0,
+    cloud_init_s: Annotated[
+        float, typer.Option(min=0, help="Seconds from `running` to the start of the worker.")
+    ] = 0.0,
     hour_s: Annotated[float, typer.Option(min=1, help="Seconds in a billed hour.")] = 3600.0,
     server_limit: Annotated[int, typer.Option(min=0, help="Maximum number of servers in the project.")] = 100,
     requests_per_hour: Annotated[int, typer.Option(min=1, help="API rate limit.")] = 3600,

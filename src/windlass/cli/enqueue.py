@@ -40,10 +40,12 @@ SPOOL_IN_MEMORY_BYTES = 8 * 1024 * 1024
 async def enqueue(
     queue: Annotated[str, typer.Argument(help="Name of the queue.", metavar="QUEUE")],
     payload: Annotated[
-        str | None, typer.Argument(help="Payload of the task; - reads one payload per line from stdin.", metavar="JSON|-")
+        str | None,
+        typer.Argument(help="Payload of the task; - reads one payload per line from stdin.", metavar="JSON|-"),
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="File with one JSON payload per line. Either all are added or none.", metavar="FILE")
+        Path | None,
+        typer.Option(help="File with one JSON payload per line. Either all are added or none.", metavar="FILE"),
     ] = None,
     priority: Annotated[int, typer.Option(help="Tasks with a higher priority run first.", metavar="N")] = 0,
     run_after: Annotated[
@@ -199,7 +201,7 @@ def _numbered_lines(stream: IO[bytes], max_payload_bytes: int) -> Iterator[tuple
             number += 1
             if len(line) > limit_bytes:
                 raise BadInput(
-                    f"line {number} has more than {limit_bytes:,} bytes; a payload may have at most {max_payload_bytes:,}."
+                    f"line {number} has more than {limit_bytes:,} bytes; payloads may have {max_payload_bytes:,}."
                 )
             yield number, line
     except OSError as error:

@@ -77,7 +77,9 @@ async def replay(
     if with_config is not None:
         fleets = load_config(with_config, {"data_dir": data_dir}, file_named_by="--with").config.fleets
         if stored.cycle.fleet not in fleets:
-            raise BadInput(f"cycle {cycle} belongs to fleet {stored.cycle.fleet}, which {with_config} does not contain.")
+            raise BadInput(
+                f"cycle {cycle} belongs to fleet {stored.cycle.fleet}, which {with_config} does not contain."
+            )
         fleet = fleets[stored.cycle.fleet]
     if fleet is None:
         raise BadInput(f"cycle {cycle} was stored without settings: pass a configuration file with --with.")

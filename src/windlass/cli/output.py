@@ -53,7 +53,7 @@ def to_plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """`right` names the right-aligned columns. None becomes an empty cell. Without headings only the rows are printed."""
+    """`right` names the right-aligned columns. None is an empty cell. Without headings only the rows are printed."""
 
     rows: Sequence[Sequence[object]]
     headings: Sequence[str] = ()

@@ -27,7 +27,9 @@ app = typer.Typer(help="Run the parts of a fleet whose tasks Ray places.", no_ar
 @command
 async def dispatch(
     fleet: Annotated[str, typer.Option(help="Fleet whose tasks to place.", metavar="NAME")] = DEFAULT_FLEET,
-    settings: Annotated[str | None, typer.Option(hidden=True, help="Settings of the fleet, as JSON.", metavar="JSON")] = None,
+    settings: Annotated[
+        str | None, typer.Option(hidden=True, help="Settings of the fleet, as JSON.", metavar="JSON")
+    ] = None,
     log_format: LogFormat = "auto",
     config: ConfigFile = None,
     data_dir: DataDir = None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, QueueFilter, command, load
-from windlass.cli.output import TextTable, duration, print_json, print_text_table, rich_table, last_line, to_plain
+from windlass.cli.output import TextTable, duration, last_line, print_json, print_text_table, rich_table, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.control.explain import no_orchestrator_reason
 from windlass.model.cycle import Cycle, Fleet

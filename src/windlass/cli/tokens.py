@@ -67,7 +67,8 @@ async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
 @command
 async def link(
     role: Annotated[
-        Literal["viewer", "operator"], typer.Option(help="What the browser session allows: viewer reads, operator also changes.")
+        Literal["viewer", "operator"],
+        typer.Option(help="What the browser session allows: viewer reads, operator also changes."),
     ] = "operator",
     url: Annotated[
         str | None,

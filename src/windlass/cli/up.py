@@ -20,11 +20,18 @@ Queues = Annotated[
     list[str] | None,
     typer.Option("--queue", "-q", help="Queue of the fleet `default`. Repeat it for several queues.", metavar="NAME"),
 ]
-Handler = Annotated[str | None, typer.Option(help="Python function that its workers run for each task.", metavar="PACKAGE.MODULE:FUNCTION")]
-Exec = Annotated[str | None, typer.Option("--exec", help="Command that its workers run for each task, instead of a handler.", metavar="COMMAND")]
+Handler = Annotated[
+    str | None,
+    typer.Option(help="Python function that its workers run for each task.", metavar="PACKAGE.MODULE:FUNCTION"),
+]
+Exec = Annotated[
+    str | None,
+    typer.Option("--exec", help="Command that its workers run for each task, instead of a handler.", metavar="COMMAND"),
+]
 Chdir = Annotated[Path | None, typer.Option(help="Working directory of its workers.", metavar="FOLDER")]
 Concurrency = Annotated[
-    int | None, typer.Option("--concurrency", "-c", min=1, help="Tasks that a worker runs at the same time.", metavar="N")
+    int | None,
+    typer.Option("--concurrency", "-c", min=1, help="Tasks that a worker runs at the same time.", metavar="N"),
 ]
 Inline = Annotated[bool, typer.Option("--inline", help="Run an async handler in the worker's own event loop.")]
 Min = Annotated[int | None, typer.Option("--min", min=0, help="Minimum number of workers.", metavar="N")]
@@ -33,7 +40,10 @@ Host = Annotated[str | None, typer.Option(help="Address to listen on (default 12
 Port = Annotated[
     int | None,
     typer.Option(
-        min=0, max=65_535, help="Serve the dashboard, the API and remote workers on this port; 0 for any free port.", metavar="PORT"
+        min=0,
+        max=65_535,
+        help="Serve the dashboard, the API and remote workers on this port; 0 for any free port.",
+        metavar="PORT",
     ),
 ]
 

@@ -48,12 +48,20 @@ async def worker(
         typer.Option("--exec", help="Command to run for each task: JSON on stdin, JSON on stdout.", metavar="COMMAND"),
     ] = None,
     inline: Annotated[
-        bool, typer.Option("--inline", help="Run an async handler in the worker's own event loop: fast, but a crash ends the worker.")
+        bool,
+        typer.Option(
+            "--inline", help="Run an async handler in the worker's own event loop: fast, but a crash ends the worker."
+        ),
     ] = False,
     concurrency: Annotated[
         int | None,
         typer.Option(
-            "--concurrency", "-c", min=1, max=MAX_CONCURRENCY, help="Tasks to run at the same time (default 1).", metavar="N"
+            "--concurrency",
+            "-c",
+            min=1,
+            max=MAX_CONCURRENCY,
+            help="Tasks to run at the same time (default 1).",
+            metavar="N",
         ),
     ] = None,
     chdir: Annotated[
@@ -66,7 +74,8 @@ async def worker(
         float | None, typer.Option(help="Interval between heartbeats.", metavar="SECONDS")
     ] = None,
     lease: Annotated[
-        float | None, typer.Option(help="Its tasks are requeued if no heartbeat arrives for this long.", metavar="SECONDS")
+        float | None,
+        typer.Option(help="Its tasks are requeued if no heartbeat arrives for this long.", metavar="SECONDS"),
     ] = None,
     memory_limit_mb: Annotated[
         int | None, typer.Option(help="Memory limit of one handler process.", metavar="MB")
