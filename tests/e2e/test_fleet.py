@@ -624,11 +624,11 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
     await host.until_workers(2)
     host.windlass("pause", "--all")
     assert host.windlass("spawn", "--fleet", "default", "-n", 9).out == (
-        "asked for 1 more in fleet default, not 9: its maximum is 3, and that is all it has room for\n"
+        "1 of 9 workers requested in fleet default: max_workers is 3, and no more slots are free\n"
     )
     await host.store.request_workers("default", -1)
-    assert host.windlass("resume", "--all").out == "1 fleet and 2 workers resumed\n"
-    assert host.windlass("pause", "default").out == "1 fleet and 2 workers paused\n"
+    assert host.windlass("resume", "--all").out == "fleet default resumed, with 2 workers\n"
+    assert host.windlass("pause", "default").out == "fleet default paused, with 2 workers\n"
     assert host.windlass("resume", "default", "--json").json == {
         "changed": 2,
         "fleets": ["default"],
@@ -759,21 +759,21 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        pytest.param(("spawn", "nobody"), "no fleet nobody", id="spawn for an unknown fleet"),
-        pytest.param(("restart", "nobody"), "no fleet nobody", id="restart of an unknown fleet"),
-        pytest.param(("pause", "--fleet", "nobody"), "no fleet nobody", id="pause of an unknown fleet"),
-        pytest.param(("resume", "--fleet", "nobody"), "no fleet nobody", id="resume of an unknown fleet"),
-        pytest.param(("terminate", "--fleet", "nobody"), "no fleet nobody", id="terminate an unknown fleet"),
-        pytest.param(("workers", "list", "--fleet", "nobody"), "no fleet nobody", id="workers of an unknown fleet"),
-        pytest.param(("terminate", "nobody"), "no live worker is called nobody", id="an unknown worker"),
-        pytest.param(("terminate",), "say which workers", id="nobody to terminate"),
-        pytest.param(("pause",), "say what is meant", id="nothing to pause"),
-        pytest.param(("pause", "--all", "--fleet", "x"), "say what is meant", id="two things to pause"),
-        pytest.param(("workers", "show", "nobody"), "there is no worker nobody", id="show an unknown worker"),
-        pytest.param(("workers", "logs", "nobody"), "there is no worker nobody", id="logs of an unknown worker"),
+        pytest.param(("spawn", "nobody"), "fleet nobody not found", id="spawn for an unknown fleet"),
+        pytest.param(("restart", "nobody"), "fleet nobody not found", id="restart of an unknown fleet"),
+        pytest.param(("pause", "--fleet", "nobody"), "fleet nobody not found", id="pause of an unknown fleet"),
+        pytest.param(("resume", "--fleet", "nobody"), "fleet nobody not found", id="resume of an unknown fleet"),
+        pytest.param(("terminate", "--fleet", "nobody"), "fleet nobody not found", id="terminate an unknown fleet"),
+        pytest.param(("workers", "list", "--fleet", "nobody"), "fleet nobody not found", id="workers of an unknown fleet"),
+        pytest.param(("terminate", "nobody"), "live worker or fleet nobody not found", id="an unknown worker"),
+        pytest.param(("terminate",), "nothing to terminate", id="nobody to terminate"),
+        pytest.param(("pause",), "pass exactly one of", id="nothing to pause"),
+        pytest.param(("pause", "--all", "--fleet", "x"), "pass exactly one of", id="two things to pause"),
+        pytest.param(("workers", "show", "nobody"), "worker nobody not found", id="show an unknown worker"),
+        pytest.param(("workers", "logs", "nobody"), "worker nobody not found", id="logs of an unknown worker"),
         pytest.param(("explain", "nobody"), "there is no task, worker or fleet nobody", id="explain the unknown"),
         pytest.param(("explain", "4711"), "there is no task 4711", id="explain an unknown task"),
-        pytest.param(("replay", "4711"), "there is no cycle 4711", id="an unknown cycle"),
+        pytest.param(("replay", "4711"), "cycle 4711 not found", id="an unknown cycle"),
         pytest.param(("replay", "zero"), "valid integer", id="a cycle that is no number"),
         pytest.param(
             ("replay", "9" * 20), "should be less than or equal to 9223372036854775807", id="a cycle beyond all numbers"
@@ -789,14 +789,14 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(
             ("up", "-q", "q", "--min", "9", "--handler", "a:b"), "min must not exceed max", id="limits at odds"
         ),
-        pytest.param(("spawn", "a", "--fleet", "b"), "name two fleets", id="two fleets"),
+        pytest.param(("spawn", "a", "--fleet", "b"), "are different fleets", id="two fleets"),
         pytest.param(("cycle",), "write a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
         pytest.param(
             ("up", "-q", "q", "--handler", "app.work"), "fleets.default.handler (from command line)", id="no function"
         ),
         pytest.param(
             ("up", "-q", "q", "--handler", "a:b", "--chdir", "/nowhere"),
-            "fleets.default.chdir (from command line) is /nowhere: there is no such folder.",
+            "fleets.default.chdir (from command line) is /nowhere: folder not found.",
             id="no folder to work in",
         ),
     ],
