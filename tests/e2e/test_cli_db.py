@@ -42,7 +42,7 @@ def test_migrate_prints_the_applied_migrations(windlass: CommandLine, data_dir: 
         done = windlass("db", "migrate", *place)
         assert done.out.splitlines() == [
             *(f"applied {migration.version:04} {migration.name}" for migration in MIGRATIONS),
-            f"the schema is at version {LATEST_VERSION}",
+            f"schema is at version {LATEST_VERSION}",
         ]
         assert windlass("db", "migrate", *place, "--json").json == {"applied": [], "version": LATEST_VERSION}
         after = windlass("db", "status", *place, "--json").json
@@ -170,7 +170,7 @@ select jsonb_build_object(
   'functions', (
     select jsonb_agg(pg_get_functiondef(oid) order by oid::regprocedure::text)
     from pg_proc
-    where pronamespace = 'windlass'::regnamespace
+    where pronamespace in ('windlass'::regnamespace, 'windlass_internal'::regnamespace)
   ),
   'triggers', (
     select jsonb_agg(pg_get_triggerdef(pg_trigger.oid) order by tgname)
@@ -288,7 +288,9 @@ def test_doctor_finds_a_folder_with_other_files(windlass: CommandLine, data_dir:
 @pytest.mark.parametrize(
     ("env", "check", "what"),
     [
-        pytest.param({"DATABASE_URL": "postgresql://u:pw@127.0.0.1:1/d"}, "database", "cannot be reached", id="no server"),
+        pytest.param(
+            {"DATABASE_URL": "postgresql://u@127.0.0.1:1/d"}, "database", "cannot be reached", id="no server"
+        ),
         pytest.param({"WINDLASS_NOPE": "1"}, "configuration", "WINDLASS_NOPE in the environment", id="a bad setting"),
         pytest.param({"WINDLASS_DATA_DIR": "/dev/null/x"}, "disk", "is not writable", id="an unusable folder"),
     ],

@@ -17,7 +17,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from support.command_line import CommandLine, Done
+from support.command_line import CommandLine, Completed
 from support.worker_harness import PATIENCE_S, is_alive, until
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.task import Task, TaskStatus, new_task
@@ -708,8 +708,8 @@ async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) ->
     host.configure("other.toml", max_workers=1)
     other = host.windlass("replay", number, "--with", "other.toml", "--json").json
     assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["Spawn"])
-    assert "decided again: the same" in host.windlass("replay", number).out
-    assert "decided again: hiring 1" in host.windlass("replay", number, "--with", "other.toml").out
+    assert "replayed: same decision" in host.windlass("replay", number).out
+    assert "replayed: hiring 1" in host.windlass("replay", number, "--with", "other.toml").out
     fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
     assert fewer["again"] == other["again"]
     for wrong, sentence in (
@@ -734,7 +734,7 @@ async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:
             nonlocal drawn
             with suppress(BlockingIOError):
                 drawn += os.read(terminal, 65_536)  # perhaps a part of a character
-            return b"hiring 1: 1 waiting" in drawn and b"at work on" in drawn
+            return b"hiring 1: 1 waiting" in drawn and b"running tasks" in drawn
 
         try:
             await until(is_drawn, "a picture")
@@ -764,7 +764,9 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(("pause", "--fleet", "nobody"), "fleet nobody not found", id="pause of an unknown fleet"),
         pytest.param(("resume", "--fleet", "nobody"), "fleet nobody not found", id="resume of an unknown fleet"),
         pytest.param(("terminate", "--fleet", "nobody"), "fleet nobody not found", id="terminate an unknown fleet"),
-        pytest.param(("workers", "list", "--fleet", "nobody"), "fleet nobody not found", id="workers of an unknown fleet"),
+        pytest.param(
+            ("workers", "list", "--fleet", "nobody"), "fleet nobody not found", id="list of an unknown fleet"
+        ),
         pytest.param(("terminate", "nobody"), "live worker or fleet nobody not found", id="an unknown worker"),
         pytest.param(("terminate",), "nothing to terminate", id="nobody to terminate"),
         pytest.param(("pause",), "pass exactly one of", id="nothing to pause"),
@@ -802,7 +804,7 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused(tmp_path: Path, dsn: str, arguments: tuple[str, ...], sentence: str) -> None:
-    done: Done = CommandLine(tmp_path, {"DATABASE_URL": dsn})(*arguments)
+    done: Completed = CommandLine(tmp_path, {"DATABASE_URL": dsn})(*arguments)
     assert (done.code, done.out) == (2, ""), done
     assert sentence in done.err
     assert done.err.count("\n") == 1

@@ -18,7 +18,7 @@ from windlass.model.ray import RaySettings
 from windlass.model.worker import DEFAULT_FLEET
 from windlass.ray.node import NodeSettings
 from windlass.wiring.ray import run_dispatcher, run_node
-from windlass.worker.runtime import ExitReason
+from windlass.worker.lifecycle import ExitReason
 
 app = typer.Typer(help="Run the parts of a fleet whose tasks Ray places.", no_args_is_help=True)
 

@@ -171,7 +171,7 @@ def _queue_table(report: StatusReport) -> TextTable:
             d.queue if d.queue in report.served else f"{d.queue} (not served)",
             d.queued,
             d.scheduled,
-            d.waiting_for_retry,
+            d.retrying,
             d.running,
             duration(d.oldest_queued_age_s),
         )

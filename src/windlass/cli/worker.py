@@ -23,8 +23,8 @@ from windlass.model.task import check_queue_name
 from windlass.model.urls import problem_of_control_plane_url
 from windlass.model.worker import MAX_CONCURRENCY
 from windlass.wiring.worker import run_joined_worker, run_self_registered_worker, run_worker
+from windlass.worker.lifecycle import ExitReason, WorkerSettings
 from windlass.worker.nonblocking_stderr import standard_error
-from windlass.worker.runtime import ExitReason, WorkerSettings
 
 # Time for Python to exit after the worker has deregistered. Threads and tasks of handlers may delay it.
 EXIT_TIMEOUT_S = 5.0

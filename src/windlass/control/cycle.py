@@ -15,7 +15,6 @@ from datetime import datetime, timedelta
 import structlog
 
 from windlass.control.executor import CALL_TIMEOUT_S, ProviderExecutor
-from windlass.control.leader import LeaseGuard
 from windlass.control.summary import (
     Summary,
     alerts_of,
@@ -30,10 +29,12 @@ from windlass.model.action import Delete, Plan, Spawn
 from windlass.model.auth import JOIN_PREFIX, hash_of, new_token
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseGuard, LeaseLost, Standby
 from windlass.model.machine import Machine, ProviderTraits, Volume
+from windlass.model.outcome import Deleted, Intent, Outcome
 from windlass.model.snapshot import PlannerState, Snapshot
 from windlass.policy.plan import plan
-from windlass.ports.control import Candidate, ControlStore, Deleted, Intent, LeaseLost, Outcome, Standby
+from windlass.ports.control import ControlStore
 from windlass.ports.provider import Provider, SharesVolume
 
 LIST_TIMEOUT_S = 60.0
@@ -204,7 +205,7 @@ class FleetCycle:
         """Our term and all that is known, if we lead. Whoever does not asks the provider nothing."""
         loop = asyncio.get_running_loop()
         if self._trust.remaining_s < self._list_timeout_s:
-            led = await self._store.lead(self._candidate)
+            led = await self._store.acquire_lease(self._candidate)
             if isinstance(led, Standby):
                 return led
         # Machines first: what is written down after this list was asked for is judged by a later one.

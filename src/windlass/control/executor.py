@@ -18,12 +18,11 @@ from typing import Any
 
 import structlog
 
-from windlass.control.leader import LeaseGuard
 from windlass.model.action import Delete, DeleteOrphan, GrowVolume, Plan, Prepare
 from windlass.model.errors import LONG_PAUSE_S, NoCapacity, NotPrepared, ProviderError, Refused, Throttled
+from windlass.model.lease import LeaseGuard
 from windlass.model.machine import Machine, MachineRequest, MachineState
-from windlass.model.snapshot import Snapshot
-from windlass.ports.control import (
+from windlass.model.outcome import (
     Created,
     CreationRefused,
     CreationUnclear,
@@ -39,6 +38,7 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.snapshot import Snapshot
 from windlass.ports.provider import Provider, SharesVolume
 
 # Adapters keep their own limits; this one is for an adapter that does not.

@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 
 from windlass.dashboard.filters import counted, duration
 from windlass.model.alert import Severity
+from windlass.model.overview import FleetOverview, OpenAlert, Overview
 from windlass.policy.alerts import ADVICE, LOOK_INTERVAL_S, RESOLVE_AFTER_S
-from windlass.ports.queries import FleetOverview, OpenAlert, Overview
 
 # The rest of an advice that fits any matter.
 IN_GENERAL = "it is over by itself when the cause is gone"

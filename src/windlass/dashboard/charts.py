@@ -10,8 +10,8 @@ from windlass.dashboard.filters import counted
 from windlass.model.cost import ChargeKind, Cost
 from windlass.model.cycle import Fleet
 from windlass.model.money import MICROS
+from windlass.model.overview import FleetOverview, Sample
 from windlass.model.worker import WorkerStatus
-from windlass.ports.queries import FleetOverview, Sample
 
 # Over an hour, or for as long as a younger fleet is there; in about as many points as a third of a screen shows.
 MAX_HISTORY_S = 3_600.0

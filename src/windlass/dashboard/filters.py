@@ -4,7 +4,7 @@ import re
 from datetime import datetime
 
 from windlass.model.money import amount
-from windlass.ports.queries import COUNT_LIMIT
+from windlass.model.overview import COUNT_LIMIT
 
 # What is not known, or was not.
 UNKNOWN = "\N{EN DASH}"

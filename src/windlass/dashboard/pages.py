@@ -19,10 +19,11 @@ from windlass.model.action import ACTION_KINDS, DeleteOrphan, FailSlot, RaiseAle
 from windlass.model.cost import Cost
 from windlass.model.cycle import Cycle, CycleDetail
 from windlass.model.event import Event
+from windlass.model.listing import Page, TaskDetail, TaskRow, WorkerRow
+from windlass.model.overview import Burn, FleetOverview, Overview, Sample, Work
 from windlass.model.task import TaskSummary
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import LONG_UNIT_S
-from windlass.ports.queries import Burn, FleetOverview, Overview, Page, Sample, TaskDetail, TaskRow, Work, WorkerRow
 
 # By its `which` in the address, and what its tab is called.
 TASK_LISTS = (
@@ -87,7 +88,7 @@ def _in_all(overview: Overview) -> Work:
     return Work(
         queued=sum(work.queued for work in works),
         scheduled=sum(work.scheduled for work in works),
-        waiting_for_retry=sum(work.waiting_for_retry for work in works),
+        retrying=sum(work.retrying for work in works),
         running=sum(work.running for work in works),
         dead=sum(work.dead for work in works),
         oldest_queued_age_s=max(
@@ -221,7 +222,7 @@ def worker_page(
 
 
 def _is_hiring_told(history: Sequence[tuple[datetime, str]]) -> bool:
-    return any(text.startswith("WORKER_HIRED") for _, text in history)
+    return any(text.startswith("WORKER_SPAWNED") for _, text in history)
 
 
 # ---------------------------------------------------------------------------------------------------------------- tasks

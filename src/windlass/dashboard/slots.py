@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from windlass.model.cycle import Fleet
+from windlass.model.listing import WorkerRow
 from windlass.model.worker import WorkerStatus
-from windlass.ports.queries import WorkerRow
 
 # Workers on one map: a fleet of thousands is shown in pages.
 MAX_CELLS = 500

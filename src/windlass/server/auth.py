@@ -198,7 +198,7 @@ class AuthMiddleware:
             return None
         is_persons = is_token(token, API_PREFIX)
         async with self._lookups_of_people if is_persons else self._lookups:
-            return await (self._people if is_persons else self._access).caller(token_hash)
+            return await (self._people if is_persons else self._access).authenticate(token_hash)
 
 
 @dataclass(frozen=True, slots=True)

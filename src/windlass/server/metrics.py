@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from windlass.model.money import MICROS
+from windlass.model.overview import FleetMetrics, FleetOverview, Overview
 from windlass.policy.scale.clear_time import clears_in_s
-from windlass.ports.queries import FleetOverview, Measures, Overview
 
 # A cycle takes milliseconds; what takes longer than a lease is an incident.
 _CYCLE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -29,7 +29,7 @@ OTHERS = "(others)"
 
 class Metrics:
     def __init__(
-        self, overview: Callable[[], Awaitable[Overview]], measures: Callable[[], Awaitable[list[Measures]]]
+        self, overview: Callable[[], Awaitable[Overview]], measures: Callable[[], Awaitable[list[FleetMetrics]]]
     ) -> None:
         self._overview = overview
         self._measures = measures
@@ -113,7 +113,7 @@ def _gauge(name: str, help_: str, labels: tuple[str, ...], values: Iterable[tupl
     return family
 
 
-def _workers(seen: Overview, measures: Iterable[Measures]) -> Metric:
+def _workers(seen: Overview, measures: Iterable[FleetMetrics]) -> Metric:
     ended = {measure.fleet: measure.terminated for measure in measures}
     counts = [
         (f.fleet.name, status, count)
@@ -196,7 +196,7 @@ def _of_queues(seen: Overview) -> list[Metric]:
     return [
         each("tasks_queued", "Tasks that could run now.", "queued"),
         each("tasks_scheduled", "Tasks that are not to run before a time.", "scheduled"),
-        each("tasks_waiting_for_retry", "Tasks that failed and will be tried again.", "waiting_for_retry"),
+        each("tasks_retrying", "Tasks that failed and will be tried again.", "retrying"),
         each("tasks_running", "Tasks at hand.", "running"),
         each("dead_letters", "Tasks that were given up.", "dead"),
         each("tasks_completed_per_minute", "Throughput of the last minutes.", "completed_per_minute"),
@@ -225,7 +225,7 @@ def _of_queues(seen: Overview) -> list[Metric]:
     ]
 
 
-def _measured(measures: list[Measures], seen: Overview) -> list[Metric]:
+def _measured(measures: list[FleetMetrics], seen: Overview) -> list[Metric]:
     names = {standing.fleet.name for standing in seen.fleets}
     measures = [measure for measure in measures if measure.fleet in names]
     machines = {(f.fleet.name, burn.currency): burn.machines for f in seen.fleets for burn in f.burn}

@@ -15,9 +15,10 @@ from windlass.model.cost import Cost
 from windlass.model.cycle import Cycle, Explanation
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
+from windlass.model.listing import Page, WorkerRow
+from windlass.model.overview import FleetOverview
 from windlass.model.redaction import shown_settings
 from windlass.model.task import Task
-from windlass.ports.queries import FleetOverview, Page, WorkerRow
 
 Item = TypeVar("Item")
 Shape = TypeVar("Shape")

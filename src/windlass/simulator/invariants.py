@@ -25,10 +25,10 @@ from uuid import UUID
 from windlass.model.action import Adopt, Delete, DeleteOrphan, Drain, Fail, Plan, Requeue, Spawn
 from windlass.model.cost import Bill
 from windlass.model.fleet import FleetConfig
+from windlass.model.outcome import Committed, Created, Deleted, Intent, OrphanDeleted, Outcome
 from windlass.model.snapshot import Snapshot, WorkerView
 from windlass.model.task import Claim, ClaimResult, Finished
 from windlass.model.worker import LIVE, HeartbeatReply, WorkerStatus
-from windlass.ports.control import Committed, Created, Deleted, Intent, OrphanDeleted, Outcome
 from windlass.simulator.cloud import Entry, SimulatedCloud
 from windlass.simulator.loop import EPOCH, moment
 from windlass.simulator.workers import SimWorker
@@ -146,7 +146,7 @@ class InvariantChecker:
                 self._failed(arguments[0], arguments[1], result)
             case "heartbeat":
                 self._beat(arguments[0], result)
-            case "leave":
+            case "deregister":
                 self.told_to_end_at.setdefault(arguments[0], self._now())
             case _:
                 pass
@@ -231,7 +231,7 @@ class InvariantChecker:
         if isinstance(result, Exception):
             return
         match name:
-            case "lead" if isinstance(result, int):
+            case "acquire_lease" if isinstance(result, int):
                 self._led(arguments[0].holder, arguments[0].ttl_s)
             case "observe" if isinstance(result, tuple):
                 self._led(arguments[0].holder, arguments[0].ttl_s)

@@ -170,7 +170,7 @@ def _shown(
     from windlass.server.metrics import Metrics
 
     live = OverviewFeed(store, lambda: frozenset(up.fleets))
-    metrics = Metrics(live.overview, store.measures)
+    metrics = Metrics(live.overview, store.fleet_metrics)
     metrics.expect(up.fleets, [notifier.name for notifier in told])
 
     def note(summary: "Summary") -> None:

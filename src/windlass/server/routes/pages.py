@@ -26,10 +26,11 @@ from windlass.dashboard.slots import MAX_CELLS, SlotMap, slot_map
 from windlass.model.auth import Role, TokenCaller
 from windlass.model.cost import BillingAccount, day_of, hour_of, month_of
 from windlass.model.errors import BadInput
+from windlass.model.listing import LogLine, TaskList
 from windlass.model.money import to_micros
+from windlass.model.overview import FleetOverview
 from windlass.model.task import MAX_TASK_ID, TaskStatus
 from windlass.model.worker import WorkerStatus
-from windlass.ports.queries import FleetOverview, LogLine, TaskList
 from windlass.server.auth import csrf_of, viewer
 from windlass.server.context import AppContext, DashboardContext
 from windlass.server.errors import ApiError, not_found

@@ -15,10 +15,11 @@ from windlass.model.cycle import ACTION_COUNTS, COUNTED_STATUSES, STATUS_COUNTS,
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.fleet import with_changes
+from windlass.model.listing import MAX_PAGE, LogLine, TaskList, TaskRow
+from windlass.model.overview import MAX_POINTS, OpenAlert, Overview, Sample
 from windlass.model.task import MAX_TASK_ID
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
-from windlass.ports.queries import MAX_PAGE, MAX_POINTS, LogLine, OpenAlert, Overview, Sample, TaskList, TaskRow
 from windlass.server.auth import viewer
 from windlass.server.context import AppContext, DashboardContext, answering
 from windlass.server.errors import not_found

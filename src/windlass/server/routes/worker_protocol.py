@@ -170,7 +170,7 @@ def worker_routes(face: AppContext) -> APIRouter:
 
     @router.post(http.DEREGISTER, status_code=204)
     async def leave(call: http.DeregisterCall, worker: Worker) -> Response:
-        await store.leave(worker.worker_id, call.reason)
+        await store.deregister(worker.worker_id, call.reason)
         return Response(status_code=204)
 
     @router.post(http.RUN_MAINTENANCE, **documented(http.Recovered, "Look after others", "recovered"))

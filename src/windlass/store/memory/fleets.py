@@ -6,8 +6,8 @@ from datetime import datetime
 
 from windlass.model.cycle import Fleet
 from windlass.model.fleet import MAX_RESTARTS
+from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.snapshot import PlannerState
-from windlass.ports.control import Candidate, LeaseLost, Standby
 from windlass.store.memory.interval import interval
 
 
@@ -65,7 +65,7 @@ class LeaseTable:
         self._clock = clock
         self.rows: dict[str, LeaseRow] = {}
 
-    def lead(self, candidate: Candidate) -> int | Standby:
+    def acquire(self, candidate: Candidate) -> int | Standby:
         now = self._clock()
         lease = self.rows.get(candidate.lease)
         if lease is None:
@@ -78,7 +78,7 @@ class LeaseTable:
         lease.expires_at = now + interval(candidate.ttl_s)
         return lease.term
 
-    def resign(self, candidate: Candidate) -> None:
+    def release(self, candidate: Candidate) -> None:
         lease = self.rows.get(candidate.lease)
         if lease is not None and lease.holder == candidate.holder:
             lease.expires_at = self._clock()

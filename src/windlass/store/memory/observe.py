@@ -29,7 +29,7 @@ from windlass.store.memory.tables import Tables
 from windlass.store.memory.tasks import MemoryTask, TaskTable
 from windlass.store.memory.workers import MemoryWorker, WorkerTable
 
-# The bounds of windlass.observe.
+# The bounds of the SQL function observe().
 MAX_HIRINGS = 1000
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
