@@ -144,7 +144,9 @@ def assert_refused(done: Completed, sentence: str) -> None:
             "cannot change to the folder missing",
             id="no such folder",
         ),
-        pytest.param((*WORKER, "--exec", "x", "--lease", "1"), {}, "three beats must fit", id="a lease too short"),
+        pytest.param(
+            (*WORKER, "--exec", "x", "--lease", "1"), {}, "at least three heartbeat intervals", id="a lease too short"
+        ),
         pytest.param((*WORKER, "--exec", "x", "--lease", "-1"), {}, "greater than 0", id="a negative lease"),
         pytest.param(
             ("worker", "-q", "a b", "--exec", "x"), {}, "cannot be a queue's name", id="an invalid queue of a worker"
@@ -153,7 +155,7 @@ def assert_refused(done: Completed, sentence: str) -> None:
         pytest.param(
             ("status", "--config", "missing"),
             {},
-            "there is no configuration file missing",
+            "configuration file missing not found",
             id="no such configuration file",
         ),
         pytest.param(("status",), {"WINDLASS_LEASE_S": "3"}, "is not a setting", id="an unknown variable"),
@@ -163,11 +165,11 @@ def assert_refused(done: Completed, sentence: str) -> None:
         pytest.param(
             ("status",),
             {"DATABASE_URL": f"mysql://u:{PASSWORD}@h"},
-            "not the address of",
+            "not the URL of",
             id="another kind of database",
         ),
         pytest.param(("status",), {"DATABASE_URL": f"postgresql://u:{PASSWORD}#@h"}, "%23", id="an unencoded password"),
-        pytest.param(("status",), {"DATABASE_URL": PASSWORD}, "is not an address", id="not a URL"),
+        pytest.param(("status",), {"DATABASE_URL": PASSWORD}, "is not a URL", id="not a URL"),
         # Databases.
         pytest.param(
             ("status",), {"DATABASE_URL": NOWHERE}, "127.0.0.1:1 cannot be reached", id="status without a server"

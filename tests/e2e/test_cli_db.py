@@ -288,9 +288,7 @@ def test_doctor_finds_a_folder_with_other_files(windlass: CommandLine, data_dir:
 @pytest.mark.parametrize(
     ("env", "check", "what"),
     [
-        pytest.param(
-            {"DATABASE_URL": "postgresql://u@127.0.0.1:1/d"}, "database", "cannot be reached", id="no server"
-        ),
+        pytest.param({"DATABASE_URL": "postgresql://u@127.0.0.1:1/d"}, "database", "cannot be reached", id="no server"),
         pytest.param({"WINDLASS_NOPE": "1"}, "configuration", "WINDLASS_NOPE in the environment", id="a bad setting"),
         pytest.param({"WINDLASS_DATA_DIR": "/dev/null/x"}, "disk", "is not writable", id="an unusable folder"),
     ],

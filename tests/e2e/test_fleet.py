@@ -764,9 +764,7 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(("pause", "--fleet", "nobody"), "fleet nobody not found", id="pause of an unknown fleet"),
         pytest.param(("resume", "--fleet", "nobody"), "fleet nobody not found", id="resume of an unknown fleet"),
         pytest.param(("terminate", "--fleet", "nobody"), "fleet nobody not found", id="terminate an unknown fleet"),
-        pytest.param(
-            ("workers", "list", "--fleet", "nobody"), "fleet nobody not found", id="list of an unknown fleet"
-        ),
+        pytest.param(("workers", "list", "--fleet", "nobody"), "fleet nobody not found", id="list of an unknown fleet"),
         pytest.param(("terminate", "nobody"), "live worker or fleet nobody not found", id="an unknown worker"),
         pytest.param(("terminate",), "nothing to terminate", id="nobody to terminate"),
         pytest.param(("pause",), "pass exactly one of", id="nothing to pause"),

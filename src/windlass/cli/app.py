@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from windlass import __version__
 from windlass.cli.errors import EXIT_BAD_INPUT, print_error
 from windlass.model.errors import WindlassError
-from windlass.model.urls import masked
+from windlass.model.redaction import masked
 
 EXIT_DEFECT = 1
 EXIT_INTERRUPTED = 130

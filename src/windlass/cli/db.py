@@ -11,7 +11,7 @@ from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.model.config import Config
 from windlass.model.errors import BadInput
-from windlass.model.urls import without_password
+from windlass.model.redaction import without_password
 from windlass.wiring import schema, stores
 
 app = typer.Typer(help="Manage the database schema.", no_args_is_help=True)
