@@ -197,7 +197,7 @@ async def test_a_burst_is_hired_for_worked_off_and_let_go(host: Host) -> None:
     assert {worker.slot for worker in workers} == {0, 1}
     assert {worker.code for worker in workers} == {"IDLE"}
     await host.end(up)
-    assert "hiring 2: 10 waiting" in host.log()
+    assert "spawn 2: 10 queued" in host.log()
 
 
 async def test_a_worker_that_is_killed_is_replaced_and_its_task_recovered(host: Host) -> None:
@@ -300,7 +300,7 @@ async def test_a_second_signal_ends_it_at_once_and_leaves_who_is_at_work(host: H
     running = await host.until_status(TaskStatus.RUNNING, task)
     up.send_signal(signal.SIGTERM)
     told_at = time.monotonic()
-    await host.until_decided("winding down: 1 left")
+    await host.until_decided("shutting down: 1 left")
     assert "told to stop again (Ctrl-C), we leave them to the next start" in host.log()
     # One that comes sooner is the same again.
     await until(lambda: time.monotonic() > told_at + 2 * SAME_SIGNAL_S, "the end of the moment")
@@ -322,7 +322,7 @@ async def test_two_signals_of_one_moment_are_one_and_everybody_may_finish(host: 
     await host.until_status(TaskStatus.RUNNING, task)
     for _ in range(2):
         up.send_signal(signal.SIGTERM)
-    await host.until_decided("winding down: 1 left")
+    await host.until_decided("shutting down: 1 left")
     gate.touch()
     await host.until_status(TaskStatus.COMPLETE, task)
     await until(lambda: up.poll() is not None, f"up ends\n{host.log()}", 30.0)
@@ -709,11 +709,11 @@ async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) ->
     other = host.windlass("replay", number, "--with", "other.toml", "--json").json
     assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["Spawn"])
     assert "replayed: same decision" in host.windlass("replay", number).out
-    assert "replayed: hiring 1" in host.windlass("replay", number, "--with", "other.toml").out
+    assert "replayed: spawn 1" in host.windlass("replay", number, "--with", "other.toml").out
     fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
     assert fewer["again"] == other["again"]
     for wrong, sentence in (
-        (("--set", "max_worker=1"), "'max_worker=1' is no setting of a fleet: write name=value"),
+        (("--set", "max_worker=1"), "'max_worker=1' is not a fleet setting: write name=value"),
         (("--with", "nosuch.toml"), "there is no configuration file nosuch.toml: check the path given with --with."),
     ):
         refused = host.windlass("replay", number, *wrong)
@@ -734,7 +734,7 @@ async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:
             nonlocal drawn
             with suppress(BlockingIOError):
                 drawn += os.read(terminal, 65_536)  # perhaps a part of a character
-            return b"hiring 1: 1 waiting" in drawn and b"running tasks" in drawn
+            return b"spawn 1: 1 queued" in drawn and b"running tasks" in drawn
 
         try:
             await until(is_drawn, "a picture")

@@ -14,7 +14,7 @@ from test_demo import leftovers_of
 from support.command_line import CommandLine
 from support.hetzner_contract import Contract
 from support.postgres_servers import wait_until
-from support.vendor_contract import Witnessed
+from support.vendor_contract import RecordingEmulator
 from windlass.demo.hetzner import SECOND_BURST, HetznerDemo
 from windlass_emulators.http import Emulator
 
@@ -32,14 +32,14 @@ def windlass(reachable_path: Path) -> CommandLine:
 
 async def test_demo_on_hetzner_replaces_a_crashed_server_and_the_bill_matches() -> None:
     printed: list[str] = []
-    witnesses: list[Witnessed] = []
+    recorders: list[RecordingEmulator] = []
 
     def with_contract(emulator: Emulator) -> Emulator:
         contract = Contract.find_or_none()
         if contract is None:  # the published contract is not installed
             return emulator
-        witnesses.append(Witnessed(emulator, contract))
-        return witnesses[-1]
+        recorders.append(RecordingEmulator(emulator, contract))
+        return recorders[-1]
 
     demo = HetznerDemo(TASKS, SERVERS, printed.append, hour_s=HOUR_S, wrap=with_contract)
     async with asyncio.timeout(TIMEOUT_S), demo.run() as (report, _):
@@ -58,9 +58,9 @@ async def test_demo_on_hetzner_replaces_a_crashed_server_and_the_bill_matches() 
         assert report.bill.requests < report.took_s + 30
     requests = {(method, path) for _, method, path in demo.emulator.requests}
     assert {("POST", "/v1/servers"), ("GET", "/v1/servers"), ("GET", "/v1/pricing")} <= requests
-    for witness in witnesses:
-        assert witness.complaints == []
-        assert witness.judged >= report.bill.requests
+    for recorder in recorders:
+        assert recorder.violations == []
+        assert recorder.checked >= report.bill.requests
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

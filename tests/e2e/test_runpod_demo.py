@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from support.runpod_contract import Contract
-from support.vendor_contract import Witnessed
+from support.vendor_contract import RecordingEmulator
 from windlass.demo.runpod import GPUS, RunpodDemo
 from windlass_emulators.http import Emulator
 from windlass_emulators.runpod.pod_host import find_sshd
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.skipif(find_sshd() is None, reason="sshd not found: ins
 
 async def test_demo_on_runpod_replaces_failed_pods_and_the_bill_matches() -> None:
     printed: list[str] = []
-    witnesses: list[Witnessed] = []
+    recorders: list[RecordingEmulator] = []
 
     def with_contract(emulator: Emulator) -> Emulator:
         contract = Contract.find_or_none()
         if contract is None:  # the published contract is not installed
             return emulator
-        witnesses.append(Witnessed(emulator, contract))
-        return witnesses[-1]
+        recorders.append(RecordingEmulator(emulator, contract))
+        return recorders[-1]
 
     demo = RunpodDemo(TASKS, PODS, printed.append, wrap=with_contract)
     async with asyncio.timeout(TIMEOUT_S), demo.run() as (report, _):
@@ -52,7 +52,7 @@ async def test_demo_on_runpod_replaces_failed_pods_and_the_bill_matches() -> Non
         for pod in pods:
             assert pod.ledger_micros == pod.bill_micros > 0
         assert report.bill.ledger_micros == report.bill.total_micros
-    for witness in witnesses:
-        assert witness.complaints == []
+    for recorder in recorders:
+        assert recorder.violations == []
         # All requests except the one that created the volume before the server started.
-        assert witness.judged >= report.bill.requests - 1
+        assert recorder.checked >= report.bill.requests - 1

@@ -36,7 +36,7 @@ TASK_LISTS = (
     ("failed", "Dead letters"),
 )
 # How decisions begin that are worth a colour.
-_HIRING = ("hiring", "wanting")
+_HIRING = ("spawn", "waiting to spawn")
 _NUMBER = pattern(r"\d[\d,.]*")
 
 
