@@ -81,18 +81,18 @@ def test_document_contains_no_secret(windlass: CommandLine) -> None:
             "[fleets.a]\n[fleets.b]", [], "several fleets are configured (a, b): choose one", id="several fleets"
         ),
         pytest.param("[fleets.a]", ["--fleet", "b"], "fleet b not found; configured fleets: a.", id="no such fleet"),
-        pytest.param("", ["--worker-id", "a b"], "'a b' cannot be a worker's id", id="an invalid worker id"),
-        pytest.param("", ["--url", "example.org"], "write https://host:port", id="an invalid URL"),
+        pytest.param("", ["--worker-id", "a b"], "'a b' is not a valid worker id", id="an invalid worker id"),
+        pytest.param("", ["--url", "example.org"], "https://host:port", id="an invalid URL"),
         pytest.param(
             '[fleets.a.bootstrap]\ntemplate = "missing.j2"',
             [],
-            "the bootstrap template missing.j2 cannot be read (No such file or directory): check bootstrap.template.",
+            "cannot read the bootstrap template missing.j2: No such file or directory. Check bootstrap.template.",
             id="no template",
         ),
         pytest.param(
             '[fleets.a.bootstrap]\nimages = ["x"]',
             [],
-            "fleets.a.bootstrap (has_docker from default, images from windlass.toml): images are to be pulled but",
+            "fleets.a.bootstrap (has_docker from default, images from windlass.toml): images requires has_docker",
             id="images without Docker",
         ),
         pytest.param(
@@ -101,7 +101,7 @@ def test_document_contains_no_secret(windlass: CommandLine) -> None:
         pytest.param(
             '[fleets.a.bootstrap]\nsetup = ["true", ""]',
             [],
-            "fleets.a.bootstrap.setup.1 (from windlass.toml) is '': an empty command does nothing: leave it out.",
+            "fleets.a.bootstrap.setup.1 (from windlass.toml) is '': the command is empty: remove it.",
             id="an empty command",
         ),
     ],

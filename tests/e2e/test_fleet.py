@@ -215,7 +215,7 @@ async def test_a_worker_that_is_killed_is_replaced_and_its_task_recovered(host: 
     told = host.windlass("explain", killed.id).out
     assert f"Worker {killed.id} has ended (MACHINE_GONE): " in told
     assert "was killed by SIGKILL" in told
-    assert "its log ends: {" not in told
+    assert "last log line: {" not in told
     story = host.windlass("explain", task).out
     assert "is complete after 2 attempts" in story
     assert "TASK_REQUEUED" in story
@@ -394,8 +394,8 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
         await until(lambda said=said: host.log().count("nothing changed") > said, f"it says so\n{host.log()}")
     assert "fleets.default.max_workers (from windlass.toml) is 0" in host.log()
     assert "fleet default has nothing to run" in host.log()
-    assert "fleet default: cannot find nosuch in app: check the name after the colon." in host.log()
-    assert "there is no command 'nosuch-command': check exec of fleet default" in host.log()
+    assert "fleet default: cannot find nosuch in app. Check the name after the colon." in host.log()
+    assert "command 'nosuch-command' not found. Check exec of fleet default" in host.log()
     go.touch()
     await host.until_status(TaskStatus.COMPLETE, *tasks)
     await host.until_workers(0)
@@ -484,7 +484,7 @@ async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mend
     told = host.windlass("explain", "default").out
     assert "Slot 0 has failed too often and stays empty until `windlass restart default`." in told
     broken = [worker for worker in await host.store.workers(include_terminated=True) if worker.code]
-    assert "cannot import missing:work" in host.windlass("explain", broken[-1].id).out
+    assert "cannot import handler missing:work" in host.windlass("explain", broken[-1].id).out
     assert "failed slots 0" in host.windlass("status").out
     assert "Slot 0 has failed" in host.windlass("explain", task).out
     (host.folder / "missing.py").write_text(APP)
@@ -504,7 +504,7 @@ async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_han
     await until(hold, f"it is held\n{host.log()}")
     assert await hold() == "FAILURE_RATE"
     assert len(await host.store.workers(include_terminated=True)) <= 5 + SETTINGS["max_workers"]
-    why = "its log ends: windlass: cannot import missing:work (No module named 'missing')"
+    why = "last log line: windlass: cannot import handler missing:work: No module named 'missing'"
     for told in (("status",), ("explain", "default"), ("explain", task)):
         assert why in host.windlass(*told).out, "the cause is told wherever the hold is"
 
@@ -671,7 +671,7 @@ async def test_cycles_run_by_cron_apply_retention_and_refuse_what_cannot_be_run(
     host.configure(handler=None, exec="nosuch-command now")
     refused = host.windlass("cycle")
     assert refused.code == 2
-    assert "there is no command 'nosuch-command': check exec of fleet default" in refused.err
+    assert "command 'nosuch-command' not found. Check exec of fleet default" in refused.err
 
 
 async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a provider that does not list its machines, and how often it is asked for storage they share."""
+"""Providers that return no machine list, and the interval of volume checks."""
 
 import asyncio
 from random import Random
@@ -16,7 +16,7 @@ from windlass.store.memory.control import MemoryControlStore
 
 
 class Away:
-    """Has no machines, and cannot be reached while there is a problem."""
+    """Lists no machines, or fails while `problem` is set."""
 
     traits = ProviderTraits()
 
@@ -40,7 +40,7 @@ class Away:
     async def close(self) -> None: ...
 
 
-def test_the_same_trouble_with_a_list_is_said_once_and_then_every_minute() -> None:
+def test_repeated_list_error_is_logged_once_per_minute() -> None:
     provider = Away()
 
     async def said_after(problem: str | None, cycles: int, cycle: FleetCycle) -> list[str]:
@@ -73,7 +73,7 @@ def test_the_same_trouble_with_a_list_is_said_once_and_then_every_minute() -> No
 
 
 class Sharing(Away):
-    """Its machines share a volume."""
+    """A provider with a shared volume."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Sharing(Away):
         raise AssertionError(f"{volume_id} has {size_gb} GB already")
 
 
-def test_storage_is_looked_at_every_so_many_cycles_whoever_runs_them() -> None:
+def test_volume_check_interval_spans_orchestrators() -> None:
     async def live() -> None:
         store, provider = MemoryControlStore(virtual_now), Sharing()
         fleet = FleetConfig(queues=("red",), poll_interval_s=5, storage_check_interval_cycles=4)
@@ -97,7 +97,7 @@ def test_storage_is_looked_at_every_so_many_cycles_whoever_runs_them() -> None:
         async def looks_in(cycles: int) -> int:
             before = provider.looks
             for _ in range(cycles):
-                # Each a process of its own, as with `windlass cycle`.
+                # Each cycle is a separate process, as with `windlass cycle`.
                 cycle = FleetCycle("red", fleet, store, provider, Candidate("ann", 30.0), Random(1))  # noqa: S311
                 await cycle.run()
                 await asyncio.sleep(5.0)

@@ -13,7 +13,7 @@ from windlass.cli.output import print_json
 from windlass.config_loader import Loaded, secrets_of
 from windlass.control.summary import Summary
 from windlass.model.errors import BadInput, ConfigError
-from windlass.wiring.providers import why_not_startable
+from windlass.wiring.providers import startup_problem
 from windlass.wiring.up import NO_FLEET, run_cycles, run_up
 
 Queues = Annotated[
@@ -139,7 +139,7 @@ def check_fleets(loaded: Loaded) -> None:
             source = loaded.source(f"fleets.{name}.chdir")
             raise ConfigError(f"fleets.{name}.chdir (from {source}) is {fleet.chdir}: folder not found.")
         if fleet.provider == "local":
-            problem = why_not_startable(name, fleet)
+            problem = startup_problem(name, fleet)
             if problem is not None:
                 raise ConfigError(problem)
 

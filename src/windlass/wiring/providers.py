@@ -316,8 +316,8 @@ async def _known_instance_id(config: Config) -> str | None:
         return None
 
 
-def why_not_startable(name: str, fleet: "FleetConfig") -> str | None:
+def startup_problem(name: str, fleet: "FleetConfig") -> str | None:
     """Why no worker process of a local fleet could start, as a sentence; None if one could."""
-    from windlass.providers.local import provider as local
+    from windlass.providers.local import spawn
 
-    return local.why_not_startable(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))
+    return spawn.startup_problem(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))
