@@ -84,10 +84,13 @@ def test_spent_budget_stops_spawning_in_the_same_plan() -> None:
     assert planned.hold.code == "BUDGET"
 
 
-def test_tasks_of_a_failed_worker_are_spawned_for_in_the_same_plan() -> None:
-    """scale comes after the failures and deletions: their tasks are queued again and their slots are free."""
+def test_tasks_of_a_failed_worker_count_as_demand_in_the_same_plan() -> None:
+    """scale comes after the failures and deletions: it wants a worker for their tasks, which the next cycle spawns."""
     planned = plan(snapshot(worker(heartbeat=999, running=(task(),))), LOCAL)
-    assert kinds(planned) == ["fail", "delete", "spawn"]
+    assert kinds(planned) == ["fail", "delete"]
+    assert planned.is_cut_short
+    idle = plan(snapshot(worker(heartbeat=999)), LOCAL)
+    assert (kinds(idle), idle.is_cut_short) == (["fail", "delete"], False)
 
 
 def test_machine_of_a_draining_worker_is_not_prepared() -> None:
@@ -162,7 +165,7 @@ def test_lifecycle_transitions(seen: Snapshot, expected: list[str]) -> None:
         ),
         pytest.param(
             snapshot(worker(heartbeat=31), queued=1, slots=(SlotView(0, False, (ago(60),) * 3),)),
-            ["fail", "delete", "spawn", "alert"],
+            ["fail", "delete", "alert"],
             id="crashed -> starting: four crashes in five minutes raise an alert",
         ),
         pytest.param(
@@ -364,7 +367,7 @@ def test_unanswered_create_keeps_its_slot() -> None:
 def test_unanswered_create_without_machine_is_no_restart() -> None:
     unanswered = worker(status="spawning", heartbeat=None, machine_id=None, created=120, creation="ambiguous")
     planned = plan(snapshot(unanswered, queued=1, machines=(), traits=CLOUD), fleet(spawn_timeout_s=600))
-    assert kinds(planned) == ["delete", "spawn"]
+    assert kinds(planned) == ["delete"]
     assert only(planned, Delete).code == "NO_MACHINE_ID"
 
 
@@ -412,7 +415,7 @@ def test_orphaned_machines_count_towards_max_workers() -> None:
 
 def test_missing_machine_is_replaced_after_absence_grace() -> None:
     view = worker(heartbeat=20, running=(task(),))
-    for since, expected in ((None, []), (59, []), (60, ["fail", "delete", "spawn"])):
+    for since, expected in ((None, []), (59, []), (60, ["fail", "delete"])):
         state = {} if since is None else {"missing_since": {"w0": ago(since)}}
         assert kinds(plan(snapshot(view, machines=(), traits=CLOUD, state=state), LOCAL)) == expected
 
@@ -489,7 +492,7 @@ def test_slow_cron_cycles_still_detect_dead_workers() -> None:
     """`windlass cycle` from cron, once a minute."""
     first = plan(silent(1, 1, state={"planned_at": ago(60)}), LOCAL)
     second = plan(silent(1, 1, state={"planned_at": ago(60), "mass_silence_since": ago(60)}), LOCAL)
-    assert (kinds(first), kinds(second)) == (["alert"], ["fail", "delete", "spawn"])
+    assert (kinds(first), kinds(second)) == (["alert"], ["fail", "delete"])
 
 
 def test_total_hold_overrides_spawn_hold() -> None:
