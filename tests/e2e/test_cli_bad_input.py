@@ -244,8 +244,8 @@ def test_up_refuses_a_handler_that_workers_cannot_run(
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ('provider = "hetzner"', "there is no token for Hetzner: set HETZNER_API_TOKEN"),
-        ('provider = "runpod"\nrunpod.image = "i"', "there is no key for Runpod: set RUNPOD_API_KEY"),
+        ('provider = "hetzner"', "the Hetzner API token is missing. Set HETZNER_API_TOKEN"),
+        ('provider = "runpod"\nrunpod.image = "i"', "the Runpod API key is missing. Set RUNPOD_API_KEY"),
     ],
 )
 def test_up_refuses_to_start_without_a_provider_key(windlass: CommandLine, settings: str, sentence: str) -> None:

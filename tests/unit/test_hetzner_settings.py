@@ -122,16 +122,16 @@ def test_invalid_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_token_is_reported() -> None:
     fleet = FleetConfig(provider="hetzner", handler="a:b")
-    with pytest.raises(ConfigError, match="no token for Hetzner: set HETZNER_API_TOKEN"):
-        providers.provider("f", fleet, Config(fleets={"f": fleet}), "instance")
+    with pytest.raises(ConfigError, match="the Hetzner API token is missing. Set HETZNER_API_TOKEN"):
+        providers.make_provider("f", fleet, Config(fleets={"f": fleet}), "instance")
 
 
 def test_server_without_network_is_refused() -> None:
     fleet = FleetConfig(provider="hetzner", hetzner=HetznerSettings(is_ipv4_on=False))
     config = Config(fleets={"f": fleet}, hetzner_api_token="secret", api=ApiConfig(url="https://control.example"))
-    with pytest.raises(ConfigError, match="the servers of fleet f would have no network: set hetzner_network_id"):
-        providers.provider("f", fleet, config, "instance")
-    providers.provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}), "instance")
+    with pytest.raises(ConfigError, match="servers of fleet f would have no network. Set hetzner_network_id"):
+        providers.make_provider("f", fleet, config, "instance")
+    providers.make_provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}), "instance")
 
 
 def test_fleets_with_one_token_share_an_account_and_the_longest_timeout() -> None:

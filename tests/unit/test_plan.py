@@ -84,10 +84,13 @@ def test_spent_budget_stops_spawning_in_the_same_plan() -> None:
     assert planned.hold.code == "BUDGET"
 
 
-def test_tasks_of_a_failed_worker_are_spawned_for_in_the_same_plan() -> None:
-    """scale comes after the failures and deletions: their tasks are queued again and their slots are free."""
+def test_tasks_of_a_failed_worker_count_as_demand_in_the_same_plan() -> None:
+    """scale comes after the failures and deletions: it wants a worker for their tasks, which the next cycle spawns."""
     planned = plan(snapshot(worker(heartbeat=999, running=(task(),))), LOCAL)
-    assert kinds(planned) == ["fail", "delete", "spawn"]
+    assert kinds(planned) == ["fail", "delete"]
+    assert planned.is_cut_short
+    idle = plan(snapshot(worker(heartbeat=999)), LOCAL)
+    assert (kinds(idle), idle.is_cut_short) == (["fail", "delete"], False)
 
 
 def test_machine_of_a_draining_worker_is_not_prepared() -> None:
@@ -162,7 +165,7 @@ def test_lifecycle_transitions(seen: Snapshot, expected: list[str]) -> None:
         ),
         pytest.param(
             snapshot(worker(heartbeat=31), queued=1, slots=(SlotView(0, False, (ago(60),) * 3),)),
-            ["fail", "delete", "spawn", "alert"],
+            ["fail", "delete", "alert"],
             id="crashed -> starting: four crashes in five minutes raise an alert",
         ),
         pytest.param(
@@ -364,7 +367,7 @@ def test_unanswered_create_keeps_its_slot() -> None:
 def test_unanswered_create_without_machine_is_no_restart() -> None:
     unanswered = worker(status="spawning", heartbeat=None, machine_id=None, created=120, creation="ambiguous")
     planned = plan(snapshot(unanswered, queued=1, machines=(), traits=CLOUD), fleet(spawn_timeout_s=600))
-    assert kinds(planned) == ["delete", "spawn"]
+    assert kinds(planned) == ["delete"]
     assert only(planned, Delete).code == "NO_MACHINE_ID"
 
 
@@ -374,7 +377,7 @@ def test_failed_worker_with_unknown_machine_waits_for_list() -> None:
     assert only(plan(snapshot(broken, machines=(), traits=CLOUD), LOCAL), Delete).machine_id is None
     found = plan(snapshot(broken, machines=(machine("w0", id_="there"),), traits=CLOUD), LOCAL)
     assert only(found, Delete).machine_id == "there"
-    assert only(found, Adopt).machine_id == "there", "it is paid for until it is gone"
+    assert only(found, Adopt).machine_id == "there", "it is billed until it is deleted"
 
 
 @pytest.mark.parametrize(("asked_s", "is_alerted"), [(299, False), (300, True)])
@@ -392,27 +395,27 @@ def test_machine_that_is_not_deleted_raises_alert(asked_s: float, is_alerted: bo
 
 
 def test_orphaned_machine_is_deleted_after_grace() -> None:
-    orphan = machine("nobody")
+    orphan = machine("unknown")
     first = plan(snapshot(machines=(orphan,), traits=CLOUD), LOCAL)
     assert first.actions == ()
-    assert first.planner_state.orphans.orphan_since == {"m-nobody": NOW}
+    assert first.planner_state.orphans.orphan_since == {"m-unknown": NOW}
     for since, expected in ((59, []), (60, ["delete_orphan"])):
-        seen = snapshot(machines=(orphan,), traits=CLOUD, state={"orphan_since": {"m-nobody": ago(since)}})
+        seen = snapshot(machines=(orphan,), traits=CLOUD, state={"orphan_since": {"m-unknown": ago(since)}})
         assert kinds(plan(seen, LOCAL)) == expected
 
 
 def test_orphaned_machines_count_towards_max_workers() -> None:
     config = fleet(max_workers=2)
-    for machines in ((machine("nobody"),), None):
-        seen = snapshot(queued=9, machines=machines, traits=CLOUD, state={"orphan_since": {"m-nobody": ago(5)}})
+    for machines in ((machine("unknown"),), None):
+        seen = snapshot(queued=9, machines=machines, traits=CLOUD, state={"orphan_since": {"m-unknown": ago(5)}})
         assert kinds(plan(seen, config)) == ["spawn"]
-    ended = snapshot(queued=9, machines=(machine("nobody", "exited"),), traits=CLOUD)
+    ended = snapshot(queued=9, machines=(machine("unknown", "exited"),), traits=CLOUD)
     assert kinds(plan(ended, config)) == ["spawn", "spawn"], "one that has exited is not billed"
 
 
 def test_missing_machine_is_replaced_after_absence_grace() -> None:
     view = worker(heartbeat=20, running=(task(),))
-    for since, expected in ((None, []), (59, []), (60, ["fail", "delete", "spawn"])):
+    for since, expected in ((None, []), (59, []), (60, ["fail", "delete"])):
         state = {} if since is None else {"missing_since": {"w0": ago(since)}}
         assert kinds(plan(snapshot(view, machines=(), traits=CLOUD, state=state), LOCAL)) == expected
 
@@ -461,8 +464,8 @@ def test_mass_silence_holds_all_actions(count: int, of: int, is_held: bool) -> N
 
 def test_mass_silence_hold_ends() -> None:
     config = fleet(max_workers=20)
-    heard_again = plan(silent(0, 4, state={"mass_silence_since": ago(10)}), config)
-    assert (heard_again.actions, heard_again.hold, heard_again.planner_state.health.mass_silence_since) == (
+    beating_again = plan(silent(0, 4, state={"mass_silence_since": ago(10)}), config)
+    assert (beating_again.actions, beating_again.hold, beating_again.planner_state.health.mass_silence_since) == (
         (),
         None,
         None,
@@ -489,7 +492,7 @@ def test_slow_cron_cycles_still_detect_dead_workers() -> None:
     """`windlass cycle` from cron, once a minute."""
     first = plan(silent(1, 1, state={"planned_at": ago(60)}), LOCAL)
     second = plan(silent(1, 1, state={"planned_at": ago(60), "mass_silence_since": ago(60)}), LOCAL)
-    assert (kinds(first), kinds(second)) == (["alert"], ["fail", "delete", "spawn"])
+    assert (kinds(first), kinds(second)) == (["alert"], ["fail", "delete"])
 
 
 def test_total_hold_overrides_spawn_hold() -> None:
@@ -672,7 +675,7 @@ def test_shutdown_drains_all_spawned_workers_at_once(seen: dict[str, Any]) -> No
 
 
 def orphans(count: int) -> tuple[Machine, ...]:
-    return tuple(machine(f"nobody-{n}") for n in range(count))
+    return tuple(machine(f"unknown-{n}") for n in range(count))
 
 
 @pytest.mark.parametrize(
@@ -696,7 +699,7 @@ def test_orphans_are_deleted_unless_most_machines_are_orphaned(count: int, own: 
 
 def test_exited_orphans_cause_no_hold() -> None:
     """Exited processes stay listed for a while after their rows are closed."""
-    exited = tuple(machine(f"nobody-{n}", "exited") for n in range(5))
+    exited = tuple(machine(f"unknown-{n}", "exited") for n in range(5))
     planned = plan(snapshot(machines=exited), LOCAL)
     assert (planned.hold, len(of_kind(planned.actions, DeleteOrphan))) == (None, 5)
 
@@ -907,8 +910,8 @@ def test_fleet_restart_abandons_machines_of_other_account(is_key_new: bool) -> N
     state_then = abandoned.planner_state
     for after_s in (10, 600):
         now = NOW + timedelta(seconds=after_s)
-        heard = tuple(replace(view, last_heartbeat=now, running=(task(n),)) for n, view in enumerate(leaving))
-        later = replace(seen, now=now, planner_state=state_then, restarted_at=ago(5), workers=heard)
+        live = tuple(replace(view, last_heartbeat=now, running=(task(n),)) for n, view in enumerate(leaving))
+        later = replace(seen, now=now, planner_state=state_then, restarted_at=ago(5), workers=live)
         planned = plan(later, fleet(max_workers=9, stop_timeout_s=9999))
         assert planned.hold is None
         state_then = planned.planner_state

@@ -77,7 +77,10 @@ def test_worker_at_fault_is_quarantined_and_replaced() -> None:
     assert (failed.worker_id, failed.code, failed.evidence) == ("w0", "QUARANTINED", DEAD)
     assert failed.attempt_refund == AttemptRefund(DEAD.since)
     assert [delete.worker_id for delete in of_kind(planned.actions, Delete)] == ["w0"]
-    assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [0]
+    # The replacement is spawned by the next cycle, once the worker is gone.
+    assert of_kind(planned.actions, Spawn) == []
+    following = plan(snapshot(*views[1:], queued=6), LOCAL)
+    assert [spawn.slot for spawn in of_kind(following.actions, Spawn)] == [0]
 
 
 def test_quarantined_worker_is_not_proven() -> None:

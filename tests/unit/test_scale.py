@@ -19,7 +19,7 @@ from support.snapshots import (
     task,
     worker,
 )
-from windlass.model.action import Drain, Plan, Spawn
+from windlass.model.action import Delete, Drain, Plan, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import QueueView, SlotView, Snapshot, WorkerView
 from windlass.policy.derive import Presence, WorkerState, derive_worker_state
@@ -310,13 +310,17 @@ def test_busy_worker_is_not_drained_when_queue_is_empty(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["threshold", "buffered", "clear-time"])
-def test_dead_worker_is_replaced_once_in_same_cycle(policy: str) -> None:
+def test_dead_worker_is_replaced_once_by_next_cycle(policy: str) -> None:
     """Not twice, as a replacement and for the deficit: replacement is ordinary scaling."""
     config = fleet(policy=policy)
     seen = snapshot(worker(heartbeat=31, running=(task(),)))
     planned = plan(seen, config)
-    assert kinds(planned) == ["fail", "delete", "spawn"]
-    assert plan(apply(planned, seen, config), config).actions == ()
+    assert kinds(planned) == ["fail", "delete"]
+    assert planned.is_cut_short
+    seen = apply(planned, seen, config)
+    following = plan(seen, config)
+    assert kinds(following) == ["spawn"]
+    assert plan(apply(following, seen, config), config).actions == ()
 
 
 # -------------------------------------------------------------------------------------------------- which workers count
@@ -405,7 +409,7 @@ def test_requested_worker_replaces_no_existing_worker() -> None:
 
 
 def test_no_drain_while_request_waits_for_deletions() -> None:
-    seen = snapshot(worker(), idle=900, requested=1, machines=(machine("w0"), machine("nobody")))
+    seen = snapshot(worker(), idle=900, requested=1, machines=(machine("w0"), machine("unknown")))
     planned = plan(seen, fleet(BUFFERED, max_workers=2))
     assert kinds(planned) == ["delete_orphan"]
     assert "machines that are not deleted yet count towards max_workers" in planned.decision
@@ -464,4 +468,7 @@ def test_slot_is_refilled_only_after_its_deletion() -> None:
 def test_failed_worker_is_replaced_in_its_slot() -> None:
     views = [worker("w0", 0, heartbeat=31), worker("w1", 1, running=(task(),))]
     planned = plan(snapshot(*views, queued=1), BUFFERED)
-    assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [0]
+    assert [delete.worker_id for delete in of_kind(planned.actions, Delete)] == ["w0"]
+    assert of_kind(planned.actions, Spawn) == [], "its slot is reserved until it is gone"
+    following = plan(snapshot(views[1], queued=1), BUFFERED)
+    assert [spawn.slot for spawn in of_kind(following.actions, Spawn)] == [0]

@@ -5,7 +5,7 @@ from random import Random
 
 from structlog.testing import capture_logs
 
-from windlass.control.cycle import UNLISTED_TOLD_S, FleetCycle
+from windlass.control.cycle import LISTING_LOG_INTERVAL_S, FleetCycle
 from windlass.model.errors import Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
@@ -24,7 +24,7 @@ class Away:
         self.problem: str | None = None
 
     async def create(self, request: MachineRequest) -> Machine:
-        raise AssertionError(f"nobody asked for {request.name}")
+        raise AssertionError(f"unexpected request {request.name}")
 
     async def list_machines(self) -> tuple[Machine, ...]:
         if self.problem is not None:
@@ -49,7 +49,7 @@ def test_repeated_list_error_is_logged_once_per_minute() -> None:
             for _ in range(cycles):
                 await cycle.run(5.0)
                 await asyncio.sleep(5.0)
-        return [line["error"] for line in lines if line["event"] == "machines unknown"]
+        return [line["error"] for line in lines if line["event"] == "list machines failed"]
 
     async def live() -> None:
         fleet = FleetConfig(queues=("red",), poll_interval_s=5)
@@ -61,7 +61,7 @@ def test_repeated_list_error_is_logged_once_per_minute() -> None:
             Candidate("ann", 30.0),
             Random(1),  # noqa: S311
         )
-        minute = int(UNLISTED_TOLD_S / 5)
+        minute = int(LISTING_LOG_INTERVAL_S / 5)
         assert await said_after("refused", minute, cycle) == ["refused"]
         assert await said_after("refused", minute, cycle) == ["refused"]
         assert await said_after("no answer", 3, cycle) == ["no answer"]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from windlass.cost.queries import look
+from windlass.cost.queries import build_report
 from windlass.cost.report import By
 from windlass.demo.environment import (
     FLEET,
@@ -223,7 +223,7 @@ async def ledger_costs(environment: DemoEnvironment) -> dict[str, int]:
     """Micros by worker. The cost of deleted machines is exact, even before their accounts are settled."""
     async with stores.control_store(environment.config) as store:
         now = await store.now()
-        report = await look(store, By.WORKER, now - timedelta(hours=2), now, FLEET, MAX_COST_ROWS)
+        report = await build_report(store, By.WORKER, now - timedelta(hours=2), now, FLEET, MAX_COST_ROWS)
     return {str(cost.key): cost.total_micros for cost in report.costs}
 
 

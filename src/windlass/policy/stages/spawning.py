@@ -116,8 +116,8 @@ def _taken_slots(context: PlanningContext) -> set[int]:
 def _fillable_slots(context: PlanningContext, taken: set[int], most: int) -> list[int]:
     """Slots to fill now, so that never more than max_workers machines exist at the same time.
 
-    A slot whose worker this plan deletes is filled after the deletion. Any other slot needs room for one more machine,
-    and orphaned machines and machines that are being deleted take up room.
+    Orphaned machines and machines that are being deleted take up room. The slot of a worker that this plan deletes is
+    reserved for its replacement, which a later cycle spawns once the worker is gone.
     """
     max_workers = context.fleet.max_workers
     if context.snapshot.machines is None:
@@ -135,4 +135,5 @@ def _fillable_slots(context: PlanningContext, taken: set[int], most: int) -> lis
     # A machine whose deletion began in an earlier cycle may take long: its slot comes last.
     ending = (WorkerStatus.ERROR, WorkerStatus.TERMINATING)
     slow = {state.worker.slot for state in context.states.values() if state.worker.status in ending}
-    return sorted([*lowest, *freed], key=lambda slot: (slot in slow, slot))[: max(0, min(most, limit - remaining))]
+    chosen = sorted([*lowest, *freed], key=lambda slot: (slot in slow, slot))[: max(0, min(most, limit - remaining))]
+    return [slot for slot in chosen if slot not in rows]
