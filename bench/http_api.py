@@ -28,7 +28,6 @@ from bench.figures import percentile, table
 from windlass.cli.logs import configure_logs
 from windlass.control.alerting import AlertManager
 from windlass.control.cycle import FleetCycle
-from windlass.control.explain import tell
 from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig

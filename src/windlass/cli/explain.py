@@ -24,12 +24,12 @@ async def explain(
     as_json: AsJson = False,
 ) -> None:
     """Tell the story: why is this task waiting, why was this worker ended, why was nobody hired."""
-    from windlass.control.explain import tell
+    from windlass.control.explain import explain as explain_name
     from windlass.wiring import stores
 
     loaded = load(config, data_dir)
     async with stores.control_store(loaded.config, may_create=False) as store:
-        story = await tell(store, what)
+        story = await explain_name(store, what)
     if as_json:
         print_json({"answer": story.answer, "history": [{"at": at, "what": text} for at, text in story.history]})
         return
