@@ -34,7 +34,7 @@ class ApiCall:
     params: Mapping[str, Any]
 
 
-class ApiError(Exception):
+class VendorApiError(Exception):
     """A request that the vendor refuses. Subclasses render it in the vendor's format."""
 
     def response(self) -> Response:

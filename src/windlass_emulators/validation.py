@@ -6,9 +6,8 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from windlass_emulators.http import ApiError, Json
+from windlass_emulators.http import Json, VendorApiError
 
-T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound="RequestBody")
 
 
@@ -26,11 +25,10 @@ def _reject_null(value: object) -> object:
 
 # For an optional field that may be absent, but not null.
 NotNull = BeforeValidator(_reject_null)
-OptionalText = Annotated[str | None, NotNull]
 OptionalFlag = Annotated[bool | None, NotNull]
 
 
-def parse_model(model: type[BodyT], body: Json, refuse: Callable[[list[ErrorDetails]], ApiError]) -> BodyT:
+def parse_model(model: type[BodyT], body: Json, refuse: Callable[[list[ErrorDetails]], VendorApiError]) -> BodyT:
     """Raises the vendor's error with all violations."""
     try:
         return model.model_validate(body)

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.routing import Match, Route
 
 from windlass_emulators.fault_script import FaultScript
-from windlass_emulators.http import ApiCall, ApiError, Json, Response, json_response
+from windlass_emulators.http import ApiCall, Json, Response, VendorApiError, json_response
 
 CONTROL = "/_emulator/"
 # Requests kept for tests and reports: more than a day's at any vendor's rate limit.
@@ -48,7 +48,6 @@ class VendorState(Protocol):
 
 StateT = TypeVar("StateT", bound=VendorState)
 FaultsT = TypeVar("FaultsT", bound=FaultScript)
-Endpoint = Callable[[StateT, ApiCall], Response]
 
 
 def make_routes(base: str, endpoints: Iterable[tuple[str, str, Callable[..., Response]]]) -> list[Route]:
@@ -114,17 +113,17 @@ class VendorEmulator(ABC, Generic[StateT, FaultsT]):
 
     @abstractmethod
     def throttle(self) -> None:
-        """Count the request against the rate limit. Raises ApiError."""
+        """Count the request against the rate limit. Raises VendorApiError."""
 
     @abstractmethod
-    def unauthorized(self, *, is_missing: bool) -> ApiError: ...
+    def unauthorized(self, *, is_missing: bool) -> VendorApiError: ...
 
     @abstractmethod
     def parse_body(self, body: bytes) -> Json:
-        """Raises ApiError if the body is not a JSON object of at most MAX_BODY_BYTES."""
+        """Raises VendorApiError if the body is not a JSON object of at most MAX_BODY_BYTES."""
 
     @abstractmethod
-    def no_route(self, method: str, path: str, allowed: Sequence[str]) -> ApiError: ...
+    def no_route(self, method: str, path: str, allowed: Sequence[str]) -> VendorApiError: ...
 
     @abstractmethod
     def response_headers(self, status: int) -> Mapping[str, str]: ...
@@ -156,7 +155,7 @@ class VendorEmulator(ABC, Generic[StateT, FaultsT]):
             self.requests.append((self._state.now, method, path))
             try:
                 response = self._respond(method, call, body)
-            except ApiError as error:
+            except VendorApiError as error:
                 response = error.response()
             return replace(response, headers={**self.response_headers(response.status), **response.headers})
 
@@ -175,7 +174,7 @@ class VendorEmulator(ABC, Generic[StateT, FaultsT]):
         return response
 
     def authenticate(self, headers: Headers) -> None:
-        """Without a configured token, any bearer token is accepted. Raises ApiError."""
+        """Without a configured token, any bearer token is accepted. Raises VendorApiError."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         is_missing = scheme.lower() != "bearer" or not token.strip()
         if is_missing or self._token not in (None, token):
@@ -188,7 +187,7 @@ class VendorEmulator(ABC, Generic[StateT, FaultsT]):
         try:
             if self._token is not None:
                 self.authenticate(call.headers)
-        except ApiError as error:
+        except VendorApiError as error:
             return error.response()
         route, params, _ = match_route(self._control_routes, method, call.path)
         if route is None:

@@ -1,4 +1,4 @@
-"""Machines that are processes of this host: what they start from user_data, and that nothing of them is left."""
+"""Servers as local processes: the program from user_data, restarts, and complete clean-up."""
 
 import base64
 import gzip
@@ -24,7 +24,7 @@ from windlass_emulators.process_host import MAX_STARTS, ProcessHost, mapped_comm
 TIMEOUT_S = 20.0
 UNIT_PATH = "/etc/systemd/system/windlass-worker.service"
 
-# A stand-in for a worker: says who it is, and stays.
+# A stand-in for a worker: records its arguments and environment, starts a child, and waits.
 PROGRAM = textwrap.dedent(
     """\
     #!/bin/sh
@@ -179,7 +179,7 @@ def test_crashing_machine_gets_no_sigterm(host: ProcessHost) -> None:
 
 
 def test_processes_of_a_crashing_machine_end_together(host: ProcessHost) -> None:
-    """Or a worker could still report that its handler is gone, which no worker on a dead machine can."""
+    """Otherwise a worker could report that its handler ended, which no worker on a dead machine can."""
     program = PROGRAM.replace("wait\n", "wait $!\necho bereaved >> $HOME/../said\n")
     for server_id in range(1, 6):
         host.start(server_id, "worker-1", user_data(program))
@@ -248,7 +248,7 @@ def test_machine_without_a_program_logs_the_reason(host: ProcessHost, text: str,
 
 
 def test_closing_host_leaves_no_processes() -> None:
-    # Servers that other tests share may run beside.
+    # Shared servers of other tests may run at the same time.
     others = {process.pid for process in psutil.Process().children()}
     with ProcessHost(stop_grace_s=0.2) as host:
         for server_id in (1, 2, 3):
@@ -263,7 +263,7 @@ def test_closing_host_leaves_no_processes() -> None:
     assert not folder.exists()
 
 
-# ------------------------------------------------------------------------------------------------- the whole of it
+# ------------------------------------------------------------------------------------------------- windlass emulate
 
 
 class Command:
@@ -304,7 +304,7 @@ def command(tmp_path: Path) -> Iterator[Command]:
 
 
 def _boot(command: Command, tmp_path: Path) -> list[int]:
-    """The processes of a machine that runs."""
+    """The processes of a running machine."""
     server_id = command.create(user_data())
     wait_until(lambda: command.machines()[0]["is_running"], TIMEOUT_S, "booting")
     child = tmp_path / "machines" / str(server_id) / "root" / "child"

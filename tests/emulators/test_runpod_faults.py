@@ -1,4 +1,4 @@
-"""Trouble on script, as a client of Runpod meets it."""
+"""Injected faults of the emulated Runpod account, as a client sees them."""
 
 import json
 from datetime import timedelta
@@ -111,7 +111,7 @@ def test_lagging_list_shows_an_earlier_state(account: AccountUnderTest) -> None:
     account.request("DELETE", f"/pods/{old}")
     account.clock.advance(5)
     assert account.listed() == ["old"]
-    assert account.status(new) == "STARTING"  # one by its id is always up to date
+    assert account.status(new) == "STARTING"  # a single pod is always up to date
     assert account.request("GET", f"/pods/{old}").status == 404
     account.clock.advance(5)
     (shown,) = account.request("GET", "/pods").json["pods"]
@@ -221,7 +221,7 @@ def test_late_settle_applies_each_change_at_its_own_time(account: AccountUnderTe
     assert account.emulator.bill()["pods"][0]["seconds"] == 68
 
 
-# --------------------------------------------------------------------------------------------------- over HTTP, too
+# --------------------------------------------------------------------------------------------------- over HTTP
 
 
 def _control(account: AccountUnderTest, method: str, path: str, body: Any = None) -> tuple[int, Any]:

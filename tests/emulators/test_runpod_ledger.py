@@ -1,4 +1,4 @@
-"""Runpod's bill, to the micro."""
+"""The bill of the emulated Runpod account, exact to the micro."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -23,11 +23,11 @@ def micros(account: AccountUnderTest, pod_id: str) -> int:
 @pytest.mark.parametrize(
     ("lived_s", "seconds"), [(0, 0), (0.000001, 1), (1, 1), (1.000001, 2), (59.5, 60), (3600, 3600)]
 )
-def test_every_started_second_counts(lived_s: float, seconds: int) -> None:
+def test_every_started_second_is_billed(lived_s: float, seconds: int) -> None:
     assert RatePeriod(START, Fraction(1), START + timedelta(seconds=lived_s)).seconds(START) == seconds
 
 
-def test_a_pod_costs_its_rate_from_its_creation_to_its_deletion(account: AccountUnderTest) -> None:
+def test_pod_is_billed_from_creation_to_deletion(account: AccountUnderTest) -> None:
     pod_id = account.create()["id"]
     account.clock.advance(3600)
     assert micros(account, pod_id) == RTX_4090
@@ -41,14 +41,14 @@ def test_a_pod_costs_its_rate_from_its_creation_to_its_deletion(account: Account
     assert account.emulator.bill()["pods_micros"] == account.emulator.bill()["total_micros"] == line["micros"]
 
 
-def test_the_rate_is_the_cost_that_is_published(account: AccountUnderTest) -> None:
+def test_pod_is_billed_at_its_published_cost(account: AccountUnderTest) -> None:
     pod = account.create(gpu={"id": GPU, "count": 4}, cloud="COMMUNITY")
     assert pod["cost"] == 1.36
     account.clock.advance(1800)
     assert micros(account, pod["id"]) == 680_000
 
 
-def test_a_stopped_pod_costs_nothing_and_one_in_error_does(account: AccountUnderTest) -> None:
+def test_stopped_pod_is_free_but_pod_in_error_is_billed(account: AccountUnderTest) -> None:
     account.emulator.faults.next_pod()
     account.emulator.faults.next_pod(dies_after_s=0, dies_as="ERROR")
     stopped, broken = account.create()["id"], account.create()["id"]
@@ -61,7 +61,7 @@ def test_a_stopped_pod_costs_nothing_and_one_in_error_does(account: AccountUnder
     assert micros(account, stopped) == RTX_4090
 
 
-def test_a_refused_pod_costs_nothing_and_a_hidden_one_does(account: AccountUnderTest) -> None:
+def test_pod_created_by_a_failed_request_is_billed(account: AccountUnderTest) -> None:
     account.emulator.faults.next_create(500)
     account.refused()
     assert account.emulator.bill()["pods"] == []
@@ -71,7 +71,7 @@ def test_a_refused_pod_costs_nothing_and_a_hidden_one_does(account: AccountUnder
     assert account.emulator.bill()["total_micros"] == RTX_4090
 
 
-def test_a_life_begins_with_the_second_that_is_published(account: AccountUnderTest) -> None:
+def test_billing_starts_with_the_published_second(account: AccountUnderTest) -> None:
     account.clock.advance(0.75)
     pod_id = account.create()["id"]
     account.clock.advance(0.5)
@@ -79,7 +79,7 @@ def test_a_life_begins_with_the_second_that_is_published(account: AccountUnderTe
     assert account.emulator.bill()["pods"][0]["seconds"] == 2
 
 
-def test_a_volume_costs_its_size_also_after_it_grew(account: AccountUnderTest) -> None:
+def test_grown_volume_is_billed_at_its_new_size(account: AccountUnderTest) -> None:
     volume = account.volume(size=100)
     account.clock.advance(30 * 86_400)
     assert account.emulator.bill()["network_volumes"][0]["micros"] == 7_000_000
@@ -95,7 +95,7 @@ def test_every_price_is_a_whole_number_of_micros() -> None:
     assert all(price > 0 for gpu in DEFAULT_CATALOG.gpus for price in gpu.prices_micros.values())
 
 
-def test_the_ledger_is_served(account: AccountUnderTest) -> None:
+def test_ledger_is_served(account: AccountUnderTest) -> None:
     account.create()
     response = account.api.handle("GET", "/_emulator/ledger", [], {}, b"")
     assert json.loads(response.body) == account.emulator.bill()

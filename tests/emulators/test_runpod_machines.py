@@ -79,7 +79,7 @@ def wait_said(host: RealPodHost, text: str) -> str:
     return next(line for line in said(host) if text in line)
 
 
-# ----------------------------------------------------------------------------------------------------- its program
+# ----------------------------------------------------------------------------------------------------- program
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_worker_image_starts_the_worker_with_its_join_file(host: RealPodHost) ->
     init = json.loads((host.folder / "pod1" / "init.json").read_text())
     assert init["command"] == [sys.executable, "-m", "windlass", "worker", "--join", str(join)]
     assert "WINDLASS_JOIN" not in init["environment"]
-    wait_said(host, "the program ended with")
+    wait_said(host, "the program exited with")
     wait_until(lambda: not host.is_running("pod1"), TIMEOUT_S, "ending with its program")
 
 
@@ -142,12 +142,12 @@ def test_pod_without_a_program_logs_the_reason(host: RealPodHost) -> None:
 
 def test_program_failure_can_be_injected(host: RealPodHost) -> None:
     host.start(replace(PLAIN, args="sleep 600", faults=PodFaults(program_fails="CUDA out of memory")))
-    wait_said(host, "the program ended with 1")
+    wait_said(host, "the program exited with 1")
     assert "CUDA out of memory" in said(host)
 
 
 def test_stopping_pod_gets_sigterm_then_sigkill(host: RealPodHost) -> None:
-    """Also what left its session and lost its parent."""
+    """Including a process that left its session and lost its parent."""
     script = "trap '' TERM; setsid sh -c 'sleep 600 & echo child=$!' ; echo up; while :; do sleep 600; done"
     host.start(replace(PLAIN, args=shlex.join(["sh", "-c", script])))
     wait_said(host, "up")
@@ -187,7 +187,7 @@ def test_disk_is_empty_at_every_start_but_mounts_are_kept(host: RealPodHost) -> 
     assert not (host.volume_folder("vol1") / "file").exists()
 
 
-# ---------------------------------------------------------------------------------------------------- its hardware
+# ---------------------------------------------------------------------------------------------------- hardware
 
 
 def _in_pod(host: RealPodHost, container: Container, code: str) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def test_hardware_can_change_while_a_pod_runs(host: RealPodHost) -> None:
 def test_pod_paths_are_mapped_in_ssh_commands(tmp_path: Path, command: str, mapped: str) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "made").touch()
-    assert session.mapped(command, str(tmp_path), ["/workspace"]) == mapped.replace("ROOT", str(tmp_path))
+    assert session.map_paths(command, str(tmp_path), ["/workspace"]) == mapped.replace("ROOT", str(tmp_path))
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class Done:
 
 
 class Shell:
-    """OpenSSH's own client."""
+    """Runs commands in a pod with OpenSSH's client."""
 
     def __init__(self, host: RealPodHost, keys: Keys, port: int) -> None:
         self._target = f"{host.user}@{host.address}"
@@ -308,7 +308,7 @@ def test_ssh_session_sees_the_emulated_hardware(host: RealPodHost, keys: Keys) -
     assert volume.split()[1:] == ["97656250", "92773438", "4882813", "95%", "/workspace"]
     assert (free, whole.split()[-1]) == ("4769", "/")
     assert shell.run("command -v windlass python3 && ! mountpoint -q /elsewhere && df /no/such/place").status == 1
-    # The container's environment is not a login's, as in a real pod.
+    # As in a real pod, a login does not have the container's environment.
     assert shell.run("echo ${COLOUR-none}; . /etc/rp_environment; echo $COLOUR").out == "none\nred\n"
     assert shell.run("echo ${DATABASE_URL-none}; cat", stdin="hello").out == "none\nhello"
     assert shell.run("exit 7").status == 7
@@ -393,7 +393,7 @@ def test_ssh_needs_a_key_and_a_port(host: RealPodHost, keys: Keys) -> None:
     assert not _answers(without_key)
 
 
-# ------------------------------------------------------------------------------------------------- the whole of it
+# ------------------------------------------------------------------------------------------------- over HTTP
 
 
 @dataclass(frozen=True)
@@ -479,7 +479,7 @@ def command(tmp_path: Path) -> Iterator[Command]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_pods_end_with_the_emulator(command: Command, tmp_path: Path, number: int) -> None:
-    """Also what left its session and lost its parent."""
+    """Including a process that left its session and lost its parent."""
     assert command.first_line.startswith("Runpod, emulated: http://127.0.0.1:")
     script = "setsid sh -c 'sleep 600 & echo $! > orphan' ; touch up; sleep 600"
     order = {"name": "gpu-1", "image": "i", "gpu": {"id": GPU}, "args": shlex.join(["sh", "-c", script])}

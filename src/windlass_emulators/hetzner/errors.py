@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from windlass_emulators.http import ApiError, Json, Response, json_response
+from windlass_emulators.http import Json, Response, VendorApiError, json_response
 
 # The published codes, and those of the gateway in front of the API.
 STATUS_OF_CODE: Mapping[str, int] = {
@@ -45,7 +45,7 @@ STATUS_OF_CODE: Mapping[str, int] = {
 }
 
 
-class HetznerApiError(ApiError):
+class HetznerApiError(VendorApiError):
     def __init__(self, code: str, message: str, details: Json | None = None, status: int | None = None) -> None:
         super().__init__(message)
         self.code = code

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
-from windlass_emulators.http import ApiError, Json, Response, json_response
+from windlass_emulators.http import Json, Response, VendorApiError, json_response
 
 # This text is the only sign of missing capacity: Runpod has no error codes.
 NO_CAPACITY = (
@@ -28,7 +28,7 @@ DETAILS: Mapping[int, str] = {
 }
 
 
-class RunpodApiError(ApiError):
+class RunpodApiError(VendorApiError):
     def __init__(
         self,
         status: int,
