@@ -256,7 +256,7 @@ async def _is_complete(harness: WorkerHarness, task_id: int) -> bool:
 async def test_idle_worker_drains_during_database_outage(
     server: KillableServer, killable_harness: WorkerHarness
 ) -> None:
-    process = await killable_harness.hire(handler="echo")
+    process = await killable_harness.start_registered(handler="echo")
     server.end(signal.SIGQUIT)
     await until(lambda: '"event": "delivery failed, retrying"' in process.log(), "the worker has noticed")
     process.send(signal.SIGTERM)

@@ -81,7 +81,7 @@ class Plane:
     async def close(self) -> None:
         await self._open.aclose()
 
-    async def hire(self, worker_id: str, slot: int = 0) -> Path:
+    async def add_worker(self, worker_id: str, slot: int = 0) -> Path:
         """Insert the worker's row and return its join file, as an orchestrator does."""
         token = new_token(JOIN_PREFIX, random.SystemRandom())
         observed = await self.store.observe(ANN, "far", self.fleet)
@@ -103,7 +103,7 @@ class Plane:
         )
 
     async def machine(self, worker_id: str = "far-0", slot: int = 0) -> WorkerProcess:
-        process = self.start(await self.hire(worker_id, slot))
+        process = self.start(await self.add_worker(worker_id, slot))
         await until(lambda: self.has_heartbeat(worker_id), f"a heartbeat of {worker_id}\n{process.last_lines()}")
         return process
 
@@ -226,11 +226,11 @@ async def test_machine_of_terminated_worker_exits_with_code_3(plane: Plane, monk
     # A restarted service exits with 3 too.
     again = plane.start(plane.harness.folder / "far-0.json")
     assert await again.exit_code() == 3
-    assert "windlass: asking for the work order: worker far-0 has ended" in again.log()
+    assert "windlass: reading the work order: worker far-0 has ended" in again.log()
 
 
 async def test_used_join_token_is_refused_elsewhere(plane: Plane) -> None:
-    file = await plane.hire("far-0")
+    file = await plane.add_worker("far-0")
     copy = plane.harness.folder / "stolen.json"
     copy.write_text(file.read_text())
     plane.start(file)
@@ -251,7 +251,7 @@ async def test_machine_without_handler_reports_reason_and_fails(
     plane: Plane, settings: dict[str, Any], message: str
 ) -> None:
     plane.configure(**settings)
-    process = plane.start(await plane.hire("far-0"))
+    process = plane.start(await plane.add_worker("far-0"))
     assert await process.exit_code() == 2
     observed = await plane.store.observe(ANN, "far", plane.fleet)
     assert isinstance(observed, tuple)
