@@ -202,8 +202,8 @@ def test_up_refuses_a_handler_that_its_workers_could_not_run(
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ('provider = "hetzner"', "there is no token for Hetzner: set HETZNER_API_TOKEN"),
-        ('provider = "runpod"\nrunpod.image = "i"', "there is no key for Runpod: set RUNPOD_API_KEY"),
+        ('provider = "hetzner"', "the Hetzner API token is missing. Set HETZNER_API_TOKEN"),
+        ('provider = "runpod"\nrunpod.image = "i"', "the Runpod API key is missing. Set RUNPOD_API_KEY"),
     ],
 )
 def test_up_refuses_to_start_without_a_key_to_the_provider(windlass: CommandLine, settings: str, sentence: str) -> None:

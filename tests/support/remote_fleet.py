@@ -74,5 +74,5 @@ if __name__ == "__main__":
     def provider(_name: str, _fleet: Any, _config: Any, _instance_id: str) -> Any:
         return RemoteProvider(folder, url)
 
-    providers.provider = provider
+    providers.make_provider = provider
     main()

@@ -6,8 +6,7 @@ from datetime import datetime
 from re import compile as pattern
 from typing import Any
 
-from windlass.cost.meter import Meter, read_meter
-from windlass.cost.report import Forecast
+from windlass.cost.report import Forecast, Meter, read_meter
 from windlass.dashboard.alerts import AttentionItem, attention
 from windlass.dashboard.attempts import attempts_of
 from windlass.dashboard.charts import KINDS, Chart, day_bars, fleet_charts
