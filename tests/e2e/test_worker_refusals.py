@@ -1,4 +1,4 @@
-"""What cannot work is refused at once: exit code 2 and one sentence that says what to do."""
+"""A worker that cannot start exits with code 2 and one sentence that says what to do."""
 
 import os
 import subprocess
@@ -138,8 +138,8 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
-def test_a_worker_that_cannot_work_says_why_in_a_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
+def test_worker_that_cannot_start_prints_reason(tmp_path: Path, arguments: list[str], message: str) -> None:
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text)
     done = subprocess.run(
@@ -154,6 +154,6 @@ def test_a_worker_that_cannot_work_says_why_in_a_sentence(tmp_path: Path, argume
     assert done.returncode == 2
     said = done.stderr.splitlines()[-1]
     assert said.startswith("windlass: ")
-    assert sentence in said
+    assert message in said
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

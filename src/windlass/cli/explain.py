@@ -9,7 +9,7 @@ import typer
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, printable
 from windlass.config_loader import load_config
-from windlass.control.explain import tell
+from windlass.control.explain import explain as explain_name
 from windlass.model.action import actions_to_plain
 from windlass.model.errors import BadInput
 from windlass.model.fleet import with_changes
@@ -34,7 +34,7 @@ async def explain(
     For example: why a task is still queued, why a worker was terminated, why no worker was spawned.
     """
     async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
-        explanation = await tell(store, what)
+        explanation = await explain_name(store, what)
     history = explanation.history
     if as_json:
         print_json({"answer": explanation.answer, "history": [{"at": at, "what": text} for at, text in history]})
