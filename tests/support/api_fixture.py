@@ -9,7 +9,7 @@ import httpx
 
 from support.stores import PostgresStores
 from windlass.control.cycle import FleetCycle
-from windlass.control.explain import tell
+from windlass.control.explain import explain
 from windlass.control.summary import Summary
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
 from windlass.model.bootstrap import BootstrapSettings
@@ -72,7 +72,7 @@ class Bed:
         self.shown = DashboardContext(
             store=store,
             live=self.live,
-            explain=lambda what: tell(store, what),
+            explain=lambda what: explain(store, what),
             worker_log=self._worker_log,
             last_actions=self._last_actions,
             metrics=self.metrics.read,

@@ -243,9 +243,9 @@ class _Effects:
             return
         slot = self.slots.get(view.slot, SlotView(view.slot, False))
         self.slots[view.slot] = replace(slot, restarts=(*slot.restarts, self.seen.now))
-        hiring = LaunchRecord(view.created_at, False)
-        if hiring in self.launches:
-            self.launches.remove(hiring)
+        launch = LaunchRecord(view.created_at, False)
+        if launch in self.launches:
+            self.launches.remove(launch)
         self.launches.append(LaunchRecord(view.created_at, True))
 
     def _requeue(self, worker_id: str) -> None:

@@ -208,7 +208,7 @@ def _listed(managed: list[WorkerCase], orphans: int, state: MachineState) -> tup
         for prefix, found in (("m", case.machine), ("d", case.double))
         if found is not None
     ]
-    return (*listed, *(Machine(f"orphan-{n}", f"nobody-{n}", state) for n in range(orphans)))
+    return (*listed, *(Machine(f"orphan-{n}", f"unknown-{n}", state) for n in range(orphans)))
 
 
 def _launches(

@@ -690,7 +690,7 @@ def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:
                 state={"missing_since": {"w0": ago(60)}},
             ),
             Presence.UNKNOWN,
-            id="missing and told to leave, but it still speaks and may finish",
+            id="missing and draining, but with a recent heartbeat",
         ),
         pytest.param(
             snapshot(worker(machine_at=1), machines=(), listed_at=ago(2)),

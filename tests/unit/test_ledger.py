@@ -34,7 +34,7 @@ def account(
     return BillingAccount("w", "f", bill, None if ready is None else at(ready), done)
 
 
-def told(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int]:
+def charges_by_kind(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int]:
     """Charges by kind, in micros. At 3.60 per hour a second costs 1,000."""
     names: dict[str, int] = {}
     for charge in charges:
@@ -66,7 +66,7 @@ def told(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int]:
         pytest.param(
             account((1, 30, 100), until=3600),
             {"boot": 30_000, "task 1": 70_000, "idle": 3_500_000},
-            id="who works before anybody knew it was ready, works",
+            id="a task before the worker was reported ready",
         ),
         pytest.param(
             account((1, 100, 4000), until=3700),
@@ -82,17 +82,17 @@ def told(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int]:
 )
 def test_charges_by_kind(given: BillingAccount, expected: dict[str, int]) -> None:
     closed = settle(given, at(100_000))
-    assert told(closed.charges) == expected
+    assert charges_by_kind(closed.charges) == expected
     assert closed.settle_at is None
 
 
 def test_live_worker_is_settled_hourly() -> None:
     living = account((1, 100, None), tariff=HOURLY)
     first = settle(living, at(3600) + SETTLE_AFTER)
-    assert told(first.charges) == {"boot": 60_000, "idle": 40_000, "task 1": 3_500_000}
+    assert charges_by_kind(first.charges) == {"boot": 60_000, "idle": 40_000, "task 1": 3_500_000}
     assert (first.settled_until, first.settle_at) == (at(3600), at(7200) + SETTLE_AFTER)
     second = settle(replace(living, bill=replace(living.bill, settled_until=first.settled_until)), at(9000))
-    assert told(second.charges) == {"task 1": 3_600_000}
+    assert charges_by_kind(second.charges) == {"task 1": 3_600_000}
 
 
 def test_settlement_waits_for_late_reports() -> None:
@@ -115,14 +115,14 @@ def test_second_billing_is_settled_by_clock_hour() -> None:
     assert [(charge.from_at, charge.until_at) for charge in closed.charges if charge.kind is ChargeKind.IDLE] == [
         (T0, at(2400)), (at(2400), at(3000)),
     ]  # fmt: skip
-    assert told(closed.charges) == {"boot": 60_000, "task 1": 300_000, "idle": 2_640_000}
+    assert charges_by_kind(closed.charges) == {"boot": 60_000, "task 1": 300_000, "idle": 2_640_000}
 
 
 def test_estimate_includes_charges_ahead() -> None:
-    assert told(estimate(account((1, 100, None)), at(600))) == {
+    assert charges_by_kind(estimate(account((1, 100, None)), at(600))) == {
         "boot": 60_000, "idle": 40_000, "task 1": 500_000, "ahead": 3_000_000,
     }  # fmt: skip
-    assert told(estimate(account((1, 100, 200), until=600), at(610)))["tail"] == 3_000_000
+    assert charges_by_kind(estimate(account((1, 100, 200), until=600), at(610)))["tail"] == 3_000_000
 
 
 @always
@@ -241,9 +241,9 @@ def test_month_forecast_from_spending_and_live_workers() -> None:
         BillingAccount("b", "f", Bill(capped, born), None),
         BillingAccount("c", "f", Bill(plain, born, until=born), None),
     ]
-    (told,) = forecasts([Cost(None, "EUR", task_micros=5)], open_accounts, datetime(2026, 3, 1, tzinfo=UTC), now)
+    (forecast,) = forecasts([Cost(None, "EUR", task_micros=5)], open_accounts, datetime(2026, 3, 1, tzinfo=UTC), now)
     # Each has begun one hour. The next begin at 22:45 and 23:45, and the cap leaves half of the first.
-    assert told.spent_micros == 5 + 3_000_000
-    assert (told.workers, told.burn_micros_per_hour) == (2, 2_000_000)
-    assert told.rest_micros == 2_000_000 + 500_000
-    assert told.month_micros == 5_500_005
+    assert forecast.spent_micros == 5 + 3_000_000
+    assert (forecast.workers, forecast.burn_micros_per_hour) == (2, 2_000_000)
+    assert forecast.rest_micros == 2_000_000 + 500_000
+    assert forecast.month_micros == 5_500_005

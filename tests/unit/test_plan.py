@@ -377,7 +377,7 @@ def test_failed_worker_with_unknown_machine_waits_for_list() -> None:
     assert only(plan(snapshot(broken, machines=(), traits=CLOUD), LOCAL), Delete).machine_id is None
     found = plan(snapshot(broken, machines=(machine("w0", id_="there"),), traits=CLOUD), LOCAL)
     assert only(found, Delete).machine_id == "there"
-    assert only(found, Adopt).machine_id == "there", "it is paid for until it is gone"
+    assert only(found, Adopt).machine_id == "there", "it is billed until it is deleted"
 
 
 @pytest.mark.parametrize(("asked_s", "is_alerted"), [(299, False), (300, True)])
@@ -395,21 +395,21 @@ def test_machine_that_is_not_deleted_raises_alert(asked_s: float, is_alerted: bo
 
 
 def test_orphaned_machine_is_deleted_after_grace() -> None:
-    orphan = machine("nobody")
+    orphan = machine("unknown")
     first = plan(snapshot(machines=(orphan,), traits=CLOUD), LOCAL)
     assert first.actions == ()
-    assert first.planner_state.orphans.orphan_since == {"m-nobody": NOW}
+    assert first.planner_state.orphans.orphan_since == {"m-unknown": NOW}
     for since, expected in ((59, []), (60, ["delete_orphan"])):
-        seen = snapshot(machines=(orphan,), traits=CLOUD, state={"orphan_since": {"m-nobody": ago(since)}})
+        seen = snapshot(machines=(orphan,), traits=CLOUD, state={"orphan_since": {"m-unknown": ago(since)}})
         assert kinds(plan(seen, LOCAL)) == expected
 
 
 def test_orphaned_machines_count_towards_max_workers() -> None:
     config = fleet(max_workers=2)
-    for machines in ((machine("nobody"),), None):
-        seen = snapshot(queued=9, machines=machines, traits=CLOUD, state={"orphan_since": {"m-nobody": ago(5)}})
+    for machines in ((machine("unknown"),), None):
+        seen = snapshot(queued=9, machines=machines, traits=CLOUD, state={"orphan_since": {"m-unknown": ago(5)}})
         assert kinds(plan(seen, config)) == ["spawn"]
-    ended = snapshot(queued=9, machines=(machine("nobody", "exited"),), traits=CLOUD)
+    ended = snapshot(queued=9, machines=(machine("unknown", "exited"),), traits=CLOUD)
     assert kinds(plan(ended, config)) == ["spawn", "spawn"], "one that has exited is not billed"
 
 
@@ -464,8 +464,8 @@ def test_mass_silence_holds_all_actions(count: int, of: int, is_held: bool) -> N
 
 def test_mass_silence_hold_ends() -> None:
     config = fleet(max_workers=20)
-    heard_again = plan(silent(0, 4, state={"mass_silence_since": ago(10)}), config)
-    assert (heard_again.actions, heard_again.hold, heard_again.planner_state.health.mass_silence_since) == (
+    beating_again = plan(silent(0, 4, state={"mass_silence_since": ago(10)}), config)
+    assert (beating_again.actions, beating_again.hold, beating_again.planner_state.health.mass_silence_since) == (
         (),
         None,
         None,
@@ -675,7 +675,7 @@ def test_shutdown_drains_all_spawned_workers_at_once(seen: dict[str, Any]) -> No
 
 
 def orphans(count: int) -> tuple[Machine, ...]:
-    return tuple(machine(f"nobody-{n}") for n in range(count))
+    return tuple(machine(f"unknown-{n}") for n in range(count))
 
 
 @pytest.mark.parametrize(
@@ -699,7 +699,7 @@ def test_orphans_are_deleted_unless_most_machines_are_orphaned(count: int, own: 
 
 def test_exited_orphans_cause_no_hold() -> None:
     """Exited processes stay listed for a while after their rows are closed."""
-    exited = tuple(machine(f"nobody-{n}", "exited") for n in range(5))
+    exited = tuple(machine(f"unknown-{n}", "exited") for n in range(5))
     planned = plan(snapshot(machines=exited), LOCAL)
     assert (planned.hold, len(of_kind(planned.actions, DeleteOrphan))) == (None, 5)
 
@@ -910,8 +910,8 @@ def test_fleet_restart_abandons_machines_of_other_account(is_key_new: bool) -> N
     state_then = abandoned.planner_state
     for after_s in (10, 600):
         now = NOW + timedelta(seconds=after_s)
-        heard = tuple(replace(view, last_heartbeat=now, running=(task(n),)) for n, view in enumerate(leaving))
-        later = replace(seen, now=now, planner_state=state_then, restarted_at=ago(5), workers=heard)
+        live = tuple(replace(view, last_heartbeat=now, running=(task(n),)) for n, view in enumerate(leaving))
+        later = replace(seen, now=now, planner_state=state_then, restarted_at=ago(5), workers=live)
         planned = plan(later, fleet(max_workers=9, stop_timeout_s=9999))
         assert planned.hold is None
         state_then = planned.planner_state

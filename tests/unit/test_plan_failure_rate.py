@@ -167,11 +167,11 @@ def test_restart_resets_failure_rate() -> None:
     assert held.hold.code == "FAILURE_RATE"
     seen = apply(held, doomed, LOCAL)
     assert plan(seen, LOCAL).hold is not None
-    mended = replace(seen, reset_at=NOW + timedelta(seconds=1), now=NOW + timedelta(seconds=2))
-    planned = plan(mended, LOCAL)
+    restarted = replace(seen, reset_at=NOW + timedelta(seconds=1), now=NOW + timedelta(seconds=2))
+    planned = plan(restarted, LOCAL)
     assert planned.hold is None
     assert kinds(planned) == ["spawn"] * 4, "as many as needed, not one probe"
-    again = plan(replace(apply(planned, mended, LOCAL), now=NOW + timedelta(seconds=90)), LOCAL)
+    again = plan(replace(apply(planned, restarted, LOCAL), now=NOW + timedelta(seconds=90)), LOCAL)
     assert again.planner_state.failure_rate.failed_starts == 4, "later failures count anew"
 
 
@@ -342,7 +342,7 @@ def resume(seen: Snapshot) -> Snapshot:
 
 def test_undeletable_orphan_keeps_fleet_below_maximum() -> None:
     config = fleet(LOCAL, max_workers=3)
-    seen = snapshot(queued=9, machines=(machine("nobody"),))
+    seen = snapshot(queued=9, machines=(machine("unknown"),))
     planned = plan(seen, config)
     assert kinds(planned) == ["spawn", "spawn", "delete_orphan"]
     assert kinds(plan(apply(planned, seen, config), config)) == ["spawn"]

@@ -62,12 +62,12 @@ def test_volume_at_largest_size_raises_alert_hourly() -> None:
     assert isinstance(alert, RaiseAlert)
     assert alert.code == "STORAGE_FULL"
     assert alert.reason == ("network volume v1 is at its largest size: 4090 of 4096 GB used (100 %), 6 GB free")
-    told = {"alerts": {"STORAGE_FULL v1": ago(300)}}
+    alerted = {"alerts": {"STORAGE_FULL v1": ago(300)}}
     # Between two checks the alert stays open.
-    between = plan(seen(None, 4090, state=told), GPU)
-    assert between.planner_state.alerts == told["alerts"]
-    assert not plan(seen(4096, 4090, state=told), GPU).actions
-    assert plan(seen(4096, 100, state=told), GPU).planner_state.alerts == {}
+    between = plan(seen(None, 4090, state=alerted), GPU)
+    assert between.planner_state.alerts == alerted["alerts"]
+    assert not plan(seen(4096, 4090, state=alerted), GPU).actions
+    assert plan(seen(4096, 100, state=alerted), GPU).planner_state.alerts == {}
 
 
 def test_failed_resize_raises_alert_and_is_repeated() -> None:
@@ -85,12 +85,12 @@ def test_failed_resize_raises_alert_and_is_repeated() -> None:
 
 def looks(first: Snapshot, count: int) -> list[list[str]]:
     """Alerts of each check."""
-    told = []
+    alerted = []
     for _ in range(count):
         planned = plan(first, GPU)
-        told.append([alert.code for alert in of_kind(planned.actions, RaiseAlert)])
+        alerted.append([alert.code for alert in of_kind(planned.actions, RaiseAlert)])
         first = replace(first, planner_state=planned.planner_state)
-    return told
+    return alerted
 
 
 def blind(active_s: float | None, **what: Any) -> Snapshot:

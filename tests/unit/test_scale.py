@@ -409,7 +409,7 @@ def test_requested_worker_replaces_no_existing_worker() -> None:
 
 
 def test_no_drain_while_request_waits_for_deletions() -> None:
-    seen = snapshot(worker(), idle=900, requested=1, machines=(machine("w0"), machine("nobody")))
+    seen = snapshot(worker(), idle=900, requested=1, machines=(machine("w0"), machine("unknown")))
     planned = plan(seen, fleet(BUFFERED, max_workers=2))
     assert kinds(planned) == ["delete_orphan"]
     assert "machines that are not deleted yet count towards max_workers" in planned.decision

@@ -24,7 +24,7 @@ class Away:
         self.problem: str | None = None
 
     async def create(self, request: MachineRequest) -> Machine:
-        raise AssertionError(f"nobody asked for {request.name}")
+        raise AssertionError(f"unexpected request {request.name}")
 
     async def list_machines(self) -> tuple[Machine, ...]:
         if self.problem is not None:
