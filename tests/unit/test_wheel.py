@@ -57,7 +57,7 @@ def test_pip_installs_it_and_it_runs(tmp_path: Path) -> None:
     subprocess.run(install, check=True, timeout=100)
     assert (place / "bin" / "windlass").exists()
     # Not from where the tests' own is found.
-    code = "import windlass, windlass.store.migrate as m; print(windlass.__file__, len(m.MIGRATIONS))"
+    code = "import windlass, windlass.store.migrate as m; print(windlass.__file__, len(m.SCHEMA.sql))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(place)},

@@ -46,16 +46,16 @@ async def status(config: ConfigFile = None, data_dir: DataDir = None, as_json: A
 
     Changes nothing. Exit code 1 if the database is not at this program's version.
     """
-    from windlass.store.migrate import LATEST_VERSION, MIGRATIONS
+    from windlass.store.migrate import LATEST_VERSION, MIGRATIONS, missing_migrations
 
     applied = await _applied(load(config, data_dir).config)
-    known = {migration.version: migration.name for migration in MIGRATIONS}
+    known = {m.version: m.name for m in (*MIGRATIONS, *missing_migrations(applied))}
     rows = [
         {
             "version": version,
-            "name": known.get(version) or applied[version]["name"],
+            "name": applied[version]["name"] if version in applied else known[version],
             "applied_at": applied[version]["applied_at"] if version in applied else None,
-            "is_known": version in known,
+            "is_known": version <= LATEST_VERSION,
         }
         for version in sorted({*known, *applied})
     ]
@@ -86,7 +86,7 @@ async def sql(
     To apply by hand, in Supabase's SQL editor or after a review. The result is that of `windlass db migrate`.
     """
     from windlass.store.export_sql import GRANTS, script
-    from windlass.store.migrate import LATEST_VERSION, MIGRATIONS
+    from windlass.store.migrate import LATEST_VERSION, missing_migrations
 
     if grants:
         if missing:
@@ -94,11 +94,11 @@ async def sql(
         print(GRANTS, end="")
         return
     applied = await _applied(load(config, data_dir).config) if missing else {}
-    wanted = [m for m in MIGRATIONS if m.version > max(applied, default=0)]
+    wanted = missing_migrations(applied)
     if not wanted:
         print(f"-- The schema is at version {max(applied)} and this program's is {LATEST_VERSION}: nothing to apply.")
     else:
-        print(script(wanted, __version__), end="")
+        print(script(wanted, __version__, from_version=max(applied, default=0)), end="")
 
 
 @app.command()

@@ -69,6 +69,8 @@ _BILL_COLUMNS = (
 
 
 class PostgresControlStore(PostgresStore):
+    requires_exact_schema = True
+
     def __init__(self, dsn: str, **options: Any) -> None:
         super().__init__(dsn, **options)
         # Fleet to what its last plan decided, as far as this store wrote it.
@@ -171,7 +173,7 @@ class PostgresControlStore(PostgresStore):
                 json.dumps(summary) if summary is not None else None,
             )
         if granted is None:
-            raise LeaseLost(f"the lease {candidate.lease} of term {term} is no longer held by {candidate.holder}")
+            raise LeaseLost(f"lease {candidate.lease} with term {term} is no longer held by {candidate.holder}")
         return frozenset(granted)
 
     async def release_lease(self, candidate: Candidate) -> None:

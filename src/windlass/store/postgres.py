@@ -45,7 +45,7 @@ from windlass.store.connect import (
     words,
 )
 from windlass.store.listener import Listener
-from windlass.store.migrate import applied_migrations, check_schema_version
+from windlass.store.migrate import applied_migrations, check_contract, check_schema_version
 from windlass.store.pool import ConnectionPool
 from windlass.store.queries import read_queries
 
@@ -72,6 +72,9 @@ QUERIES = read_queries("windlass.store", "queries.sql")
 
 
 class PostgresStore:
+    # Workers and clients use only the public contract. The control plane also uses internal functions.
+    requires_exact_schema = False
+
     def __init__(
         self,
         dsn: str,
@@ -96,7 +99,7 @@ class PostgresStore:
         self._listener: Listener | None = None
 
     async def __aenter__(self) -> Self:
-        check_schema_version(await self._look_around())
+        await self._look_around()
         self._listener = Listener(self._dsn, is_possible=not self._is_pooled)
         return self
 
@@ -114,14 +117,16 @@ class PostgresStore:
             await connection.execute(_break_off_after(self._statement_timeout_s))
         return connection
 
-    async def _look_around(self) -> int | None:
-        """The schema's version, and on the way whether a pooler stands between us and the server."""
+    async def _look_around(self) -> None:
+        """Check the schema, and on the way whether a pooler stands between us and the server."""
         async with connected(self._dsn, "connecting") as connection, connection.transaction():
             # A pooler hands out a process id of its own for cancelling; the server's backend has another.
             backend_pid = await connection.fetchval("select pg_backend_pid()")
             self._is_pooled = backend_pid != connection.get_server_pid()
-            applied = await applied_migrations(connection)
-            return max(applied, default=None)
+            if self.requires_exact_schema:
+                check_schema_version(max(await applied_migrations(connection), default=None))
+            else:
+                await check_contract(connection)
 
     def _pooled_limits(self) -> str:
         if self._statement_timeout_s is None:

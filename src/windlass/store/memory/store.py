@@ -100,7 +100,7 @@ class MemoryStore:
             return False
         row.attempts = 0
         self._tasks.put_back(row, self._clock())
-        self._note("TASK_RETRIED", "put back into the queue by hand", task_id=task_id)
+        self._note("TASK_RETRIED", "retried by hand", task_id=task_id)
         self._tables.bell.ring(row.queue)
         return True
 
@@ -156,7 +156,7 @@ class MemoryStore:
         reason = f"registered on {where}, serving {', '.join(row.queues)}"
         self._note("WORKER_REGISTERED", reason, fleet=row.fleet, worker_id=row.id)
         if row.kind is WorkerKind.WORKER and not is_same_start:
-            self._tables.requeue_tasks_of(row.id, "WORKER_LOST", "its worker was started again")
+            self._tables.requeue_tasks_of(row.id, "WORKER_LOST", "its worker restarted")
         return row.status
 
     def hire(self, worker_id: str, fleet: str, slot: int) -> None:
@@ -263,7 +263,7 @@ class MemoryStore:
             worker.late_results += 1
         self._note(
             "LATE_RESULT",
-            "a result came after its claim was lost; it changed nothing",
+            "result rejected: its claim is no longer valid",
             fleet=worker.fleet if worker is not None else None,
             worker_id=worker_id,
             task_id=task_id,
@@ -300,7 +300,7 @@ class MemoryStore:
         own = self._tasks.run_by(worker_id) if worker.kind is not WorkerKind.NODE else []
         for row in own:
             if row.token not in named and row.started_at is not None and row.started_at < now - worker.lease:
-                self._tables.release(row, worker_id, "claimed by a worker that never received it")
+                self._tables.release(row, worker_id, "the claim did not reach its worker")
         return HeartbeatReply(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost_claims))
 
     async def deregister(self, worker_id: str, reason: str) -> None:
@@ -316,7 +316,7 @@ class MemoryStore:
                 worker.move(WorkerStatus.TERMINATING)
             worker.hired.terminating_at = worker.hired.terminating_at or self._clock()
         self._note("WORKER_DEREGISTERED", reason, fleet=worker.fleet, worker_id=worker_id)
-        self._tables.release_all_of(worker_id, "its worker left")
+        self._tables.release_all_of(worker_id, "its worker deregistered")
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         recovered = await self.recover_lost_workers(worker_id)
