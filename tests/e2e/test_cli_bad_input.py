@@ -252,7 +252,7 @@ def test_data_of_another_postgresql_is_refused(windlass: CommandLine) -> None:
     cluster = windlass.folder / "data" / "postgres"
     cluster.mkdir(parents=True)
     (cluster / "PG_VERSION").write_text("16\n")
-    assert_refused(windlass("status", "--data-dir", "data"), "holds data of another PostgreSQL (version 16")
+    assert_refused(windlass("status", "--data-dir", "data"), "has data of PostgreSQL version 16")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
