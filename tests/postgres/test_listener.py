@@ -73,7 +73,7 @@ async def test_who_is_told_to_end_at_the_moment_of_an_arrival_ends(store: Postgr
     task = await waiting(store, "a")
     await asyncio.sleep(0)
     assert store._listener is not None
-    store._listener._note_arrival("a")
+    store._listener._record_arrival("a")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

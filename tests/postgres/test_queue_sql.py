@@ -1019,7 +1019,7 @@ Restricted = Callable[[str], str]
 
 async def test_whoever_could_not_run_the_control_loop_is_told_so_at_once(each_dsn: str, restricted: Restricted) -> None:
     await check_may_control(each_dsn)
-    with pytest.raises(DatabaseUnavailable, match="user hand may not run the control loop: it lacks .* and .* more"):
+    with pytest.raises(DatabaseUnavailable, match="user hand cannot run the control plane: it lacks .* and .* more"):
         await check_may_control(restricted("hand"))
 
 
