@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check histories setup bench bench-queue bench-control bench-api bench-live bench-engine clean
+.PHONY: demo test check histories setup bench bench-queue bench-control bench-api bench-live bench-ray clean
 
 demo: setup
 	@$(BIN)/windlass demo
@@ -26,7 +26,7 @@ check: setup
 histories: setup
 	WINDLASS_SEEDS=1000 $(BIN)/pytest -n 2 -q tests/simulator/test_runpod_histories.py tests/simulator/test_hetzner_histories.py
 
-bench: bench-queue bench-control bench-api bench-live bench-engine
+bench: bench-queue bench-control bench-api bench-live bench-ray
 
 bench-queue: setup
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
@@ -36,13 +36,13 @@ bench-control: setup
 	$(BIN)/python -m bench.control
 
 bench-api: setup
-	$(BIN)/python -m bench.api
+	$(BIN)/python -m bench.http_api
 
 bench-live: setup
-	$(BIN)/python -m bench.live
+	$(BIN)/python -m bench.live_updates
 
-bench-engine: setup
-	$(BIN)/python -m bench.engine
+bench-ray: setup
+	$(BIN)/python -m bench.ray
 
 setup: $(STAMP)
 

@@ -76,7 +76,7 @@ def test_looking_makes_no_database(windlass: CommandLine, data_dir: Path, argume
     done = windlass(*arguments, "--data-dir", data_dir)
     assert (done.code, done.out) == (2, "")
     assert (
-        f"there is no database in {data_dir} yet: `windlass up`, `worker`, `enqueue` or `db migrate` makes one"
+        f"there is no database in {data_dir} yet. `windlass up`, `worker`, `enqueue` or `db migrate` creates one"
         in done.err
     )
     assert not data_dir.exists()

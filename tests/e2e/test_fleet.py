@@ -197,7 +197,7 @@ async def test_a_burst_is_hired_for_worked_off_and_let_go(host: Host) -> None:
     assert {worker.slot for worker in workers} == {0, 1}
     assert {worker.code for worker in workers} == {"IDLE"}
     await host.end(up)
-    assert "hiring 2: 10 waiting" in host.log()
+    assert "spawn 2: 10 queued" in host.log()
 
 
 async def test_a_worker_that_is_killed_is_replaced_and_its_task_recovered(host: Host) -> None:
@@ -215,7 +215,7 @@ async def test_a_worker_that_is_killed_is_replaced_and_its_task_recovered(host: 
     told = host.windlass("explain", killed.id).out
     assert f"Worker {killed.id} has ended (MACHINE_GONE): " in told
     assert "was killed by SIGKILL" in told
-    assert "its log ends: {" not in told
+    assert "last log line: {" not in told
     story = host.windlass("explain", task).out
     assert "is complete after 2 attempts" in story
     assert "TASK_REQUEUED" in story
@@ -300,7 +300,7 @@ async def test_a_second_signal_ends_it_at_once_and_leaves_who_is_at_work(host: H
     running = await host.until_status(TaskStatus.RUNNING, task)
     up.send_signal(signal.SIGTERM)
     told_at = time.monotonic()
-    await host.until_decided("winding down: 1 left")
+    await host.until_decided("shutting down: 1 left")
     assert "told to stop again (Ctrl-C), we leave them to the next start" in host.log()
     # One that comes sooner is the same again.
     await until(lambda: time.monotonic() > told_at + 2 * SAME_SIGNAL_S, "the end of the moment")
@@ -322,7 +322,7 @@ async def test_two_signals_of_one_moment_are_one_and_everybody_may_finish(host: 
     await host.until_status(TaskStatus.RUNNING, task)
     for _ in range(2):
         up.send_signal(signal.SIGTERM)
-    await host.until_decided("winding down: 1 left")
+    await host.until_decided("shutting down: 1 left")
     gate.touch()
     await host.until_status(TaskStatus.COMPLETE, task)
     await until(lambda: up.poll() is not None, f"up ends\n{host.log()}", 30.0)
@@ -389,13 +389,15 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
     without_command = {"handler": None, "exec": "nosuch-command now"}
     for broken in ({"max_workers": 0}, {"handler": None}, {"handler": "app:nosuch"}, without_command):
         host.configure(**broken)
-        said = host.log().count("nothing changed")
+        said = host.log().count("reload configuration failed")
         up.send_signal(signal.SIGHUP)
-        await until(lambda said=said: host.log().count("nothing changed") > said, f"it says so\n{host.log()}")
+        await until(
+            lambda said=said: host.log().count("reload configuration failed") > said, f"it says so\n{host.log()}"
+        )
     assert "fleets.default.max_workers (from windlass.toml) is 0" in host.log()
     assert "fleet default has nothing to run" in host.log()
-    assert "fleet default: cannot find nosuch in app: check the name after the colon." in host.log()
-    assert "there is no command 'nosuch-command': check exec of fleet default" in host.log()
+    assert "fleet default: cannot find nosuch in app. Check the name after the colon." in host.log()
+    assert "command 'nosuch-command' not found. Check exec of fleet default" in host.log()
     go.touch()
     await host.until_status(TaskStatus.COMPLETE, *tasks)
     await host.until_workers(0)
@@ -418,13 +420,13 @@ async def test_a_reload_rents_with_the_keys_of_the_new_file_and_one_in_vain_chan
     account = 'hetzner_api_token = "of-the-new-file"\nhetzner_endpoint = "http://127.0.0.1:9/v1"\n'
     (host.folder / "windlass.toml").write_text(f"{account}{changed}\n{stranded}")
     up.send_signal(signal.SIGHUP)
-    await until(lambda: "nothing changed" in host.log(), f"it says so\n{host.log()}")
-    assert "the servers of fleet far would have no network" in host.log()
+    await until(lambda: "reload configuration failed" in host.log(), f"it says so\n{host.log()}")
+    assert "servers of fleet far would have no network" in host.log()
     (host.folder / "windlass.toml").write_text(f"{account}{settings}\n{far}")
     up.send_signal(signal.SIGHUP)
     await until(lambda: '"new": ["far"]' in host.log(), f"a fleet more\n{host.log()}")
     assert '"changed"' not in host.log()
-    await until(lambda: "machines unknown" in host.log(), f"it calls\n{host.log()}")
+    await until(lambda: "list machines failed" in host.log(), f"it calls\n{host.log()}")
 
 
 async def test_a_file_without_a_fleet_is_enough_while_workers_of_the_last_one_live(host: Host) -> None:
@@ -438,7 +440,7 @@ async def test_a_file_without_a_fleet_is_enough_while_workers_of_the_last_one_li
     await until(lambda: up.poll() is not None, f"it ends\n{host.log()}")
     file.write_text(without)
     again = host.up()
-    told = '"event": "a fleet with workers is not configured here"'
+    told = '"event": "found unconfigured fleet"'
     await until(lambda: told in host.log(), f"it says so\n{host.log()}")
     assert '"wound_down_in": "300 s"' in host.log()
     file.write_text(whole)
@@ -447,20 +449,20 @@ async def test_a_file_without_a_fleet_is_enough_while_workers_of_the_last_one_li
     assert [each.id for each in await host.until_workers(1)] == [worker.id]
     file.write_text(without)
     again.send_signal(signal.SIGHUP)
-    await until(lambda: "there is no fleet any more" in host.log(), f"an empty file changes nothing\n{host.log()}")
+    await until(lambda: "the configuration has no fleets" in host.log(), f"an empty file changes nothing\n{host.log()}")
     assert [each.id for each in await host.until_workers(1)] == [worker.id]
     await host.end(again)
     done = host.windlass("up")
     assert (done.code, done.err) == (
         2,
-        "windlass: there is no fleet: write a table [fleets.NAME] with queues and a handler into windlass.toml, or "
+        "windlass: no fleet is configured: add a table [fleets.NAME] with queues and a handler to windlass.toml, or "
         "give --queue and --handler.\n",
     )
 
 
 def test_without_a_fleet_no_database_is_made_to_find_that_nobody_is_left(tmp_path: Path, empty_dsn: str) -> None:
     done = CommandLine(tmp_path)("up", "--data-dir", tmp_path / "data")
-    assert (done.code, done.err[:28]) == (2, "windlass: there is no fleet:")
+    assert (done.code, done.err[:32]) == (2, "windlass: no fleet is configured")
     assert not (tmp_path / "data").exists()
     unmigrated = CommandLine(tmp_path, {"DATABASE_URL": empty_dsn})
     assert unmigrated("up").err == done.err
@@ -484,7 +486,7 @@ async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mend
     told = host.windlass("explain", "default").out
     assert "Slot 0 has failed too often and stays empty until `windlass restart default`." in told
     broken = [worker for worker in await host.store.workers(include_terminated=True) if worker.code]
-    assert "cannot import missing:work" in host.windlass("explain", broken[-1].id).out
+    assert "cannot import handler missing:work" in host.windlass("explain", broken[-1].id).out
     assert "failed slots 0" in host.windlass("status").out
     assert "Slot 0 has failed" in host.windlass("explain", task).out
     (host.folder / "missing.py").write_text(APP)
@@ -504,7 +506,7 @@ async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_han
     await until(hold, f"it is held\n{host.log()}")
     assert await hold() == "FAILURE_RATE"
     assert len(await host.store.workers(include_terminated=True)) <= 5 + SETTINGS["max_workers"]
-    why = "its log ends: windlass: cannot import missing:work (No module named 'missing')"
+    why = "last log line: windlass: cannot import handler missing:work: No module named 'missing'"
     for told in (("status",), ("explain", "default"), ("explain", task)):
         assert why in host.windlass(*told).out, "the cause is told wherever the hold is"
 
@@ -549,8 +551,8 @@ async def test_a_fleet_that_was_removed_is_shown_on_request_only(host: Host) -> 
     text = (host.folder / "windlass.toml").read_text()
     (host.folder / "windlass.toml").write_text(text.replace("[fleets.default]", "[fleets.other]"))
     up.send_signal(signal.SIGHUP)
-    await until(lambda: "configuration reloaded" in host.log(), "it is taken over")
-    (told,) = [json.loads(line) for line in host.log().splitlines() if "configuration reloaded" in line]
+    await until(lambda: "reloaded configuration" in host.log(), "it is taken over")
+    (told,) = [json.loads(line) for line in host.log().splitlines() if "reloaded configuration" in line]
     assert (told["new"], told["removed"]) == (["other"], ["default"])
 
     def fleets(*options: str) -> list[str]:
@@ -593,7 +595,7 @@ async def test_a_cycle_while_another_leads_says_so_and_does_nothing(host: Host) 
     assert datetime.fromisoformat(done["timestamp"]) >= before
     assert done["actions"]["workers_spawned"] == 0
     assert done["status"]["queued_tasks"] is None, "nobody has looked"
-    assert re.fullmatch(r"another orchestrator leads for \d+ s more; nothing was done", done["decision"]), done
+    assert re.fullmatch(r"standby: another orchestrator leads for \d+ s more", done["decision"]), done
     await host.end(up)
 
 
@@ -671,7 +673,7 @@ async def test_cycles_run_by_cron_apply_retention_and_refuse_what_cannot_be_run(
     host.configure(handler=None, exec="nosuch-command now")
     refused = host.windlass("cycle")
     assert refused.code == 2
-    assert "there is no command 'nosuch-command': check exec of fleet default" in refused.err
+    assert "command 'nosuch-command' not found. Check exec of fleet default" in refused.err
 
 
 async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) -> None:
@@ -713,7 +715,7 @@ async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) ->
     fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
     assert fewer["again"] == other["again"]
     for wrong, sentence in (
-        (("--set", "max_worker=1"), "'max_worker=1' is no setting of a fleet: write name=value"),
+        (("--set", "max_worker=1"), "'max_worker=1' is not a fleet setting: write name=value"),
         (("--with", "nosuch.toml"), "there is no configuration file nosuch.toml: check the path given with --with."),
     ):
         refused = host.windlass("replay", number, *wrong)
@@ -734,7 +736,7 @@ async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:
             nonlocal drawn
             with suppress(BlockingIOError):
                 drawn += os.read(terminal, 65_536)  # perhaps a part of a character
-            return b"hiring 1: 1 waiting" in drawn and b"at work on" in drawn
+            return b"spawn 1: 1 queued" in drawn and b"at work on" in drawn
 
         try:
             await until(is_drawn, "a picture")
@@ -783,8 +785,8 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(
             ("restart", "--slot", "2147483648"), "should be less than or equal to 100000", id="a slot of no fleet"
         ),
-        pytest.param(("up",), "there is no fleet", id="up without a fleet"),
-        pytest.param(("cycle",), "there is no fleet", id="cycle without a fleet"),
+        pytest.param(("up",), "no fleet is configured", id="up without a fleet"),
+        pytest.param(("cycle",), "no fleet is configured", id="cycle without a fleet"),
         pytest.param(("up", "--queue", "q"), "has nothing to run", id="a fleet without a handler"),
         pytest.param(
             ("up", "-q", "q", "--min", "9", "--handler", "a:b"), "min must not exceed max", id="limits at odds"

@@ -195,7 +195,7 @@ async def test_an_image_that_starts_the_worker_works(site: Site, processes: "lis
         assert abs((bill.until - datetime.fromisoformat(lines[name]["deleted"])).total_seconds()) < 10
     assert KEY not in site.log()
     assert "wlj_" not in site.log()
-    assert "a cycle failed" not in site.log()
+    assert "run cycle failed" not in site.log()
 
 
 async def test_a_pod_without_a_driver_and_one_whose_gpu_is_dead_cost_no_task_an_attempt(
@@ -210,7 +210,7 @@ async def test_a_pod_without_a_driver_and_one_whose_gpu_is_dead_cost_no_task_an_
     assert errors == {"GPU_NOT_DETECTED", "QUARANTINED"}
     assert len(await site.told("ATTEMPTS_REFUNDED")) >= 3
     await end(site, processes[0])
-    assert "a cycle failed" not in site.log()
+    assert "run cycle failed" not in site.log()
 
 
 @pytest.mark.skipif(find_sshd() is None, reason="no OpenSSH here: install openssh-server")

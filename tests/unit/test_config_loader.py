@@ -13,7 +13,7 @@ from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.urls import masked, problem_of_database_url
-from windlass.wiring.providers import check_machines_can_call
+from windlass.wiring.providers import check_machine_url
 
 PASSWORD = "hunter2"
 EVERYWHERE = "0.0.0.0"  # noqa: S104
@@ -120,7 +120,7 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
         ),
         pytest.param(
             "[fleets.a]\nhandler = 'app.generate'",
-            "fleets.a.handler (from windlass.toml) is 'app.generate': this does not name a function: write",
+            "fleets.a.handler (from windlass.toml) is 'app.generate': not a function name: write",
             id="a handler without a function",
         ),
         pytest.param(
@@ -473,26 +473,26 @@ def test_where_machines_call_follows_from_what_is_set(api: dict[str, Any], url: 
     config = with_remote_fleet(**api)
     assert config.machine_url == url
     if url is None:
-        with pytest.raises(ConfigError, match="the machines of fleet far work over HTTP, but where they call"):
-            check_machines_can_call(config)
+        with pytest.raises(ConfigError, match="machines of fleet far work over HTTP, but the address"):
+            check_machine_url(config)
     else:
-        check_machines_can_call(config)
+        check_machine_url(config)
 
 
 @pytest.mark.parametrize(
     ("api", "sentence"),
     [
-        ({"port": 80, "control_plane_ip": "10.0.0.2"}, "api.host is 127.0.0.1, where only this host can"),
+        ({"port": 80, "control_plane_ip": "10.0.0.2"}, "api.host is 127.0.0.1, which only this host can reach"),
         ({"port": 80, "host": EVERYWHERE, "control_plane_ip": "8.8.8.8"}, "is http to 8.8.8.8, where anybody"),
     ],
 )
 def test_machines_that_could_not_call_are_not_hired(api: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        check_machines_can_call(with_remote_fleet(**api))
+        check_machine_url(with_remote_fleet(**api))
 
 
 def test_a_fleet_of_this_host_needs_no_address() -> None:
-    check_machines_can_call(Config(fleets={"near": FleetConfig(handler="a:b")}))
+    check_machine_url(Config(fleets={"near": FleetConfig(handler="a:b")}))
 
 
 def test_an_address_that_would_give_tokens_away_is_refused(tmp_path: Path) -> None:
@@ -504,9 +504,13 @@ def test_an_address_that_would_give_tokens_away_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        pytest.param('engine = "ray"', "engine is 'ray', which provider 'local' cannot do", id="on plain processes"),
         pytest.param(
-            'provider = "ray-local"\nis_inline = true\nhandler = "a:b"', "is_inline goes without", id="inline"
+            'engine = "ray"', "engine is 'ray', which provider 'local' does not support", id="on plain processes"
+        ),
+        pytest.param(
+            'provider = "ray-local"\nis_inline = true\nhandler = "a:b"',
+            "is_inline cannot be used with an engine",
+            id="inline",
         ),
         pytest.param(
             "[fleets.x.ray]\nnum_cpus = 2", 'ray is set and engine is not: set engine = "ray"', id="no engine"

@@ -30,7 +30,7 @@ from windlass.model.overview import Burn, FleetOverview, Leader, OpenAlert, Over
 from windlass.model.snapshot import Hold, QueueView, Snapshot
 from windlass.model.task import Task, TaskStatus, TaskSummary
 from windlass.model.worker import WorkerKind, WorkerStatus
-from windlass.policy.alerts import LOOK_INTERVAL_S, RESOLVE_AFTER_S
+from windlass.policy.alerts import EVALUATION_INTERVAL_S, RESOLVE_AFTER_S
 from windlass.policy.plan import plan
 
 NOW = datetime(2026, 11, 15, 18, 30, tzinfo=UTC)
@@ -123,8 +123,8 @@ def test_a_duration_reads_as_people_say_it(seconds: float, read: str) -> None:
 def test_the_browser_counts_ages_on_in_the_same_words() -> None:
     script = next(asset for address, asset in assets().items() if "/windlass-" in address and address.endswith(".js"))
     source = script.content.decode()
-    begin = source.index("function duration(")
-    function = source[begin : source.index("\n  }\n", begin) + 4]
+    build_context = source.index("function duration(")
+    function = source[build_context : source.index("\n  }\n", build_context) + 4]
     program = f"{function}\nconsole.log(JSON.stringify({json.dumps(list(DURATIONS))}.map(duration)))"
     try:
         done = subprocess.run(["node", "-e", program], capture_output=True, check=True, timeout=30)
@@ -254,7 +254,7 @@ def test_what_needs_attention_is_told_once_with_what_to_do(seen: Overview, told:
 
 
 def test_an_alert_that_is_not_seen_any_more_is_told_of_as_past() -> None:
-    lately, seen_at = NOW - timedelta(seconds=2 * LOOK_INTERVAL_S), NOW - timedelta(seconds=RESOLVE_AFTER_S - 20)
+    lately, seen_at = NOW - timedelta(seconds=2 * EVALUATION_INTERVAL_S), NOW - timedelta(seconds=RESOLVE_AFTER_S - 20)
     alert = OpenAlert(1, "renders", "ALL_CRASHED", "critical", "all 3 workers crashed", lately, lately, None)
     (matter,) = attention(overview(standing(fleet(), alerts=(alert,))))
     assert (matter.what, matter.is_bad) == ("Fleet renders: all 3 workers crashed.", True)
@@ -282,7 +282,7 @@ def test_machines_of_another_account_can_be_given_up_and_that_they_may_cost_is_s
     for alerts in ((), (alert,)):
         (matter,) = attention(overview(standing(held, alerts=alerts)))
         assert (matter.restarts, matter.gives_up) == ("renders", True)
-        assert matter.advice.endswith("give them up with `windlass restart FLEET`: they may still be charged.")
+        assert matter.advice.endswith("abandon them with `windlass restart FLEET`: they may still be charged.")
     # Whoever presses a button that gives them up is asked with that in view.
     operator = PageContext(NOW, "1", Viewer(may_act=True))
     for now, told in ((held, 2), (fleet(hold=Hold("FAILURE_RATE", "5 of 6 failed", NOW)), 0)):

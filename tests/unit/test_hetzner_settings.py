@@ -124,16 +124,16 @@ def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_a_token_one_sentence_says_what_to_do() -> None:
     fleet = FleetConfig(provider="hetzner", handler="a:b")
-    with pytest.raises(ConfigError, match="no token for Hetzner: set HETZNER_API_TOKEN"):
-        providers.provider("f", fleet, Config(fleets={"f": fleet}), "instance")
+    with pytest.raises(ConfigError, match="the Hetzner API token is missing. Set HETZNER_API_TOKEN"):
+        providers.make_provider("f", fleet, Config(fleets={"f": fleet}), "instance")
 
 
 def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
     fleet = FleetConfig(provider="hetzner", hetzner=HetznerSettings(is_ipv4_on=False))
     config = Config(fleets={"f": fleet}, hetzner_api_token="secret", api=ApiConfig(url="https://control.example"))
-    with pytest.raises(ConfigError, match="the servers of fleet f would have no network: set hetzner_network_id"):
-        providers.provider("f", fleet, config, "instance")
-    providers.provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}), "instance")
+    with pytest.raises(ConfigError, match="servers of fleet f would have no network. Set hetzner_network_id"):
+        providers.make_provider("f", fleet, config, "instance")
+    providers.make_provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}), "instance")
 
 
 def test_fleets_with_the_same_token_share_one_account_and_the_patience_of_the_most_patient() -> None:

@@ -124,19 +124,19 @@ def configured(**changes: Any) -> tuple[FleetConfig, Config]:
 
 
 def test_without_a_key_one_sentence_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="there is no key for Runpod: set RUNPOD_API_KEY to one that may read and"):
-        providers.provider("gpu", *configured(), "this")
+    with pytest.raises(ConfigError, match="the Runpod API key is missing. Set RUNPOD_API_KEY"):
+        providers.make_provider("gpu", *configured(), "this")
 
 
 def test_starting_workers_over_ssh_needs_a_key_that_opens_pods(tmp_path: Path) -> None:
     fleet, config = configured(auto_start_worker=True)
     config = config.model_copy(update={"runpod_api_key": Config(runpod_api_key="k").runpod_api_key})
-    with pytest.raises(ConfigError, match="auto_start_worker is set for fleet gpu, which needs an SSH key: make one"):
-        providers.provider("gpu", fleet, config, "this")
+    with pytest.raises(ConfigError, match="fleet gpu has auto_start_worker, which needs an SSH key. Create one"):
+        providers.make_provider("gpu", fleet, config, "this")
     missing = config.model_copy(update={"runpod_ssh_key_file": tmp_path / "none"})
     with pytest.raises(ConfigError, match="cannot be read"):
-        providers.provider("gpu", fleet, missing, "this")
-    assert not providers.provider("gpu", *_without_ssh(config), "this").traits.has_prepare_step
+        providers.make_provider("gpu", fleet, missing, "this")
+    assert not providers.make_provider("gpu", *_without_ssh(config), "this").traits.has_prepare_step
 
 
 def _without_ssh(config: Config) -> tuple[FleetConfig, Config]:

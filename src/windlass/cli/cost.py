@@ -13,7 +13,7 @@ from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.fleets import check_fleet_is_known
 from windlass.cli.output import print_json, print_table
 from windlass.cli.times import parse_when
-from windlass.cost.queries import MAX_ROWS, CostReport, look
+from windlass.cost.queries import MAX_ROWS, CostReport, build_report
 from windlass.cost.report import By, Forecast
 from windlass.model.cost import ChargeKind, Cost
 from windlass.model.money import amount, with_currency
@@ -46,7 +46,7 @@ async def cost(
         if fleet is not None:
             await check_fleet_is_known(store, fleet)
         now = await store.now()
-        report = await look(store, by, now - when if isinstance(when, timedelta) else when, now, fleet, limit)
+        report = await build_report(store, by, now - when if isinstance(when, timedelta) else when, now, fleet, limit)
     if as_json:
         print_json(_plain(report))
     else:

@@ -123,7 +123,7 @@ async def cycle(
 def check_fleets(loaded: "Loaded") -> None:
     """Raise an error unless every fleet has what its workers need to start, as far as that is cheap to see: whoever
     cannot start costs a launch each time, and the reason stands in a log."""
-    from windlass.providers.local.provider import why_not_startable
+    from windlass.providers.local.spawn import startup_problem
 
     for name, fleet in loaded.config.fleets.items():
         if fleet.handler is None and fleet.exec is None:
@@ -132,7 +132,7 @@ def check_fleets(loaded: "Loaded") -> None:
             source = loaded.source(f"fleets.{name}.chdir")
             raise ConfigError(f"fleets.{name}.chdir (from {source}) is {fleet.chdir}: there is no such folder.")
         if fleet.provider == "local":
-            problem = why_not_startable(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))
+            problem = startup_problem(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))
             if problem is not None:
                 raise ConfigError(problem)
 

@@ -26,5 +26,5 @@ class SpawnedWorkerEnv:
             worker_id=os.environ.pop("WINDLASS_WORKER_ID", None),
             fleet=os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET),
             needs_gpu=bool(os.environ.pop("WINDLASS_NEEDS_GPU", "")),
-            database_url=os.environ.pop("WINDLASS_HIRED_DATABASE_URL", None),
+            database_url=os.environ.pop("WINDLASS_WORKER_DATABASE_URL", None),
         )

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from windlass.dashboard.filters import counted, duration
-from windlass.model.alert import Severity
+from windlass.model.alert import ADVICE, Severity
 from windlass.model.overview import FleetOverview, OpenAlert, Overview
-from windlass.policy.alerts import ADVICE, LOOK_INTERVAL_S, RESOLVE_AFTER_S
+from windlass.policy.alerts import EVALUATION_INTERVAL_S, RESOLVE_AFTER_S
 
 # The rest of an advice that fits any matter.
 IN_GENERAL = "it is over by itself when the cause is gone"
@@ -15,7 +15,7 @@ IN_GENERAL = "it is over by itself when the cause is gone"
 GIVEN_UP_BY_RESTART = "OTHER_ACCOUNT"
 MENDED_BY_RESTART = ("FAILURE_RATE", "SLOT_FAILED", GIVEN_UP_BY_RESTART)
 # An alert is seen at every look while it lasts; one that was not seen by three of them is no news of now.
-SEEN_LATELY = timedelta(seconds=3 * LOOK_INTERVAL_S)
+SEEN_LATELY = timedelta(seconds=3 * EVALUATION_INTERVAL_S)
 NOT_SEEN = f"Not seen any more since then: it counts as over after {RESOLVE_AFTER_S:g} s without it"
 RETRY = "see why they failed, mend it, then retry them"
 

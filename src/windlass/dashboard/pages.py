@@ -6,8 +6,7 @@ from datetime import datetime
 from re import compile as pattern
 from typing import Any
 
-from windlass.cost.meter import Meter, read_meter
-from windlass.cost.report import Forecast
+from windlass.cost.report import Forecast, Meter, read_meter
 from windlass.dashboard.alerts import AttentionItem, attention
 from windlass.dashboard.attempts import attempts_of
 from windlass.dashboard.charts import KINDS, Chart, day_bars, fleet_charts
@@ -36,7 +35,7 @@ TASK_LISTS = (
     ("failed", "Dead letters"),
 )
 # How decisions begin that are worth a colour.
-_HIRING = ("hiring", "wanting")
+_HIRING = ("spawn", "waiting to spawn")
 _NUMBER = pattern(r"\d[\d,.]*")
 
 

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Collection
 from datetime import timedelta
 
-from windlass.cost.queries import look
+from windlass.cost.queries import build_report
 from windlass.cost.report import By
 from windlass.demo.environment import FLEET, QUEUE, DemoEnvironment
 from windlass.model.task import NewTask, new_task
@@ -38,7 +38,7 @@ async def our_costs(stage: DemoEnvironment) -> dict[str, int]:
     """By worker. Of machines that are gone this is exact, whether or not their accounts are closed yet."""
     async with stores.control_store(stage.config) as store:
         now = await store.now()
-        report = await look(store, By.WORKER, now - timedelta(hours=2), now, FLEET, MAX_COSTS)
+        report = await build_report(store, By.WORKER, now - timedelta(hours=2), now, FLEET, MAX_COSTS)
     return {str(cost.key): cost.total_micros for cost in report.costs}
 
 

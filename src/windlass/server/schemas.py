@@ -7,9 +7,8 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, TypeAdapter
 
-from windlass.cost.meter import Meter, read_meter
 from windlass.cost.queries import CostReport
-from windlass.cost.report import By, Forecast
+from windlass.cost.report import By, Forecast, Meter, read_meter
 from windlass.model.action import actions_to_plain
 from windlass.model.cost import Cost
 from windlass.model.cycle import Cycle, Explanation

@@ -15,7 +15,7 @@ from windlass.model.auth import SERVER_TTL_S, ServerAddress
 from windlass.model.config import ApiConfig, Config, Retention
 from windlass.model.errors import BadInput, DatabaseUnavailable, WindlassError
 from windlass.model.urls import LOOPBACK
-from windlass.wiring.background import beside
+from windlass.wiring.background import background_task
 from windlass.wiring.providers import worker_log
 from windlass.wiring.stores import access_store
 
@@ -143,7 +143,7 @@ async def http_face(
         )
         url = _browser_url(config, listener.getsockname()[1])
         async with (
-            beside(take_samples(people, shown.live)),
+            background_task(take_samples(people, shown.live)),
             serving(make_app(face), listener),
             _told_where(people, url),
         ):
@@ -188,7 +188,7 @@ def _shown(
         live=live,
         explain=functools.partial(tell, store),
         worker_log=lambda fleet, worker_id, lines: worker_log(config, fleet, worker_id, lines, is_following=False),
-        last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.heard().items()},
+        last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.last_cycles().items()},
         metrics=metrics.read,
         is_open_here=is_reading_open(config.api),
         rate_limit=config.api.rate_limit,
@@ -240,7 +240,7 @@ async def _told_where(store: "PostgresAuthStore", url: str) -> AsyncIterator[Non
     face = ServerAddress(url, socket.gethostname())
     await store.record_server(face)
     try:
-        async with beside(_note_again(store, face)):
+        async with background_task(_note_again(store, face)):
             yield
     finally:
         with contextlib.suppress(DatabaseUnavailable):
@@ -288,7 +288,7 @@ def _pulses(up: "Orchestrator") -> "dict[str, LoopHealth]":
 
     now = asyncio.get_running_loop().time()
     pulses = {}
-    for name, heard in up.heard().items():
+    for name, heard in up.last_cycles().items():
         fleet = up.fleet(name)
         if fleet is not None:
             limit_s = max(MIN_MISSED_S, MISSED_CYCLES * fleet.poll_interval_s)

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from windlass.cost.queries import CostReportInputs, look_from, task_cost
+from windlass.cost.queries import CostReportInputs, read_costs, task_cost
 from windlass.cost.report import By, forecasts
 from windlass.dashboard import pages
 from windlass.dashboard.charts import HISTORY_POINTS, history_s
@@ -307,7 +307,7 @@ def _add_cost(router: APIRouter, face: AppContext, shown: DashboardContext) -> N
         now = await shown.store.now()
         since = hour_of(now - timedelta(days=1)) if days == 1 else day_of(now) - timedelta(days=days - 1)
         sides = {By.DAY: (days + 1) * CURRENCIES, By.FLEET: COST_ROWS, By.QUEUE: COST_ROWS}
-        found = await look_from(shown.store, sides, since, now, fleet)
+        found = await read_costs(shown.store, sides, since, now, fleet)
         return _Costs(now, found, await _budgets(face, shown, found.accounts, fleet, now))
 
     costs = TtlCache(look_up, COSTS_FRESH_S)

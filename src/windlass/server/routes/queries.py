@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import AwareDatetime
 
-from windlass.cost.queries import CostReport, look, task_cost
+from windlass.cost.queries import CostReport, build_report, task_cost
 from windlass.cost.report import By
 from windlass.model.action import actions_to_plain
 from windlass.model.cycle import ACTION_COUNTS, COUNTED_STATUSES, STATUS_COUNTS, CycleDetail
@@ -265,7 +265,7 @@ def _why(router: APIRouter, shown: DashboardContext) -> None:
     async def report(question: tuple[By, datetime | None, str | None, int]) -> CostReport:
         by, since, fleet, limit = question
         now = await store.now()
-        return await look(store, by, _since(since, now), now, fleet, limit)
+        return await build_report(store, by, _since(since, now), now, fleet, limit)
 
     reports = TtlCache(report, COSTS_FRESH_S)
 
