@@ -28,7 +28,7 @@ from bench.figures import percentile, table
 from windlass.cli.logs import configure_logs
 from windlass.control.alerting import AlertManager
 from windlass.control.cycle import FleetCycle
-from windlass.control.explain import tell
+from windlass.control.explain import explain
 from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
@@ -124,7 +124,7 @@ def _face(
         shown=DashboardContext(
             store=people,
             live=live,
-            explain=lambda what: tell(people, what),
+            explain=lambda name: explain(people, name),
             worker_log=lambda *_: _nothing(),
             last_actions=dict,
             metrics=Metrics(live.overview, people.fleet_metrics).read,

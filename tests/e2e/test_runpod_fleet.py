@@ -12,7 +12,7 @@ from typing import Any
 import asyncssh
 import pytest
 
-from support.command_line import CommandLine, Done
+from support.command_line import CommandLine, Completed
 from support.worker_harness import until
 from windlass.model.event import Event
 from windlass.model.task import TaskStatus, new_task
@@ -257,7 +257,7 @@ async def test_workers_are_started_over_ssh_and_a_pod_without_a_gpu_is_replaced(
     await end(site, processes[1])
 
 
-def findings(done: Done) -> dict[str, tuple[str, str]]:
+def findings(done: Completed) -> dict[str, tuple[str, str]]:
     return {found["check"]: (found["verdict"], found["what"]) for found in json.loads(done.out)}
 
 

@@ -123,7 +123,7 @@ REFUSALS = [
         "the lease is shorter than three beats",
         ["--exec", "cat", "--lease", "10"],
         "lease_s is 10 and heartbeat_interval_s is 5: "
-        "at least three beats must fit into a lease, or one lost packet costs a worker its tasks.",
+        "a lease must be at least three heartbeat intervals, or one lost packet costs a worker its tasks.",
     ),
     (
         "more at once than a heartbeat can name",

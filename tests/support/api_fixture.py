@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from windlass.control.cycle import FleetCycle
-from windlass.control.explain import tell
+from windlass.control.explain import explain
 from windlass.control.summary import Summary
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
 from windlass.model.bootstrap import BootstrapSettings
@@ -73,7 +73,7 @@ class Bed:
         self.shown = DashboardContext(
             store=store,
             live=self.live,
-            explain=lambda what: tell(store, what),
+            explain=lambda what: explain(store, what),
             worker_log=self._worker_log,
             last_actions=self._last_actions,
             metrics=self.metrics.read,

@@ -176,7 +176,7 @@ class AlertManager:
                 )
 
     async def send_due(self, *, is_awaited: bool = True) -> int:
-        """Start to send all due messages, and wait for them unless told otherwise. Returns their number."""
+        """Start to send all due messages, and wait for them if `is_awaited`. Returns their number."""
         started: list[asyncio.Task[None]] = []
         for name, sending in self._sending.items():
             if len(sending) < MAX_CONCURRENT_SENDS:

@@ -164,7 +164,7 @@ def _shown(
     told: "Sequence[Notifier]",
 ) -> "tuple[DashboardContext, Metrics]":
     """What people see of a running `up`, and who counts for them."""
-    from windlass.control.explain import tell
+    from windlass.control.explain import explain
     from windlass.server.context import DashboardContext
     from windlass.server.event_stream import OverviewFeed
     from windlass.server.metrics import Metrics
@@ -186,7 +186,7 @@ def _shown(
     shown = DashboardContext(
         store=store,
         live=live,
-        explain=functools.partial(tell, store),
+        explain=functools.partial(explain, store),
         worker_log=lambda fleet, worker_id, lines: worker_log(config, fleet, worker_id, lines, is_following=False),
         last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.last_cycles().items()},
         metrics=metrics.read,

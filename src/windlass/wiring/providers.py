@@ -1,6 +1,7 @@
 """Makes the providers of fleets, and checks that they have what they need: keys, URLs, networks."""
 
 import functools
+import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -300,3 +301,10 @@ async def _known_instance_id(config: Config) -> str | None:
             return await store.instance_id()
     except WindlassError:
         return None
+
+
+def startup_problem(name: str, fleet: "FleetConfig") -> str | None:
+    """Why no worker process of a local fleet could start, as a sentence; None if one could."""
+    from windlass.providers.local import spawn
+
+    return spawn.startup_problem(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, WindlassError
-from windlass.model.urls import masked
+from windlass.model.redaction import masked
 from windlass.store.connect import connected
 from windlass.store.migrate import applied_migrations, migrate
 from windlass.store.postgres import PostgresStore
