@@ -42,15 +42,15 @@ async def status(config: ConfigFile = None, data_dir: DataDir = None, as_json: A
     Changes nothing. Exit code 1 if the schema is not at the version of this program.
     """
     applied = await _applied_migrations(load(config, data_dir).config)
-    known = {m.version: m.name for m in (*schema.MIGRATIONS, *schema.missing_migrations(applied))}
+    missing = {m.version: m.name for m in schema.missing_migrations(applied)}
     rows = [
         {
             "version": version,
-            "name": applied[version]["name"] if version in applied else known[version],
+            "name": applied[version]["name"] if version in applied else missing[version],
             "applied_at": applied[version]["applied_at"] if version in applied else None,
-            "is_known": version <= LATEST_VERSION,
+            "is_known": version <= schema.LATEST_VERSION,
         }
-        for version in sorted({*known, *applied})
+        for version in sorted({*missing, *applied})
     ]
     version = max(applied, default=None)
     if as_json:
