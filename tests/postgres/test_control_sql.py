@@ -10,6 +10,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from support.stores import PostgresStores
 from windlass.cost.ledger import settle
 from windlass.model.action import Adopt, Plan, Spawn
 from windlass.model.fleet import FleetConfig
@@ -17,7 +18,6 @@ from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineState
 from windlass.model.outcome import Created, Deleted, Intent
 from windlass.model.snapshot import PlannerState, Snapshot
-from windlass.store.control import PostgresControlStore
 
 FLEET = FleetConfig(max_workers=4)
 MACHINE = Machine(
@@ -41,14 +41,14 @@ async def connection(each_dsn: str) -> AsyncIterator[Any]:
         await connection.close()
 
 
-async def observed(store: PostgresControlStore, candidate: Candidate) -> tuple[int, Snapshot]:
+async def observed(store: PostgresStores, candidate: Candidate) -> tuple[int, Snapshot]:
     seen = await store.observe(candidate, "f", FLEET)
     assert not isinstance(seen, Standby)
     return seen
 
 
 async def test_one_of_many_concurrent_candidates_gets_the_lease(each_dsn: str) -> None:
-    async with PostgresControlStore(each_dsn, max_connections=10) as store:
+    async with PostgresStores(each_dsn, max_connections=10) as store:
         for round_number in range(10):
             candidates = [Candidate(f"c{n}", 60.0, lease=f"lease{round_number}") for n in range(10)]
             answers = await asyncio.gather(*(store.acquire_lease(candidate) for candidate in candidates))
@@ -58,7 +58,7 @@ async def test_one_of_many_concurrent_candidates_gets_the_lease(each_dsn: str) -
 async def test_concurrent_plans_for_the_same_slots_get_each_slot_once(each_dsn: str) -> None:
     """Concurrent cycles of one holder: a request to a running orchestrator causes them."""
     ann = Candidate("ann", 60.0)
-    async with PostgresControlStore(each_dsn, max_connections=10) as store:
+    async with PostgresStores(each_dsn, max_connections=10) as store:
         term, snapshot = await observed(store, ann)
 
         async def commit(number: int) -> frozenset[str]:
@@ -74,7 +74,7 @@ async def test_concurrent_plans_for_the_same_slots_get_each_slot_once(each_dsn: 
 async def test_lease_is_not_taken_while_a_plan_is_committed(each_dsn: str, connection: Any) -> None:
     now = [datetime(2030, 1, 1, tzinfo=UTC)]
     ann, bob = Candidate("ann", 30.0), Candidate("bob", 30.0)
-    async with PostgresControlStore(each_dsn, virtual_now=lambda: now[0]) as store:
+    async with PostgresStores(each_dsn, virtual_now=lambda: now[0]) as store:
         term, snapshot = await observed(store, ann)
         async with connection.transaction():
             # The holder commits its plan while its lease expires.
@@ -104,7 +104,7 @@ async def _wait_until_a_lock_is_awaited(dsn: str) -> None:
 @pytest.mark.parametrize("way", ["created", "adopted"])
 async def test_machine_type_location_and_price_are_stored(each_dsn: str, connection: Any, way: str) -> None:
     ann = Candidate("ann", 60.0)
-    async with PostgresControlStore(each_dsn) as store:
+    async with PostgresStores(each_dsn) as store:
         term, snapshot = await observed(store, ann)
         await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), [Intent("w0", 0, "wanted", 30.0)])
         if way == "created":
@@ -120,7 +120,7 @@ async def test_machine_type_location_and_price_are_stored(each_dsn: str, connect
 
 async def test_machine_missing_in_the_snapshot_can_be_adopted(each_dsn: str, connection: Any) -> None:
     ann = Candidate("ann", 60.0)
-    async with PostgresControlStore(each_dsn) as store:
+    async with PostgresStores(each_dsn) as store:
         term, snapshot = await observed(store, ann)
         await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), [Intent("w0", 0, "wanted", 30.0)])
         await store.commit_plan(ann, term, snapshot, Plan((Adopt("w0", "m1", "found"),), PlannerState(), "x"), [])
@@ -130,7 +130,7 @@ async def test_machine_missing_in_the_snapshot_can_be_adopted(each_dsn: str, con
 async def test_concurrent_settlements_charge_once(each_dsn: str, connection: Any) -> None:
     ann, now = Candidate("ann", 100_000.0), datetime(2030, 1, 1, tzinfo=UTC)
     times = [now]
-    async with PostgresControlStore(each_dsn, virtual_now=lambda: times[0], max_connections=10) as store:
+    async with PostgresStores(each_dsn, virtual_now=lambda: times[0], max_connections=10) as store:
         term, snapshot = await observed(store, ann)
         intents = [Intent(f"w{slot}", slot, "wanted", 30.0) for slot in range(4)]
         await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), intents)
@@ -157,7 +157,7 @@ async def test_concurrent_settlements_charge_once(each_dsn: str, connection: Any
 
 async def test_commit_plan_rejects_an_unknown_action_kind(each_dsn: str, connection: Any) -> None:
     ann = Candidate("ann", 60.0)
-    async with PostgresControlStore(each_dsn) as store:
+    async with PostgresStores(each_dsn) as store:
         term, snapshot = await observed(store, ann)
     for action in ('{"kind": "promte", "worker_id": "w0"}', '{"worker_id": "w0"}'):
         with pytest.raises(asyncpg.RaiseError, match="unknown action kind"):
@@ -172,7 +172,7 @@ async def test_commit_plan_rejects_an_unknown_action_kind(each_dsn: str, connect
 
 async def test_commit_outcomes_rejects_an_unknown_outcome_kind(each_dsn: str, connection: Any) -> None:
     ann = Candidate("ann", 60.0)
-    async with PostgresControlStore(each_dsn) as store:
+    async with PostgresStores(each_dsn) as store:
         term, _ = await observed(store, ann)
     for outcome in ('{"kind": "delted", "worker_id": "w0"}', '{"worker_id": "w0"}'):
         with pytest.raises(asyncpg.RaiseError, match="unknown outcome kind"):

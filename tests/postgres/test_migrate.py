@@ -8,11 +8,12 @@ from typing import Any
 import asyncpg
 import pytest
 
+from support.stores import PostgresStores
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration
 from windlass.store import migrate as module
-from windlass.store.control import PostgresControlStore
+from windlass.store.database import Database
 from windlass.store.migrate import (
     FIRST_VERSION,
     LATEST_VERSION,
@@ -22,7 +23,6 @@ from windlass.store.migrate import (
     applied_migrations,
     migrate,
 )
-from windlass.store.postgres import PostgresStore
 
 LIMIT_S = 60.0
 
@@ -78,7 +78,7 @@ def test_migrations_are_numbered_without_gaps() -> None:
 async def test_empty_database_gets_the_schema_and_its_version(empty_dsn: str) -> None:
     assert await migrate(empty_dsn) == [SCHEMA]
     assert await versions(empty_dsn) == [LATEST_VERSION]
-    async with PostgresStore(empty_dsn) as store:
+    async with PostgresStores(empty_dsn, is_contract_sufficient=True) as store:
         assert await store.enqueue(NewTask("q")) == 1
 
 
@@ -102,7 +102,7 @@ async def test_orchestrator_refuses_an_older_schema_until_it_is_migrated(
     before = await objects(empty_dsn)
     pretend_migrations(monkeypatch, [*MIGRATIONS, NEXT])
     with pytest.raises(SchemaMismatch) as refusal:
-        await PostgresControlStore(empty_dsn).__aenter__()
+        await Database(empty_dsn).__aenter__()
     assert str(refusal.value) == (
         f"the database's schema is at version {LATEST_VERSION} and this program needs {NEXT.version}: "
         "run `windlass db migrate`."
@@ -110,7 +110,7 @@ async def test_orchestrator_refuses_an_older_schema_until_it_is_migrated(
     assert await objects(empty_dsn) == before
     assert await migrate(empty_dsn) == [NEXT]
     assert await versions(empty_dsn) == [LATEST_VERSION, NEXT.version]
-    async with PostgresControlStore(empty_dsn):
+    async with Database(empty_dsn):
         pass
 
 
@@ -126,7 +126,7 @@ async def test_newer_schema_is_refused_by_orchestrator_and_migrate(
         f"the database's schema is at version {NEXT.version} and this program supports {LATEST_VERSION}: "
         "upgrade windlass on this machine."
     )
-    for refused in (PostgresControlStore(empty_dsn).__aenter__(), migrate(empty_dsn)):
+    for refused in (Database(empty_dsn).__aenter__(), migrate(empty_dsn)):
         with pytest.raises(SchemaMismatch) as refusal:
             await refused
         assert str(refusal.value) == sentence
@@ -144,8 +144,8 @@ async def test_worker_uses_another_schema_version_with_its_contract(
         await connection.execute("update windlass.migrations set version = $1", version)
     monkeypatch.setattr(module, "FIRST_VERSION", LATEST_VERSION - 1)
     with pytest.raises(SchemaMismatch):
-        await PostgresControlStore(empty_dsn).__aenter__()
-    async with PostgresStore(empty_dsn) as store:
+        await Database(empty_dsn).__aenter__()
+    async with PostgresStores(empty_dsn, is_contract_sufficient=True) as store:
         task_id = await store.enqueue(NewTask("q"))
         await store.register(Registration("w", ("q",)))
         assert [claim.task_id for claim in await store.claim("w", ("q",))] == [task_id]
@@ -169,7 +169,7 @@ async def test_worker_refuses_a_database_without_its_contract_version(
     async with connected(empty_dsn) as connection:
         await connection.execute(NEW_CONTRACT.format(*supported))
     with pytest.raises(SchemaMismatch) as refusal:
-        await PostgresStore(empty_dsn).__aenter__()
+        await Database(empty_dsn, is_contract_sufficient=True).__aenter__()
     assert str(refusal.value) == sentence
 
 
@@ -182,8 +182,8 @@ async def test_schema_of_a_development_build_is_refused(empty_dsn: str) -> None:
         "upgraded: use a new database."
     )
     for refused in (
-        PostgresStore(empty_dsn).__aenter__(),
-        PostgresControlStore(empty_dsn).__aenter__(),
+        Database(empty_dsn, is_contract_sufficient=True).__aenter__(),
+        Database(empty_dsn).__aenter__(),
         migrate(empty_dsn),
     ):
         with pytest.raises(SchemaMismatch) as refusal:
@@ -192,7 +192,7 @@ async def test_schema_of_a_development_build_is_refused(empty_dsn: str) -> None:
 
 
 async def test_database_without_schema_is_refused(empty_dsn: str) -> None:
-    for store in (PostgresStore(empty_dsn), PostgresControlStore(empty_dsn)):
+    for store in (Database(empty_dsn, is_contract_sufficient=True), Database(empty_dsn)):
         with pytest.raises(SchemaMismatch, match="no windlass schema yet: run `windlass db migrate` once"):
             await store.__aenter__()
     assert await objects(empty_dsn) == set()
@@ -228,7 +228,7 @@ async def test_failing_migration_leaves_the_schema_unchanged(empty_dsn: str, mon
             await migrate(empty_dsn)
     assert await objects(empty_dsn) == before
     assert await versions(empty_dsn) == [LATEST_VERSION]
-    async with PostgresControlStore(empty_dsn):
+    async with Database(empty_dsn):
         pass
 
 

@@ -24,7 +24,7 @@ from windlass.cli.times import parse_when
 from windlass.model.errors import BadInput, WindlassError
 from windlass.model.task import NewTask, new_task, to_json
 from windlass.operations import OperationOutcome, enqueue_task
-from windlass.ports.store import Store
+from windlass.ports.tasks import TaskStore
 from windlass.wiring import stores
 
 STDIN = "-"
@@ -83,7 +83,7 @@ async def enqueue(
     )
     if source is None:
         task = template._replace(payload=_check_payload(payload or "", "the payload", max_bytes))
-        async with stores.store(loaded.config) as store:
+        async with stores.store(loaded.config, is_contract_sufficient=True) as store:
             result = await enqueue_task(store, await _schedule(task, when, store))
             is_new = result.outcome is OperationOutcome.DONE
             if as_json:
@@ -99,7 +99,7 @@ async def enqueue(
     if unique_key is not None:
         raise BadInput("--unique-key is for a single task: it cannot be combined with several lines.")
     with _checked_lines(source, max_bytes) as lines:
-        async with stores.store(loaded.config) as store:
+        async with stores.store(loaded.config, is_contract_sufficient=True) as store:
             scheduled = await _schedule(template, when, store)
             with progress("enqueueing", lines.count) as advance:
 
@@ -116,7 +116,7 @@ async def enqueue(
             await _warn_if_unserved(store, queue)
 
 
-class ServedQueueStore(Store, Protocol):
+class ServedQueueStore(TaskStore, Protocol):
     async def is_queue_served(self, queue: str, /) -> bool: ...
 
 
@@ -134,7 +134,7 @@ async def _warn_if_unserved(store: ServedQueueStore, queue: str) -> None:
     )
 
 
-async def _schedule(task: NewTask, when: datetime | timedelta | None, store: Store) -> NewTask:
+async def _schedule(task: NewTask, when: datetime | timedelta | None, store: TaskStore) -> NewTask:
     """Durations count from the database's clock, which workers use too."""
     return task._replace(run_after=await store.now() + when) if isinstance(when, timedelta) else task
 
