@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from support.command_line import CommandLine
+from support.stores import PostgresStores
 from support.worker_harness import PATIENCE_S, until
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import Worker
-from windlass.store.auth import PostgresAuthStore
 
 HERE = Path(__file__).parent
 QUEUE = "work"
@@ -70,7 +70,7 @@ class Site:
         self.machines = folder / "machines"
         self._mark = f"SITE_{uuid4().hex}"
         self.windlass = CommandLine(folder, {"DATABASE_URL": dsn, self._mark: "1"})
-        self.store = PostgresAuthStore(dsn)
+        self.store = PostgresStores(dsn)
         self.ups: list[subprocess.Popen[str]] = []
         (folder / "app.py").write_text(APP)
         (folder / "windlass.toml").write_text(TOML.format(folder=json.dumps(str(folder))))

@@ -12,6 +12,7 @@ import pytest
 
 from support.command_line import CommandLine
 from support.postgres_servers import reachable_temp_dir
+from support.stores import PostgresStores
 from support.worker_harness import HERE, PROGRAM, QUEUE, KillableServer, WorkerHarness, WorkerProcess, until
 from windlass.model.action import Fail, Plan
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, Role, hash_of, new_token
@@ -28,7 +29,6 @@ from windlass.server.app import make_app
 from windlass.server.context import AppContext
 from windlass.server.long_poll import LongPollHub
 from windlass.server.server import listen, serving
-from windlass.store.auth import PostgresAuthStore
 
 ANN = Candidate("ann", ttl_s=3600.0)
 SETTINGS: dict[str, Any] = {
@@ -47,7 +47,7 @@ class Plane:
 
     def __init__(self, harness: WorkerHarness) -> None:
         self.harness = harness
-        self.store = PostgresAuthStore(harness.dsn)
+        self.store = PostgresStores(harness.dsn)
         self.fleet = FleetConfig(**SETTINGS)
         self.port = 0
         self._open = AsyncExitStack()
