@@ -530,7 +530,7 @@ async def test_a_fleet_that_nobody_runs_any_more_is_said_to_be_so_and_is_not_pau
     host.configure(min_workers=1)
     up = host.up()
     await host.until_workers(1)
-    assert "nobody runs" not in host.windlass("status").out
+    assert "no orchestrator" not in host.windlass("status").out
     assert host.windlass("status", "--json").json["fleets"][0]["without_orchestrator_s"] is None
     await host.end(up)
     first, *_, last = [json.loads(line) for line in host.log().splitlines()]
