@@ -530,7 +530,7 @@ async def test_a_fleet_that_nobody_runs_any_more_is_said_to_be_so_and_is_not_pau
     host.configure(min_workers=1)
     up = host.up()
     await host.until_workers(1)
-    assert "nobody runs" not in host.windlass("status").out
+    assert "no orchestrator" not in host.windlass("status").out
     assert host.windlass("status", "--json").json["fleets"][0]["without_orchestrator_s"] is None
     await host.end(up)
     first, *_, last = [json.loads(line) for line in host.log().splitlines()]
@@ -636,7 +636,7 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
         "fleets": ["default"],
         "is_paused": False,
     }
-    sentence = "there is no slot 17 in fleet default: its slots are 0 to 2"
+    sentence = "slot 17 not found in fleet default: its slots are 0 to 2"
     assert sentence in host.windlass("restart", "default", "--slot", "17").err
     tasks = await host.enqueue(*[{"go": str(go)}] * 2)
     await host.until_status(TaskStatus.RUNNING, *tasks)

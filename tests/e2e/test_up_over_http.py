@@ -264,12 +264,12 @@ def test_a_port_in_use_is_refused_in_one_sentence(tmp_path: Path, dsn: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        pytest.param(("create", "a b", "--role", "viewer"), "'a b' cannot be a token's name", id="a name"),
+        pytest.param(("create", "a b", "--role", "viewer"), "invalid token name 'a b'", id="an invalid name"),
         pytest.param(("create", "a", "--role", "king"), "invalid value for '--role'", id="a role"),
-        pytest.param(("revoke", "nobody"), "there is no token nobody in use", id="nobody's"),
-        pytest.param(("revoke",), "say what to revoke: the NAME of a token, or --session", id="nothing to revoke"),
-        pytest.param(("revoke", "--session", "f00"), "there is no session f00", id="nobody's session"),
-        pytest.param(("link", "--url", "here"), "'here' is not where a dashboard is", id="no address"),
+        pytest.param(("revoke", "nobody"), "active token nobody not found", id="an unknown token"),
+        pytest.param(("revoke",), "choose what to revoke: the NAME of a token, or --session", id="nothing to revoke"),
+        pytest.param(("revoke", "--session", "f00"), "session f00 not found", id="an unknown session"),
+        pytest.param(("link", "--url", "here"), "'here' is not the URL of a dashboard", id="not a URL"),
         pytest.param(("link", "--role", "worker"), "invalid value for '--role'", id="no role of people"),
     ],
 )

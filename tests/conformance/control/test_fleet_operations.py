@@ -71,7 +71,7 @@ async def test_a_wish_that_no_slot_can_take_any_more_is_forgotten(store: Control
 async def test_a_slot_that_a_fleet_cannot_have_is_no_slot_to_restart(
     store: ControlStores, ann: Leader, slot: int
 ) -> None:
-    with pytest.raises(BadInput, match=f"there is no slot {slot} in fleet f: its slots are 0 to 3"):
+    with pytest.raises(BadInput, match=f"slot {slot} not found in fleet f: its slots are 0 to 3"):
         await store.restart_slots("f", slot)
     assert (await ann.observe()).reset_at is None
 
@@ -269,6 +269,6 @@ async def test_a_lost_hired_worker_is_the_orchestrators_to_judge_until_nobody_ha
 
 async def test_what_is_asked_of_an_unknown_fleet_is_refused(store: ControlStores) -> None:
     for asked in (store.restart_slots("no"), store.request_workers("no", 1), store.pause_fleet("no", True)):
-        with pytest.raises(BadInput, match="there is no fleet no"):
+        with pytest.raises(BadInput, match="fleet no not found"):
             await asked
     assert await store.fleets() == []

@@ -174,7 +174,7 @@ async def test_a_workers_status_moves_only_along_its_life(
         await ann.commit(intents=(intent(worker_id, 0),))
         await set_status(worker_id, before)
         if LIFE.index(after) < LIFE.index(before):
-            with pytest.raises(BadInput, match=f"cannot go from {before} to {after}"):
+            with pytest.raises(BadInput, match=f"cannot change from {before} to {after}"):
                 await set_status(worker_id, after)
             assert (await store.worker(worker_id)).status is before
         else:
