@@ -774,13 +774,13 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(("workers", "show", "nobody"), "worker nobody not found", id="show an unknown worker"),
         pytest.param(("workers", "logs", "nobody"), "worker nobody not found", id="logs of an unknown worker"),
         pytest.param(("explain", "nobody"), "no task, worker or fleet nobody", id="explain the unknown"),
-        pytest.param(("explain", "4711"), "there is no task 4711", id="explain an unknown task"),
+        pytest.param(("explain", "4711"), "task 4711 not found", id="explain an unknown task"),
         pytest.param(("replay", "4711"), "cycle 4711 not found", id="an unknown cycle"),
         pytest.param(("replay", "zero"), "valid integer", id="a cycle that is no number"),
         pytest.param(
             ("replay", "9" * 20), "should be less than or equal to 9223372036854775807", id="a cycle beyond all numbers"
         ),
-        pytest.param(("explain", "9" * 20), "there is no task 99999999999999999999", id="a task beyond all numbers"),
+        pytest.param(("explain", "9" * 20), "task 99999999999999999999 not found", id="a task beyond all numbers"),
         pytest.param(("spawn", "--count", "99999999999"), "should be less than or equal to 100000", id="too many"),
         pytest.param(
             ("restart", "--slot", "2147483648"), "should be less than or equal to 100000", id="a slot of no fleet"
@@ -792,7 +792,7 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
             ("up", "-q", "q", "--min", "9", "--handler", "a:b"), "min must not exceed max", id="limits at odds"
         ),
         pytest.param(("spawn", "a", "--fleet", "b"), "are different fleets", id="two fleets"),
-        pytest.param(("cycle",), "write a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
+        pytest.param(("cycle",), "add a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
         pytest.param(
             ("up", "-q", "q", "--handler", "app.work"), "fleets.default.handler (from command line)", id="no function"
         ),
