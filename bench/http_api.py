@@ -40,12 +40,12 @@ from windlass.server.long_poll import LongPollHub
 from windlass.server.metrics import Metrics
 from windlass.server.server import listen, serving
 from windlass.store.alerts import PostgresAlertStore
-from windlass.store.auth import PostgresAuthStore
 from windlass.store.control import PostgresControlStore
-from windlass.store.dashboard_queries import PostgresQueryStore
+from windlass.store.database import Database
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
 from windlass.wiring.http_server import face_stores, take_samples
+from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
 WORKERS = 1_000
 CYCLE_INTERVAL_S = 1.0
@@ -84,14 +84,15 @@ async def serve(dsn: str) -> None:
     token = new_token(API_PREFIX, random.SystemRandom())
     async with (
         face_stores(dsn) as (machines, people),
-        PostgresControlStore(dsn) as own,
-        PostgresAlertStore(dsn, max_connections=2) as alert_store,
+        Database(dsn) as own,
+        Database(dsn, max_connections=2) as alert_database,
     ):
         await people.create_token("bench", Role.VIEWER, hash_of(token))
         listener = listen("127.0.0.1", 0)
         live = OverviewFeed(people, lambda: frozenset({FLEET}))
-        alerts = AlertManager(alert_store, [], dead_letters_allowed=0, leader_grace_s=60.0)
-        cycle = FleetCycle(FLEET, config, own, StaticProvider(WORKERS), Candidate("bench", 600), random.Random(1))
+        alerts = AlertManager(PostgresAlertStore(alert_database), [], dead_letters_allowed=0, leader_grace_s=60.0)
+        control = PostgresControlStore(own)
+        cycle = FleetCycle(FLEET, config, control, StaticProvider(WORKERS), Candidate("bench", 600), random.Random(1))
         background = [asyncio.create_task(work) for work in (take_samples(people, live), alerts.run())]
         async with serving(make_app(_face(machines, people, live, config)), listener):
             print(json.dumps({"port": listener.getsockname()[1], "token": token}), flush=True)
@@ -104,7 +105,7 @@ async def serve(dsn: str) -> None:
 
 
 def _face(
-    machines: PostgresAuthStore, people: PostgresQueryStore, live: OverviewFeed, config: FleetConfig
+    machines: WorkerProtocolStores, people: DashboardStores, live: OverviewFeed, config: FleetConfig
 ) -> AppContext:
     async def no_cycle() -> list[dict[str, Any]]:
         return []

@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
+from support.stores import PostgresStores
 from windlass.control.alerting import (
     MAX_ATTEMPTS,
     MAX_CONCURRENT_SENDS,
@@ -48,7 +49,7 @@ from windlass.notify.command import CommandNotifier
 from windlass.notify.email import EmailNotifier
 from windlass.notify.webhook import SlackNotifier, WebhookNotifier
 from windlass.server.server import listen
-from windlass.store.alerts import MAX_TOLD, QUERIES, TOLD_S, PostgresAlertStore
+from windlass.store.alerts import MAX_REASONS, QUERIES, REASONS_S
 
 ANN = Candidate("ann", ttl_s=1e6)
 FLEET = FleetConfig(queues=("a",), handler="app:work", poll_interval_s=10)
@@ -60,13 +61,13 @@ MESSAGE = Message(
 
 
 @pytest.fixture
-async def store(dsn: str, clock: Any) -> AsyncIterator[PostgresAlertStore]:
-    async with PostgresAlertStore(dsn, virtual_now=clock) as store:
+async def store(dsn: str, clock: Any) -> AsyncIterator[PostgresStores]:
+    async with PostgresStores(dsn, virtual_now=clock) as store:
         yield store
 
 
 async def plan(
-    store: PostgresAlertStore,
+    store: PostgresStores,
     *alerts: RaiseAlert,
     hold: Hold | None = None,
     fleet: str = "gpus",
@@ -119,19 +120,19 @@ async def inbox() -> AsyncIterator[Inbox]:
         yield inbox
 
 
-def make_manager(store: PostgresAlertStore, *notifiers: Any, **other: Any) -> AlertManager:
+def make_manager(store: PostgresStores, *notifiers: Any, **other: Any) -> AlertManager:
     """Of a process that has run for a while, unless `settling_s` is given."""
     settled = {"dead_letters_allowed": 0, "leader_grace_s": GRACE_S, "settling_s": 0.0, "rng": Random(1)}  # noqa: S311
     return AlertManager(store, notifiers, **{**settled, **other})
 
 
-def starting_manager(store: PostgresAlertStore, *notifiers: Any) -> AlertManager:
+def starting_manager(store: PostgresStores, *notifiers: Any) -> AlertManager:
     """Of a process that has just begun."""
     return make_manager(store, *notifiers, settling_s=SETTLING_S)
 
 
 async def run_for(
-    store: PostgresAlertStore,
+    store: PostgresStores,
     manager: AlertManager,
     clock: Any,
     for_s: int,
@@ -152,7 +153,7 @@ def received(inbox: Inbox) -> list[tuple[str, str]]:
     return [(message["status"], message["code"]) for message in inbox.received]
 
 
-async def test_alert_fires_once_and_resolves_once(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_alert_fires_once_and_resolves_once(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
     for _ in range(3):
@@ -243,7 +244,7 @@ async def test_only_the_status_of_a_response_is_awaited() -> None:
         assert len(callers) == 1
 
 
-async def test_each_slot_has_its_own_alert(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_each_slot_has_its_own_alert(store: PostgresStores, inbox: Inbox) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
     await manager.evaluate()
@@ -257,7 +258,7 @@ async def test_each_slot_has_its_own_alert(store: PostgresAlertStore, inbox: Inb
     assert sorted(message["reason"] for message in inbox.received) == ["slot 3 is failed", "slot 4 is failed"]
 
 
-async def test_restart_neither_repeats_nor_loses_messages(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_restart_neither_repeats_nor_loses_messages(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     first = make_manager(store, WebhookNotifier(inbox.url))
     await first.evaluate()
@@ -276,7 +277,7 @@ async def test_restart_neither_repeats_nor_loses_messages(store: PostgresAlertSt
 
 @pytest.mark.parametrize("absence", ["killed", "stopped in good order", "without a database"])
 async def test_outage_neither_fires_nor_resolves_alerts(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any, absence: str
+    store: PostgresStores, inbox: Inbox, clock: Any, absence: str
 ) -> None:
     failed = RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3")
     manager = starting_manager(store, WebhookNotifier(inbox.url))
@@ -296,7 +297,7 @@ async def test_outage_neither_fires_nor_resolves_alerts(
     assert sorted(received(inbox)) == [("firing", "NO_CAPACITY"), ("firing", "SLOT_FAILED")]
 
 
-async def test_alert_that_ended_during_an_outage_resolves(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_alert_that_ended_during_an_outage_resolves(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     await run_for(
         store, starting_manager(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10")
     )
@@ -306,7 +307,7 @@ async def test_alert_that_ended_during_an_outage_resolves(store: PostgresAlertSt
 
 
 async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_known_of_it_lasts(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     await run_for(
         store, starting_manager(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10")
@@ -324,9 +325,7 @@ async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_know
     assert received(inbox)[2:] == [("resolved", "UNATTENDED")]
 
 
-async def test_provider_errors_stay_one_alert_over_a_restart(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
-) -> None:
+async def test_provider_errors_stay_one_alert_over_a_restart(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     lists_fail = Summary("gpus", True, "", provider_calls=(("list", "error", 1),))
     for _ in range(2):
         manager = starting_manager(store, WebhookNotifier(inbox.url))
@@ -345,7 +344,7 @@ async def test_provider_errors_stay_one_alert_over_a_restart(
 
 
 async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     def failed(*slots: int) -> list[RaiseAlert]:
         return [RaiseAlert("SLOT_FAILED", f"slot {slot} is failed", about=str(slot)) for slot in slots]
@@ -372,10 +371,10 @@ async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
 
 
 async def test_a_thousand_queues_with_dead_letters_are_one_message(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     await plan(store)
-    async with store._connection("failing tasks") as connection:
+    async with store.database.connection("failing tasks") as connection:
         await connection.execute(
             "insert into windlass.tasks (queue, status, finished_at, error_code)"
             " select 'q' || n, 'failed', windlass.now(), 'HANDLER_ERROR' from generate_series(1, 1000) as n"
@@ -394,7 +393,7 @@ async def test_a_thousand_queues_with_dead_letters_are_one_message(
     assert received(inbox) == [("firing", "DEAD_LETTERS"), ("resolved", "DEAD_LETTERS")]
 
 
-async def test_workers_that_never_became_ready_raise_an_alert(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_workers_that_never_became_ready_raise_an_alert(store: PostgresStores, inbox: Inbox) -> None:
     await plan(store)
     failures = [
         ("slow", "SPAWNING_TIMEOUT", None),
@@ -406,7 +405,7 @@ async def test_workers_that_never_became_ready_raise_an_alert(store: PostgresAle
         ("lost its GPU", "GPU_NOT_DETECTED", None),
         ("fell silent", "STALE_HEARTBEAT_IDLE", None),
     ]
-    async with store._connection("failing workers") as connection:
+    async with store.database.connection("failing workers") as connection:
         await connection.executemany(
             "insert into windlass.workers (id, fleet, status, failed_at, code, prepare_code)"
             " values ($1, 'gpus', 'error', windlass.now(), $2, $3)",
@@ -423,9 +422,9 @@ async def test_workers_that_never_became_ready_raise_an_alert(store: PostgresAle
 
 
 async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_at_it(
-    store: PostgresAlertStore, clock: Any
+    store: PostgresStores, clock: Any
 ) -> None:
-    async with store._connection("ending alerts") as connection:
+    async with store.database.connection("ending alerts") as connection:
         await connection.execute(
             "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
             " select 'X ' || n, 'X', 'warning', 'x', windlass.now() from generate_series(1, 2500) as n;"
@@ -435,7 +434,7 @@ async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_
     clock.advance(Retention().events_s + 1)
 
     async def left() -> int:
-        async with store._connection("counting") as connection:
+        async with store.database.connection("counting") as connection:
             return int(await connection.fetchval("select count(*) from windlass.messages"))
 
     running = asyncio.create_task(make_manager(store).run())
@@ -447,17 +446,17 @@ async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_
 
 
 async def test_several_orchestrators_send_each_message_once(
-    dsn: str, store: PostgresAlertStore, inbox: Inbox, clock: Any
+    dsn: str, store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"), hold=Hold("NO_CAPACITY", "none", clock()))
-    async with PostgresAlertStore(dsn, virtual_now=clock) as other:
+    async with PostgresStores(dsn, virtual_now=clock) as other:
         managers = [make_manager(each, WebhookNotifier(inbox.url)) for each in (store, other)]
         await asyncio.gather(*(manager.evaluate() for manager in managers for _ in range(3)))
         await asyncio.gather(*(manager.send_due() for manager in managers))
     assert sorted(received(inbox)) == [("firing", "NEAR_MAX"), ("firing", "NO_CAPACITY")]
 
 
-async def test_failing_notifier_is_retried_up_to_the_limit(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_failing_notifier_is_retried_up_to_the_limit(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     outcomes: list[tuple[str, str]] = []
     manager = make_manager(store, WebhookNotifier(inbox.url), on_message=lambda *outcome: outcomes.append(outcome))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
@@ -471,7 +470,7 @@ async def test_failing_notifier_is_retried_up_to_the_limit(store: PostgresAlertS
     assert inbox.refusals == 1_000 - MAX_ATTEMPTS
 
 
-async def test_silent_notifier_does_not_delay_others(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_silent_notifier_does_not_delay_others(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     nowhere = SlackNotifier("http://127.0.0.1:9/nobody-listens")
     manager = make_manager(store, nowhere, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
@@ -480,7 +479,7 @@ async def test_silent_notifier_does_not_delay_others(store: PostgresAlertStore, 
     assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_alert_resolved_before_sending_is_not_sent(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_alert_resolved_before_sending_is_not_sent(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await manager.evaluate()
@@ -492,7 +491,7 @@ async def test_alert_resolved_before_sending_is_not_sent(store: PostgresAlertSto
 
 @pytest.mark.parametrize("is_given_up", [False, True], ids=["tried in vain", "given up"])
 async def test_resolution_goes_only_to_notifiers_that_got_the_alert(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any, is_given_up: bool
+    store: PostgresStores, inbox: Inbox, clock: Any, is_given_up: bool
 ) -> None:
     async with inbox_of() as other:
         manager = make_manager(store, WebhookNotifier(inbox.url), SlackNotifier(other.url))
@@ -515,7 +514,7 @@ async def test_resolution_goes_only_to_notifiers_that_got_the_alert(
 
 
 async def test_what_is_being_told_when_it_is_over_is_ended_once_it_has_arrived(
-    store: PostgresAlertStore, clock: Any
+    store: PostgresStores, clock: Any
 ) -> None:
     manager = make_manager(store, WebhookNotifier("http://127.0.0.1:9/"))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
@@ -539,7 +538,7 @@ class Silent:
         await asyncio.Event().wait()
 
 
-async def test_run_once_keeps_its_time_limit(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_run_once_keeps_its_time_limit(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     async with asyncio.timeout(20):
         await make_manager(store, Silent()).run_once(0.5)
@@ -549,7 +548,7 @@ async def test_run_once_keeps_its_time_limit(store: PostgresAlertStore, inbox: I
     assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_ignored_codes_are_not_sent(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_ignored_codes_are_not_sent(store: PostgresStores, inbox: Inbox) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url), ignored=["NEAR_MAX"])
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await manager.evaluate()
@@ -557,13 +556,13 @@ async def test_ignored_codes_are_not_sent(store: PostgresAlertStore, inbox: Inbo
 
 
 async def test_provider_errors_dead_letters_and_a_missing_leader(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(store)
     for _ in range(3):
         manager.record_cycle(Summary("gpus", True, "", provider_calls=(("create", "error", 1), ("list", "ok", 1))))
-    async with store._connection("failing a task") as connection:
+    async with store.database.connection("failing a task") as connection:
         await connection.execute(
             "insert into windlass.tasks (queue, status, finished_at, error_code) values"
             " ('a', 'failed', windlass.now(), 'HANDLER_ERROR'), ('b', 'failed', windlass.now(), 'CANCELLED')"
@@ -584,7 +583,7 @@ async def test_provider_errors_dead_letters_and_a_missing_leader(
 
 
 async def test_where_nobody_leads_but_somebody_looks_after_it_the_fleet_is_what_is_told_of(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(store, next_plan_in_s=10)
@@ -603,7 +602,7 @@ ANOTHER_LEADS = Summary("gpus", False, "")
 
 @pytest.mark.parametrize(("next_summary", "later_s"), [(ANOTHER_LEADS, 0), (NOTHING_TO_CREATE, STREAK_TTL_S)])
 async def test_provider_errors_resolve_on_standby_or_without_calls(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any, next_summary: Summary, later_s: float
+    store: PostgresStores, inbox: Inbox, clock: Any, next_summary: Summary, later_s: float
 ) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url), clock=lambda: clock().timestamp())
     await plan(store)
@@ -619,7 +618,7 @@ async def test_provider_errors_resolve_on_standby_or_without_calls(
     assert received(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
 
 
-async def test_manager_runs_until_cancelled(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_manager_runs_until_cancelled(store: PostgresStores, inbox: Inbox) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     running = asyncio.create_task(make_manager(store, WebhookNotifier(inbox.url)).run())
     async with asyncio.timeout(20):
@@ -630,7 +629,7 @@ async def test_manager_runs_until_cancelled(store: PostgresAlertStore, inbox: In
     assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_many_alerts_of_one_code_are_one_message(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_many_alerts_of_one_code_are_one_message(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(
         store, *(RaiseAlert("VRAM_STALE", "its GPU is silent", about=f"w{number:03}") for number in range(1_000))
@@ -645,21 +644,21 @@ async def test_many_alerts_of_one_code_are_one_message(store: PostgresAlertStore
     assert received(inbox) == [("firing", "VRAM_STALE"), ("resolved", "VRAM_STALE")]
 
 
-async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(store: PostgresAlertStore) -> None:
-    async with store._connection("looking at a plan") as connection:
+async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(store: PostgresStores) -> None:
+    async with store.database.connection("looking at a plan") as connection:
         await connection.execute(
             "insert into windlass.events (code, reason) select 'TASK_ERROR', 'x' from generate_series(1, 20000);"
             "insert into windlass.events (code, reason) select 'ALERT', 'x' from generate_series(1, 10);"
             "analyze windlass.events"
         )
-        lines = await connection.fetch(f"explain {QUERIES['alert_reasons']}", TOLD_S, MAX_TOLD)
+        lines = await connection.fetch(f"explain {QUERIES['alert_reasons']}", REASONS_S, MAX_REASONS)
     assert any("events_alert" in line[0] for line in lines), lines
 
 
 # ------------------------------------------------------------------------------------------------------ other receivers
 
 
-async def test_slack_receives_text(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_slack_receives_text(store: PostgresStores, inbox: Inbox) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of <10> & more"))
     manager = make_manager(store, SlackNotifier(inbox.url))
     await manager.evaluate()
@@ -701,7 +700,7 @@ class MailServer:
         writer.close()
 
 
-async def test_mail_is_delivered_at_the_second_attempt(store: PostgresAlertStore, clock: Any) -> None:
+async def test_mail_is_delivered_at_the_second_attempt(store: PostgresStores, clock: Any) -> None:
     server = MailServer()
     server.refusals = 1
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
@@ -722,7 +721,7 @@ async def test_mail_is_delivered_at_the_second_attempt(store: PostgresAlertStore
 
 
 async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others_are_told_once(
-    store: PostgresAlertStore, clock: Any
+    store: PostgresStores, clock: Any
 ) -> None:
     server, outcomes = MailServer(), list[tuple[str, str]]()
     server.unknown = ("gone@example.com",)
@@ -743,7 +742,7 @@ async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others
     assert SECRET not in str(lines)
 
 
-async def test_mails_of_one_alert_form_one_thread(store: PostgresAlertStore, clock: Any) -> None:
+async def test_mails_of_one_alert_form_one_thread(store: PostgresStores, clock: Any) -> None:
     server = MailServer()
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
@@ -763,7 +762,7 @@ async def test_mails_of_one_alert_form_one_thread(store: PostgresAlertStore, clo
         assert abs((letter["Date"].datetime - datetime.now(UTC)).total_seconds()) < 60
 
 
-async def test_silent_mail_server_delays_only_mails(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_silent_mail_server_delays_only_mails(store: PostgresStores, inbox: Inbox) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     is_over = asyncio.Event()
 
@@ -790,7 +789,7 @@ async def test_silent_mail_server_delays_only_mails(store: PostgresAlertStore, i
     assert len(inbox.received) == MAX_CONCURRENT_SENDS + 2
 
 
-async def test_webhook_uses_no_thread_of_the_loop(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_webhook_uses_no_thread_of_the_loop(store: PostgresStores, inbox: Inbox) -> None:
     is_over = threading.Event()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     taken = asyncio.create_task(asyncio.to_thread(is_over.wait, 30))
@@ -808,7 +807,7 @@ async def test_webhook_uses_no_thread_of_the_loop(store: PostgresAlertStore, inb
 
 
 async def test_command_receives_json_and_reports_by_exit_code(
-    store: PostgresAlertStore, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
+    store: PostgresStores, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "tell"
     # Fails the first time; shows what it got, and what it knows of our secrets.
@@ -826,7 +825,7 @@ async def test_command_receives_json_and_reports_by_exit_code(
     assert (tmp_path / "env").read_text() == "\n"
 
 
-async def test_notifier_errors_do_not_repeat_the_url(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_notifier_errors_do_not_repeat_the_url(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     inbox.refusals = 1
     url = inbox.url
     manager = make_manager(
@@ -838,7 +837,7 @@ async def test_notifier_errors_do_not_repeat_the_url(store: PostgresAlertStore, 
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await manager.evaluate()
     await manager.send_due()
-    async with store._connection("reading messages") as connection:
+    async with store.database.connection("reading messages") as connection:
         errors = [row["error"] for row in await connection.fetch("select error from windlass.messages order by error")]
     assert errors == [
         "/nowhere/x did not start (No such file or directory)",

@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 from structlog.testing import capture_logs
 
 from support.api_fixture import CHANCE, FLEET, SECRET, URL, Bed, bed_of
+from support.stores import PostgresStores
 from windlass.model.auth import API_PREFIX, LINK_PREFIX, SESSION_PREFIX, Role, csrf_token, new_token
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import Finished, new_task
@@ -29,7 +30,7 @@ from windlass.server.server import listen, serving
 from windlass.server.session import new_link
 from windlass.store import dashboard_queries as reading
 from windlass.store.connect import connected
-from windlass.store.log_sink import LogSink, PostgresLogStore
+from windlass.store.log_sink import LogSink
 from windlass.wiring import http_server as wire_face
 
 API = "/api/v1"
@@ -365,7 +366,7 @@ async def test_no_crowd_of_readers_silences_a_worker(dsn: str, monkeypatch: pyte
         async with connection.transaction():
             await connection.execute("lock table windlass.cycles in access exclusive mode")
             crowd = [asyncio.create_task(bed.here.get(f"{API}/cycles")) for _ in range(wire_face.PEOPLES_CONNECTIONS)]
-            while len(bed.store._connections._lent) < wire_face.PEOPLES_CONNECTIONS:
+            while len(bed.store.database.pool._lent) < wire_face.PEOPLES_CONNECTIONS:
                 await asyncio.sleep(0.01)
             assert (await worker.post("/internal/worker/heartbeat", json={})).status_code == 200
             assert (await bed.here.get("/readyz")).status_code == 200
@@ -664,7 +665,7 @@ async def test_the_cost_page_is_one_look_at_sums_for_all_who_watch_it(
 
 
 async def test_no_day_is_left_out_where_two_currencies_are_paid_in(bed: Bed, clock: Any) -> None:
-    async with bed.store._connection("spending") as connection:
+    async with bed.store.database.connection("spending") as connection:
         await connection.execute(
             "insert into windlass.spending (fleet, hour, currency, task_micros)"
             " select 'gpus', windlass.now() - day * interval '1 day', currency, 1000000"
@@ -1051,7 +1052,7 @@ async def test_a_budget_of_which_nothing_is_spent_is_shown(bed: Bed) -> None:
 async def test_of_a_worker_elsewhere_the_page_shows_what_the_database_has_of_it(bed: Bed, dsn: str) -> None:
     await bed.store.register(Registration("far", ("a",), fleet="clouds"))
     assert "there is no log of worker far on this host" in (await bed.here.get("/workers/far")).text.lower()
-    async with PostgresLogStore(dsn) as logs:
+    async with PostgresStores(dsn) as logs:
         sink = LogSink(logs)
         sink.take({"level": "warning", "event": "machine refused", "worker_id": "far", "code": "NO_CAPACITY"})
         await sink.write()
@@ -1122,7 +1123,7 @@ async def test_metrics_tell_how_much_room_there_is_and_when_the_queue_is_clear(b
     assert (await told())["queue_clear_seconds"] == pytest.approx(5 * 12, abs=0.1)
     await bed.store.claim(first, ["a"], 1)
     assert await told() == {"workers_idle": 0, "places_free": 0}
-    async with bed.store._connection("emptying the queue") as connection:
+    async with bed.store.database.connection("emptying the queue") as connection:
         await connection.execute("delete from windlass.tasks where status = 'queued'")
     assert await told() == {"workers_idle": 0, "places_free": 0, "queue_clear_seconds": 0}
 
@@ -1140,7 +1141,7 @@ async def test_counters_begin_at_zero_so_that_their_first_increase_is_seen(bed: 
 
 async def test_several_alerts_of_a_kind_are_one_series_and_workers_that_ended_are_counted(bed: Bed) -> None:
     first, _ = await hire(bed)
-    async with bed.store._connection("making alerts") as connection:
+    async with bed.store.database.connection("making alerts") as connection:
         await connection.execute(
             "insert into windlass.alerts (fleet, key, code, severity, reason)"
             " select 'gpus', 'SLOT_FAILED ' || n, 'SLOT_FAILED', 'critical', 'x' from generate_series(1, 2) as n"

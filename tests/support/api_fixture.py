@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from support.stores import PostgresStores
 from windlass.control.cycle import FleetCycle
 from windlass.control.explain import explain
 from windlass.control.summary import Summary
@@ -23,9 +24,7 @@ from windlass.server.context import AppContext, DashboardContext, LoopHealth
 from windlass.server.event_stream import OverviewFeed
 from windlass.server.long_poll import LongPollHub
 from windlass.server.metrics import Metrics
-from windlass.store.auth import PostgresAuthStore
-from windlass.store.dashboard_queries import PostgresQueryStore
-from windlass.wiring.http_server import face_stores
+from windlass.wiring.http_server import MACHINES_CONNECTIONS, PEOPLES_CONNECTIONS, PEOPLES_STATEMENT_TIMEOUT_S
 
 URL = "http://127.0.0.1:1"
 SECRET = "hunter2"
@@ -63,7 +62,7 @@ class Shed:
 
 
 class Bed:
-    def __init__(self, machines: PostgresAuthStore, store: PostgresQueryStore, **other: Any) -> None:
+    def __init__(self, machines: PostgresStores, store: PostgresStores, **other: Any) -> None:
         self.store = store
         # The settings of those that are run here, as they are now.
         self.fleets = {"gpus": FLEET}
@@ -131,7 +130,7 @@ class Bed:
         await self.run_cycle()
         worker_id = (await self.store.workers())[-1].id
         join_token, token = new_token(JOIN_PREFIX, CHANCE), new_token(WORKER_PREFIX, CHANCE)
-        async with self.store._connection("giving a worker its token") as connection:
+        async with self.store.database.connection("giving a worker its token") as connection:
             await connection.execute(
                 "update windlass.workers set join_token_hash = $2, join_expires_at = windlass.now() + interval '1 hour'"
                 " where id = $1",
@@ -160,7 +159,15 @@ class Bed:
 
 @asynccontextmanager
 async def bed_of(dsn: str, clock: Any = None, **other: Any) -> AsyncIterator[Bed]:
-    async with face_stores(dsn, virtual_now=clock) as (machines, people):
+    async with (
+        PostgresStores(dsn, max_connections=MACHINES_CONNECTIONS, virtual_now=clock) as machines,
+        PostgresStores(
+            dsn,
+            max_connections=PEOPLES_CONNECTIONS,
+            statement_timeout_s=PEOPLES_STATEMENT_TIMEOUT_S,
+            virtual_now=clock,
+        ) as people,
+    ):
         bed = Bed(machines, people, **other)
         try:
             yield bed

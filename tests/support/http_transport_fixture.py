@@ -12,11 +12,11 @@ from uuid import UUID
 
 import httpx
 
+from support.stores import AnyStore
 from windlass.model.auth import WORKER_PREFIX, Activation, ApiToken, Caller, Role, WorkerCaller, hash_of
 from windlass.model.config import WorkerConfig
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus
 from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
-from windlass.ports.store import Store
 from windlass.server.app import make_app
 from windlass.server.context import AppContext
 from windlass.server.long_poll import LongPollHub
@@ -79,7 +79,7 @@ def face_over(store: Any, access: Any, long_poll_hub: LongPollHub, **other: Any)
 class OverHttp:
     """Whatever workers do goes over HTTP, each with its own connection; all else goes to the store behind."""
 
-    def __init__(self, behind: Store, access: OpenAccess, app: Any) -> None:
+    def __init__(self, behind: AnyStore, access: OpenAccess, app: Any) -> None:
         self.behind = behind
         self._access = access
         self._app = app
@@ -137,7 +137,7 @@ class OverHttp:
 
 
 @asynccontextmanager
-async def over_http(store: Store) -> AsyncIterator[OverHttp]:
+async def over_http(store: AnyStore) -> AsyncIterator[OverHttp]:
     access, long_poll_hub = OpenAccess(), LongPollHub(store.wait_for_work)
     seen = OverHttp(store, access, make_app(face_over(store, access, long_poll_hub)))
     try:

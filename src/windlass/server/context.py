@@ -12,10 +12,10 @@ from windlass.model.cycle import Explanation
 from windlass.model.fleet import FleetConfig
 from windlass.model.work_order import RayHead
 from windlass.ports.auth import AuthStore
-from windlass.ports.control import Operations
-from windlass.ports.costs import Costs
+from windlass.ports.costs import CostStore
+from windlass.ports.fleets import FleetQueries, Operations
 from windlass.ports.queries import QueryStore
-from windlass.ports.store import Store
+from windlass.ports.tasks import TaskStore
 from windlass.ports.transport import WorkerTransport
 from windlass.server.cpu_executor import SerialExecutor
 from windlass.server.event_stream import OverviewFeed
@@ -37,7 +37,7 @@ class LoopHealth:
         return self.last_cycle_age_s <= self.limit_s
 
 
-class DashboardStore(Store, Operations, Costs, QueryStore, AuthStore, Protocol):
+class DashboardStore(TaskStore, FleetQueries, Operations, CostStore, QueryStore, AuthStore, Protocol):
     """All that people, and their programs, see and do."""
 
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from windlass.model.auth import without_tokens
 from windlass.model.errors import WORDS_OF_TYPES, BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
-from windlass.model.urls import masked
+from windlass.model.redaction import masked
 from windlass.ports import http
 
 # Whoever asked while the database was away may ask again after this time.

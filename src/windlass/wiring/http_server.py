@@ -17,7 +17,7 @@ from windlass.model.errors import BadInput, DatabaseUnavailable, WindlassError
 from windlass.model.urls import LOOPBACK
 from windlass.wiring.background import background_task
 from windlass.wiring.providers import worker_log
-from windlass.wiring.stores import access_store
+from windlass.wiring.stores import auth_store
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from windlass.server.metrics import Metrics
     from windlass.store.auth import PostgresAuthStore
     from windlass.store.dashboard_queries import PostgresQueryStore
+    from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
 # Connections for what comes over HTTP, apart from those of the control loop: no flood of calls delays a cycle. And
 # those of machines apart from those of people, so that no crowd of readers silences a worker.
@@ -72,16 +73,14 @@ class Counts:
 @asynccontextmanager
 async def face_stores(
     dsn: str, retention: Retention | None = None, virtual_now: "Callable[[], datetime] | None" = None
-) -> "AsyncIterator[tuple[PostgresAuthStore, PostgresQueryStore]]":
+) -> "AsyncIterator[tuple[WorkerProtocolStores, DashboardStores]]":
     """What machines call, and what people ask."""
-    from windlass.store.auth import PostgresAuthStore
-    from windlass.store.dashboard_queries import PostgresQueryStore
+    from windlass.store.database import Database
+    from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
     async with (
-        PostgresAuthStore(
-            dsn, retention=retention, max_connections=MACHINES_CONNECTIONS, virtual_now=virtual_now
-        ) as machines,
-        PostgresQueryStore(
+        Database(dsn, retention=retention, max_connections=MACHINES_CONNECTIONS, virtual_now=virtual_now) as machines,
+        Database(
             dsn,
             retention=retention,
             max_connections=PEOPLES_CONNECTIONS,
@@ -89,7 +88,7 @@ async def face_stores(
             virtual_now=virtual_now,
         ) as people,
     ):
-        yield machines, people
+        yield WorkerProtocolStores(machines), DashboardStores(people)
 
 
 @asynccontextmanager
@@ -158,7 +157,7 @@ async def http_face(
 
 def _shown(
     config: Config,
-    store: "PostgresQueryStore",
+    store: "DashboardStores",
     up: "Orchestrator",
     watchers: "list[Callable[[Summary], None]]",
     told: "Sequence[Notifier]",
@@ -206,7 +205,7 @@ async def dashboard_link(config: Config, role: "Role", url: str | None) -> str:
     """The address that lets one more browser in. `url`: where the dashboard is, if nobody else is to be asked."""
     from windlass.server.session import new_link
 
-    async with access_store(config, may_create=False) as store:
+    async with auth_store(config, may_create=False) as store:
         base_url = url or config.api.url or await _running_at(store) or _configured_at(config)
         return await new_link(store, base_url.rstrip("/"), role)
 
@@ -267,7 +266,7 @@ async def take_samples(store: "PostgresQueryStore", live: "OverviewFeed") -> Non
     """How things stand, every few seconds, for charts; and the retention of what only faces need. Whatever happens."""
     import structlog
 
-    from windlass.store.dashboard_queries import SAMPLE_INTERVAL_S
+    from windlass.store.overview import SAMPLE_INTERVAL_S
 
     log = structlog.get_logger(__name__)
     for round_number in itertools.count():
