@@ -636,7 +636,7 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
         "fleets": ["default"],
         "is_paused": False,
     }
-    sentence = "there is no slot 17 in fleet default: its slots are 0 to 2"
+    sentence = "slot 17 not found in fleet default: its slots are 0 to 2"
     assert sentence in host.windlass("restart", "default", "--slot", "17").err
     tasks = await host.enqueue(*[{"go": str(go)}] * 2)
     await host.until_status(TaskStatus.RUNNING, *tasks)
