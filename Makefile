@@ -1,15 +1,15 @@
-# Everything a newcomer needs: `make demo` shows the product, `make test` checks it. Both set themselves up.
+# `make demo` shows the product, `make test` checks it. Both set up what they need.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check histories setup bench bench-queue bench-control bench-api bench-live bench-engine clean
+.PHONY: demo test check histories setup bench bench-queue bench-control bench-api bench-live bench-ray clean
 
 demo: setup
 	@$(BIN)/windlass demo
 
-# Half of the time tests wait, for processes that start and limits that pass: three at once keep two cores busy.
+# Tests spend half of their time waiting for processes and limits, so three at once keep two cores busy.
 test: check
 	@sh tools/system-packages.sh
 	$(BIN)/pytest -n 3 --dist worksteal
@@ -19,12 +19,14 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/wording.py
+	$(BIN)/python tools/structure.py
 
-# A thousand random histories of each cloud: some twenty minutes on two cores.
+# A thousand random histories of each cloud: about twenty minutes on two cores.
 histories: setup
 	WINDLASS_SEEDS=1000 $(BIN)/pytest -n 2 -q tests/simulator/test_runpod_histories.py tests/simulator/test_hetzner_histories.py
 
-bench: bench-queue bench-control bench-api bench-live bench-engine
+bench: bench-queue bench-control bench-api bench-live bench-ray
 
 bench-queue: setup
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
@@ -34,13 +36,13 @@ bench-control: setup
 	$(BIN)/python -m bench.control
 
 bench-api: setup
-	$(BIN)/python -m bench.api
+	$(BIN)/python -m bench.http_api
 
 bench-live: setup
-	$(BIN)/python -m bench.live
+	$(BIN)/python -m bench.live_updates
 
-bench-engine: setup
-	$(BIN)/python -m bench.engine
+bench-ray: setup
+	$(BIN)/python -m bench.ray
 
 setup: $(STAMP)
 

@@ -1,1 +1,1 @@
-"""Benchmarks: how fast Windlass is, beside its peers and beside the least that PostgreSQL itself would need."""
+"""Benchmarks: Windlass compared with its peers and with a bare PostgreSQL baseline."""

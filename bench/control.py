@@ -1,10 +1,10 @@
-"""The control loop: what a cycle costs beside one bare read of the same rows, and how soon a hired process works.
+"""The control loop: the cost of a cycle compared with a bare read of the same rows, and spawn-to-first-claim time.
 
     python -m bench.control            # everything
     python -m bench.control --rounds 5
 
-A cycle observes, plans, writes down its plan and asks a provider for nothing. It is compared, in interleaved rounds on
-the same server, with reading the same rows bare: the workers, their running tasks, and the counts of what waits.
+A cycle observes, plans and commits its plan, without any provider call. It is compared, in interleaved rounds on the
+same server, with a bare read of the same rows: the workers, their running tasks, and the counts of queued tasks.
 """
 
 import argparse
@@ -20,8 +20,8 @@ import asyncpg
 
 from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
-from windlass.ports.control import Candidate
 from windlass.ports.provider import OnHostKey
 from windlass.providers.local import LocalProvider
 from windlass.store.control import PostgresControlStore
@@ -64,8 +64,8 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-class Still:
-    """A provider whose machines are all there and never change."""
+class StaticProvider:
+    """A provider whose machines all run and never change."""
 
     traits = ProviderTraits()
 
@@ -73,16 +73,16 @@ class Still:
         self._machines = tuple(Machine(f"m{n}", f"w{n}", MachineState.RUNNING) for n in range(count))
 
     async def create(self, request: MachineRequest) -> Machine:
-        raise AssertionError(f"nobody should be hired, not even {request.name}")
+        raise AssertionError(f"unexpected create of {request.name}")
 
     async def list_machines(self) -> tuple[Machine, ...]:
         return self._machines
 
     async def delete(self, machine: Machine) -> None:
-        raise AssertionError(f"nobody should be ended, not even {machine.name}")
+        raise AssertionError(f"unexpected delete of {machine.name}")
 
     async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:  # noqa: ARG002
-        raise AssertionError(f"nobody should be prepared, not even {machine.name}")
+        raise AssertionError(f"unexpected provisioning of {machine.name}")
 
     async def close(self) -> None: ...
 
@@ -95,7 +95,7 @@ async def cycles(dsn: str, workers: int, rounds: int) -> tuple[list[float], list
     connection = await asyncpg.connect(dsn)
     bare, whole = [], []
     async with PostgresControlStore(dsn) as store:
-        cycle = FleetCycle(FLEET, config, store, Still(workers), Candidate("bench", 600), random.Random(1))
+        cycle = FleetCycle(FLEET, config, store, StaticProvider(workers), Candidate("bench", 600), random.Random(1))
         for number in range(rounds + 2):
             started = time.perf_counter()
             for sql in BARE:
@@ -103,7 +103,7 @@ async def cycles(dsn: str, workers: int, rounds: int) -> tuple[list[float], list
             middle = time.perf_counter()
             summary = await cycle.run()
             if any((summary.actions or {"none": 1}).values()) or not summary.is_leader:
-                raise AssertionError(f"a quiet cycle was wanted: {summary}")
+                raise AssertionError(f"expected a cycle without actions: {summary}")
             if number >= 2:  # the first ones warm caches and plans
                 bare.append(middle - started)
                 whole.append(time.perf_counter() - middle)
@@ -126,7 +126,7 @@ async def fill(dsn: str, workers: int) -> None:
 
 
 async def first_claim(dsn: str, folder: Path, rounds: int) -> list[float]:
-    """Seconds from the decision to hire a local worker to its first claimed task."""
+    """Seconds from the decision to spawn a local worker to its first claimed task."""
     config = FleetConfig(queues=("first",), handler="bench.handlers:nothing", max_workers=1, heartbeat_interval_s=1)
     connection = await asyncpg.connect(dsn)
     provider = LocalProvider("first", config, identity=dsn, state_dir=folder, database_url=dsn)
@@ -143,7 +143,7 @@ async def first_claim(dsn: str, folder: Path, rounds: int) -> list[float]:
             while await connection.fetchval("select finished_at is null from windlass.tasks where id = $1", task_id):
                 await asyncio.sleep(0.005)
             for worker in await store.workers():
-                await store.terminate_worker(worker.id, "the round is over")
+                await store.terminate_worker(worker.id, "end of the round")
             while await connection.fetchval(
                 "select count(*) from windlass.workers where fleet = 'first' and status <> 'terminated'"
             ):
@@ -158,8 +158,8 @@ async def run(rounds: int) -> None:
         folder.chmod(0o755)
         with EmbeddedPostgres(folder / "data") as postgres:
             await migrate(postgres.dsn)
-            hired = await first_claim(postgres.dsn, folder / "state", rounds)
-            print(f"hired to first claim: {spread(hired)} s")
+            spawned = await first_claim(postgres.dsn, folder / "state", rounds)
+            print(f"spawn to first claim: {spread(spawned)} s")
             connection = await asyncpg.connect(postgres.dsn, timeout=60)
             await connection.execute(FILL_TASKS, FINISHED, timeout=600)
             await connection.execute(FILL_QUEUE, QUEUED, timeout=600)

@@ -1,10 +1,10 @@
-"""Bulk enqueue: rows per second through each product's own bulk interface, and by COPY without any product."""
+"""Bulk enqueue: rows per second through each contender's bulk interface, and by bare COPY."""
 
 import random
 import time
 from collections.abc import Mapping
 
-from bench.arena import Arena, connected
+from bench.bench_server import BenchServer, connected
 from bench.contenders.bare import Bare
 from bench.contenders.base import Contender
 from bench.contenders.ours import Windlass
@@ -46,15 +46,15 @@ ENTRIES: Mapping[str, Contender] = {
 }
 
 
-async def measure(arena: Arena, rows: int, rounds: int) -> dict[str, list[float]]:
+async def measure(server: BenchServer, rows: int, rounds: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {name: [] for name in ENTRIES}
     order = list(ENTRIES)
     for _ in range(rounds):
         random.shuffle(order)
         for name in order:
             contender = ENTRIES[name]
-            template = await arena.template(f"{contender.schema}_empty", contender.install)
-            async with arena.copy(template, "filling") as dsn:
-                await arena.level_the_ground()
+            template = await server.template(f"{contender.schema}_empty", contender.install)
+            async with server.copy(template, "filling") as dsn:
+                await server.checkpoint()
                 samples[name].append(rows / await contender.enqueue(dsn, rows))
     return samples

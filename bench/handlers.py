@@ -1,23 +1,23 @@
-"""What Windlass' own workers run in the benchmarks: `windlass worker --handler bench.handlers:noop`."""
+"""Handlers of Windlass workers in the benchmarks: `windlass worker --handler bench.handlers:noop`."""
 
-from bench import tally
+from bench import shared_counters as counters
 from windlass import RunningTask
 
 
 def noop(_task: RunningTask) -> None:
-    tally.count()
+    counters.count()
 
 
 async def noop_inline(_task: RunningTask) -> None:
-    tally.count()
+    counters.count()
 
 
 def wake(task: RunningTask) -> None:
-    tally.arrived(task.payload)
+    counters.arrived(task.payload)
 
 
 async def wake_inline(task: RunningTask) -> None:
-    tally.arrived(task.payload)
+    counters.arrived(task.payload)
 
 
 def nothing(task: object) -> None:

@@ -1,9 +1,9 @@
 """Tasks per second: one at a time, and many small ones at once.
 
-All contenders are up at the same time, each with its worker processes and its own database, and stand still (SIGSTOP).
-Then they take turns: in each round everyone runs alone for a short window, in an order drawn anew, and the calls of its
-handler are counted. What disturbs the machine for longer than a round disturbs all alike. Afterwards each database must
-know of as many finished tasks as were handled, or the figures are refused.
+All contenders are started together, each with its worker processes and its own database, and stopped with SIGSTOP.
+In each round every contender runs alone for a short window, in random order, and the calls of its handler are counted.
+A disturbance longer than a round affects all alike. Afterwards each database must contain as many finished tasks as
+were handled; otherwise the figures are rejected.
 """
 
 import asyncio
@@ -13,29 +13,29 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from bench.arena import Arena, connected
+from bench.bench_server import BenchServer, connected
 from bench.contenders.bare import Bare
 from bench.contenders.base import Contender, Mode
 from bench.contenders.ours import Windlass
 from bench.contenders.pgmq import Pgmq
 from bench.contenders.pgqueuer import PgQueuer
 from bench.contenders.procrastinate import Procrastinate
-from bench.crew import Crew, crew
-from bench.quiet import QUIET_SHARE, Onlooker
-from bench.tally import Tally
+from bench.machine_load import QUIET_SHARE, LoadMonitor
+from bench.shared_counters import SharedCounters
+from bench.worker_processes import WorkerProcesses, worker_processes
 
-# From being let go to being counted: time to get back into stride.
+# Delay between resuming workers and counting, so that they reach their normal speed.
 SETTLE_S = 0.1
-# A turn that was disturbed is taken again so often at most; tasks are filled in for all of them.
-MOST_TRIES = 3
+# A disturbed window is repeated at most this often; the queue has tasks for all repetitions.
+MAX_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     contender: Contender
     mode: Mode
-    # Tasks are filled in for this many a second: the queue must not run dry.
-    most_per_s: int
+    # Upper bound of the rate, used to fill the queue: it must not run empty.
+    max_per_s: int
 
 
 ONE_AT_A_TIME: Mapping[str, Entry] = {
@@ -59,89 +59,102 @@ IN_BATCHES: Mapping[str, Entry] = {
 
 
 async def measure(
-    arena: Arena, entries: Mapping[str, Entry], processes: int, rounds: int, window_s: float, patience_s: float
+    server: BenchServer,
+    entries: Mapping[str, Entry],
+    processes: int,
+    rounds: int,
+    window_s: float,
+    quiet_timeout_s: float,
 ) -> dict[str, list[float]]:
-    """Tasks per second of every entry, round after round."""
-    onlooker = Onlooker(arena.postgres_data, patience_s)
+    """Tasks per second of every entry, one value per round."""
+    monitor = LoadMonitor(server.postgres_data, quiet_timeout_s)
     samples: dict[str, list[float]] = {name: [] for name in entries}
-    turns = rounds * (MOST_TRIES if patience_s else 1) + 1
+    turns = rounds * (MAX_TRIES if quiet_timeout_s else 1) + 1
     async with AsyncExitStack() as stack:
-        # All databases before all workers: making one waits for every server process, also for one that stands still
-        # because the worker it is writing to was stopped.
-        grounds = {
-            name: await stack.enter_async_context(_ground(arena, number, entry, turns * (window_s + SETTLE_S)))
+        # Create all databases before all workers: creating one waits for every server process, including one that is
+        # blocked because the worker it writes to was stopped.
+        databases = {
+            name: await stack.enter_async_context(
+                _filled_database(server, number, entry, turns * (window_s + SETTLE_S))
+            )
             for number, (name, entry) in enumerate(entries.items())
         }
-        crews = {
-            name: await stack.enter_async_context(_standing_by(arena, number, entry, processes, grounds[name]))
+        workers_by_entry = {
+            name: await stack.enter_async_context(_stopped_workers(server, number, entry, processes, databases[name]))
             for number, (name, entry) in enumerate(entries.items())
         }
-        await arena.level_the_ground()
-        order = list(crews)
+        await server.checkpoint()
+        order = list(workers_by_entry)
         for _ in range(rounds):
             random.shuffle(order)
             for name in order:
-                samples[name].append(await _turn(crews[name], onlooker, window_s))
+                samples[name].append(await _measure_window(workers_by_entry[name], monitor, window_s))
     return samples
 
 
-async def _turn(workers: Crew, onlooker: Onlooker, window_s: float) -> float:
-    """One figure; taken again, as long as patience lasts, if others used the machine meanwhile."""
-    give_up_at = onlooker.give_up_at()
-    for _ in range(MOST_TRIES):
-        await onlooker.until_quiet(give_up_at)
+async def _measure_window(workers: WorkerProcesses, monitor: LoadMonitor, window_s: float) -> float:
+    """Measure one window; repeat it within the quiet timeout if other processes used the machine."""
+    deadline = monitor.deadline()
+    for _ in range(MAX_TRIES):
+        await monitor.until_quiet(deadline)
         workers.resume()
         await asyncio.sleep(SETTLE_S)
-        moment, before = onlooker.look(), sum(workers.counts())
+        moment, before = monitor.sample(), sum(workers.counts())
         await asyncio.sleep(window_s)
         rate = (sum(workers.counts()) - before) / (time.monotonic() - moment.at)
-        others = onlooker.share_of_others(moment)
+        others = monitor.share_of_others(moment)
         workers.check()
         workers.pause()
-        if others < QUIET_SHARE or time.monotonic() >= give_up_at:
+        if others < QUIET_SHARE or time.monotonic() >= deadline:
             break
     return rate
 
 
 @dataclass(frozen=True, slots=True)
-class _Ground:
-    """A database of its own, with tasks for all its turns."""
+class _FilledDatabase:
+    """A database of one contender, with tasks for all its windows."""
 
     dsn: str
     tasks: int
 
 
 @asynccontextmanager
-async def _ground(arena: Arena, number: int, entry: Entry, seconds: float) -> AsyncIterator[_Ground]:
-    tasks = int(entry.most_per_s * seconds)
-    template = await _filled(arena, entry.contender, tasks)
-    async with arena.copy(template, f"contender_{number}") as dsn:
-        yield _Ground(dsn, tasks)
+async def _filled_database(
+    server: BenchServer, number: int, entry: Entry, seconds: float
+) -> AsyncIterator[_FilledDatabase]:
+    tasks = int(entry.max_per_s * seconds)
+    template = await _filled(server, entry.contender, tasks)
+    async with server.copy(template, f"contender_{number}") as dsn:
+        yield _FilledDatabase(dsn, tasks)
 
 
 @asynccontextmanager
-async def _standing_by(arena: Arena, number: int, entry: Entry, processes: int, ground: _Ground) -> AsyncIterator[Crew]:
-    """The entry's workers, each with its first task in hand, standing still."""
+async def _stopped_workers(
+    server: BenchServer, number: int, entry: Entry, processes: int, database: _FilledDatabase
+) -> AsyncIterator[WorkerProcesses]:
+    """The workers of an entry, each with its first task claimed, stopped with SIGSTOP."""
     command = entry.contender.worker(entry.mode)
-    tally = Tally(arena.folder / f"tally_{number}")
-    with crew(command, processes, ground.dsn, tally, arena.folder / f"workers_{number}.log") as workers:
-        await workers.until_all_work()
-        tally.open_gate()
+    counters = SharedCounters(server.folder / f"tally_{number}")
+    with worker_processes(
+        command, processes, database.dsn, counters, server.folder / f"workers_{number}.log"
+    ) as workers:
+        await workers.wait_until_all_started()
+        counters.release()
         workers.pause()
         yield workers
         handled = sum(workers.counts())
-    async with connected(ground.dsn) as connection:
+    async with connected(database.dsn) as connection:
         finished = await entry.contender.finished(connection)
-    if handled >= ground.tasks:
-        raise RuntimeError(f"{command} emptied the queue of {ground.tasks:,} tasks: raise its most_per_s")
-    # What was in hand when the workers were stopped, several batches deep, may be missing.
+    if handled >= database.tasks:
+        raise RuntimeError(f"{command} emptied the queue of {database.tasks:,} tasks: raise its most_per_s")
+    # Tasks claimed when the workers were stopped, several batches deep, may be missing.
     if finished < handled - 10 * entry.mode.batch * processes:
         raise RuntimeError(f"{command} handled {handled:,} tasks and finished only {finished:,}")
 
 
-async def _filled(arena: Arena, contender: Contender, tasks: int) -> str:
+async def _filled(server: BenchServer, contender: Contender, tasks: int) -> str:
     async def build(dsn: str) -> None:
         await contender.install(dsn)
         await contender.enqueue(dsn, tasks)
 
-    return await arena.template(f"{contender.schema}_{tasks}", build)
+    return await server.template(f"{contender.schema}_{tasks}", build)

@@ -18,10 +18,11 @@ from windlass.model.action import Plan
 from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, hash_of, new_token
 from windlass.model.config import Config, WorkerConfig
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
+from windlass.model.outcome import Intent
 from windlass.model.snapshot import PlannerState
 from windlass.model.task import MAX_PAYLOAD_BYTES, Finished, NewTask
 from windlass.model.worker import Registration
-from windlass.ports.control import Candidate, Intent
 from windlass.server.app import make_app
 from windlass.server.context import AppContext
 from windlass.server.long_poll import LongPollHub
@@ -35,7 +36,7 @@ from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 QUEUE = "q"
 FLEET = FleetConfig(queues=(QUEUE,), max_workers=100)
 ROUND_TRIPS = 3_000
-CROWDS = (1, 8)
+WORKER_COUNTS = (1, 8)
 
 
 async def _no_cycle() -> list[dict[str, Any]]:
@@ -57,7 +58,7 @@ async def serve(dsn: str) -> None:
             await asyncio.Event().wait()
 
 
-async def hire(dsn: str, count: int) -> dict[str, str]:
+async def join_workers(dsn: str, count: int) -> dict[str, str]:
     """Workers that have joined, and their tokens."""
     chance, ourselves, tokens = random.SystemRandom(), Candidate("bench", 3600.0), {}
     async with PostgresAuthStore(dsn) as store:
@@ -94,7 +95,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o711)
         async with stores.database(Config(data_dir=Path(folder))) as dsn:
-            tokens = await hire(dsn, max(CROWDS))
+            tokens = await join_workers(dsn, max(WORKER_COUNTS))
             server = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-m", "bench.transports", dsn],
                 stdout=subprocess.PIPE,
@@ -104,14 +105,14 @@ async def main() -> None:
             assert server.stdout is not None
             try:
                 url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-                for crowd in CROWDS:
-                    names = list(tokens)[:crowd]
+                for count_ in WORKER_COUNTS:
+                    names = list(tokens)[:count_]
                     for what, open_transport in {
                         "database": lambda _: PostgresStore(dsn, max_connections=2),
                         "http": lambda name: HttpTransport(WorkerCredentials(name, url, tokens[name]), False),
                     }.items():
                         rate = await measure(dsn, open_transport, names)
-                        print(f"{crowd} workers over {what:>8}: {rate:6.0f} finish-and-claim a second")
+                        print(f"{count_} workers over {what:>8}: {rate:6.0f} finish-and-claim a second")
             finally:
                 server.terminate()
                 server.wait(10)

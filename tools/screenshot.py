@@ -1,8 +1,7 @@
-"""Takes the README's picture of the dashboard from a real run: `python tools/screenshot.py`.
+"""Takes the README's screenshot of the dashboard from a real run: `python tools/screenshot.py [FOLDER]`.
 
-It watches `windlass demo --on hetzner --keep` in Chromium. When the burst is over and its servers are gone, it lets a
-second one arrive and takes the picture in the middle of that. With a folder as its argument it puts pictures of every
-page there, light, dark and as wide as a phone.
+Opens `windlass demo --on hetzner --keep` in Chromium. After the demo's own burst it enqueues a second one and takes the
+screenshot in the middle of it. With a folder it stores screenshots of every page: light, dark and phone.
 """
 
 import re
@@ -18,14 +17,14 @@ import windlass
 
 TARGET = Path(__file__).parent.parent / "docs" / "images" / "dashboard.png"
 DEMO = ("demo", "--on", "hetzner", "--tasks", "300", "--workers", "6", "--hour-s", "60", "--keep")
-# The demo names its place when its own arc is over.
-PLACE = r"status --watch --data-dir (\S+)"
+# The demo prints its data directory when its own scenario has finished.
+DATA_DIR = r"status --watch --data-dir (\S+)"
 SECOND_BURST = 260
-# Taken when fewer than so many are left of it.
-LEFT = 150
-SETTLES_MS = 1_000
+# The screenshot is taken when fewer than this many tasks are queued.
+QUEUED_AT_SCREENSHOT = 150
+SETTLE_MS = 1_000
 TIMEOUT_S = 300.0
-WAITING = "Number(document.querySelector('.tile dd').textContent)"
+QUEUED = "Number(document.querySelector('.tile dd').textContent)"
 DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
 PAGES = {"overview": "/", "workers": "/workers", "tasks": "/tasks", "decisions": "/decisions", "cost": "/cost?days=1"}
 
@@ -33,7 +32,7 @@ PAGES = {"overview": "/", "workers": "/workers", "tasks": "/tasks", "decisions":
 def main() -> None:
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
-        sys.exit("there is no Chromium here: install the package chromium.")
+        sys.exit("Chromium not found. Install the package chromium.")
     command = [sys.executable, "-m", "windlass", *DEMO]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo, sync_playwright() as playwright:
         try:
@@ -41,12 +40,12 @@ def main() -> None:
             link = wait_for(demo, r"watch it in a browser: (\S+)")
             page = browser.new_page(viewport=DESKTOP, device_scale_factor=1, color_scheme="light")
             page.goto(link)
-            with windlass.SyncClient(data_dir=wait_for(demo, PLACE)) as client:
+            with windlass.SyncClient(data_dir=wait_for(demo, DATA_DIR)) as client:
                 for number in range(SECOND_BURST):
                     client.enqueue("demo", {"number": number, "work_s": 0.5, "is_poisonous": False})
-            page.wait_for_function(f"() => {WAITING} > {LEFT}", timeout=TIMEOUT_S * 1_000)
-            page.wait_for_function(f"() => {WAITING} < {LEFT}", timeout=TIMEOUT_S * 1_000)
-            page.wait_for_timeout(SETTLES_MS)
+            page.wait_for_function(f"() => {QUEUED} > {QUEUED_AT_SCREENSHOT}", timeout=TIMEOUT_S * 1_000)
+            page.wait_for_function(f"() => {QUEUED} < {QUEUED_AT_SCREENSHOT}", timeout=TIMEOUT_S * 1_000)
+            page.wait_for_timeout(SETTLE_MS)
             if len(sys.argv) > 1:
                 take_all(browser, page, Path(sys.argv[1]))
             else:
@@ -59,17 +58,17 @@ def main() -> None:
 
 
 def wait_for(demo: "subprocess.Popen[str]", pattern: str) -> str:
-    """What the demo tells, up to a line that matches; the part of it that was asked for."""
+    """Read the demo's output up to a line that matches the pattern; return its first group."""
     deadline = time.monotonic() + TIMEOUT_S
     if demo.stdout is None:
-        raise AssertionError("its output is a pipe")
+        raise AssertionError("the output is not a pipe")
     for line in demo.stdout:
         print(line, end="")
         if (found := re.search(pattern, line)) is not None:
             return found[1]
         if time.monotonic() > deadline:
             break
-    sys.exit(f"the demo did not come to {pattern}.")
+    sys.exit(f"the demo printed no line that matches {pattern}.")
 
 
 def take_all(browser: Browser, operator: Page, folder: Path) -> None:

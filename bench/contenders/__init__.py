@@ -1,1 +1,1 @@
-"""Who is measured, each in one file: its schema, its bulk enqueue, its worker process."""
+"""One file per contender: its schema, its bulk enqueue, its worker process."""

@@ -1,7 +1,7 @@
 """No product: an asyncpg connection and one statement that finishes the last task and claims the next.
 
-The yardstick. It has no retries, no heartbeats, no leases, no isolation, no shutdown; what a real worker costs is the
-distance to it.
+The baseline. It has no retries, heartbeats, leases, isolation or shutdown: the difference to it is the cost of a real
+worker.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from typing import Any
 
 import asyncpg
 
-from bench.arena import connected
+from bench.bench_server import connected
 from bench.contenders.base import QUEUE, Mode, Send, Stopwatch
-from bench.crew import python_module
+from bench.worker_processes import python_module
 from windlass.store.postgres import COPY_COLUMNS
 
 _named = (block.split("\n", 1) for block in Path(__file__).with_suffix(".sql").read_text().split("-- name: ")[1:])
@@ -65,18 +65,18 @@ class Bare:
 
 
 async def work_one_at_a_time(connection: asyncpg.Connection) -> None:
-    from bench import tally  # noqa: PLC0415 - only worker processes have one
+    from bench import shared_counters as counters  # noqa: PLC0415 - only worker processes have one
 
     turn = await connection.prepare(SQL["turn"])
     task_id = token = None
     while (task := await turn.fetchrow(task_id, token, "null", QUEUE, WORKER)) is not None:
         task_id, token = task["id"], task["claim_token"]
         json.loads(task["payload"])
-        tally.count()
+        counters.count()
 
 
 async def work_in_batches(connection: asyncpg.Connection, size: int) -> None:
-    from bench import tally  # noqa: PLC0415
+    from bench import shared_counters as counters  # noqa: PLC0415
 
     turn = await connection.prepare(SQL["turn_batch"])
     tasks: list[Any] = []
@@ -88,11 +88,11 @@ async def work_in_batches(connection: asyncpg.Connection, size: int) -> None:
             return
         for task in tasks:
             json.loads(task["payload"])
-            tally.count()
+            counters.count()
 
 
 async def wake(connection: asyncpg.Connection) -> None:
-    from bench import tally  # noqa: PLC0415
+    from bench import shared_counters as counters  # noqa: PLC0415
 
     arrival = asyncio.Event()
     listening = await asyncpg.connect(os.environ["DATABASE_URL"])
@@ -102,7 +102,7 @@ async def wake(connection: asyncpg.Connection) -> None:
     while True:
         while (task := await turn.fetchrow(task_id, token, "null", QUEUE, WORKER)) is not None:
             task_id, token = task["id"], task["claim_token"]
-            tally.arrived(json.loads(task["payload"]))
+            counters.arrived(json.loads(task["payload"]))
         task_id = token = None
         await arrival.wait()
         arrival.clear()

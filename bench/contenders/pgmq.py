@@ -15,9 +15,9 @@ import asyncpg
 from pgmq.async_queue import PGMQueue
 from pgmq.install import get_embedded_install_sql
 
-from bench.arena import connected
+from bench.bench_server import connected
 from bench.contenders.base import QUEUE, Mode, Send, Stopwatch, chunks
-from bench.crew import python_module
+from bench.worker_processes import python_module
 
 VISIBILITY_TIMEOUT_S = 60
 
@@ -70,33 +70,33 @@ async def client(dsn: str) -> AsyncIterator[tuple[PGMQueue, asyncpg.Connection]]
 
 
 async def work_one_at_a_time(queue: PGMQueue, connection: asyncpg.Connection, is_archived: bool) -> None:
-    from bench import tally  # noqa: PLC0415 - only worker processes have one
+    from bench import shared_counters as counters  # noqa: PLC0415 - only worker processes have one
 
     end = queue.archive if is_archived else queue.delete
     while (message := await queue.read(QUEUE, vt=VISIBILITY_TIMEOUT_S, conn=connection)) is not None:
-        tally.count()
+        counters.count()
         await end(QUEUE, message.msg_id, conn=connection)
 
 
 async def work_in_batches(queue: PGMQueue, connection: asyncpg.Connection, is_archived: bool, size: int) -> None:
-    from bench import tally  # noqa: PLC0415
+    from bench import shared_counters as counters  # noqa: PLC0415
 
     end = queue.archive_batch if is_archived else queue.delete_batch
     while messages := await queue.read_batch(QUEUE, vt=VISIBILITY_TIMEOUT_S, batch_size=size, conn=connection):
         for _ in messages:
-            tally.count()
+            counters.count()
         await end(QUEUE, [message.msg_id for message in messages], conn=connection)
 
 
 async def wake(queue: PGMQueue, connection: asyncpg.Connection) -> None:
-    from bench import tally  # noqa: PLC0415
+    from bench import shared_counters as counters  # noqa: PLC0415
 
     arrival = asyncio.Event()
     listening = await asyncpg.connect(os.environ["DATABASE_URL"])
     await listening.add_listener(f"pgmq.q_{QUEUE}.INSERT", lambda *_: arrival.set())
     while True:
         while (message := await queue.read(QUEUE, vt=VISIBILITY_TIMEOUT_S, conn=connection)) is not None:
-            tally.arrived(message.message["sent_at_ns"])
+            counters.arrived(message.message["sent_at_ns"])
             await queue.delete(QUEUE, message.msg_id, conn=connection)
         await arrival.wait()
         arrival.clear()

@@ -16,9 +16,9 @@ from pgqueuer.db import AsyncpgDriver, AsyncpgPoolDriver
 from pgqueuer.models import Job
 from pgqueuer.queries import Queries
 
-from bench.arena import connected
+from bench.bench_server import connected
 from bench.contenders.base import QUEUE, Mode, Send, Stopwatch, chunks
-from bench.crew import python_module
+from bench.worker_processes import python_module
 
 
 class PgQueuer:
@@ -58,7 +58,7 @@ class PgQueuer:
 
 @asynccontextmanager
 async def manager(task: str) -> AsyncIterator[pgqueuer.PgQueuer]:
-    from bench import tally  # noqa: PLC0415 - only worker processes have one
+    from bench import shared_counters as counters  # noqa: PLC0415 - only worker processes have one
 
     async with asyncpg.create_pool(os.environ["DATABASE_URL"], min_size=2, max_size=5) as pool:
         queue = pgqueuer.PgQueuer(AsyncpgPoolDriver(pool))
@@ -66,9 +66,9 @@ async def manager(task: str) -> AsyncIterator[pgqueuer.PgQueuer]:
         @queue.entrypoint(QUEUE)
         async def handle(job: Job) -> None:
             if task == "noop":
-                tally.count()
+                counters.count()
             else:
-                tally.arrived(int(job.payload or b"0"))
+                counters.arrived(int(job.payload or b"0"))
 
         yield queue
 

@@ -11,7 +11,7 @@ from typing import Any
 import procrastinate
 
 from bench.contenders.base import QUEUE, Mode, Send, Stopwatch, chunks
-from bench.crew import python_module
+from bench.worker_processes import python_module
 
 
 class Procrastinate:
@@ -53,15 +53,15 @@ def application(dsn: str, connections: int = 4) -> procrastinate.App:
 
     @app.task(name="noop", queue=QUEUE)  # type: ignore[untyped-decorator]
     async def noop(n: int) -> None:  # noqa: ARG001
-        from bench import tally  # noqa: PLC0415 - only worker processes have one
+        from bench import shared_counters as counters  # noqa: PLC0415 - only worker processes have one
 
-        tally.count()
+        counters.count()
 
     @app.task(name="wake", queue=QUEUE)  # type: ignore[untyped-decorator]
     async def wake(sent_at_ns: int) -> None:
-        from bench import tally  # noqa: PLC0415
+        from bench import shared_counters as counters  # noqa: PLC0415
 
-        tally.arrived(sent_at_ns)
+        counters.arrived(sent_at_ns)
 
     return app
 
@@ -71,7 +71,7 @@ async def main() -> None:
     parser.add_argument("concurrency", type=int)
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
-    # Beside the jobs, one connection listens and one is for heartbeats.
+    # Two more connections: one listens, one is for heartbeats.
     async with application(os.environ["DATABASE_URL"], arguments.concurrency + 2).open_async() as app:
         await app.run_worker_async(queues=[QUEUE], concurrency=arguments.concurrency)
 

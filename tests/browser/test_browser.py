@@ -491,8 +491,9 @@ def test_a_database_that_goes_away_is_said_and_its_return_is_noticed(
 
 def test_ten_thousand_workers_and_many_tasks_stay_usable(house: House, new_page: NewPage) -> None:
     house.execute("""
-        insert into windlass.fleets (name, provider, queues, max_workers, memory)
-        values ('huge', 'hetzner', '{huge}', 12000, jsonb_build_object('planned_at', now(), 'next_plan_in_s', 3600));
+        insert into windlass.fleets (name, provider, queues, max_workers, planner_state)
+        values ('huge', 'hetzner', '{huge}', 12000,
+          jsonb_build_object('cadence', jsonb_build_object('planned_at', now(), 'next_plan_in_s', 3600)));
         insert into windlass.slots (fleet, slot) select 'huge', generate_series(0, 9999);
         insert into windlass.workers (id, fleet, slot, status, queues, activated_at, last_heartbeat, lease_s)
         select 'huge-' || s, 'huge', s, 'active', '{huge}', now(), now(), 86400 from generate_series(0, 9999) as s;

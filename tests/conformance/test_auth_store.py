@@ -32,10 +32,11 @@ from windlass.model.auth import (
 )
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
+from windlass.model.outcome import Deleted, Intent
 from windlass.model.snapshot import PlannerState
 from windlass.model.task import new_task
 from windlass.model.worker import RecoveredTasks, Registration, WorkerStatus
-from windlass.ports.control import Candidate, Deleted, Intent
 from windlass.server.app import make_app
 from windlass.server.long_poll import LongPollHub
 from windlass.store.auth import PostgresAuthStore
@@ -89,30 +90,30 @@ def test_a_token_has_256_bits_of_chance_behind_its_prefix() -> None:
 async def test_a_hired_machine_is_known_by_its_join_token_until_that_expires(store: Stores, clock: Any) -> None:
     await hire(store)
     expected = JoinCaller("w0", "gpus", ("a", "b"), has_ended=False, is_expired=False)
-    assert await store.caller(JOIN) == expected
+    assert await store.authenticate(JOIN) == expected
     clock.advance(TTL_S - 0.000001)
-    assert await store.caller(JOIN) == expected
+    assert await store.authenticate(JOIN) == expected
     clock.advance(0.000001)
-    caller = await store.caller(JOIN)
+    caller = await store.authenticate(JOIN)
     assert isinstance(caller, JoinCaller)
     assert caller.is_expired
 
 
 async def test_a_worker_hired_without_a_join_token_cannot_join(store: Stores) -> None:
     await hire(store, join=None)
-    assert await store.caller(JOIN) is None
+    assert await store.authenticate(JOIN) is None
     assert await store.activate("w0", JOIN, TOKEN) is Activation.UNKNOWN
 
 
 async def test_a_join_token_is_exchanged_for_a_worker_token(store: Stores) -> None:
     await hire(store)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
-    assert await store.caller(TOKEN) == WorkerCaller("w0", "gpus", ("a", "b"), has_ended=False)
+    assert await store.authenticate(TOKEN) == WorkerCaller("w0", "gpus", ("a", "b"), has_ended=False)
     worker = await store.worker("w0")
     assert worker is not None
     # Only its own heartbeat says that it works.
     assert (worker.status, worker.last_heartbeat) == (WorkerStatus.SPAWNING, None)
-    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_HIRED", "WORKER_JOINED"]
+    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_SPAWNED", "WORKER_JOINED"]
 
 
 async def test_a_machine_that_cannot_start_its_worker_says_why_and_the_next_cycle_knows(store: Stores) -> None:
@@ -145,7 +146,7 @@ async def test_repeating_the_exchange_is_accepted_for_as_long_as_the_worker_live
     await store.activate("w0", JOIN, TOKEN)
     clock.advance(10 * TTL_S)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
-    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_HIRED", "WORKER_JOINED"]
+    assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_SPAWNED", "WORKER_JOINED"]
     await end(store)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
 
@@ -154,14 +155,14 @@ async def test_a_join_token_is_used_once(store: Stores) -> None:
     await hire(store)
     await store.activate("w0", JOIN, TOKEN)
     assert await store.activate("w0", JOIN, OTHER_TOKEN) is Activation.USED
-    assert await store.caller(OTHER_TOKEN) is None
+    assert await store.authenticate(OTHER_TOKEN) is None
 
 
 async def test_an_expired_join_token_is_refused(store: Stores, clock: Any) -> None:
     await hire(store)
     clock.advance(TTL_S)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.EXPIRED
-    assert await store.caller(TOKEN) is None
+    assert await store.authenticate(TOKEN) is None
 
 
 async def test_a_join_token_is_bound_to_its_worker(store: Stores) -> None:
@@ -169,21 +170,21 @@ async def test_a_join_token_is_bound_to_its_worker(store: Stores) -> None:
     await hire(store, "w1", 1, OTHER_JOIN)
     assert await store.activate("w1", JOIN, TOKEN) is Activation.UNKNOWN
     assert await store.activate("nobody", JOIN, TOKEN) is Activation.UNKNOWN
-    assert await store.caller(TOKEN) is None
+    assert await store.authenticate(TOKEN) is None
 
 
 async def test_a_token_ends_with_its_worker_and_nobody_has_to_revoke_it(store: Stores) -> None:
     await hire(store)
     await store.activate("w0", JOIN, TOKEN)
     await store.terminate_worker("w0", "by hand")
-    caller = await store.caller(TOKEN)
+    caller = await store.authenticate(TOKEN)
     assert isinstance(caller, WorkerCaller)
     # In error: it may still hear so, from the store.
     assert not caller.has_ended
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
     await end(store)
     for token in (TOKEN, JOIN):
-        caller = await store.caller(token)
+        caller = await store.authenticate(token)
         assert isinstance(caller, WorkerCaller | JoinCaller)
         assert caller.has_ended
 
@@ -194,19 +195,19 @@ async def test_the_tokens_of_a_worker_that_was_forgotten_are_nobodys(store: Stor
     await end(store)
     clock.advance(10_801)
     await store.sweep()
-    assert await store.caller(TOKEN) is None
-    assert await store.caller(JOIN) is None
+    assert await store.authenticate(TOKEN) is None
+    assert await store.authenticate(JOIN) is None
 
 
 async def test_an_api_token_is_known_until_it_is_revoked(store: Stores, clock: Any) -> None:
     created = await store.create_token("cron", Role.OPERATOR, TOKEN)
     assert (created.name, created.role, created.created_at) == ("cron", Role.OPERATOR, clock())
     assert (created.last_used_at, created.revoked_at) == (None, None)
-    assert await store.caller(TOKEN) == TokenCaller("cron", Role.OPERATOR)
-    assert await store.caller(OTHER_TOKEN) is None
+    assert await store.authenticate(TOKEN) == TokenCaller("cron", Role.OPERATOR)
+    assert await store.authenticate(OTHER_TOKEN) is None
     clock.advance(1)
     assert await store.revoke_token("cron")
-    assert await store.caller(TOKEN) is None
+    assert await store.authenticate(TOKEN) is None
     assert not await store.revoke_token("cron")
     assert not await store.revoke_token("nobody")
     (token,) = await store.tokens()
@@ -218,7 +219,7 @@ async def test_the_last_use_of_an_api_token_is_noted_to_the_minute(store: Stores
     await store.create_token("cron", Role.VIEWER, TOKEN)
     for advance_s, noted in ((0, first), (60, first), (0.000001, None)):
         clock.advance(advance_s)
-        await store.caller(TOKEN)
+        await store.authenticate(TOKEN)
         (token,) = await store.tokens()
         assert token.last_used_at == (noted if noted is not None else clock())
 
@@ -227,7 +228,7 @@ async def test_a_name_is_free_again_once_its_token_is_revoked(store: Stores) -> 
     await store.create_token("cron", Role.VIEWER, TOKEN)
     with pytest.raises(BadInput, match="there is a token cron already"):
         await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
-    assert await store.caller(OTHER_TOKEN) is None
+    assert await store.authenticate(OTHER_TOKEN) is None
     await store.revoke_token("cron")
     await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
     assert [(token.role, token.revoked_at is None) for token in await store.tokens()] == [
@@ -251,12 +252,12 @@ async def test_a_worker_that_nobody_hired_enlists_and_is_known_by_its_token(stor
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
     for _ in range(2):  # the first answer may be lost
         assert await store.self_register(hash_of(API), TOKEN, MINE) is WorkerStatus.ACTIVE
-    assert await store.caller(TOKEN) == WorkerCaller("mine", "default", ("a", "b"), has_ended=False)
+    assert await store.authenticate(TOKEN) == WorkerCaller("mine", "default", ("a", "b"), has_ended=False)
     worker = await store.worker("mine")
     assert worker is not None
     assert (worker.fleet, worker.slot, worker.status) == ("default", None, WorkerStatus.ACTIVE)
-    await store.leave("mine", "drained")
-    caller = await store.caller(TOKEN)
+    await store.deregister("mine", "drained")
+    caller = await store.authenticate(TOKEN)
     assert isinstance(caller, WorkerCaller)
     assert caller.has_ended
 
@@ -265,7 +266,7 @@ async def test_revoking_an_api_token_ends_the_tokens_of_those_it_let_in(store: S
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
     await store.self_register(hash_of(API), TOKEN, MINE)
     await store.revoke_token("anywhere")
-    caller = await store.caller(TOKEN)
+    caller = await store.authenticate(TOKEN)
     assert isinstance(caller, WorkerCaller)
     assert caller.has_ended
     assert await store.self_register(hash_of(API), TOKEN, MINE) is None
@@ -281,7 +282,7 @@ async def test_nobody_enlists_with_another_role_or_under_anothers_name(store: St
     for name in ("w0", "mine"):
         with pytest.raises(BadInput, match=f"there is a worker {name} already"):
             await store.self_register(hash_of(API), TOKEN, replace(MINE, worker_id=name))
-    assert await store.caller(TOKEN) is None
+    assert await store.authenticate(TOKEN) is None
 
 
 async def test_workers_that_enlisted_work_and_look_after_each_other(store: Stores, clock: Any) -> None:

@@ -39,20 +39,9 @@ from windlass.model.config import Retention
 from windlass.model.cost import Bill, PricePart, Span, Spending, Tariff
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineState, ProviderTraits
-from windlass.model.snapshot import (
-    FailureStreak,
-    Hold,
-    PlannerState,
-    ProviderRefusal,
-    RecentFailure,
-    Snapshot,
-    StorageUse,
-)
-from windlass.model.task import Finished, NewTask, TaskStatus
-from windlass.model.worker import HeldClaim, RecoveredTasks, Registration, WorkerKind, WorkerStatus
-from windlass.ports.control import (
-    Candidate,
+from windlass.model.outcome import (
     Committed,
     Created,
     CreationRefused,
@@ -60,17 +49,30 @@ from windlass.ports.control import (
     Deleted,
     HostKeySeen,
     Intent,
-    LeaseLost,
     NotDeleted,
     OrphanDeleted,
     Outcome,
     PreparationFailed,
     PreparationUnclear,
     Prepared,
-    Standby,
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.snapshot import (
+    Cadence,
+    FailureStreak,
+    Hold,
+    MachineListState,
+    OrphanState,
+    PlannerState,
+    ProviderRefusal,
+    RecentFailure,
+    ScalingState,
+    Snapshot,
+    StorageUse,
+)
+from windlass.model.task import Finished, NewTask, TaskStatus
+from windlass.model.worker import HeldClaim, RecoveredTasks, Registration, WorkerKind, WorkerStatus
 from windlass.store import control
 from windlass.store.control import PostgresControlStore
 from windlass.store.memory import control as memory_control
@@ -85,7 +87,7 @@ FLEET = FleetConfig(queues=("a", "b"), min_workers=0, max_workers=4)
 ANN = Candidate("ann", ttl_s=30.0)
 BOB = Candidate("bob", ttl_s=30.0)
 EMPTY = """
-truncate windlass.charges, windlass.spending, windlass.spans;
+truncate windlass.charges, windlass.spending, windlass.attempt_spans;
 truncate windlass.tasks, windlass.events, windlass.cycles, windlass.leases, windlass.workers, windlass.slots,
   windlass.fleets restart identity cascade
 """
@@ -172,10 +174,10 @@ class Leader:
         self,
         *actions: Action,
         intents: tuple[Intent, ...] = (),
-        memory: PlannerState | None = None,
+        planner_state: PlannerState | None = None,
         decision: str = "so",
     ) -> Committed:
-        plan = Plan(actions, memory or self.snapshot.memory, decision)
+        plan = Plan(actions, planner_state or self.snapshot.planner_state, decision)
         return await self.store.commit_plan(self.candidate, self.term, self.snapshot, plan, intents)
 
     async def report(self, *outcomes: Outcome, intents: tuple[Intent, ...] = (), cycle_id: int = 1) -> frozenset[str]:
@@ -220,40 +222,40 @@ async def events(store: ControlStores, worker_id: str | None = None) -> list[str
 
 
 async def test_the_first_to_ask_leads_and_others_learn_for_how_long(store: ControlStores, clock: VirtualClock) -> None:
-    assert await store.lead(ANN) == 1
+    assert await store.acquire_lease(ANN) == 1
     clock.advance(10)
-    assert await store.lead(BOB) == Standby(20.0, clock())
+    assert await store.acquire_lease(BOB) == Standby(20.0, clock())
     assert await store.observe(BOB, "f", FLEET) == Standby(20.0, clock())
 
 
 async def test_a_renewed_lease_keeps_its_term(store: ControlStores, clock: VirtualClock) -> None:
-    assert await store.lead(ANN) == 1
+    assert await store.acquire_lease(ANN) == 1
     clock.advance(29)
-    assert await store.lead(ANN) == 1
+    assert await store.acquire_lease(ANN) == 1
     clock.advance(29)
-    assert await store.lead(BOB) == Standby(1.0, clock())
+    assert await store.acquire_lease(BOB) == Standby(1.0, clock())
 
 
 async def test_a_lease_that_ran_out_goes_to_the_next_with_a_new_term(store: ControlStores, clock: VirtualClock) -> None:
-    assert await store.lead(ANN) == 1
+    assert await store.acquire_lease(ANN) == 1
     clock.advance(30)
-    assert await store.lead(BOB) == 2
-    assert await store.lead(ANN) == Standby(30.0, clock())
+    assert await store.acquire_lease(BOB) == 2
+    assert await store.acquire_lease(ANN) == Standby(30.0, clock())
     clock.advance(30)
-    assert await store.lead(ANN) == 3
+    assert await store.acquire_lease(ANN) == 3
 
 
 async def test_a_lease_that_was_given_up_need_not_run_out(store: ControlStores) -> None:
-    assert await store.lead(ANN) == 1
-    await store.resign(BOB)
-    assert isinstance(await store.lead(BOB), Standby)
-    await store.resign(ANN)
-    assert await store.lead(BOB) == 2
+    assert await store.acquire_lease(ANN) == 1
+    await store.release_lease(BOB)
+    assert isinstance(await store.acquire_lease(BOB), Standby)
+    await store.release_lease(ANN)
+    assert await store.acquire_lease(BOB) == 2
 
 
 async def test_leases_of_different_names_do_not_disturb_each_other(store: ControlStores) -> None:
-    assert await store.lead(ANN) == 1
-    assert await store.lead(replace(BOB, lease="other")) == 1
+    assert await store.acquire_lease(ANN) == 1
+    assert await store.acquire_lease(replace(BOB, lease="other")) == 1
 
 
 async def lose_by_time(store: ControlStores, clock: VirtualClock) -> None:
@@ -262,17 +264,17 @@ async def lose_by_time(store: ControlStores, clock: VirtualClock) -> None:
 
 async def lose_to_another(store: ControlStores, clock: VirtualClock) -> None:
     clock.advance(30)
-    assert await store.lead(BOB) == 2
+    assert await store.acquire_lease(BOB) == 2
 
 
 async def lose_and_win_back(store: ControlStores, clock: VirtualClock) -> None:
     await lose_to_another(store, clock)
     clock.advance(30)
-    assert await store.lead(ANN) == 3
+    assert await store.acquire_lease(ANN) == 3
 
 
 async def lose_by_resigning(store: ControlStores, clock: VirtualClock) -> None:
-    await store.resign(ANN)
+    await store.release_lease(ANN)
 
 
 LOSSES = [lose_by_time, lose_to_another, lose_and_win_back, lose_by_resigning]
@@ -292,7 +294,7 @@ async def test_a_plan_of_a_lost_lease_changes_nothing(
             Drain("w0", "IDLE", "idle"),
             RaiseAlert("X", "x"),
             intents=(intent("w1", 1),),
-            memory=PlannerState(cycle=9),
+            planner_state=PlannerState(Cadence(cycle=9)),
         )
     after = await store.events(limit=1000), await store.workers(), await store.cycles("f"), await store.fleets()
     assert after == before
@@ -562,21 +564,19 @@ async def test_tasks_in_the_name_of_the_dead_are_seen_as_orphaned(
     assert (await ann.observe()).orphaned == ("broken",)
 
 
-async def test_a_fleets_memory_comes_back_as_it_was(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    memory = PlannerState(
-        cycle=7,
-        scaled_up_at=clock(),
-        over_capacity_since=clock(),
-        missing_since={"w0": clock()},
-        orphan_since={"m0": clock() - timedelta(microseconds=1)},
-        hold=Hold("X", "because", clock(), is_total=True),
-        policy={"rate": 1.25, "seen": [1, 2], "name": "ü"},
+async def test_planner_state_round_trips(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    planner_state = PlannerState(
+        cadence=Cadence(cycle=7, gaps_s=(1.25, 60.0)),
+        scaling=ScalingState(spawned_at=clock(), over_capacity_since=clock()),
+        machines=MachineListState(missing_since={"w0": clock()}),
+        orphans=OrphanState(orphan_since={"m0": clock() - timedelta(microseconds=1)}),
+        hold=Hold("X", "because: ü", clock(), is_total=True),
     )
-    await ann.commit(memory=memory)
-    assert (await ann.observe()).memory == memory
-    assert (await store.fleets())[0].hold == memory.hold
-    await ann.commit(memory=replace(memory, hold=None))
-    assert (await ann.observe()).memory.hold is None
+    await ann.commit(planner_state=planner_state)
+    assert (await ann.observe()).planner_state == planner_state
+    assert (await store.fleets())[0].hold == planner_state.hold
+    await ann.commit(planner_state=replace(planner_state, hold=None))
+    assert (await ann.observe()).planner_state.hold is None
     assert (await store.fleets())[0].hold is None
 
 
@@ -595,7 +595,7 @@ async def test_promoting_makes_a_spawning_worker_active_once(
     clock.advance(3)
     await ann.commit(Promote("w0", "heard"), Promote("nobody", "heard"))
     assert (await store.worker("w0")).activated_at == activated_at
-    assert await events(store, "w0") == ["WORKER_HIRED", "WORKER_ACTIVATED"]
+    assert await events(store, "w0") == ["WORKER_SPAWNED", "WORKER_ACTIVATED"]
 
 
 async def test_failing_gives_tasks_to_others_and_counts_for_the_slot(
@@ -641,7 +641,7 @@ async def test_draining_asks_a_worker_to_end_and_notes_since_when(
         "terminating", drained_at, "IDLE", "idle 41 s",
     )  # fmt: skip
     assert (await store.heartbeat("w0")).status is WorkerStatus.TERMINATING
-    assert await events(store, "w0") == ["WORKER_HIRED", "WORKER_TERMINATING"]
+    assert await events(store, "w0") == ["WORKER_SPAWNED", "WORKER_TERMINATING"]
 
 
 async def test_adopting_gives_a_worker_the_machine_that_was_found(
@@ -686,7 +686,7 @@ async def test_a_preparation_is_written_down_before_and_after(
     await ann.report(Prepared("w0", "m1", "another"), PreparationFailed("w0", "m1", "DISK_FULL", "too late"))
     (view,) = (await ann.observe()).workers
     assert (view.prepared_at, view.prepare_code, view.host_key) == (done_at, None, "ssh-ed25519 AAAA")
-    told = ["WORKER_HIRED", "MACHINE_PREPARING", "PREPARATION_UNCLEAR", "MACHINE_PREPARED"]
+    told = ["WORKER_SPAWNED", "MACHINE_PREPARING", "PREPARATION_UNCLEAR", "MACHINE_PREPARED"]
     assert await events(store, "w0") == told
 
 
@@ -783,7 +783,7 @@ async def test_a_hired_worker_takes_queues_and_pause_from_its_fleet(store: Contr
     assert (worker.fleet, worker.slot, worker.status) == ("f", 0, WorkerStatus.SPAWNING)
     assert (worker.queues, worker.is_paused, worker.lease_s) == (("a", "b"), True, 12.5)
     (hired,) = await store.events(worker_id="w0")
-    assert (hired.code, hired.reason, hired.fleet, hired.detail) == ("WORKER_HIRED", "wanted", "f", {"slot": 0})
+    assert (hired.code, hired.reason, hired.fleet, hired.detail) == ("WORKER_SPAWNED", "wanted", "f", {"slot": 0})
 
 
 async def test_outcomes_free_slots_for_the_intents_that_come_with_them(store: ControlStores, ann: Leader) -> None:
@@ -921,7 +921,7 @@ async def test_what_could_not_be_deleted_and_strays_are_noted_and_change_nothing
     before = await store.workers()
     await ann.report(NotDeleted("w0", "denied"), OrphanDeleted(Machine("m7", "w7", MachineState.RUNNING), "nobody's"))
     assert await store.workers() == before
-    assert await events(store, "w0") == ["WORKER_HIRED", "MACHINE_NOT_DELETED"]
+    assert await events(store, "w0") == ["WORKER_SPAWNED", "MACHINE_NOT_DELETED"]
     assert await events(store, "w7") == ["ORPHAN_DELETED"]
 
 
@@ -1010,10 +1010,10 @@ async def test_cycles_that_do_nothing_and_say_the_same_are_counted(
     for _ in range(2):
         clock.advance(10)
         await ann.observe()
-        assert (await ann.commit(decision="steady", memory=PlannerState(cycle=5))).cycle_id == first
+        assert (await ann.commit(decision="steady", planner_state=PlannerState(Cadence(cycle=5)))).cycle_id == first
     (cycle,) = await store.cycles("f")
     assert (cycle.repeats, cycle.repeated_at) == (2, clock())
-    assert (await ann.observe()).memory.cycle == 5
+    assert (await ann.observe()).planner_state.cadence.cycle == 5
     second = (await ann.commit(decision="other")).cycle_id
     third = (await ann.commit(RaiseAlert("X", "x"), decision="other")).cycle_id
     fourth = (await ann.commit(decision="other")).cycle_id
@@ -1052,9 +1052,9 @@ async def test_a_hired_worker_that_leaves_keeps_its_slot_until_its_machine_is_go
     task_id = await store.enqueue(NewTask("a"))
     await store.claim("w0", ("a",), 1)
     clock.advance(3)
-    await store.leave("w0", "SIGTERM")
+    await store.deregister("w0", "SIGTERM")
     (view,) = (await ann.observe()).workers
-    assert (view.status, view.terminating_at, view.code, view.running) == ("terminating", clock(), "LEFT", ())
+    assert (view.status, view.terminating_at, view.code, view.running) == ("terminating", clock(), "DEREGISTERED", ())
     task = await store.task(task_id)
     assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
     assert (await ann.commit(intents=(intent("y0", 0),))).granted == frozenset()
@@ -1068,14 +1068,14 @@ async def test_a_drained_worker_that_leaves_keeps_the_reason_it_was_given(
     await ann.commit(Drain("w0", "IDLE", "idle 41 s"))
     drained_at = clock()
     clock.advance(3)
-    await store.leave("w0", "told to")
+    await store.deregister("w0", "told to")
     (view,) = (await ann.observe()).workers
     assert (view.terminating_at, view.code, view.reason) == (drained_at, "IDLE", "idle 41 s")
 
 
 async def test_a_worker_started_by_hand_that_leaves_is_over(store: ControlStores, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="f"))
-    await store.leave("hand", "SIGTERM")
+    await store.deregister("hand", "SIGTERM")
     assert (await store.worker("hand")).status is WorkerStatus.TERMINATED
 
 
@@ -1160,7 +1160,7 @@ async def test_a_machine_that_nobody_had_is_in_the_ledger_once(
     await settle_all(store)
     assert await told(store, "worker") == {"orphan-m9": (0, 20_000, 0, 40_000)}
     worker = await store.worker("orphan-m9")
-    assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "STRAY")
+    assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "ORPHAN")
     assert worker.reason == "machine of nobody: nobody's"
 
 
@@ -1303,7 +1303,7 @@ async def end_by_losing_the_worker(store: ControlStores, claim: Any, ann: Leader
 
 
 async def end_by_leaving(store: ControlStores, claim: Any, ann: Leader) -> None:
-    await store.leave("w0", "told to")
+    await store.deregister("w0", "told to")
 
 
 WAYS_TO_END = [
@@ -1460,7 +1460,7 @@ async def test_a_fleet_says_when_its_last_cycle_was_and_whether_somebody_leads(
 ) -> None:
     (before,) = await store.fleets()
     assert (before.planned_at, before.next_plan_in_s, before.is_led) == (None, None, True)
-    await ann.commit(memory=PlannerState(planned_at=clock(), next_plan_in_s=10.0))
+    await ann.commit(planner_state=PlannerState(Cadence(planned_at=clock(), next_plan_in_s=10.0)))
     clock.advance(29)
     (fleet,) = await store.fleets()
     assert (fleet.planned_at, fleet.next_plan_in_s, fleet.is_led) == (clock() - timedelta(seconds=29), 10.0, True)
@@ -1619,9 +1619,9 @@ async def test_a_lost_hired_worker_is_the_orchestrators_to_judge_until_nobody_ha
 
     # While somebody leads, and for two of the lost one's leases after.
     for _ in range(20):
-        await store.lead(ANN)
+        await store.acquire_lease(ANN)
         assert await judged_after(10) == []
-    await store.resign(ANN)
+    await store.release_lease(ANN)
     assert await judged_after(60) == []
     assert await judged_after(10) == [RecoveredTasks("w0", tasks_requeued=1, tasks_failed=0)]
     assert (await store.task(task_id)).status is TaskStatus.QUEUED
@@ -1789,7 +1789,7 @@ async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
     assert error.detail is not None
     assert error.detail["code"] == "QUARANTINED"
     assert error.detail["evidence"]["failed"] == list(suspect.failed)
-    acquitted = [event for event in await store.events(worker_id="w0") if event.code == "TASK_ACQUITTED"]
+    acquitted = [event for event in await store.events(worker_id="w0") if event.code == "ATTEMPTS_REFUNDED"]
     assert [event.task_id for event in acquitted] == [before, dead, waiting, others]
     assert acquitted[0].reason == "1 failed attempts on worker w0 do not count: it is to blame"
     assert {depth.queue: depth.oldest_queued_age_s for depth in await store.queue_depths()}["a"] == 0
@@ -2058,8 +2058,8 @@ async def live(twins: Twins, rng: Random) -> None:
             return
         term, snapshot = twins.seen[fleet]
         snapshot = replace(snapshot, machines=(priced(), priced()), traits=ProviderTraits(billing_unit_s=3600))
-        memory = PlannerState(cycle=rng.randrange(5), policy={"x": rng.randrange(3)})
-        decided = Plan(some_actions(), memory, rng.choice(["steady", "hiring"]))
+        planner_state = PlannerState(Cadence(cycle=rng.randrange(5)), ScalingState(rng.choice([None, twins.clock()])))
+        decided = Plan(some_actions(), planner_state, rng.choice(["steady", "hiring"]))
         committed = await twins.both("commit_plan", candidate, term, snapshot, decided, some_intents())
         if isinstance(committed, Committed):
             twins.cycle_ids.append(committed.cycle_id)
@@ -2095,11 +2095,11 @@ async def live(twins: Twins, rng: Random) -> None:
         lambda: twins.both("enqueue", NewTask(rng.choice(["a", "b", "c"]), priority=rng.randrange(2))),
         lambda: twins.both("enqueue", NewTask("a", run_after=twins.clock() + timedelta(seconds=rng.randrange(20)))),
         lambda: twins.both("register", Registration(name(), ("a", "b"), fleet=rng.choice(["f", "g"]), concurrency=2)),
-        lambda: twins.both("leave", name(), "left"),
+        lambda: twins.both("deregister", name(), "left"),
         lambda: twins.both("set_terminating", [name(), name()], "enough"),
         lambda: twins.both("set_paused", [name()], rng.random() < 0.5),
-        lambda: twins.both("resign", rng.choice([ANN, BOB])),
-        lambda: twins.both("lead", rng.choice([ANN, BOB])),
+        lambda: twins.both("release_lease", rng.choice([ANN, BOB])),
+        lambda: twins.both("acquire_lease", rng.choice([ANN, BOB])),
         lambda: twins.both("restart_slots", rng.choice(["f", "no"]), rng.choice([None, 0, 1])),
         lambda: twins.both("request_workers", rng.choice(["f", "no"]), rng.randrange(-2, 4)),
         lambda: twins.both("pause_fleet", rng.choice(["f", "no"]), rng.random() < 0.3),

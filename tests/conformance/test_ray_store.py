@@ -10,10 +10,10 @@ import pytest
 
 from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.node import AliveNode, DeadNode, NodeState, NodeVerdict, Placement, dispatcher_lease
 from windlass.model.task import Claim, Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerKind, WorkerStatus
-from windlass.ports.control import Candidate, LeaseLost, Standby
 from windlass.store.memory.ray import MemoryRayStore
 from windlass.store.ray import PostgresRayStore
 
@@ -41,7 +41,7 @@ class World:
         )
 
     async def lead(self, candidate: Candidate | None = None) -> int:
-        term = await self.store.lead(candidate or self.candidate)
+        term = await self.store.acquire_lease(candidate or self.candidate)
         assert isinstance(term, int)
         return term
 
@@ -215,9 +215,9 @@ async def test_one_that_lost_its_lease_neither_takes_over_nor_reports(world: Wor
 
 
 async def test_only_one_of_a_fleet_leads_and_each_fleet_has_its_own(world: World) -> None:
-    assert isinstance(await world.store.lead(Candidate("b", LEASE_S, dispatcher_lease(FLEET))), Standby)
-    assert isinstance(await world.store.lead(Candidate("b", LEASE_S, dispatcher_lease("other"))), int)
-    assert isinstance(await world.store.lead(Candidate("b", LEASE_S)), int)
+    assert isinstance(await world.store.acquire_lease(Candidate("b", LEASE_S, dispatcher_lease(FLEET))), Standby)
+    assert isinstance(await world.store.acquire_lease(Candidate("b", LEASE_S, dispatcher_lease("other"))), int)
+    assert isinstance(await world.store.acquire_lease(Candidate("b", LEASE_S)), int)
 
 
 async def test_a_dispatcher_that_leads_does_not_pass_for_an_orchestrator(world: World) -> None:
@@ -243,7 +243,7 @@ async def test_tasks_on_nodes_are_recovered_with_their_dispatcher(world: World, 
         world.clock.advance(LEASE_S / 10)
         await world.store.heartbeat("judge")
         # Somebody orchestrates, so the nodes are not the judge's.
-        await world.store.lead(Candidate("leader", LEASE_S))
+        await world.store.acquire_lease(Candidate("leader", LEASE_S))
     if has_successor:
         await world.lead(Candidate("dispatcher-b", LEASE_S, dispatcher_lease(FLEET)))
     await world.store.recover_lost_workers("judge")

@@ -24,7 +24,7 @@ LIMIT_S = 20.0
 
 async def register(store: Store, *worker_ids: str, lease_s: float = 30.0, **fields: Any) -> None:
     for worker_id in worker_ids:
-        await store.register(Registration(worker_id, ("q",), lease_s=lease_s, **fields))
+        await store.register(Registration(worker_id, ("q",), lease_s=lease_s, **{"start_id": "first", **fields}))
 
 
 async def add(store: Store, queue: str = "q", payload: Any = None, **fields: Any) -> int:
@@ -370,7 +370,7 @@ async def test_a_terminating_worker_gets_nothing_but_may_finish(store: Store) ->
 async def test_a_worker_that_has_ended_is_told_so_when_it_claims(store: Store) -> None:
     await register(store, "w1")
     task_id = await add(store)
-    await store.leave("w1", "done")
+    await store.deregister("w1", "done")
     with pytest.raises(UnknownWorker, match="w1 has ended"):
         await store.claim("w1", ("q",))
     with pytest.raises(UnknownWorker, match="w1 has ended"):
@@ -380,7 +380,7 @@ async def test_a_worker_that_has_ended_is_told_so_when_it_claims(store: Store) -
 
 async def test_a_worker_that_has_ended_first_hears_that_its_results_are_lost(store: Store) -> None:
     claim = await claimed(store)
-    await store.leave("w1", "done")
+    await store.deregister("w1", "done")
     turn = await store.finish_and_claim("w1", [Finished(claim.task_id, claim.token, "1")], ("q",), 1)
     assert (turn.claims, turn.lost) == ([], [claim.token])
     assert await late_results(store) == 1
@@ -863,9 +863,9 @@ async def test_a_registration_that_comes_twice_takes_nothing_from_its_worker(sto
 
 async def test_a_worker_that_has_ended_stays_ended(store: Store) -> None:
     await register(store, "w1")
-    await store.leave("w1", "done")
+    await store.deregister("w1", "done")
     assert await store.register(Registration("w1", ("q",))) is WorkerStatus.TERMINATED
-    assert await codes(store, worker_id="w1") == ["WORKER_REGISTERED", "WORKER_LEFT"]
+    assert await codes(store, worker_id="w1") == ["WORKER_REGISTERED", "WORKER_DEREGISTERED"]
 
 
 @pytest.mark.parametrize(
@@ -888,11 +888,11 @@ async def test_a_leaving_workers_tasks_go_back_to_the_queue(store: Store, clock:
     ids = [await add(store), await add(store)]
     claims = await store.claim("w1", ("q",), 2)
     clock.advance(1)
-    await store.leave("w1", "going home")
+    await store.deregister("w1", "going home")
     worker = await store.worker("w1")
     assert worker is not None
     assert (worker.status, worker.terminated_at) == (WorkerStatus.TERMINATED, clock())
-    assert (worker.code, worker.reason) == ("LEFT", "going home")
+    assert (worker.code, worker.reason) == ("DEREGISTERED", "going home")
     again = await store.claim("w2", ("q",), 2)
     assert [(claim.task_id, claim.attempt) for claim in again] == [(task_id, 1) for task_id in ids]
     assert await complete(store, claims[0]) == [claims[0].token]
@@ -902,28 +902,28 @@ async def test_a_hired_worker_that_leaves_is_ended_by_whoever_hired_it(store: St
     await hire("h1", "gpus", 0)
     await add(store)
     claim = await claim_one(store, "h1")
-    await store.leave("h1", "going home")
+    await store.deregister("h1", "going home")
     worker = await store.worker("h1")
     assert worker is not None
     assert (worker.status, worker.terminated_at) == (WorkerStatus.TERMINATING, None)
-    assert (worker.code, worker.reason) == ("LEFT", "going home")
+    assert (worker.code, worker.reason) == ("DEREGISTERED", "going home")
     assert await status_of(store, claim) is TaskStatus.QUEUED
     assert await store.claim("h1", ("q",)) == []
 
 
 async def test_leaving_twice_or_unknown_does_nothing(store: Store) -> None:
     await register(store, "w1")
-    await store.leave("w1", "first")
-    await store.leave("w1", "second")
-    await store.leave("nobody", "third")
-    assert await codes(store, worker_id="w1") == ["WORKER_REGISTERED", "WORKER_LEFT"]
+    await store.deregister("w1", "first")
+    await store.deregister("w1", "second")
+    await store.deregister("nobody", "third")
+    assert await codes(store, worker_id="w1") == ["WORKER_REGISTERED", "WORKER_DEREGISTERED"]
     assert await codes(store, worker_id="nobody") == []
 
 
 async def test_a_worker_told_to_end_keeps_that_reason_when_it_leaves(store: Store) -> None:
     await register(store, "w1")
     await store.set_terminating(["w1"], "too expensive")
-    await store.leave("w1", "drained")
+    await store.deregister("w1", "drained")
     worker = await store.worker("w1")
     assert worker is not None
     assert (worker.code, worker.reason) == ("MANUAL", "too expensive")
@@ -1020,7 +1020,7 @@ async def test_progress_starts_anew_with_each_attempt(store: Store, clock: Any) 
 
 async def test_the_heartbeat_of_a_terminated_worker_touches_no_row(store: Store, clock: Any) -> None:
     claim = await claimed(store)
-    await store.leave("w1", "done")
+    await store.deregister("w1", "done")
     before = await store.worker("w1")
     clock.advance(1)
     pulse = await store.heartbeat("w1", [held(claim, 0.5)], {"pid": 99})
@@ -1206,7 +1206,7 @@ async def test_after_an_outage_that_silenced_all_nobody_is_condemned(store: Stor
 async def test_who_is_unknown_silent_or_ended_cannot_judge(store: Store, clock: Any) -> None:
     await register(store, "lost", "silent", "left")
     await beat(store, clock, "left", 60)
-    await store.leave("left", "done")
+    await store.deregister("left", "done")
     for judge in ("nobody", "silent", "left"):
         assert await store.recover_lost_workers(judge) == []
 
@@ -1275,7 +1275,7 @@ async def test_upkeep_recovers_and_sweeps(store: Store, clock: Any) -> None:
 
 async def test_pausing_counts_the_workers_that_changed(store: Store) -> None:
     await register(store, "w1", "w2", "w3")
-    await store.leave("w3", "done")
+    await store.deregister("w3", "done")
     assert await store.set_paused(["w1", "w2", "w3", "nobody", "w1"], True) == 2
     assert await store.set_paused(["w1", "w2"], True) == 0
     assert await store.set_paused(["w2"], False) == 1
@@ -1285,7 +1285,7 @@ async def test_pausing_counts_the_workers_that_changed(store: Store) -> None:
 
 async def test_asking_workers_to_end_counts_those_that_were_asked(store: Store) -> None:
     await register(store, "w1", "w2", "w3")
-    await store.leave("w3", "done")
+    await store.deregister("w3", "done")
     assert await store.set_terminating(["w1", "w2", "w3", "nobody", "w1"], "enough") == 2
     assert await store.set_terminating(["w1"], "again") == 0
     worker = await store.worker("w1")
@@ -1355,7 +1355,7 @@ async def test_queues_are_known_by_what_waits_runs_or_is_served(store: Store, cl
     await add(store, later, run_after=clock() + timedelta(hours=1))
     await claim_one(store, queues=(running,))
     await complete(store, await claim_one(store, queues=(ended,)))
-    await store.leave("w1", "done")
+    await store.deregister("w1", "done")
     assert await store.known_queues() == [ready, running, ended, later]
 
 
@@ -1363,7 +1363,7 @@ async def test_workers_are_listed_oldest_first_without_the_ended(store: Store, c
     for worker_id in ("b", "a", "c"):
         await register(store, worker_id)
         clock.advance(1)
-    await store.leave("a", "done")
+    await store.deregister("a", "done")
     assert [worker.id for worker in await store.workers()] == ["b", "c"]
     assert [worker.id for worker in await store.workers(include_terminated=True)] == ["b", "a", "c"]
     assert await store.worker("nobody") is None
@@ -1393,14 +1393,14 @@ async def test_queue_depths_count_what_is_not_finished(store: Store, clock: Any)
     await complete(store, finished)
     await fail(store, failed, jitter=0)
     a, b = await store.queue_depths()
-    assert (a.queue, a.queued, a.scheduled, a.waiting_for_retry, a.running) == ("a", 1, 0, 1, 1)
+    assert (a.queue, a.queued, a.scheduled, a.retrying, a.running) == ("a", 1, 0, 1, 1)
     assert a.oldest_queued_age_s == 10
-    assert (b.queue, b.queued, b.scheduled, b.waiting_for_retry, b.running) == ("b", 0, 1, 0, 0)
+    assert (b.queue, b.queued, b.scheduled, b.retrying, b.running) == ("b", 0, 1, 0, 0)
     assert b.oldest_queued_age_s is None
     clock.advance(60)
     a, b = await store.queue_depths()
     assert (b.queued, b.scheduled, b.oldest_queued_age_s) == (1, 0, 0)
-    assert (a.queued, a.waiting_for_retry) == (1, 1)
+    assert (a.queued, a.retrying) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -1494,7 +1494,7 @@ async def test_sweeping_applies_the_retention_of_each_kind(store: Store, clock: 
     """Here completed tasks are kept for 1 h, failed ones for 2 h, events for 3 h and ended workers as long as all."""
     await register(store, "w1")
     done, failed, waiting = await finished_task(store), await finished_task(store, is_failure=True), await add(store)
-    await store.leave("w1", "done")
+    await store.deregister("w1", "done")
     assert await store.sweep() == 0
     clock.advance(3600)
     assert await store.sweep() == 0

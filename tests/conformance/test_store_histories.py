@@ -176,7 +176,7 @@ class Histories(RuleBasedStateMachine):
         if place in SLOTS and before is None:
             self.run(hire_in_postgres(self.dsn, self.clock(), worker_id, "gpus", SLOTS[place]))
             self.memory.hire(worker_id, "gpus", SLOTS[place])
-        self.same(lambda store: store.register(Registration(worker_id, queues, lease_s=lease_s)))
+        self.same(lambda store: store.register(Registration(worker_id, queues, lease_s=lease_s, start_id="first")))
 
     @rule(place=places, queues=queues, limit=st.integers(0, 3))
     def claim(self, place: str, queues: tuple[str, ...], limit: int) -> None:
@@ -306,7 +306,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(place=places)
     def leave(self, place: str) -> None:
-        self.same(lambda store: store.leave(self.worker_at(place), "done"))
+        self.same(lambda store: store.deregister(self.worker_at(place), "done"))
 
     @rule(judge=places)
     def recover(self, judge: str) -> None:

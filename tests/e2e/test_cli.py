@@ -39,7 +39,7 @@ def test_a_worker_starts_without_rich(windlass: CommandLine, dsn: str) -> None:
     windlass = windlass.with_env(DATABASE_URL=dsn)
     done = windlass("worker", "-q", "q", "--exec", "missing-command", python=("-X", "importtime"))
     assert "cannot find the command 'missing-command'" in done.err
-    assert "windlass.worker.runtime" in loaded_modules(done.err)
+    assert "windlass.worker.lifecycle" in loaded_modules(done.err)
     # The word alone is an attempt; with parts it succeeded.
     assert not [name for name in loaded_modules(done.err) if name.startswith("rich.")]
 

@@ -429,7 +429,8 @@ async def add_fleet(dsn: str, name: str, *, is_run: bool) -> None:
     connection = await asyncpg.connect(dsn)
     await connection.execute("insert into windlass.fleets (name) values ($1)", name)
     if is_run:
-        planned = "update windlass.fleets set memory = jsonb_build_object('planned_at', windlass.now()) where name = $1"
+        state = "jsonb_build_object('cadence', jsonb_build_object('planned_at', windlass.now()))"
+        planned = f"update windlass.fleets set planner_state = {state} where name = $1"  # noqa: S608
         await connection.execute(planned, name)
     await connection.close()
 

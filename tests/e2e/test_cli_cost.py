@@ -12,10 +12,11 @@ from support.command_line import CommandLine
 from windlass.cost.ledger import settle
 from windlass.model.action import Plan, Promote
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, Standby
 from windlass.model.machine import Machine, MachineState
+from windlass.model.outcome import Created, Deleted, Intent
 from windlass.model.snapshot import PlannerState
 from windlass.model.task import Finished, NewTask
-from windlass.ports.control import Candidate, Created, Deleted, Intent, Standby
 from windlass.store.control import PostgresControlStore
 
 ANN = Candidate("ann", 100_000.0)

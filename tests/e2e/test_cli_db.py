@@ -170,7 +170,7 @@ select jsonb_build_object(
   'functions', (
     select jsonb_agg(pg_get_functiondef(oid) order by oid::regprocedure::text)
     from pg_proc
-    where pronamespace = 'windlass'::regnamespace
+    where pronamespace in ('windlass'::regnamespace, 'windlass_internal'::regnamespace)
   ),
   'triggers', (
     select jsonb_agg(pg_get_triggerdef(pg_trigger.oid) order by tgname)

@@ -315,7 +315,7 @@ async def test_a_fleet_that_was_never_configured_has_no_limits(windlass: Command
     await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
     (row,) = [line for line in windlass("status").out.splitlines() if line.startswith("default ")]
     assert "to 10" not in row
-    await ask(dsn, "select windlass.leave('w1')")
+    await ask(dsn, "select windlass.deregister_worker('w1')")
     assert "default" not in windlass("status").out
     assert "default" in windlass("status", "--all").out
 

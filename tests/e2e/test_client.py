@@ -208,7 +208,7 @@ def test_the_package_itself_loads_nothing() -> None:
 
 
 def test_a_producer_with_an_address_loads_neither_worker_nor_embedded_server() -> None:
-    unneeded = {"windlass.worker.runtime", "windlass.store.embedded", "structlog", "rich", "typer", "psutil"}
+    unneeded = {"windlass.worker.lifecycle", "windlass.store.embedded", "structlog", "rich", "typer", "psutil"}
     program = f"import sys; from windlass import Client; Client; print(*(set(sys.modules) & {unneeded}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -28,10 +28,10 @@ from windlass.control.cycle import FleetCycle
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, Refused
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import Worker, WorkerStatus
-from windlass.ports.control import Candidate
 from windlass.providers.local import LocalProvider
 from windlass.providers.local.logs import MAX_KEPT_LOGS, MAX_LOG_BYTES
 from windlass.providers.local.processes import Process, ProcFs, send_signal
@@ -108,7 +108,7 @@ import asyncio, json, os, random, sys
 from pathlib import Path
 from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
-from windlass.ports.control import Candidate
+from windlass.model.lease import Candidate
 from windlass.providers.local import LocalProvider
 from windlass.store.control import PostgresControlStore
 
@@ -463,7 +463,7 @@ async def test_a_worker_of_a_fleet_with_gpus_claims_nothing_on_a_host_without_on
             return any(worker.vram_total_mb == 0 for worker in await store.workers())
 
         await until(says_so, "its heartbeat says that there is no GPU")
-        assert "claiming nothing: workers of this fleet need a GPU" in ground.log("crowd-0-aa")
+        assert "claiming stopped: no GPU found" in ground.log("crowd-0-aa")
         await provider.delete(machine)
         task = await store.task(task_id)
         assert task is not None

@@ -208,7 +208,7 @@ async def test_a_pod_without_a_driver_and_one_whose_gpu_is_dead_cost_no_task_an_
     await site.work(40)
     errors = {str((event.detail or {})["code"]) for event in await site.told("WORKER_ERROR")}
     assert errors == {"GPU_NOT_DETECTED", "QUARANTINED"}
-    assert len(await site.told("TASK_ACQUITTED")) >= 3
+    assert len(await site.told("ATTEMPTS_REFUNDED")) >= 3
     await end(site, processes[0])
     assert "a cycle failed" not in site.log()
 

@@ -23,8 +23,8 @@ from support.command_line import CommandLine
 from support.worker_harness import until
 from windlass.model.auth import ServerAddress
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.task import new_task
-from windlass.ports.control import Candidate
 from windlass.server.auth import session_cookie
 from windlass.server.server import listen
 from windlass.store.alerts import PostgresAlertStore

@@ -179,7 +179,7 @@ async def test_a_burst_is_worked_off_by_machines_that_know_nothing_but_the_contr
     workers = await site.no_worker()
     assert {worker.code for worker in workers} == {"IDLE"}
     codes = [event.code for event in await site.store.events(worker_id=workers[0].id)]
-    assert codes[:2] == ["WORKER_HIRED", "WORKER_JOINED"]
+    assert codes[:2] == ["WORKER_SPAWNED", "WORKER_JOINED"]
     await site.end(up)
     for secret in ("wlj_", "wlw_", "a secret"):
         assert secret not in site.log() + site.machine_logs()
@@ -195,7 +195,7 @@ async def test_machines_outlive_the_control_plane_and_work_on_when_it_is_back(si
     up.kill()
     up.wait(PATIENCE_S)
     log = site.machines / worker_id / "log"
-    await until(lambda: '"event": "heartbeat not delivered"' in log.read_text(), "it has noticed")
+    await until(lambda: '"event": "heartbeat failed"' in log.read_text(), "it has noticed")
     go.touch()
     await until(lambda: f'"undelivered": [{task_id}]' in log.read_text(), "its result waits")
     second = site.up()

@@ -113,7 +113,7 @@ class Storm:
 
 
 async def _is_all_over(crew: Crew) -> bool:
-    return sum(depth.queued + depth.waiting_for_retry + depth.running for depth in await crew.store.queue_depths()) == 0
+    return sum(depth.queued + depth.retrying + depth.running for depth in await crew.store.queue_depths()) == 0
 
 
 async def _judge(crew: Crew, lines: list[str]) -> None:

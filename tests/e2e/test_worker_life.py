@@ -16,7 +16,7 @@ from support.worker_harness import PATIENCE_S, Crew, Hand, is_alive, until
 from windlass.cli.worker import END_TIMEOUT_S
 from windlass.model.task import Task, TaskStatus
 from windlass.model.worker import WorkerStatus
-from windlass.worker.runtime import CANCEL_TIMEOUT_S
+from windlass.worker.attempts import CANCEL_TIMEOUT_S
 
 # Beats come every 0.2 s here.
 LONGEST_SILENCE_S = 1.5
@@ -198,7 +198,7 @@ async def _two_signals_of_one_moment(_crew: Crew, hand: Hand) -> None:
     # As `timeout` does with a program and its group.
     hand.send(signal.SIGTERM)
     hand.send(signal.SIGINT)
-    await until(lambda: '"event": "draining already' in hand.log(), "it has heard both")
+    await until(lambda: '"event": "repeated signal ignored' in hand.log(), "it has heard both")
 
 
 async def _set_terminating(crew: Crew, hand: Hand) -> None:
@@ -360,7 +360,7 @@ async def test_an_inline_handler_that_cannot_be_ended_does_not_keep_the_process(
     assert await hand.exit_code(CANCEL_TIMEOUT_S + END_TIMEOUT_S + PATIENCE_S) == 0
     tasks = [await crew.task(task_id) for task_id in task_ids]
     assert {(task.status, task.attempts) for task in tasks} == {(TaskStatus.QUEUED, 0)}
-    assert '"worker ended"' in hand.log().splitlines()[-1]
+    assert '"worker stopped"' in hand.log().splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------------------------------ sturdiness

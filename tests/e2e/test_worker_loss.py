@@ -92,7 +92,7 @@ async def test_a_worker_that_wakes_after_its_lease_touches_no_row_and_joins_agai
     assert ended.last_heartbeat is not None
     assert ended.terminated_at is not None
     assert ended.last_heartbeat < ended.terminated_at
-    told = ("ended by others", "a result came too late")
+    told = ("worker terminated by the control plane", "result rejected: claim lost")
     assert any(words in sleeper.log() for words in told)
 
     # And it works again.
@@ -193,7 +193,7 @@ async def test_a_claim_that_is_not_answered_within_half_a_lease_is_given_up(crew
         await locker.execute("lock table windlass.tasks in exclusive mode")
         hand = crew.start(handler="echo", **SHORT_LEASE)
         await until(
-            lambda: f"claiming tasks: no answer within {LEASE_S / 2:g} s, half of the lease" in hand.log(),
+            lambda: f"claiming tasks: no answer within {LEASE_S / 2:g} s (half of the lease)" in hand.log(),
             "the claim is given up",
             timeout_s=10 * LEASE_S / 2,
         )
@@ -235,7 +235,7 @@ async def test_a_task_that_ends_while_the_database_is_gone_is_delivered_when_it_
     task_id = await crew.enqueue(gate(crew.folder, 1))
     await until((crew.folder / "running-1").exists, "the handler runs")
     server.end(how)
-    await until(lambda: '"event": "heartbeat not delivered"' in hand.log(), "the worker has noticed")
+    await until(lambda: '"event": "heartbeat failed"' in hand.log(), "the worker has noticed")
     (crew.folder / "go-1").touch()
     await until(lambda: f'"undelivered": [{task_id}]' in hand.log(), "it has a result and nobody to give it to")
     assert hand.is_running()
@@ -258,7 +258,7 @@ async def test_an_idle_worker_leaves_when_told_even_if_the_database_is_gone(
 ) -> None:
     hand = await mortal_crew.hire(handler="echo")
     server.end(signal.SIGQUIT)
-    await until(lambda: '"event": "no answer, trying again"' in hand.log(), "the worker has noticed")
+    await until(lambda: '"event": "delivery failed, retrying"' in hand.log(), "the worker has noticed")
     hand.send(signal.SIGTERM)
     assert await hand.exit_code(timeout_s=15) == 0
 

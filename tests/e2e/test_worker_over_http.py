@@ -17,11 +17,12 @@ from windlass.model.action import Fail, Plan
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
+from windlass.model.outcome import Deleted, Intent
 from windlass.model.snapshot import PlannerState
 from windlass.model.task import MAX_PAYLOAD_BYTES, TaskStatus
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
-from windlass.ports.control import Candidate, Deleted, Intent
 from windlass.server import auth as gate
 from windlass.server.app import make_app
 from windlass.server.context import AppContext
@@ -111,7 +112,7 @@ class Plane:
         return worker is not None and worker.last_heartbeat is not None
 
     async def end(self, worker_id: str) -> None:
-        term = await self.store.lead(ANN)
+        term = await self.store.acquire_lease(ANN)
         assert isinstance(term, int)
         await self.store.commit_outcomes(ANN, term, "far", 0, [Deleted(worker_id, None, "IDLE", "let go")], [], None)
 
@@ -155,7 +156,7 @@ async def test_a_machine_joins_works_and_drains_without_a_database(plane: Plane)
     worker = await plane.store.worker("far-0")
     assert worker is not None
     # Whoever hired it ends it.
-    assert (worker.status, worker.code) == (WorkerStatus.TERMINATING, "LEFT")
+    assert (worker.status, worker.code) == (WorkerStatus.TERMINATING, "DEREGISTERED")
 
 
 async def test_the_fleets_environment_reaches_handlers_and_only_by_the_work_order(plane: Plane) -> None:
@@ -179,7 +180,7 @@ async def test_a_burst_is_shared_by_several_machines_in_batches(plane: Plane) ->
 async def test_a_restart_of_the_control_plane_costs_no_attempt(plane: Plane) -> None:
     hand, task_id = await started(plane)
     await plane.close()
-    await until(lambda: '"event": "heartbeat not delivered"' in hand.log(), "it has noticed")
+    await until(lambda: '"event": "heartbeat failed"' in hand.log(), "it has noticed")
     (plane.crew.folder / "go-1").touch()
     await until(lambda: f'"undelivered": [{task_id}]' in hand.log(), "it has a result and nobody to give it to")
     await plane.open()
@@ -300,7 +301,7 @@ async def test_a_worker_that_nobody_hired_works_over_http_with_an_api_token(plan
     assert await hand.exit_code() == 0
     left = await plane.store.worker(again)
     assert left is not None
-    assert (left.status, left.code) == (WorkerStatus.TERMINATED, "LEFT")
+    assert (left.status, left.code) == (WorkerStatus.TERMINATED, "DEREGISTERED")
     assert "wlt_" not in hand.log().replace("wlt_********", "")
 
 
@@ -340,7 +341,7 @@ async def test_a_result_waits_for_the_database_behind_the_control_plane(
     plane = mortal_plane
     hand, task_id = await started(plane)
     server.end(signal.SIGQUIT)
-    await until(lambda: '"event": "heartbeat not delivered"' in hand.log(), "it has noticed")
+    await until(lambda: '"event": "heartbeat failed"' in hand.log(), "it has noticed")
     (plane.crew.folder / "go-1").touch()
     await until(lambda: f'"undelivered": [{task_id}]' in hand.log(), "it has a result and nobody to give it to")
     assert hand.is_running()

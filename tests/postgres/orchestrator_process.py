@@ -15,8 +15,8 @@ import asyncpg
 from windlass.control.cycle import FleetCycle
 from windlass.control.daemon import Daemon
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
-from windlass.ports.control import Candidate
 from windlass.store.control import PostgresControlStore
 
 MAX_WORKERS = 4

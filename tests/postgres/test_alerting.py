@@ -39,14 +39,14 @@ from windlass.control.summary import Summary
 from windlass.model.action import Plan, RaiseAlert
 from windlass.model.alert import Message, MessageKind, Severity
 from windlass.model.config import Retention
+from windlass.model.errors import NotDelivered
 from windlass.model.fleet import FleetConfig
-from windlass.model.snapshot import Hold, PlannerState
+from windlass.model.lease import Candidate
+from windlass.model.snapshot import Cadence, Hold, PlannerState
 from windlass.notify import webhook
 from windlass.notify.command import Command
 from windlass.notify.email import Email
 from windlass.notify.webhook import Slack, Webhook
-from windlass.ports.alerts import NotDelivered
-from windlass.ports.control import Candidate
 from windlass.server.server import listen
 from windlass.store.alerts import MAX_TOLD, QUERIES, TOLD_S, PostgresAlertStore
 
@@ -77,8 +77,9 @@ async def plan(
     assert isinstance(observed, tuple)
     term, snapshot = observed
     told = {f"{alert.code} {alert.about}".rstrip(): snapshot.now for alert in alerts}
-    memory = PlannerState(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s, alerts=told, hold=hold)
-    await store.commit_plan(ANN, term, snapshot, Plan(alerts, memory, "x"), [])
+    cadence = Cadence(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s)
+    state = PlannerState(cadence=cadence, alerts=told, hold=hold)
+    await store.commit_plan(ANN, term, snapshot, Plan(alerts, state, "x"), [])
 
 
 class Inbox:
@@ -286,7 +287,7 @@ async def test_an_absence_ends_nothing_and_begins_nothing(
     await go_on(store, alarm, clock, 20, failed, hold=Hold("NO_CAPACITY", "none", clock()))
     if absence == "stopped in good order":
         await plan(store, failed, next_plan_in_s=None)
-    await store.resign(ANN)
+    await store.release_lease(ANN)
     clock.advance(3600)
     if absence != "without a database":
         alarm = starting(store, Webhook(inbox.url))
@@ -320,7 +321,7 @@ async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_know
             await alarm.send_due()
             clock.advance(5)
         assert heard(inbox) == [("firing", "NEAR_MAX"), *unattended]
-    assert {alert.key: alert.reason for alert in (await store.watch()).open}["NEAR_MAX"] == "9 of 10"
+    assert {alert.key: alert.reason for alert in (await store.alert_inputs()).open}["NEAR_MAX"] == "9 of 10"
     await go_on(store, alarm, clock, 80, RaiseAlert("NEAR_MAX", "9 of 10"))
     assert heard(inbox)[2:] == [("resolved", "UNATTENDED")]
 
@@ -413,7 +414,7 @@ async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresAl
             " values ($1, 'gpus', 'error', windlass.now(), $2, $3)",
             failures,
         )
-    (fleet,) = (await store.watch()).fleets
+    (fleet,) = (await store.alert_inputs()).fleets
     assert set(fleet.provisioning_timeouts) == {worker_id for worker_id, *_ in failures[:6]}
     alarm = alarm_of(store, Webhook(inbox.url))
     await alarm.look()
@@ -430,7 +431,7 @@ async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_
         await connection.execute(
             "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
             " select 'X ' || n, 'X', 'warning', 'x', windlass.now() from generate_series(1, 2500) as n;"
-            "insert into windlass.messages (alert_id, receiver, kind)"
+            "insert into windlass.messages (alert_id, notifier, kind)"
             " select id, 'webhook', 'firing' from windlass.alerts"
         )
     clock.advance(Retention().events_s + 1)
@@ -578,7 +579,7 @@ async def test_provider_errors_dead_letters_and_a_missing_leader(
             " ('a', 'failed', windlass.now(), 'HANDLER_ERROR'), ('b', 'failed', windlass.now(), 'CANCELLED')"
         )
     await alarm.look()
-    await store.resign(ANN)
+    await store.release_lease(ANN)
     await alarm.look()
     await alarm.send_due()
     assert ("firing", "NO_LEADER") not in heard(inbox)  # another may take over
@@ -593,9 +594,9 @@ async def test_where_nobody_leads_but_somebody_looks_after_it_the_fleet_is_what_
 ) -> None:
     alarm = alarm_of(store, Webhook(inbox.url))
     await plan(store, next_plan_in_s=10)
-    await store.resign(ANN)
+    await store.release_lease(ANN)
     clock.advance(3600)
-    await store.lead(replace(ANN, lease=CARETAKER))
+    await store.acquire_lease(replace(ANN, lease=CARETAKER))
     await alarm.look()
     await alarm.send_due()
     assert heard(inbox) == [("firing", "UNATTENDED")]
@@ -657,7 +658,7 @@ async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(s
             "insert into windlass.events (code, reason) select 'ALERT', 'x' from generate_series(1, 10);"
             "analyze windlass.events"
         )
-        lines = await connection.fetch(f"explain {QUERIES['told']}", TOLD_S, MAX_TOLD)
+        lines = await connection.fetch(f"explain {QUERIES['alert_reasons']}", TOLD_S, MAX_TOLD)
     assert any("events_alert" in line[0] for line in lines), lines
 
 

@@ -79,7 +79,9 @@ async def _kill_leaders(connection: Any, orchestrators: Orchestrators) -> None:
 
     async def cycles() -> int:
         return int(
-            await connection.fetchval("select coalesce(max((memory ->> 'cycle')::integer), 0) from windlass.fleets")
+            await connection.fetchval(
+                "select coalesce(max((planner_state #>> '{cadence,cycle}')::integer), 0) from windlass.fleets"
+            )
         )
 
     orchestrators.start()

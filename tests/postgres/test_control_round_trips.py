@@ -10,9 +10,9 @@ import pytest
 
 from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.model.worker import WorkerStatus
-from windlass.ports.control import Candidate
 from windlass.store.control import PostgresControlStore
 
 

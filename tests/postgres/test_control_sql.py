@@ -12,9 +12,10 @@ import pytest
 from windlass.cost.ledger import settle
 from windlass.model.action import Adopt, Plan, Spawn
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineState
+from windlass.model.outcome import Created, Deleted, Intent
 from windlass.model.snapshot import PlannerState, Snapshot
-from windlass.ports.control import Candidate, Created, Deleted, Intent, LeaseLost, Standby
 from windlass.store.control import PostgresControlStore
 
 FLEET = FleetConfig(max_workers=4)
@@ -49,7 +50,7 @@ async def test_of_many_who_ask_at_once_one_leads(each_dsn: str) -> None:
     async with PostgresControlStore(each_dsn, max_connections=10) as store:
         for round_number in range(10):
             candidates = [Candidate(f"c{n}", 60.0, lease=f"lease{round_number}") for n in range(10)]
-            answers = await asyncio.gather(*(store.lead(candidate) for candidate in candidates))
+            answers = await asyncio.gather(*(store.acquire_lease(candidate) for candidate in candidates))
             assert [answer for answer in answers if not isinstance(answer, Standby)] == [1]
 
 
@@ -77,9 +78,9 @@ async def test_nobody_takes_the_lead_in_the_middle_of_a_leaders_plan(each_dsn: s
         async with connection.transaction():
             # Ann's plan is being written down while her lease runs out.
             await connection.execute("select set_config('windlass.now', $1, true)", now[0].isoformat())
-            await connection.execute("select windlass.require_lease('orchestrator', 'ann', $1)", term)
+            await connection.execute("select windlass_internal.require_lease('orchestrator', 'ann', $1)", term)
             now[0] += timedelta(seconds=31)
-            taking = asyncio.create_task(store.lead(bob))
+            taking = asyncio.create_task(store.acquire_lease(bob))
             await _waits_for_a_lock(each_dsn)
             assert not taking.done()
         assert await taking == 2

@@ -13,9 +13,10 @@ from windlass.cost.meter import read_meter
 from windlass.model.auth import ServerAddress
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput
+from windlass.model.listing import Page, TaskList
+from windlass.model.overview import MAX_QUEUES
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
-from windlass.ports.queries import MAX_QUEUES, Page, TaskList
 from windlass.store import control
 from windlass.store import dashboard_queries as reading
 from windlass.store.dashboard_queries import PostgresQueryStore
@@ -111,7 +112,7 @@ async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: St
 
 
 async def test_who_leads_is_told_before_whoever_looks_after_what_nobody_leads(store: Store, sql: Any) -> None:
-    take = "select windlass.acquire_lease($1, $2, 60)"
+    take = "select windlass_internal.acquire_lease_term($1, $2, 60)"
     for lease, holder, told in (("ray:x", "r", None), (CARETAKER, "c", "c"), ("orchestrator", "o", "o")):
         await sql.execute(take, lease, holder)
         leader = (await store.overview()).leader
@@ -214,7 +215,7 @@ async def test_retention_of_what_only_faces_need(store: Store, sql: Any, clock: 
     await store.record_server(ServerAddress("http://127.0.0.1:8080", "here"))
     assert await store.purge_servers() == 2_503
     assert await sql.fetchval("select count(*) from windlass.samples") == 0
-    assert await sql.fetchval("select host from windlass.faces") == "here"
+    assert await sql.fetchval("select host from windlass.http_servers") == "here"
 
 
 # ---------------------------------------------------------------------------------------------------------------- lists
@@ -378,7 +379,9 @@ async def test_a_search_among_what_waits_finds_all_of_it_once_and_in_order(
 async def test_events_and_cycles_come_newest_first(store: Store, sql: Any, clock: Any) -> None:
     for number in range(5):
         await sql.execute(
-            "select windlass.note($1, 'x', $2, 'w', null)", f"CODE_{number % 2}", "gpus" if number < 4 else "cpus"
+            "select windlass_internal.add_event($1, 'x', $2, 'w', null)",
+            f"CODE_{number % 2}",
+            "gpus" if number < 4 else "cpus",
         )
         await sql.execute(
             "insert into windlass.cycles (fleet, term, started_at, snapshot, plan, decision)"
@@ -421,8 +424,8 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
         "tasks_complete": (None, None, 50, 50, None, None),
         "tasks_failed": (None, None, 50, 50, None, None),
         "tasks_queued": (["a"], None, 50, 50, None, None),
-        "tasks_waiting": (["a"], None, 50, 50, None, None, "error"),
-        "recent_work": (20_000, 500, 300.0),
+        "tasks_scheduled": (["a"], None, 50, 50, None, None, "error"),
+        "recent_completions": (20_000, 500, 300.0),
         "running_by_queue": (),
     }
     for name, arguments in plans.items():
@@ -431,7 +434,7 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
     (first,) = await sql.fetchrow("select min(id) from windlass.tasks where status = 'queued' and priority = 2")
     plan = "\n".join(
         row[0]
-        for row in await sql.fetch(f"explain (analyze, timing off) {control.QUERIES['ready_before']}", first, 10_001)
+        for row in await sql.fetch(f"explain (analyze, timing off) {control.QUERIES['tasks_ahead']}", first, 10_001)
     )
     # It is the next, and nothing is read of the thousands behind it.
     assert "Rows Removed by Filter" not in plan, plan

@@ -625,7 +625,7 @@ async def test_costs_events_alerts_and_history(bed: Bed, clock: Any) -> None:
     assert report["costs"][0]["is_estimate"]
     assert report["forecasts"][0]["workers"] == 2
     assert problem_of(await bed.here.get(f"{API}/cost", params={"since": "0001-01-01T00:00:00Z"})) == (400, "BAD_INPUT")
-    events = (await bed.here.get(f"{API}/events", params={"fleet": "gpus", "code": "WORKER_HIRED"})).json()
+    events = (await bed.here.get(f"{API}/events", params={"fleet": "gpus", "code": "WORKER_SPAWNED"})).json()
     assert len(events["items"]) == 2
     await bed.store.take_samples(await bed.store.overview())
     assert len((await bed.here.get(f"{API}/fleets/gpus/history")).json()) == 1

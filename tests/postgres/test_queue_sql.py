@@ -185,7 +185,7 @@ async def test_a_claim_that_commits_after_its_worker_left_is_taken_back(connecti
     await store.claim("leaver", ("q",))
     async with connection.transaction():
         late = await connection.fetchrow("select * from windlass.claim_tasks('leaver', '{q}')")
-        await store.leave("leaver", "done")
+        await store.deregister("leaver", "done")
     task = await store.task(late["task_id"])
     assert task is not None
     assert (task.status, task.worker_id) == (TaskStatus.RUNNING, "leaver")
@@ -204,7 +204,7 @@ async def test_a_worker_leaves_without_waiting_for_who_holds_one_of_its_tasks(
     locked, free = await store.claim("leaver", ("q",), 2)
     async with connection.transaction():
         await connection.execute("select from windlass.tasks where id = $1 for update", locked.task_id)
-        await asyncio.wait_for(store.leave("leaver", "done"), LIMIT_S)
+        await asyncio.wait_for(store.deregister("leaver", "done"), LIMIT_S)
         await connection.execute("update windlass.workers set late_results = 1 where id = 'leaver'")
     assert {task.id: task.status for task in await store.tasks()} == {
         locked.task_id: TaskStatus.RUNNING,
@@ -469,7 +469,7 @@ async def test_the_time_is_the_callers_statement_unless_a_test_sets_it(connectio
 async def test_the_back_off_in_sql_is_that_of_the_policy(connection: Any) -> None:
     cases = [(attempts, jitter) for attempts in (-1, 0, *range(1, 13), 31, 10_000) for jitter in (0.0, 0.1, 1 / 3, 1.0)]
     rows = await connection.fetch(
-        "select windlass.retry_delay_s(c.attempts, c.jitter)"
+        "select windlass_internal.retry_delay_s(c.attempts, c.jitter)"
         " from unnest($1::integer[], $2::double precision[]) as c (attempts, jitter)",
         [attempts for attempts, _ in cases],
         [jitter for _, jitter in cases],
@@ -615,9 +615,9 @@ async def test_the_cost_of_naming_the_queues_does_not_grow_with_the_tasks(connec
 # -------------------------------------------------------------------------------------------------------------- views
 
 VIEWS = {
-    "queue_depth": "queue queued scheduled waiting_for_retry running oldest_queued_age_s",
+    "queue_depth": "queue queued scheduled retrying running oldest_queued_age_s",
     "orchestrator_status": (
-        "at queued_tasks running_tasks waiting_tasks oldest_queued_age_s completed_last_hour failed_last_hour"
+        "at queued_tasks running_tasks delayed_tasks oldest_queued_age_s completed_last_hour failed_last_hour"
         " spawning_workers active_workers terminating_workers error_workers total_workers stale_workers"
     ),
     "active_workers_health": (
@@ -677,7 +677,7 @@ async def busy(each_dsn: str, connection: Any, clock: Any) -> list[Claim]:
 
 async def test_the_status_view_tells_how_things_stand(connection: Any, clock: Any, busy: list[Claim]) -> None:
     (row,) = await rows_of(connection, clock, "orchestrator_status")
-    assert (row["queued_tasks"], row["running_tasks"], row["waiting_tasks"]) == (1, 2, 1)
+    assert (row["queued_tasks"], row["running_tasks"], row["delayed_tasks"]) == (1, 2, 1)
     assert (row["completed_last_hour"], row["failed_last_hour"], row["oldest_queued_age_s"]) == (1, 0, 105)
     assert (row["active_workers"], row["total_workers"], row["stale_workers"], row["error_workers"]) == (2, 2, 1, 0)
 
@@ -701,7 +701,7 @@ async def test_the_performance_view_counts_what_became_of_attempts(
 
 async def test_the_other_views_tell_queues_errors_and_costs(connection: Any, clock: Any, busy: list[Claim]) -> None:
     (depth,) = await rows_of(connection, clock, "queue_depth")
-    assert (depth["queued"], depth["scheduled"], depth["waiting_for_retry"], depth["running"]) == (1, 0, 1, 2)
+    assert (depth["queued"], depth["scheduled"], depth["retrying"], depth["running"]) == (1, 0, 1, 2)
     (error,) = await rows_of(connection, clock, "recent_errors")
     assert (error["code"], error["worker_id"], error["task_id"]) == ("TASK_ERROR", "w1", busy[1].task_id)
     (cost,) = await rows_of(connection, clock, "cost_estimates")
@@ -737,7 +737,7 @@ async def test_the_health_view_knows_every_status_of_seed_004(connection: Any, c
         for worker_id in ("healthy", "stopping"):
             await store.heartbeat(worker_id)
         await store.set_terminating(["stopping"], "enough")
-        await store.leave("left", "done")
+        await store.deregister("left", "done")
         rows = await rows_of(connection, clock, "health")
         assert {row["component"]: row["status"] for row in rows} == {
             "worker:q:starting": "starting",
@@ -816,7 +816,7 @@ async def work_until_empty(dsn: str, worker_id: str) -> list[int]:
             assert turn.lost == []
             finished += [claim.task_id for claim in claims]
             claims = turn.claims
-        await store.leave(worker_id, "done")
+        await store.deregister(worker_id, "done")
     return finished
 
 
@@ -887,7 +887,7 @@ async def every_call(store: PostgresStore) -> list[BaseException | None]:
         store.run_maintenance("w1"),
         store.next_run_after(("q",)),
         store.tasks(),
-        store.leave("w1", "done"),
+        store.deregister("w1", "done"),
     )
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     return [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
@@ -1044,8 +1044,8 @@ async def test_a_producer_needs_no_more_than_its_role(
             "update windlass.tasks set payload = '6'",
             "delete from windlass.tasks",
             "select windlass.register_worker('mine')",
-            "select windlass.pause_fleet('default', true)",
-            "select windlass.terminate_worker('w1', 'x')",
+            "select windlass_internal.pause_fleet('default', true)",
+            "select windlass_internal.terminate_worker('w1', 'x')",
         ):
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
                 await sql.execute(refused)
@@ -1085,12 +1085,12 @@ async def test_a_worker_needs_no_more_than_its_role_from_the_first_call_to_the_l
             "update windlass.tasks set finished_at = now() - interval '1 year' where worker_id is null"
         )
         assert await hand.sweep() == 3
-        await hand.leave("w1", "done")
+        await hand.deregister("w1", "done")
         for refused in (
             "select windlass.enqueue('q')",
-            "select windlass.pause_fleet('default', true)",
+            "select windlass_internal.pause_fleet('default', true)",
             "delete from windlass.fleets",
-            "select windlass.acquire_lease('orchestrator', 'me', 60)",
+            "select windlass_internal.acquire_lease_term('orchestrator', 'me', 60)",
         ):
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
                 await sql.execute(refused)
@@ -1138,7 +1138,7 @@ async def test_an_acquittal_takes_no_task_that_somebody_began_meanwhile(
     await store.enqueue(NewTask("q", max_attempts=2))
     (old,) = await store.claim("to-blame", ("q",))
     await store.fail("to-blame", old.task_id, old.token, "it broke", retry=False)
-    acquit = "select windlass.refund_attempts('to-blame', '-infinity', false)"
+    acquit = "select windlass_internal.refund_attempts('to-blame', '-infinity', false)"
     async with stopped_before_it_locks(restricted, connection, other, acquit):
         await store.retry_task(old.task_id)
         (new,) = await store.claim("w1", ("q",))

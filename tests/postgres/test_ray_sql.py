@@ -9,10 +9,10 @@ import asyncpg
 import pytest
 
 from windlass.model.errors import DatabaseUnavailable
+from windlass.model.lease import Candidate
 from windlass.model.node import AliveNode, NodeVerdict, Placement, dispatcher_lease
 from windlass.model.task import Claim, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerKind, WorkerStatus
-from windlass.ports.control import Candidate
 from windlass.store.ray import PostgresRayStore
 
 LOOKS_EVERY_S = 0.01
@@ -55,7 +55,7 @@ async def test_nodes_are_locked_in_the_order_of_their_ids(dsn: str, act: Act) ->
     try:
         await hire_nodes(person)
         async with PostgresRayStore(dsn) as store:
-            term = await store.lead(DISPATCHER)
+            term = await store.acquire_lease(DISPATCHER)
             assert isinstance(term, int)
             async with person.transaction():
                 await person.execute("select from windlass.workers where id = 'n2' for update")
@@ -86,11 +86,11 @@ async def test_who_takes_over_waits_for_what_somebody_has_locked(dsn: str) -> No
     try:
         await hire_nodes(person)
         async with PostgresRayStore(dsn) as store:
-            await store.lead(DISPATCHER)
+            await store.acquire_lease(DISPATCHER)
             claims = await placed_tasks(store, 2)
-            await store.resign(DISPATCHER)
+            await store.release_lease(DISPATCHER)
             other = Candidate("other", 60.0, dispatcher_lease("f"))
-            term = await store.lead(other)
+            term = await store.acquire_lease(other)
             assert isinstance(term, int)
             async with person.transaction():
                 await person.execute("select from windlass.tasks where id = $1 for update", claims[0].task_id)
@@ -109,14 +109,14 @@ async def test_who_waits_too_long_to_take_over_lets_go_of_the_lease_and_asks_aga
     try:
         await hire_nodes(person)
         async with PostgresRayStore(dsn) as store, PostgresRayStore(dsn) as elsewhere:
-            term = await store.lead(DISPATCHER)
+            term = await store.acquire_lease(DISPATCHER)
             assert isinstance(term, int)
             (claim,) = await placed_tasks(store, 1)
             async with person.transaction():
                 await person.execute("select from windlass.tasks where id = $1 for update", claim.task_id)
                 with pytest.raises(DatabaseUnavailable, match="lock timeout.*: try again"):
                     await store.take_over_nodes(DISPATCHER, term, "f")
-                assert await elsewhere.lead(DISPATCHER) == term
+                assert await elsewhere.acquire_lease(DISPATCHER) == term
             assert await store.take_over_nodes(DISPATCHER, term, "f") == 1
     finally:
         await person.close()
@@ -129,7 +129,7 @@ async def test_a_lost_dispatcher_is_not_over_while_somebody_has_a_task_of_its_no
         # Somebody orchestrates, so the nodes are not the judge's.
         leader = Candidate("leader", 60.0)
         async with PostgresRayStore(dsn) as store:
-            await store.lead(leader)
+            await store.acquire_lease(leader)
             locked, free = await placed_tasks(store, 2)
             await store.register(Registration("judge", ("other",), "other", lease_s=30.0))
             await person.execute("update windlass.workers set last_heartbeat = now() - interval '40 s' where id = 'd'")

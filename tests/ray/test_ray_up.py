@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from support.ray_fixture import HANDLERS, head_beside, until
+from windlass.model.lease import Candidate, Standby
 from windlass.model.node import HEAD_LEASE
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import WorkerKind
-from windlass.ports.control import Candidate, Standby
 from windlass.ray.versions import PYTHON_OF_IMAGE, our_versions
 from windlass.store.ray import PostgresRayStore
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
@@ -222,12 +222,12 @@ async def test_the_first_fleet_that_a_reload_brings_takes_the_right_to_the_head_
 
             await until(lambda: is_said('"cycle"'), "a first cycle", RUN_TIMEOUT_S)
             # Whoever merely has RAY_ADDRESS keeps nobody from a head.
-            assert not isinstance(await store.lead(another), Standby)
-            await store.resign(another)
+            assert not isinstance(await store.acquire_lease(another), Standby)
+            await store.release_lease(another)
             (tmp_path / "windlass.toml").write_text(plain + LOCAL + COMMON.format(chdir=HANDLERS))
             process.send_signal(signal.SIGHUP)
             await until(lambda: is_said('"dispatching"'), "its dispatcher", RUN_TIMEOUT_S)
-            assert isinstance(await store.lead(another), Standby)
+            assert isinstance(await store.acquire_lease(another), Standby)
 
         # Where all machines are others' there are no cycles, and tasks to place all the same.
         folder = tmp_path / "others"

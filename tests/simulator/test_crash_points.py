@@ -50,7 +50,15 @@ def life(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
 
 def test_the_life_has_a_call_of_every_kind(life: tuple[int, list[str]]) -> None:
     _, calls = life
-    assert set(calls) == {"lead", "list_machines", "observe", "commit_plan", "create", "delete", "commit_outcomes"}
+    assert set(calls) == {
+        "acquire_lease",
+        "list_machines",
+        "observe",
+        "commit_plan",
+        "create",
+        "delete",
+        "commit_outcomes",
+    }
     assert calls.count("create") >= 3
     assert calls.count("delete") >= 4
 

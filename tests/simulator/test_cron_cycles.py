@@ -8,8 +8,8 @@ import pytest
 from support.hetzner_fixture import Bed
 from windlass.control.cycle import FleetCycle, run_once
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.task import new_task
-from windlass.ports.control import Candidate
 from windlass.simulator.loop import run, virtual_now
 from windlass.store.memory.auth import MemoryAuthStore
 

@@ -56,11 +56,11 @@ def test_a_leader_that_resigns_is_replaced_at_the_next_look() -> None:
     world = World(Scenario(0, {"red": around}, orchestrators=2, ttl_s=60.0, faults_end_s=120.0))
 
     async def resign() -> None:
-        from windlass.ports.control import Candidate
+        from windlass.model.lease import Candidate
 
         leader = next(o for o in world.orchestrators if o.process and o.process.name == world.watch.holder)
         leader.kill()
-        await world.store.resign(Candidate(world.watch.holder, 60.0))
+        await world.store.release_lease(Candidate(world.watch.holder, 60.0))
         before = world.watch.takeovers
         await asyncio.sleep(4.0)
         assert world.watch.takeovers == before + 1

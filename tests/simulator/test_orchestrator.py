@@ -21,9 +21,9 @@ from windlass.control.orchestrator import (
 )
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, Worker, WorkerStatus
-from windlass.ports.control import Candidate
 from windlass.simulator.cloud import Entry, SimulatedCloud
 from windlass.simulator.loop import run, virtual_now
 from windlass.simulator.processes import SimulatedProcess, track_processes
@@ -96,7 +96,7 @@ class Bed:
             for name, fleet in self.fleets.items()
         ]
         summaries = await run_once(cycles)
-        await self.store.resign(cron)
+        await self.store.release_lease(cron)
         return all(summary.is_leader for summary in summaries)
 
     async def unfinished(self) -> list[str]:
@@ -186,8 +186,8 @@ def test_whoever_loses_the_lead_while_it_winds_down_leaves_the_rest_to_the_next(
         first.up.stop()
         await asyncio.sleep(2.0)
         other = Candidate("other", TTL_S)
-        await bed.store.resign(Candidate("o1", TTL_S))
-        assert isinstance(await bed.store.lead(other), int)
+        await bed.store.release_lease(Candidate("o1", TTL_S))
+        assert isinstance(await bed.store.acquire_lease(other), int)
         await first.ends_within(5.0)
 
     in_a_bed(live)
@@ -433,14 +433,14 @@ def test_without_a_fleet_of_its_own_it_grants_each_absence_of_the_leader_the_who
     """Also where the database was away: until just now nobody could run a cycle."""
 
     async def live(bed: Bed) -> None:
-        lead, is_away = bed.store.lead, False
+        lead, is_away = bed.store.acquire_lease, False
 
         async def lead_if_there(candidate: Candidate) -> Any:
             if is_away:
                 raise DatabaseUnavailable("away")
             return await lead(candidate)
 
-        bed.store.lead = lead_if_there  # type: ignore[method-assign]
+        bed.store.acquire_lease = lead_if_there  # type: ignore[method-assign]
         fleets = bed.fleets
         leader = bed.start()
         await asyncio.sleep(SOON_S)

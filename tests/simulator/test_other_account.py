@@ -11,10 +11,10 @@ from support import runpod_fixture as runpod_bed
 from windlass.control.cycle import FleetCycle
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.snapshot import Hold
 from windlass.model.task import new_task
 from windlass.model.worker import WorkerStatus
-from windlass.ports.control import Candidate
 from windlass.simulator.loop import run, virtual_now
 from windlass.store.memory.auth import MemoryAuthStore
 

@@ -15,9 +15,9 @@ from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import WorkerConfig
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.model.task import new_task
-from windlass.ports.control import Candidate
 from windlass.server.app import make_app
 from windlass.server.context import AppContext, DashboardContext, LoopHealth
 from windlass.server.event_stream import OverviewFeed
@@ -68,7 +68,7 @@ class Bed:
         # The settings of those that are run here, as they are now.
         self.fleets = {"gpus": FLEET}
         self.live = OverviewFeed(store, lambda: frozenset({"gpus"}))
-        self.metrics = Metrics(self.live.overview, store.measures)
+        self.metrics = Metrics(self.live.overview, store.fleet_metrics)
         self.summaries: dict[str, Summary] = {}
         self.shown = DashboardContext(
             store=store,

@@ -73,8 +73,9 @@ budget_per_day = 10
 """
 # What the ledger has of a fleet whose servers were paid by the hour, on the last three days.
 CLOUD_SQL = """
-insert into windlass.fleets (name, provider, queues, min_workers, max_workers, memory)
-values ('cloud', 'hetzner', '{clips}', 0, 40, jsonb_build_object('planned_at', now(), 'next_plan_in_s', 3600));
+insert into windlass.fleets (name, provider, queues, min_workers, max_workers, planner_state)
+values ('cloud', 'hetzner', '{clips}', 0, 40,
+  jsonb_build_object('cadence', jsonb_build_object('planned_at', now(), 'next_plan_in_s', 3600)));
 insert into windlass.slots (fleet, slot) select 'cloud', generate_series(0, 2);
 insert into windlass.workers (
   id, fleet, slot, status, queues, activated_at, last_heartbeat, lease_s, instance_type, machine_id, vram_total_mb,

@@ -13,8 +13,9 @@ from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, ha
 from windlass.model.config import WorkerConfig
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
+from windlass.model.outcome import Deleted, Intent
 from windlass.model.snapshot import PlannerState
-from windlass.ports.control import Candidate, Deleted, Intent
 from windlass.server.app import make_app
 from windlass.server.context import AppContext, LoopHealth
 from windlass.server.long_poll import LongPollHub
@@ -54,11 +55,11 @@ class Flaky(MemoryAuthStore):
         self._check()
         return await super().claim(*args)
 
-    async def caller(self, token_hash: bytes) -> Any:
+    async def authenticate(self, token_hash: bytes) -> Any:
         if isinstance(self.trouble, DatabaseUnavailable):
             self.refusals += 1
             raise self.trouble
-        return await super().caller(token_hash)
+        return await super().authenticate(token_hash)
 
 
 class Plane:
@@ -111,7 +112,7 @@ class Plane:
         return await self.post(f"/internal/workers/{worker_id}/activate", join_token, {"token": token})
 
     async def end(self, worker_id: str = "w0") -> None:
-        term = await self.store.lead(ANN)
+        term = await self.store.acquire_lease(ANN)
         assert isinstance(term, int)
         await self.store.commit_outcomes(ANN, term, "gpus", 0, [Deleted(worker_id, None, "IDLE", "let go")], [], None)
 

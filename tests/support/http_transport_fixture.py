@@ -38,7 +38,7 @@ class OpenAccess:
         # Where it was hired for, by name.
         self.fleets: dict[str, str] = {}
 
-    async def caller(self, token_hash: bytes) -> Caller | None:
+    async def authenticate(self, token_hash: bytes) -> Caller | None:
         name = self.names.get(token_hash)
         if name is None:
             return None
@@ -123,8 +123,8 @@ class OverHttp:
     ) -> HeartbeatReply:
         return await self.as_worker(worker_id).heartbeat(worker_id, claims, vitals)
 
-    async def leave(self, worker_id: str, reason: str) -> None:
-        await self.as_worker(worker_id).leave(worker_id, reason)
+    async def deregister(self, worker_id: str, reason: str) -> None:
+        await self.as_worker(worker_id).deregister(worker_id, reason)
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         return await self.as_worker(worker_id).run_maintenance(worker_id)

@@ -16,7 +16,7 @@ delete from windlass.events;
 delete from windlass.workers;
 delete from windlass.slots;
 delete from windlass.fleets;
-delete from windlass.spans;
+delete from windlass.attempt_spans;
 delete from windlass.charges;
 delete from windlass.spending;
 delete from windlass.sessions;

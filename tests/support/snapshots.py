@@ -122,17 +122,29 @@ def machines_of(workers: Iterable[WorkerView]) -> tuple[Machine, ...]:
     )
 
 
+def with_state(state: PlannerState, **values: Any) -> PlannerState:
+    """The planner state with these fields replaced, each in the group that has a field of that name."""
+    for name, value in values.items():
+        if name in PlannerState.__dataclass_fields__:
+            state = replace(state, **{name: value})
+            continue
+        (group,) = (group for group in PlannerState.__dataclass_fields__ if hasattr(getattr(state, group), name))
+        state = replace(state, **{group: replace(getattr(state, group), **{name: value})})
+    return state
+
+
 def snapshot(*workers: WorkerView, queued: int = 0, idle: float = 0, **rest: Any) -> Snapshot:
     """All machines are listed unless `machines` says otherwise, and the last cycle was a second ago.
 
     `idle`: for how long cycles have seen every worker idle that has no task.
     """
-    memory = PlannerState(
+    planner_state = with_state(
+        PlannerState(),
         planned_at=ago(1),
         idle_since={w.id: ago(idle) for w in workers if not w.running},
         unclaimed_since=rest.pop("unclaimed", {}),
     )
-    memory = replace(memory, **rest.pop("memory", {}))
+    planner_state = with_state(planner_state, **rest.pop("state", {}))
     queue = QueueView(queued=queued, running=sum(len(w.running) for w in workers), duration_p50_s=rest.pop("p50", None))
     return Snapshot(
         now=NOW,
@@ -140,7 +152,7 @@ def snapshot(*workers: WorkerView, queued: int = 0, idle: float = 0, **rest: Any
         queue=queue,
         workers=workers,
         machines=rest.pop("machines", machines_of(workers)),
-        memory=memory,
+        planner_state=planner_state,
         **rest,
     )
 
@@ -161,7 +173,7 @@ def apply(planned: Plan, seen: Snapshot, config: FleetConfig) -> Snapshot:
     world = _World(seen, config)
     for action in planned.actions:
         world.carry_out(action)
-    return world.snapshot(planned.memory)
+    return world.snapshot(planned.planner_state)
 
 
 class _World:
@@ -278,7 +290,7 @@ class _World:
         taken |= {slot.slot for slot in self.slots.values() if slot.is_failed and slot.slot < self.config.max_workers}
         return self.config.max_workers - len(taken)
 
-    def snapshot(self, memory: PlannerState) -> Snapshot:
+    def snapshot(self, planner_state: PlannerState) -> Snapshot:
         workers = tuple(self.workers.values())
         return replace(
             self.seen,
@@ -293,7 +305,7 @@ class _World:
             ended_bills=self.ended_bills,
             preparing=self.preparing,
             volume=self.volume,
-            memory=memory,
+            planner_state=planner_state,
         )
 
 

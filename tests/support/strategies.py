@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from support.snapshots import NOW, ago, worker
+from support.snapshots import NOW, ago, with_state, worker
 from windlass.model.cost import Bill, Spending, Tariff
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState, ProviderTraits
@@ -182,7 +182,7 @@ def scenes(draw: st.DrawFn) -> DemoScenario:
             reset_at=draw(st.sampled_from((None, None, ago(1000.5), ago(5.5)))),
             restarted_at=draw(st.sampled_from((None, None, ago(1000.5), ago(5.5)))),
             requested=draw(st.sampled_from((0, 0, 1, 5))),
-            memory=draw(memories(everybody)),
+            planner_state=draw(memories(everybody)),
         ),
         fleet,
     )
@@ -240,21 +240,22 @@ def memories(draw: st.DrawFn, everybody: list[Character]) -> PlannerState:
         found = {character.view.id: getattr(character, name) for character in everybody}
         return {id_: moment for id_, moment in found.items() if moment is not None}
 
-    return PlannerState(
+    return with_state(
+        PlannerState(),
         planned_at=draw(st.sampled_from((ago(0.5), None, ago(400.5)))),
         gaps_s=draw(st.sampled_from(((), (60.25, 60.25), (400.5,), (400.5, 60.25)))),
-        scaled_up_at=draw(maybe_moments),
+        spawned_at=draw(maybe_moments),
         over_capacity_since=draw(maybe_moments),
         missing_since=of_all("missing_since"),
         orphan_since=draw(st.sampled_from(({}, {"orphan-0": ago(20.5)}, {"orphan-0": ago(90.5)}))),
         orphans_held_since=draw(st.sampled_from((None, ago(20.5), ago(4000.5)))),
-        doubted_since=draw(maybe_moments),
+        mass_silence_since=draw(maybe_moments),
         idle_since=of_all("idle_since"),
         unclaimed_since=of_all("unclaimed_since"),
         own_listed_at=draw(maybe_moments),
         unlisted_since=draw(maybe_moments),
-        guard=draw(st.sampled_from(GUARDS)),
-        refused=draw(
+        failure_rate=draw(st.sampled_from(GUARDS)),
+        provider_backoff=draw(
             st.sampled_from(
                 (None, None, ProviderBackoff("NO_CAPACITY", 1, ago(90.5)), ProviderBackoff("DENIED", 2, ago(-20.5)))
             )

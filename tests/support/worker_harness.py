@@ -113,9 +113,12 @@ class Hand:
     async def send_again(self, number: signal.Signals) -> None:
         """After a first one that it has heard: until it counts as the second, and not as the same."""
         while '"limit_s": 0.0' not in self.log():
-            heard = self.log().count('"event": "draining')
+            handled = self._count_signals()
             self.send(number)
-            await until(lambda: self.log().count('"event": "draining') > heard, f"it hears\n{self.last_lines()}")  # noqa: B023
+            await until(lambda: self._count_signals() > handled, f"signal handled\n{self.last_lines()}")  # noqa: B023
+
+    def _count_signals(self) -> int:
+        return self.log().count('"event": "draining"') + self.log().count('"event": "repeated signal ignored"')
 
     def send_to_all(self, number: signal.Signals) -> None:
         """To the worker and everything it started, as a service manager or a job control does it."""

@@ -235,7 +235,7 @@ async def test_a_worker_that_has_ended_learns_so_from_whatever_it_does(plane: Pl
         pulse = await transport.heartbeat("w0", [claim])
         assert (pulse.status, pulse.lost) == (None, {claim.token})
         assert await transport.register(Registration("w0", ("a",))) is WorkerStatus.TERMINATED
-        await transport.leave("w0", "done")
+        await transport.deregister("w0", "done")
         for call in (transport.claim("w0", ("a",)), transport.wait_for_work(("a",), 1), transport.order()):
             with pytest.raises(TokenRefused, match="w0 has ended"):
                 await call

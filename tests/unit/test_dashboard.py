@@ -24,24 +24,14 @@ from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
+from windlass.model.listing import Page, TaskRow, WorkerRow
 from windlass.model.node import NodeState, NodeView
+from windlass.model.overview import Burn, FleetOverview, Leader, OpenAlert, Overview, Sample, Work
 from windlass.model.snapshot import Hold, QueueView, Snapshot
 from windlass.model.task import Task, TaskStatus, TaskSummary
 from windlass.model.worker import WorkerKind, WorkerStatus
 from windlass.policy.alerts import LOOK_INTERVAL_S, RESOLVE_AFTER_S
 from windlass.policy.plan import plan
-from windlass.ports.queries import (
-    Burn,
-    FleetOverview,
-    Leader,
-    OpenAlert,
-    Overview,
-    Page,
-    Sample,
-    TaskRow,
-    Work,
-    WorkerRow,
-)
 
 NOW = datetime(2026, 11, 15, 18, 30, tzinfo=UTC)
 SETTING = PageContext(now=NOW, version="1.0", viewer=Viewer(may_act=True, csrf="secret"))

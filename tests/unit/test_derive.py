@@ -669,17 +669,17 @@ def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:
             snapshot(worker(heartbeat=20), machines=(), traits=CLOUD), Presence.UNKNOWN, id="missing for the first time"
         ),
         pytest.param(
-            snapshot(worker(heartbeat=20), machines=(), traits=CLOUD, memory={"missing_since": {"w0": ago(59)}}),
+            snapshot(worker(heartbeat=20), machines=(), traits=CLOUD, state={"missing_since": {"w0": ago(59)}}),
             Presence.UNKNOWN,
             id="missing for less than lists may lag",
         ),
         pytest.param(
-            snapshot(worker(heartbeat=20), machines=(), traits=CLOUD, memory={"missing_since": {"w0": ago(60)}}),
+            snapshot(worker(heartbeat=20), machines=(), traits=CLOUD, state={"missing_since": {"w0": ago(60)}}),
             Presence.MISSING,
             id="missing for longer than lists may lag",
         ),
         pytest.param(
-            snapshot(worker(heartbeat=2), machines=(), traits=CLOUD, memory={"missing_since": {"w0": ago(900)}}),
+            snapshot(worker(heartbeat=2), machines=(), traits=CLOUD, state={"missing_since": {"w0": ago(900)}}),
             Presence.UNKNOWN,
             id="missing, but it still speaks",
         ),
@@ -688,7 +688,7 @@ def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:
                 worker(status="terminating", heartbeat=2, terminating=5, running=(task(),)),
                 machines=(),
                 traits=CLOUD,
-                memory={"missing_since": {"w0": ago(60)}},
+                state={"missing_since": {"w0": ago(60)}},
             ),
             Presence.UNKNOWN,
             id="missing and told to leave, but it still speaks and may finish",
@@ -749,12 +749,12 @@ def test_what_a_list_says_about_a_machine(seen: Snapshot, expected: Presence) ->
 
 def test_what_must_last_is_remembered_from_cycle_to_cycle() -> None:
     seen = snapshot(worker(), queued=1, idle=90, unclaimed={"w0": ago(50)})
-    memory = begin(seen, LOCAL).memory
-    assert memory.idle_since == {"w0": NOW - timedelta(seconds=90)}
-    assert memory.unclaimed_since == {"w0": NOW - timedelta(seconds=50)}
+    state = begin(seen, LOCAL).planner_state
+    assert state.health.idle_since == {"w0": NOW - timedelta(seconds=90)}
+    assert state.health.unclaimed_since == {"w0": NOW - timedelta(seconds=50)}
 
 
 def test_what_no_longer_holds_is_forgotten() -> None:
-    seen = snapshot(worker(running=(task(),)), memory={"idle_since": {"w0": ago(9)}, "unclaimed_since": {"w0": ago(9)}})
-    memory = begin(seen, LOCAL).memory
-    assert (memory.idle_since, memory.unclaimed_since) == ({}, {})
+    seen = snapshot(worker(running=(task(),)), state={"idle_since": {"w0": ago(9)}, "unclaimed_since": {"w0": ago(9)}})
+    state = begin(seen, LOCAL).planner_state
+    assert (state.health.idle_since, state.health.unclaimed_since) == ({}, {})

@@ -14,11 +14,11 @@ from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hold, RunningView, Snapshot, WorkerView
 from windlass.model.task import NewTask, Task, TaskStatus
 from windlass.model.worker import Registration, Worker, WorkerStatus
-from windlass.ports.control import Candidate
 from windlass.store.memory.control import MemoryControlStore
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)

@@ -9,8 +9,8 @@ import pytest
 
 from windlass.model.config import Retention
 from windlass.model.errors import ConfigError, WindlassError
+from windlass.model.lease import Candidate
 from windlass.model.node import HEAD_LEASE
-from windlass.ports.control import Candidate
 from windlass.ray.head_lease import given_head, sole_head
 from windlass.simulator.loop import run, virtual_now
 from windlass.store.memory.ray import MemoryRayStore
@@ -51,7 +51,7 @@ def test_a_head_that_was_given_is_shared_and_excludes_one_of_our_own() -> None:
 
 
 async def test_one_that_was_killed_is_waited_for_no_longer_than_its_lease(store: MemoryRayStore) -> None:
-    await store.lead(Candidate("killed", LEASE_S, HEAD_LEASE))
+    await store.acquire_lease(Candidate("killed", LEASE_S, HEAD_LEASE))
     async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
         pass
 
@@ -72,7 +72,7 @@ async def test_a_right_that_cannot_be_asked_for_any_more_is_not_taken_for_anothe
 
     with pytest.raises(WindlassError, match=r"could not be renewed \(the database has another schema\)"):
         async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
-            monkeypatch.setattr(store, "lead", lead)
+            monkeypatch.setattr(store, "acquire_lease", lead)
             await asyncio.Event().wait()
 
 

@@ -8,9 +8,9 @@ from windlass.control.cycle import FleetCycle
 from windlass.control.executor import CALL_TIMEOUT_S
 from windlass.model.auth import JOIN_PREFIX, Activation, hash_of, is_token
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.model.task import new_task
-from windlass.ports.control import Candidate
 from windlass.store.memory.auth import MemoryAuthStore
 
 TOKEN = hash_of("token")

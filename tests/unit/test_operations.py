@@ -12,10 +12,11 @@ from windlass.model.action import Plan, Spawn
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, Standby
+from windlass.model.outcome import Intent
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.operations import OperationOutcome, OperationResult
-from windlass.ports.control import Candidate, Intent, Standby
 from windlass.store.memory.control import MemoryControlStore
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)

@@ -19,6 +19,7 @@ from support.snapshots import (
     of_kind,
     snapshot,
     task,
+    with_state,
     worker,
 )
 from windlass.model.action import (
@@ -152,7 +153,7 @@ def test_transitions(seen: Snapshot, expected: list[str]) -> None:
             id="crashed -> failed: five restarts in five minutes; another slot takes over",
         ),
         pytest.param(
-            snapshot(slots=(SlotView(0, True),), memory={"alerts": {"SLOT_FAILED 0": ago(60)}}),
+            snapshot(slots=(SlotView(0, True),), state={"alerts": {"SLOT_FAILED 0": ago(60)}}),
             [],
             id="failed: permanent until a person intervenes",
         ),
@@ -221,12 +222,11 @@ def test_vram_gone_quiet_is_told_once_and_fails_nobody() -> None:
 
 def test_what_lasts_is_told_again_every_hour_and_what_is_over_is_forgotten() -> None:
     seen = snapshot(worker(vram_mb=1, vram=121, running=(task(),)))
-    assert plan(replace(seen, memory=replace(seen.memory, alerts={"VRAM_STALE w0": ago(3599)})), GPU).actions == ()
-    assert alerts(plan(replace(seen, memory=replace(seen.memory, alerts={"VRAM_STALE w0": ago(3600)})), GPU)) == [
-        "VRAM_STALE"
-    ]
-    well = snapshot(worker(vram_mb=1, running=(task(),)), memory={"alerts": {"VRAM_STALE w0": ago(10)}})
-    assert plan(well, GPU).memory.alerts == {}
+    recent, old = [replace(seen.planner_state, alerts={"VRAM_STALE w0": ago(age)}) for age in (3599, 3600)]
+    assert plan(replace(seen, planner_state=recent), GPU).actions == ()
+    assert alerts(plan(replace(seen, planner_state=old), GPU)) == ["VRAM_STALE"]
+    well = snapshot(worker(vram_mb=1, running=(task(),)), state={"alerts": {"VRAM_STALE w0": ago(10)}})
+    assert plan(well, GPU).planner_state.alerts == {}
 
 
 def test_when_every_process_crashed_at_once_a_person_is_told() -> None:
@@ -238,7 +238,7 @@ def test_when_every_process_crashed_at_once_a_person_is_told() -> None:
 
 def test_a_provider_that_does_not_list_for_three_cycles_is_told_of() -> None:
     for since, expected in ((29, []), (30, ["LIST_UNKNOWN"])):
-        seen = snapshot(worker(running=(task(),)), machines=None, memory={"unlisted_since": ago(since)})
+        seen = snapshot(worker(running=(task(),)), machines=None, state={"unlisted_since": ago(since)})
         assert alerts(plan(seen, LOCAL)) == expected
 
 
@@ -287,7 +287,7 @@ def test_a_node_that_others_still_use_is_neither_spared_nor_ended_before_its_tim
     used, unused = (NodeView(NodeState.ALIVE, ago(50), ago(1), "n", {"CPU": 2.0}, {"CPU": n}) for n in (1.0, 0.0))
     for node, is_spared in ((used, False), (unused, True)):
         resting = worker(node=node, claimed=60)
-        drains = of_kind(plan(snapshot(resting, memory={"idle_since": {"w0": ago(50)}}), ray).actions, Drain)
+        drains = of_kind(plan(snapshot(resting, state={"idle_since": {"w0": ago(50)}}), ray).actions, Drain)
         assert bool(drains) is is_spared
     for node, waited, codes in ((used, 29, []), (used, 30, ["DRAIN_TIMEOUT"]), (unused, 1, ["DRAINED"])):
         leaving = snapshot(worker(status="terminating", terminating=waited, node=node))
@@ -361,30 +361,30 @@ def test_a_broken_worker_whose_machine_is_not_known_waits_for_a_list() -> None:
 def test_a_machine_that_does_not_go_is_told_of(asked_s: float, is_told: bool) -> None:
     broken = worker(status="error", code="X", reason="broken")
     first = plan(snapshot(broken, traits=CLOUD), LOCAL)
-    assert first.memory.terminating_since == {"m-w0": NOW}
-    again = plan(snapshot(broken, traits=CLOUD, memory={"terminating_since": {"m-w0": ago(asked_s)}}), LOCAL)
+    assert first.planner_state.machines.deleting_since == {"m-w0": NOW}
+    again = plan(snapshot(broken, traits=CLOUD, state={"deleting_since": {"m-w0": ago(asked_s)}}), LOCAL)
     assert [alert.code for alert in of_kind(again.actions, RaiseAlert)] == ["NOT_DELETED"] * is_told
     # One that has lost our tags is in no list, and is paid for all the same.
-    unlisted = snapshot(broken, machines=(), traits=CLOUD, memory={"terminating_since": {"m-w0": ago(asked_s)}})
+    unlisted = snapshot(broken, machines=(), traits=CLOUD, state={"deleting_since": {"m-w0": ago(asked_s)}})
     assert [alert.code for alert in of_kind(plan(unlisted, LOCAL).actions, RaiseAlert)] == ["NOT_DELETED"] * is_told
-    gone = plan(snapshot(machines=(), traits=CLOUD, memory={"terminating_since": {"m-w0": ago(900)}}), LOCAL)
-    assert gone.memory.terminating_since == {}
+    gone = plan(snapshot(machines=(), traits=CLOUD, state={"deleting_since": {"m-w0": ago(900)}}), LOCAL)
+    assert gone.planner_state.machines.deleting_since == {}
 
 
 def test_a_machine_of_ours_without_a_worker_is_deleted_after_its_grace() -> None:
     orphan = machine("nobody")
     first = plan(snapshot(machines=(orphan,), traits=CLOUD), LOCAL)
     assert first.actions == ()
-    assert first.memory.orphan_since == {"m-nobody": NOW}
+    assert first.planner_state.orphans.orphan_since == {"m-nobody": NOW}
     for since, expected in ((59, []), (60, ["delete_orphan"])):
-        seen = snapshot(machines=(orphan,), traits=CLOUD, memory={"orphan_since": {"m-nobody": ago(since)}})
+        seen = snapshot(machines=(orphan,), traits=CLOUD, state={"orphan_since": {"m-nobody": ago(since)}})
         assert kinds(plan(seen, LOCAL)) == expected
 
 
 def test_strays_take_up_room_until_they_are_gone() -> None:
     config = fleet(max_workers=2)
     for machines in ((machine("nobody"),), None):
-        seen = snapshot(queued=9, machines=machines, traits=CLOUD, memory={"orphan_since": {"m-nobody": ago(5)}})
+        seen = snapshot(queued=9, machines=machines, traits=CLOUD, state={"orphan_since": {"m-nobody": ago(5)}})
         assert kinds(plan(seen, config)) == ["spawn"]
     ended = snapshot(queued=9, machines=(machine("nobody", "exited"),), traits=CLOUD)
     assert kinds(plan(ended, config)) == ["spawn", "spawn"], "one that has exited is not billed"
@@ -393,20 +393,20 @@ def test_strays_take_up_room_until_they_are_gone() -> None:
 def test_a_machine_missing_from_a_lagging_list_is_waited_for_and_then_its_worker_is_replaced() -> None:
     view = worker(heartbeat=20, running=(task(),))
     for since, expected in ((None, []), (59, []), (60, ["fail", "delete", "spawn"])):
-        memory = {} if since is None else {"missing_since": {"w0": ago(since)}}
-        assert kinds(plan(snapshot(view, machines=(), traits=CLOUD, memory=memory), LOCAL)) == expected
+        state = {} if since is None else {"missing_since": {"w0": ago(since)}}
+        assert kinds(plan(snapshot(view, machines=(), traits=CLOUD, state=state), LOCAL)) == expected
 
 
 @pytest.mark.parametrize(("known_s", "is_missed"), [(62, True), (61, True), (60, False), (5, False)])
 def test_a_list_that_may_be_old_cannot_lack_what_is_younger(known_s: float, is_missed: bool) -> None:
     """Or the end of a machine that comes late into the lists, and vanishes, would be put before its end."""
     seen = snapshot(worker(machine_at=known_s), machines=(), listed_at=ago(1), traits=CLOUD)
-    assert ("w0" in plan(seen, LOCAL).memory.missing_since) is is_missed
+    assert ("w0" in plan(seen, LOCAL).planner_state.machines.missing_since) is is_missed
 
 
 def test_without_a_list_nothing_is_concluded_from_absence() -> None:
     views = [worker("w0", 0, running=(task(),)), worker("w1", 1, "spawning", created=5, heartbeat=None)]
-    seen = snapshot(*views, machines=None, memory={"missing_since": {"w0": ago(900), "w1": ago(900)}})
+    seen = snapshot(*views, machines=None, state={"missing_since": {"w0": ago(900), "w1": ago(900)}})
     assert plan(seen, LOCAL).actions == ()
 
 
@@ -441,30 +441,34 @@ def test_when_too_many_fall_silent_at_once_nothing_is_touched(count: int, of: in
 
 def test_the_brake_is_released_when_they_are_heard_again_or_have_been_silent_too_long() -> None:
     config = fleet(max_workers=20)
-    heard_again = plan(silent(0, 4, memory={"doubted_since": ago(10)}), config)
-    assert (heard_again.actions, heard_again.hold, heard_again.memory.doubted_since) == ((), None, None)
+    heard_again = plan(silent(0, 4, state={"mass_silence_since": ago(10)}), config)
+    assert (heard_again.actions, heard_again.hold, heard_again.planner_state.health.mass_silence_since) == (
+        (),
+        None,
+        None,
+    )
     for since, failed in ((29, 0), (30, 4)):
-        planned = plan(silent(4, 4, memory={"doubted_since": ago(since)}), config)
+        planned = plan(silent(4, 4, state={"mass_silence_since": ago(since)}), config)
         assert len(of_kind(planned.actions, Fail)) == failed
 
 
 def test_after_a_gap_in_the_cycles_the_silent_get_two_beats_to_be_heard() -> None:
     """The database was away: nobody could be heard, and the first cycle after it must not condemn them for that."""
-    first = plan(silent(1, 1, memory={"planned_at": ago(60)}), LOCAL)
+    first = plan(silent(1, 1, state={"planned_at": ago(60)}), LOCAL)
     assert [alert.code for alert in first.actions] == ["WAS_AWAY"], "nothing is done, and a person told"
     assert first.hold is not None
     assert first.hold.code == "WAS_AWAY"
-    back = plan(silent(0, 1, memory={"planned_at": ago(1), "doubted_since": ago(3)}), LOCAL)
+    back = plan(silent(0, 1, state={"planned_at": ago(1), "mass_silence_since": ago(3)}), LOCAL)
     assert (back.actions, back.hold) == ((), None)
     for since, failed in ((9, 0), (10, 1)):
-        planned = plan(silent(1, 1, memory={"planned_at": ago(1), "doubted_since": ago(since)}), LOCAL)
+        planned = plan(silent(1, 1, state={"planned_at": ago(1), "mass_silence_since": ago(since)}), LOCAL)
         assert len(of_kind(planned.actions, Fail)) == failed
 
 
 def test_cycles_farther_apart_than_heartbeats_may_be_still_find_the_dead() -> None:
     """`windlass cycle` from cron, once a minute."""
-    first = plan(silent(1, 1, memory={"planned_at": ago(60)}), LOCAL)
-    second = plan(silent(1, 1, memory={"planned_at": ago(60), "doubted_since": ago(60)}), LOCAL)
+    first = plan(silent(1, 1, state={"planned_at": ago(60)}), LOCAL)
+    second = plan(silent(1, 1, state={"planned_at": ago(60), "mass_silence_since": ago(60)}), LOCAL)
     assert (kinds(first), kinds(second)) == (["alert"], ["fail", "delete", "spawn"])
 
 
@@ -481,8 +485,8 @@ def test_a_list_that_shrank_sharply_is_doubted_three_times_as_long_and_holds_hir
     views = [worker(f"w{n}", n, heartbeat=20, running=(task(n),)) for n in range(4)]
     config = fleet(max_workers=20)
     for since, failed in ((60, 0), (179, 0), (180, 4)):
-        memory = {"missing_since": {f"w{n}": ago(since) for n in range(4)}}
-        planned = plan(snapshot(*views, machines=(), traits=CLOUD, queued=5, memory=memory), config)
+        state = {"missing_since": {f"w{n}": ago(since) for n in range(4)}}
+        planned = plan(snapshot(*views, machines=(), traits=CLOUD, queued=5, state=state), config)
         assert len(of_kind(planned.actions, Fail)) == failed
         if not failed:
             assert [alert.code for alert in planned.actions] == ["LIST_SHRANK"]
@@ -506,7 +510,7 @@ def test_machines_of_workers_that_were_told_to_leave_do_not_make_a_list_shrink()
 
 def test_a_hold_keeps_the_time_it_began() -> None:
     first = plan(silent(4, 4), LOCAL)
-    again = plan(replace(silent(4, 4), now=NOW, memory=replace(first.memory, planned_at=NOW)), LOCAL)
+    again = plan(replace(silent(4, 4), now=NOW, planner_state=with_state(first.planner_state, planned_at=NOW)), LOCAL)
     assert first.hold is not None
     assert again.hold is not None
     assert again.hold.since == first.hold.since == NOW
@@ -568,7 +572,7 @@ def test_the_row_of_a_worker_started_by_hand_that_is_over_is_closed_without_touc
 def test_a_silent_worker_started_by_hand_breaks_no_slot_and_counts_against_no_fleet() -> None:
     planned = plan(snapshot(worker("h", None, heartbeat=31, running=(task(),))), LOCAL)
     assert kinds(planned) == ["fail", "delete", "spawn"]
-    assert planned.memory.guard.failed_starts == 0
+    assert planned.planner_state.failure_rate.failed_starts == 0
 
 
 def test_a_machine_named_like_a_worker_started_by_hand_is_left_alone() -> None:
@@ -627,7 +631,7 @@ def test_a_worker_started_by_hand_that_is_told_to_leave_takes_all_the_time_it_ne
         pytest.param({"queued": 9}, id="though tasks wait"),
         pytest.param({"is_paused": True}, id="though it is paused"),
         pytest.param({"requested": 2}, id="though a person asked for more"),
-        pytest.param({"memory": {"planned_at": None}}, id="though nothing else is to be touched"),
+        pytest.param({"state": {"planned_at": None}}, id="though nothing else is to be touched"),
     ],
 )
 def test_a_fleet_that_is_wound_down_lets_everybody_hired_go_at_once_and_hires_nobody(seen: dict[str, Any]) -> None:
@@ -691,10 +695,10 @@ def test_machines_that_have_exited_are_no_reason_to_doubt() -> None:
     ],
 )
 def test_doubted_strays_are_ended_after_an_hour_or_by_hand(doubted: float, reset: float | None, ended: int) -> None:
-    memory = {"orphans_held_since": ago(doubted), "alerts": {"TOO_MANY_ORPHANS": NOW}}
+    state = {"orphans_held_since": ago(doubted), "alerts": {"TOO_MANY_ORPHANS": NOW}}
     restarted_at = None if reset is None else ago(reset)
     # That a slot was restarted says nothing of strays.
-    seen = snapshot(machines=orphans(4), memory=memory, restarted_at=restarted_at, reset_at=ago(0))
+    seen = snapshot(machines=orphans(4), state=state, restarted_at=restarted_at, reset_at=ago(0))
     planned = plan(seen, LOCAL)
     assert len(planned.actions) == ended
 
@@ -751,18 +755,18 @@ def test_while_machines_of_another_provider_are_there_nothing_is_touched(before:
 def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account() -> None:
     lagging = ProviderTraits(absence_grace_s=60, is_remote=True)
     views = (worker("a", 0, created=900), worker("b", 1, "terminating", created=900, terminating=50, heartbeat=40))
-    memory = {"missing_since": {"a": ago(60), "b": ago(60)}}
-    planned = plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU)
+    state = {"missing_since": {"a": ago(60), "b": ago(60)}}
+    planned = plan(snapshot(*views, machines=(), traits=lagging, state=state), GPU)
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
     assert "Is it the key of another account?" in only(planned, RaiseAlert).reason
     # One that is listed: the account is the right one.
-    again = plan(snapshot(*views, machines=machines_of(views[:1]), traits=lagging, memory=memory), GPU)
+    again = plan(snapshot(*views, machines=machines_of(views[:1]), traits=lagging, state=state), GPU)
     assert again.hold is None
     assert [delete.worker_id for delete in of_kind(again.actions, Delete)] == ["b"]
     # So it is while lists may be old.
-    memory = {"missing_since": {"a": ago(59), "b": ago(59)}}
-    assert plan(snapshot(*views, machines=(), traits=lagging, memory=memory), GPU).hold is None
+    state = {"missing_since": {"a": ago(59), "b": ago(59)}}
+    assert plan(snapshot(*views, machines=(), traits=lagging, state=state), GPU).hold is None
 
 
 @pytest.mark.parametrize("code", ["LIST_SHRANK", "TOO_MANY_ORPHANS", "OTHER_ACCOUNT"])
@@ -774,51 +778,51 @@ def test_what_a_list_told_us_stops_us_while_the_next_one_cannot_be_had(code: str
     listed = {
         "LIST_SHRANK": snapshot(*busy, machines=(), traits=cloud, queued=9),
         "TOO_MANY_ORPHANS": snapshot(machines=orphans(4), queued=9),
-        "OTHER_ACCOUNT": snapshot(idle, machines=(), traits=cloud, memory={"missing_since": {"i": ago(60)}}),
+        "OTHER_ACCOUNT": snapshot(idle, machines=(), traits=cloud, state={"missing_since": {"i": ago(60)}}),
     }[code]
     config = fleet(max_workers=20)
     first = plan(listed, config)
     assert first.hold is not None
     assert first.hold.code == code
-    unlisted = replace(listed, machines=None, memory=first.memory)
+    unlisted = replace(listed, machines=None, planner_state=first.planner_state)
     for _ in range(3):
         planned = plan(unlisted, config)
         assert planned.hold is not None
         assert (planned.hold.code, planned.hold.is_total) == (code, first.hold.is_total)
         assert kinds(planned) == []
-        unlisted = replace(unlisted, memory=planned.memory)
-    assert kinds(plan(replace(listed, memory=unlisted.memory), config)) == []  # told already
+        unlisted = replace(unlisted, planner_state=planned.planner_state)
+    assert kinds(plan(replace(listed, planner_state=unlisted.planner_state), config)) == []  # told already
 
 
 def test_doubts_about_strays_end_without_a_list_too() -> None:
-    memory = {"orphans_held_since": ago(3600)}
-    assert plan(snapshot(machines=None, memory=memory), LOCAL).hold is None
+    state = {"orphans_held_since": ago(3600)}
+    assert plan(snapshot(machines=None, state=state), LOCAL).hold is None
 
 
 def test_one_that_is_not_listed_stops_nothing_while_others_were_and_no_list_can_be_had() -> None:
     cloud = ProviderTraits(absence_grace_s=60, is_remote=True)
     views = (worker("a", 0, created=900), worker("b", 1, created=900))
-    memory = {"missing_since": {"a": ago(90)}}
-    assert plan(snapshot(*views, machines=None, traits=cloud, memory=memory), GPU).hold is None
+    state = {"missing_since": {"a": ago(90)}}
+    assert plan(snapshot(*views, machines=None, traits=cloud, state=state), GPU).hold is None
 
 
 def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() -> None:
     cloud = ProviderTraits(absence_grace_s=60, is_remote=True, key_hash="new")
     booting = worker("a", 0, "spawning", created=5, heartbeat=None)
-    memory = {"key_hash": "old"}
-    seen = snapshot(booting, machines=(), traits=cloud, queued=9, memory=memory)
+    state = {"key_hash": "old"}
+    seen = snapshot(booting, machines=(), traits=cloud, queued=9, state=state)
     planned = plan(seen, fleet(max_workers=9))
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
     assert "has changed, and the new one lists none of its machines (m-a)" in only(planned, RaiseAlert).reason
-    assert (kinds(planned), planned.memory.key_hash) == (["alert"], "old")
+    assert (kinds(planned), planned.planner_state.account.key_hash) == (["alert"], "old")
     # Without a list nobody knows; there is nothing to tell yet.
     unlisted = plan(replace(seen, machines=None), fleet(max_workers=9))
     assert unlisted.hold is not None
     assert (unlisted.hold.code, unlisted.hold.is_total, kinds(unlisted)) == ("KEY_CHANGED", True, [])
     # A creation without an answer may have made one.
     unanswered = worker("a", 0, "spawning", created=5, heartbeat=None, machine_id=None)
-    assert plan(replace(seen, workers=(unanswered,)), fleet(max_workers=9)).memory.key_hash == "old"
+    assert plan(replace(seen, workers=(unanswered,)), fleet(max_workers=9)).planner_state.account.key_hash == "old"
     # One that is listed, or nobody to lose, and it is ours.
     refused = worker("a", 0, "spawning", created=5, heartbeat=None, machine_id=None, creation="refused")
     for known in (
@@ -827,40 +831,40 @@ def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() 
         replace(seen, workers=(refused,)),
     ):
         taken_over = plan(known, fleet(max_workers=9))
-        assert (taken_over.hold, taken_over.memory.key_hash) == (None, "new")
+        assert (taken_over.hold, taken_over.planner_state.account.key_hash) == (None, "new")
         assert of_kind(taken_over.actions, Spawn)
 
 
 def test_one_that_was_missing_beside_others_is_no_sign_of_another_account_when_those_are_gone() -> None:
     cloud = ProviderTraits(absence_grace_s=60, is_remote=True, key_hash="same")
     unlisted = worker("a", 0, created=900, heartbeat=1)
-    memory: dict[str, Any] = {"key_hash": "same", "missing_since": {"a": ago(90)}}
-    seen = snapshot(unlisted, machines=(), traits=cloud, memory=memory | {"own_listed_at": ago(80)})
+    state: dict[str, Any] = {"key_hash": "same", "missing_since": {"a": ago(90)}}
+    seen = snapshot(unlisted, machines=(), traits=cloud, state=state | {"own_listed_at": ago(80)})
     assert plan(seen, fleet()).hold is None
     # But those who were last listed together, and are missing since, are.
-    seen = snapshot(unlisted, machines=(), traits=cloud, memory=memory | {"own_listed_at": ago(100)})
+    seen = snapshot(unlisted, machines=(), traits=cloud, state=state | {"own_listed_at": ago(100)})
     hold = plan(seen, fleet()).hold
     assert hold is not None
     assert hold.code == "OTHER_ACCOUNT"
     # What lists one is the account's key, now.
-    both = snapshot(unlisted, worker("b", 1), machines=machines_of((worker("b", 1),)), traits=cloud, memory=memory)
-    assert plan(both, fleet()).memory.own_listed_at == NOW
+    both = snapshot(unlisted, worker("b", 1), machines=machines_of((worker("b", 1),)), traits=cloud, state=state)
+    assert plan(both, fleet()).planner_state.account.own_listed_at == NOW
 
 
 @pytest.mark.parametrize("is_key_new", [True, False], ids=["the key is new", "they are heard, and not listed"])
 def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(is_key_new: bool) -> None:
     cloud = ProviderTraits(absence_grace_s=60, is_remote=True, key_hash="new")
     leaving = [worker(f"w{n}", n, "terminating", created=900, terminating=5, heartbeat=1) for n in range(5)]
-    memory = {
+    state = {
         "key_hash": "old" if is_key_new else "new",
         "missing_since": {view.id: ago(9000) for view in leaving},
         "hold": Hold("OTHER_ACCOUNT", "they are not listed", ago(9000), is_total=True),
     }
-    seen = snapshot(*leaving, machines=(), traits=cloud, memory=memory, queued=9)
+    seen = snapshot(*leaving, machines=(), traits=cloud, state=state, queued=9)
     held = plan(seen, fleet(max_workers=9))
     assert held.hold is not None
     assert "lists none of its machines (m-w0, m-w1, m-w2 and 2 more): put the key back" in held.hold.reason
-    assert held.memory.key_hash == memory["key_hash"]
+    assert held.planner_state.account.key_hash == state["key_hash"]
     # Said before they were missed, of slots, not to all of them yet, or while no list can be had: nothing is given up.
     staying = (replace(leaving[0], status=WorkerStatus.ACTIVE, terminating_at=None), *leaving[1:])
     for other in (
@@ -873,7 +877,7 @@ def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(
         assert still.hold is not None
         assert (still.hold.code, of_kind(still.actions, Delete)) == ("OTHER_ACCOUNT", [])
     given_up = plan(replace(seen, restarted_at=ago(5)), fleet(max_workers=9))
-    assert (given_up.hold, given_up.memory.key_hash) == (None, "new")
+    assert (given_up.hold, given_up.planner_state.account.key_hash) == (None, "new")
     assert len(of_kind(given_up.actions, Delete)) == 5
     left = [alert for alert in of_kind(given_up.actions, RaiseAlert) if alert.code == "ABANDONED"]
     assert [alert.worker_id for alert in left] == [view.id for view in leaving]
@@ -881,14 +885,14 @@ def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(
         "m-w0 was given up by hand: the key for local does not list it, and where it was rented it may still be charged"
     )
     # Nobody is asked again for those who take their time to leave.
-    memory_then = given_up.memory
+    memory_then = given_up.planner_state
     for after_s in (10, 600):
         now = NOW + timedelta(seconds=after_s)
         heard = tuple(replace(view, last_heartbeat=now, running=(task(n),)) for n, view in enumerate(leaving))
-        later = replace(seen, now=now, memory=memory_then, restarted_at=ago(5), workers=heard)
+        later = replace(seen, now=now, planner_state=memory_then, restarted_at=ago(5), workers=heard)
         planned = plan(later, fleet(max_workers=9, stop_timeout_s=9999))
         assert planned.hold is None
-        memory_then = planned.memory
+        memory_then = planned.planner_state
 
 
 def test_a_choice_that_the_provider_refuses_is_told_once_an_hour_while_another_is_hired() -> None:
@@ -897,7 +901,7 @@ def test_a_choice_that_the_provider_refuses_is_told_once_an_hour_while_another_i
     (alert,) = of_kind(planned.actions, RaiseAlert)
     assert (alert.code, alert.about) == ("CHOICE_REFUSED", "L40S in SECURE")
     assert alert.reason.endswith("are hired instead: not in your plan (403)")
-    again = plan(snapshot(traits=traits, memory={"alerts": {"CHOICE_REFUSED L40S in SECURE": ago(3599)}}), GPU)
+    again = plan(snapshot(traits=traits, state={"alerts": {"CHOICE_REFUSED L40S in SECURE": ago(3599)}}), GPU)
     assert of_kind(again.actions, RaiseAlert) == []
 
 
@@ -912,6 +916,6 @@ def test_a_choice_that_the_provider_refuses_is_told_once_an_hour_while_another_i
 )
 def test_the_next_plan_is_due_when_it_is_usual(gaps_s: tuple[float, ...], due_in_s: float) -> None:
     seen = snapshot()
-    seen = replace(seen, memory=replace(seen.memory, planned_at=ago(1), gaps_s=gaps_s))
-    assert plan(seen, fleet(poll_interval_s=10.0)).memory.next_plan_in_s == due_in_s
-    assert plan(replace(seen, is_shutting_down=True), fleet()).memory.next_plan_in_s is None
+    seen = replace(seen, planner_state=with_state(seen.planner_state, planned_at=ago(1), gaps_s=gaps_s))
+    assert plan(seen, fleet(poll_interval_s=10.0)).planner_state.cadence.next_plan_in_s == due_in_s
+    assert plan(replace(seen, is_shutting_down=True), fleet()).planner_state.cadence.next_plan_in_s is None

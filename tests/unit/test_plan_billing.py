@@ -79,13 +79,13 @@ def test_the_time_to_leave_is_as_wide_as_cycles_are_really_apart(
     gaps_s: tuple[float, ...], opens: float, closes: float
 ) -> None:
     def goes(lived: float) -> bool:
-        return let_go(plan(seen(paid("w0", 0, lived), memory=known_pace(*gaps_s)), fleet())) == ["w0"]
+        return let_go(plan(seen(paid("w0", 0, lived), state=known_pace(*gaps_s)), fleet())) == ["w0"]
 
     assert [goes(lived) for lived in (60, opens - 1, opens, closes, closes + 1)] == [False, False, True, True, False]
 
 
 def test_cycles_farther_apart_than_any_window_do_not_wait_for_the_hour() -> None:
-    (drain,) = of_kind(plan(seen(paid("w0", 0, 60), memory=known_pace(1200, 1200)), fleet()).actions, Drain)
+    (drain,) = of_kind(plan(seen(paid("w0", 0, 60), state=known_pace(1200, 1200)), fleet()).actions, Drain)
     assert drain.code == "IDLE"
 
 
@@ -265,7 +265,7 @@ def test_a_person_is_told_in_time(day: float, codes: list[str], action: str) -> 
     assert [alert.code for alert in of_kind(planned.actions, RaiseAlert)] == codes
     if codes == ["BUDGET_NEAR"]:
         assert of_kind(planned.actions, RaiseAlert)[0].reason == f"EUR {day:.2f} of 10.00 spent today"
-    assert plan(replace(seen(spending=spent(day=day)), memory=planned.memory), config).actions == ()
+    assert plan(replace(seen(spending=spent(day=day)), planner_state=planned.planner_state), config).actions == ()
 
 
 def test_a_budget_that_only_warns_does_not_stop_anybody() -> None:
@@ -356,7 +356,7 @@ def test_a_new_day_ends_the_hold() -> None:
     config = fleet(budget_per_day="5")
     held = plan(seen(queued=1, spending=spent(day=5, month=5)), config)
     assert held.hold is not None
-    after = plan(seen(queued=1, spending=spent(month=5), memory={"hold": held.hold}), config)
+    after = plan(seen(queued=1, spending=spent(month=5), state={"hold": held.hold}), config)
     assert after.hold is None
     assert kinds(after) == ["spawn"]
 

@@ -34,7 +34,7 @@ def launches(failed: int, of: int, age: float = 100) -> tuple[LaunchRecord, ...]
 
 def tripped(until: float, trips: int = 1) -> dict[str, Any]:
     """The guard tripped, and its pause ends (negative: ended) so many seconds from now."""
-    return {"guard": FailureRateState(trips=trips, until=ago(-until), judged_until=ago(300 - until))}
+    return {"failure_rate": FailureRateState(trips=trips, until=ago(-until), judged_until=ago(300 - until))}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_the_hold_says_why_the_last_one_broke() -> None:
     failure = RecentFailure(
         "w1", "MACHINE_GONE", "Its process exited with code 2; its log ends: cannot find nope in app.", NOW
     )
-    for memory, what in (({}, "5 of 5 workers hired lately have failed"), (tripped(until=10), "workers keep breaking")):
-        planned = plan(snapshot(queued=5, launches=launches(5, 5), last_failure=failure, memory=memory), LOCAL)
+    for state, what in (({}, "5 of 5 workers hired lately have failed"), (tripped(until=10), "workers keep breaking")):
+        planned = plan(snapshot(queued=5, launches=launches(5, 5), last_failure=failure, state=state), LOCAL)
         assert planned.hold is not None
         why = "the last one with MACHINE_GONE (Its process exited with code 2; its log ends: cannot find nope in app); "
         assert planned.hold.reason.startswith(f"{what}, {why}nobody is hired until "), planned.hold.reason
@@ -84,46 +84,46 @@ def test_the_hold_says_why_the_last_one_broke() -> None:
 
 
 def test_while_the_guard_holds_even_the_minimum_waits() -> None:
-    planned = plan(snapshot(queued=9, memory=tripped(until=10)), fleet(min_workers=2))
+    planned = plan(snapshot(queued=9, state=tripped(until=10)), fleet(min_workers=2))
     assert kinds(planned) == ["alert"]
     assert "until 12:00:10 UTC" in planned.decision
 
 
 def test_the_guard_lets_nobody_be_hired_but_still_lets_idle_workers_go() -> None:
-    planned = plan(snapshot(worker(), idle=100, memory=tripped(until=10) | {"alerts": {"FAILURE_RATE": NOW}}), LOCAL)
+    planned = plan(snapshot(worker(), idle=100, state=tripped(until=10) | {"alerts": {"FAILURE_RATE": NOW}}), LOCAL)
     assert kinds(planned) == ["drain"]
 
 
 def test_a_person_may_try_one_worker_while_the_guard_holds() -> None:
     told = tripped(until=100) | {"alerts": {"FAILURE_RATE": NOW}}
-    planned = plan(snapshot(queued=9, requested=3, memory=told), LOCAL)
+    planned = plan(snapshot(queued=9, requested=3, state=told), LOCAL)
     assert [spawn.reason for spawn in of_kind(planned.actions, Spawn)] == ["asked for by hand"]
     starting = worker(status="spawning", created=5, heartbeat=None)
-    assert plan(snapshot(starting, queued=9, requested=2, memory=told), LOCAL).actions == ()
+    assert plan(snapshot(starting, queued=9, requested=2, state=told), LOCAL).actions == ()
 
 
 def test_after_the_pause_one_worker_at_a_time_is_hired_as_a_probe() -> None:
     probing = tripped(until=-1)
-    planned = plan(snapshot(queued=9, memory=probing), LOCAL)
+    planned = plan(snapshot(queued=9, state=probing), LOCAL)
     assert kinds(planned) == ["spawn"]
     assert "one probe at a time" in planned.decision
     starting = worker(status="spawning", created=0.5, heartbeat=None)
-    assert plan(snapshot(starting, queued=9, memory=probing), LOCAL).actions == ()
+    assert plan(snapshot(starting, queued=9, state=probing), LOCAL).actions == ()
 
 
 def test_a_probe_that_breaks_doubles_the_pause() -> None:
     probe = worker(status="spawning", created=50, heartbeat=None)
     guarded = tripped(until=-60, trips=2)
-    planned = plan(snapshot(probe, queued=9, memory=guarded), LOCAL)
+    planned = plan(snapshot(probe, queued=9, state=guarded), LOCAL)
     assert kinds(planned) == ["fail", "delete", "alert"]
-    assert planned.memory.guard.trips == 3
-    assert planned.memory.guard.until == NOW + timedelta(seconds=1200)
+    assert planned.planner_state.failure_rate.trips == 3
+    assert planned.planner_state.failure_rate.until == NOW + timedelta(seconds=1200)
 
 
 def test_the_pause_grows_to_an_hour_and_no_further() -> None:
     probe = worker(status="spawning", created=50, heartbeat=None)
-    planned = plan(snapshot(probe, queued=9, memory=tripped(until=-60, trips=10_000)), LOCAL)
-    assert planned.memory.guard.until == NOW + timedelta(hours=1)
+    planned = plan(snapshot(probe, queued=9, state=tripped(until=-60, trips=10_000)), LOCAL)
+    assert planned.planner_state.failure_rate.until == NOW + timedelta(hours=1)
 
 
 @pytest.mark.parametrize(
@@ -140,23 +140,23 @@ def test_the_pause_grows_to_an_hour_and_no_further() -> None:
     ],
 )
 def test_a_probe_that_works_ends_the_alarm(probe: WorkerView, is_over: bool, hired: int) -> None:
-    planned = plan(snapshot(probe, queued=9, memory=tripped(until=-60)), LOCAL)
-    assert (planned.memory.guard.trips == 0) is is_over
+    planned = plan(snapshot(probe, queued=9, state=tripped(until=-60)), LOCAL)
+    assert (planned.planner_state.failure_rate.trips == 0) is is_over
     assert len(of_kind(planned.actions, Spawn)) == hired
 
 
 def test_a_hold_is_lifted_as_soon_as_somebody_proves_it_wrong() -> None:
     probe = worker(created=50, activated=40, claimed=30)
-    planned = plan(snapshot(probe, queued=9, launches=launches(5, 5, age=290), memory=tripped(until=240)), LOCAL)
+    planned = plan(snapshot(probe, queued=9, launches=launches(5, 5, age=290), state=tripped(until=240)), LOCAL)
     assert planned.hold is None
     assert of_kind(planned.actions, Spawn)
 
 
 def test_workers_hired_before_the_trip_that_break_after_it_do_not_trip_it_again() -> None:
     late = worker(status="spawning", created=9000, heartbeat=None)
-    planned = plan(snapshot(late, queued=9, memory=tripped(until=-60)), LOCAL)
-    assert planned.memory.guard.trips == 1
-    assert planned.memory.guard.failed_starts == 0
+    planned = plan(snapshot(late, queued=9, state=tripped(until=-60)), LOCAL)
+    assert planned.planner_state.failure_rate.trips == 1
+    assert planned.planner_state.failure_rate.failed_starts == 0
 
 
 def test_a_restart_by_hand_lifts_the_hold_and_forgets_what_led_to_it() -> None:
@@ -165,7 +165,7 @@ def test_a_restart_by_hand_lifts_the_hold_and_forgets_what_led_to_it() -> None:
         *(worker(f"w{n}", n, created=50, heartbeat=None, status="spawning") for n in range(4)),
         queued=9,
         launches=launches(1, 5, age=50),
-        memory={"guard": FailureRateState(failed_starts=1, last_failure_at=ago(60))},
+        state={"failure_rate": FailureRateState(failed_starts=1, last_failure_at=ago(60))},
     )
     held = plan(doomed, LOCAL)
     assert held.hold is not None
@@ -177,7 +177,7 @@ def test_a_restart_by_hand_lifts_the_hold_and_forgets_what_led_to_it() -> None:
     assert planned.hold is None
     assert kinds(planned) == ["spawn"] * 4, "as many as are needed, and no probe"
     again = plan(replace(apply(planned, mended, LOCAL), now=NOW + timedelta(seconds=90)), LOCAL)
-    assert again.memory.guard.failed_starts == 4, "what breaks after it counts anew"
+    assert again.planner_state.failure_rate.failed_starts == 4, "what breaks after it counts anew"
 
 
 def test_with_the_default_settings_the_guard_acts_before_a_slot_is_failed() -> None:
@@ -243,7 +243,7 @@ def test_a_bad_image_costs_a_bounded_number_of_launches(base: FleetConfig, live:
     # A guard's worth of breaks, those on their way when it trips, four doublings of the pause, one probe an hour.
     assert world.spawns() <= config.min_spawns_for_rate + max_workers + 4 + HOURS
     tripped_at = next(n for n, planned in enumerate(world.plans) if planned.hold is not None)
-    assert world.plans[-1].hold is not None or world.seen.memory.guard.trips > 3
+    assert world.plans[-1].hold is not None or world.seen.planner_state.failure_rate.trips > 3
     assert sum(len(of_kind(planned.actions, Spawn)) for planned in world.plans[tripped_at:]) <= 4 + HOURS
     told = [
         alert
@@ -259,11 +259,13 @@ def test_when_the_image_is_mended_the_fleet_is_back_within_two_pauses() -> None:
     world = Clockwork(config, snapshot(queued=50), never_heard)
     while world.seen.now < NOW + timedelta(hours=2):
         world.cycle()
-    assert world.seen.memory.guard.trips > 0
+    assert world.seen.planner_state.failure_rate.trips > 0
     world.live = beating
     while world.seen.now < NOW + timedelta(hours=4):
         world.cycle()
-    assert world.seen.memory.guard == FailureRateState(judged_until=world.seen.memory.guard.judged_until)
+    assert world.seen.planner_state.failure_rate == FailureRateState(
+        judged_until=world.seen.planner_state.failure_rate.judged_until
+    )
     assert sum(view.last_heartbeat is not None for view in world.seen.workers) == 5
     assert world.plans[-1].actions == ()
 
@@ -319,7 +321,7 @@ def test_a_database_that_was_away_for_a_minute_costs_nobody_their_task() -> None
 
 
 def test_orchestrators_that_come_back_to_the_truly_dead_replace_them_two_beats_later() -> None:
-    seen = snapshot(worker(heartbeat=900, claimed=950, running=(task(),)), memory={"planned_at": ago(900)})
+    seen = snapshot(worker(heartbeat=900, claimed=950, running=(task(),)), state={"planned_at": ago(900)})
     world = Clockwork(LOCAL, seen, lambda view, now: view if view.id == "w0" else beating(view, now))
     for _ in range(3):
         world.cycle()

@@ -66,7 +66,7 @@ def test_one_that_cannot_be_prepared_is_ended_with_the_code_of_what_failed(code:
     planned = plan(seen(new(prepare_code=code, prepare_reason="that is how it is")), FLEET)
     assert of_kind(planned.actions, Fail) == [Fail("w0", code, "that is how it is")]
     assert "delete" in kinds(planned)
-    assert planned.memory.guard.failed_starts == 1
+    assert planned.planner_state.failure_rate.failed_starts == 1
 
 
 def test_while_nothing_may_be_touched_nothing_is_prepared() -> None:

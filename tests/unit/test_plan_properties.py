@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.snapshots import Clockwork, apply, beating, of_kind
+from support.snapshots import Clockwork, apply, beating, of_kind, with_state
 from support.strategies import DemoScenario, paid_scenes, scenes, uncapped
 from windlass.model.action import (
     Action,
@@ -267,9 +267,9 @@ def test_cycles_at_their_usual_pace_decide_as_if_nothing_were_known_of_it(
     last = scene.snapshot.now - timedelta(seconds=last_s)
 
     def decided(gaps_s: tuple[float, ...]) -> Plan:
-        memory = replace(scene.snapshot.memory, planned_at=last, gaps_s=gaps_s)
-        planned = plan(replace(scene.snapshot, memory=memory), scene.fleet)
-        return replace(planned, memory=replace(planned.memory, gaps_s=()))
+        planner_state = with_state(scene.snapshot.planner_state, planned_at=last, gaps_s=gaps_s)
+        planned = plan(replace(scene.snapshot, planner_state=planner_state), scene.fleet)
+        return replace(planned, planner_state=with_state(planned.planner_state, gaps_s=()))
 
     assert decided((before_s,)) == decided(())
 

@@ -31,59 +31,70 @@ def test_a_refusal_of_the_whole_fleet_is_a_hold_and_an_alert_in_the_vendors_word
 
 def test_after_the_pause_one_worker_is_tried() -> None:
     known = ProviderBackoff("LIMIT_REACHED", 1, ago(1))
-    planned = plan(snapshot(queued=9, refusal=refusal(age=301), memory={"refused": known}), fleet(max_workers=9))
+    planned = plan(
+        snapshot(queued=9, refusal=refusal(age=301), state={"provider_backoff": known}), fleet(max_workers=9)
+    )
     assert kinds(planned) == ["spawn"]
     assert "one probe at a time" in planned.decision
-    assert planned.memory.refused == known
+    assert planned.planner_state.provider_backoff == known
 
 
 def test_while_one_is_tried_nobody_else_is_hired() -> None:
     known = ProviderBackoff("LIMIT_REACHED", 1, ago(1))
     tried = worker("w0", status="spawning", machine_id=None, heartbeat=None, created=1)
-    planned = plan(snapshot(tried, queued=9, refusal=refusal(age=301), memory={"refused": known}), LOCAL)
+    planned = plan(snapshot(tried, queued=9, refusal=refusal(age=301), state={"provider_backoff": known}), LOCAL)
     assert of_kind(planned.actions, Spawn) == []
 
 
 def test_each_refused_try_doubles_the_pause_up_to_an_hour() -> None:
-    memory, at, pauses = PlannerState(), NOW, []
+    state, at, pauses = PlannerState(), NOW, []
     for _ in range(6):
         seen = snapshot(
-            queued=1, refusal=ProviderRefusal("LIMIT_REACHED", LIMIT, at), memory={"refused": memory.refused}
+            queued=1,
+            refusal=ProviderRefusal("LIMIT_REACHED", LIMIT, at),
+            state={"provider_backoff": state.provider_backoff},
         )
-        memory = plan(seen, LOCAL).memory
-        assert memory.refused is not None
-        pauses.append((memory.refused.until - at).total_seconds())
-        at = memory.refused.until + timedelta(seconds=5)
+        state = plan(seen, LOCAL).planner_state
+        assert state.provider_backoff is not None
+        pauses.append((state.provider_backoff.until - at).total_seconds())
+        at = state.provider_backoff.until + timedelta(seconds=5)
     assert pauses == [300, 600, 1200, 2400, 3600, 3600]
 
 
 def test_those_asked_for_together_are_refused_once() -> None:
-    first = plan(snapshot(queued=9, refusal=refusal(age=10)), LOCAL).memory
-    later = plan(snapshot(queued=9, refusal=refusal(age=2), memory={"refused": first.refused}), LOCAL).memory
-    assert later.refused == first.refused
+    first = plan(snapshot(queued=9, refusal=refusal(age=10)), LOCAL).planner_state
+    later = plan(
+        snapshot(queued=9, refusal=refusal(age=2), state={"provider_backoff": first.provider_backoff}), LOCAL
+    ).planner_state
+    assert later.provider_backoff == first.provider_backoff
 
 
 def test_a_machine_that_was_had_ends_it() -> None:
     known = ProviderBackoff("LIMIT_REACHED", 3, ago(-900))
-    planned = plan(snapshot(queued=9, memory={"refused": known}), fleet(max_workers=3))
+    planned = plan(snapshot(queued=9, state={"provider_backoff": known}), fleet(max_workers=3))
     assert kinds(planned) == ["spawn"] * 3
-    assert planned.memory.refused is None
+    assert planned.planner_state.provider_backoff is None
 
 
 def test_no_capacity_is_asked_for_again_at_once_and_only_then_waited_for() -> None:
     first = plan(snapshot(queued=9, refusal=refusal("NO_CAPACITY", age=5)), LOCAL)
     assert kinds(first) == ["spawn"]
-    again = plan(snapshot(queued=9, refusal=refusal("NO_CAPACITY"), memory={"refused": first.memory.refused}), LOCAL)
+    again = plan(
+        snapshot(
+            queued=9, refusal=refusal("NO_CAPACITY"), state={"provider_backoff": first.planner_state.provider_backoff}
+        ),
+        LOCAL,
+    )
     assert kinds(again) == ["alert"]
     assert again.hold is not None
     assert again.hold.code == "NO_CAPACITY"
-    assert again.memory.refused == ProviderBackoff("NO_CAPACITY", 2, ago(1) + timedelta(seconds=30))
+    assert again.planner_state.provider_backoff == ProviderBackoff("NO_CAPACITY", 2, ago(1) + timedelta(seconds=30))
 
 
 def test_another_kind_of_refusal_begins_anew() -> None:
     known = ProviderBackoff("NO_CAPACITY", 7, ago(-200))
-    planned = plan(snapshot(queued=9, refusal=refusal("DENIED"), memory={"refused": known}), LOCAL)
-    assert planned.memory.refused == ProviderBackoff("DENIED", 1, ago(1) + timedelta(seconds=300))
+    planned = plan(snapshot(queued=9, refusal=refusal("DENIED"), state={"provider_backoff": known}), LOCAL)
+    assert planned.planner_state.provider_backoff == ProviderBackoff("DENIED", 1, ago(1) + timedelta(seconds=300))
 
 
 def test_a_person_may_try_what_the_hold_would_not() -> None:
@@ -100,7 +111,9 @@ def test_a_hold_hires_nobody_and_still_lets_idle_workers_go() -> None:
 @pytest.mark.parametrize("at", [ago(1), ago(0)])
 def test_the_failure_guard_speaks_first(at: datetime) -> None:
     guard = FailureRateState(trips=1, until=ago(-100), judged_until=ago(10))
-    planned = plan(snapshot(queued=1, refusal=ProviderRefusal("DENIED", LIMIT, at), memory={"guard": guard}), LOCAL)
+    planned = plan(
+        snapshot(queued=1, refusal=ProviderRefusal("DENIED", LIMIT, at), state={"failure_rate": guard}), LOCAL
+    )
     assert planned.hold is not None
     assert planned.hold.code == "FAILURE_RATE"
 
@@ -123,4 +136,4 @@ def test_a_rented_fleet_near_its_maximum_is_told_of_once(
     planned = plan(seen, fleet(max_workers=maximum))
     alerts = of_kind(planned.actions, RaiseAlert)
     assert alerts == ([RaiseAlert("NEAR_MAX", f"{hired} of at most {maximum} workers are hired")] if is_told else [])
-    assert plan(replace(seen, memory=planned.memory), fleet(max_workers=maximum)).actions == ()
+    assert plan(replace(seen, planner_state=planned.planner_state), fleet(max_workers=maximum)).actions == ()

@@ -68,22 +68,22 @@ def test_a_volume_that_cannot_grow_any_more_is_told_of_once_an_hour() -> None:
     )
     told = {"alerts": {"STORAGE_FULL v1": ago(300)}}
     # Between two looks nothing is known, and what was told is remembered.
-    between = plan(seen(None, 4090, memory=told), GPU)
-    assert between.memory.alerts == told["alerts"]
-    assert not plan(seen(4096, 4090, memory=told), GPU).actions
-    assert plan(seen(4096, 100, memory=told), GPU).memory.alerts == {}
+    between = plan(seen(None, 4090, state=told), GPU)
+    assert between.planner_state.alerts == told["alerts"]
+    assert not plan(seen(4096, 4090, state=told), GPU).actions
+    assert plan(seen(4096, 100, state=told), GPU).planner_state.alerts == {}
 
 
 def test_a_volume_that_did_not_grow_when_asked_to_is_told_of_and_asked_again() -> None:
     asked = VolumeResize("v1", 150, NOW)
-    assert plan(seen(100, 60), GPU).memory.growth == asked
-    planned = plan(seen(100, 60, memory={"growth": VolumeResize("v1", 150, ago(300))}), GPU)
+    assert plan(seen(100, 60), GPU).planner_state.storage.resize == asked
+    planned = plan(seen(100, 60, state={"resize": VolumeResize("v1", 150, ago(300))}), GPU)
     (alert,) = of_kind(planned.actions, RaiseAlert)
     assert alert.code == "STORAGE_NOT_GROWN"
     assert alert.reason.endswith("asked for 150 GB at 11:55:00 UTC, it has 100")
     assert len(of_kind(planned.actions, GrowVolume)) == 1
     # It grew, and is too small again: nothing is wrong.
-    again = plan(seen(150, 140, memory={"growth": VolumeResize("v1", 150, ago(300))}), GPU)
+    again = plan(seen(150, 140, state={"resize": VolumeResize("v1", 150, ago(300))}), GPU)
     assert not of_kind(again.actions, RaiseAlert)
 
 
@@ -93,7 +93,7 @@ def looks(first: Snapshot, count: int) -> list[list[str]]:
     for _ in range(count):
         planned = plan(first, GPU)
         told.append([alert.code for alert in of_kind(planned.actions, RaiseAlert)])
-        first = replace(first, memory=planned.memory)
+        first = replace(first, planner_state=planned.planner_state)
     return told
 
 
@@ -117,8 +117,8 @@ def test_how_full_it_is_being_unknown_is_told_after_three_looks(at: Snapshot, is
 
 
 def test_a_look_that_shows_it_ends_the_blindness_and_those_between_do_not() -> None:
-    at = blind(1800, volume_problem="not found (404)", memory={"blind_looks": 2})
-    assert plan(replace(at, volume_problem=None), GPU).memory.blind_looks == 2
+    at = blind(1800, volume_problem="not found (404)", state={"unknown_checks": 2})
+    assert plan(replace(at, volume_problem=None), GPU).planner_state.storage.unknown_checks == 2
     use = StorageUse("w0", 10**9, ago(5))
-    known = plan(replace(at, volume_problem=None, volume=Volume("v1", 100), storage=use), GPU).memory
-    assert (known.blind_looks, known.storage_looked_in) == (0, 1)
+    known = plan(replace(at, volume_problem=None, volume=Volume("v1", 100), storage=use), GPU).planner_state
+    assert (known.storage.unknown_checks, known.storage.checked_in_cycle) == (0, 1)

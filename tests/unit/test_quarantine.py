@@ -91,9 +91,9 @@ def test_with_nobody_to_compare_with_one_worker_an_hour_is_replaced_to_see() -> 
     assert [(alert.code, alert.worker_id) for alert in of_kind(planned.actions, RaiseAlert)] == [
         ("TASKS_FAILING", "w1")
     ]
-    assert planned.memory.tried_at == NOW
+    assert planned.planner_state.health.quarantine_trial_at == NOW
     for tried, failures in ((3599, 0), (3600, 1)):
-        again = plan(snapshot(*views, failure_streaks=lonely, memory={"tried_at": ago(tried)}), LOCAL)
+        again = plan(snapshot(*views, failure_streaks=lonely, state={"quarantine_trial_at": ago(tried)}), LOCAL)
         assert len(of_kind(again.actions, Fail)) == failures
 
 

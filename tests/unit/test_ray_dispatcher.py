@@ -9,14 +9,14 @@ import pytest
 from windlass.model.config import Retention
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseLost
 from windlass.model.node import dispatcher_lease
-from windlass.ports.control import Candidate, LeaseLost
 from windlass.ray.cluster import ClusterNode
 from windlass.ray.dispatcher import LEASE_S, Dispatch, Dispatcher
 from windlass.ray.seat_pool import Seats
 from windlass.simulator.loop import run, virtual_now
 from windlass.store.memory.ray import MemoryRayStore
-from windlass.worker.runtime import ExitReason
+from windlass.worker.lifecycle import ExitReason
 
 CONFIG = FleetConfig(provider="ray", engine="ray", queues=("q",), handler="app:f")
 
@@ -85,8 +85,8 @@ def test_a_fleet_that_cannot_be_taken_over_yet_is_asked_for_again_under_the_same
         assert await bench.dispatcher._take_over(term) == 0
         assert times == 20
         times = 0
-        await bench.store.resign(bench.dispatcher._candidate)
-        assert isinstance(await bench.store.lead(Candidate("other", 1e6, dispatcher_lease("f"))), int)
+        await bench.store.release_lease(bench.dispatcher._candidate)
+        assert isinstance(await bench.store.acquire_lease(Candidate("other", 1e6, dispatcher_lease("f"))), int)
         with pytest.raises(LeaseLost):
             await bench.dispatcher._take_over(term)
 
@@ -123,7 +123,7 @@ def test_a_lease_that_runs_out_while_nodes_are_reported_is_judged_by_its_renewal
         await bench.look(term)
         # Nothing is claimed until it is known whose it is.
         assert not bench.dispatcher._trust.is_valid
-        assert isinstance(await bench.store.lead(Candidate("another", LEASE_S, dispatcher_lease("f"))), int)
+        assert isinstance(await bench.store.acquire_lease(Candidate("another", LEASE_S, dispatcher_lease("f"))), int)
         with pytest.raises(LeaseLost, match="another dispatcher acts for fleet f"):
             await bench.dispatcher._renew(term)
 
@@ -155,7 +155,7 @@ class Runtime:
 
     async def work(self) -> ExitReason:
         await self.is_told.wait()
-        return ExitReason.LEFT
+        return ExitReason.DRAINED
 
     def drain(self, _why: str, limit_s: float | None = None) -> None:
         self.limits_s.append(limit_s)

@@ -10,9 +10,9 @@ import pytest
 from windlass.control.cycle import FleetCycle, run_once
 from windlass.model.errors import NotPrepared
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.model.task import NewTask
-from windlass.ports.control import Candidate
 from windlass.ports.provider import OnHostKey
 from windlass.simulator.loop import run, virtual_now
 from windlass.store.memory.control import MemoryControlStore
@@ -89,7 +89,7 @@ def test_no_cycle_waits_for_a_preparation_and_its_end_starts_one() -> None:
         await settled.wait()
         assert loop.time() - began == pytest.approx(120, abs=1)
         await cycle.run(5.0)
-        assert told(await store.events(limit=100)) == ["WORKER_HIRED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
+        assert told(await store.events(limit=100)) == ["WORKER_SPAWNED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
         await cycle.run(5.0)
         assert len(provider.asked) == 1
 
@@ -106,7 +106,7 @@ def test_one_that_fails_ends_its_worker_with_its_code() -> None:
         await cycle.run(5.0)
         codes = told(await store.events(limit=100))
         assert codes[:5] == [
-            "WORKER_HIRED", "MACHINE_PREPARING", "PREPARATION_FAILED", "WORKER_ERROR", "WORKER_TERMINATED",
+            "WORKER_SPAWNED", "MACHINE_PREPARING", "PREPARATION_FAILED", "WORKER_ERROR", "WORKER_TERMINATED",
         ]  # fmt: skip
 
     run(live())
@@ -140,7 +140,7 @@ def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
         assert len(provider.asked) == 2
         assert virtual_now() - began < timedelta(seconds=130)
         assert [host_key for _, host_key in provider.asked] == [None, "its key"], "it believes nobody else"
-        assert told(await store.events(limit=100)) == ["WORKER_HIRED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
+        assert told(await store.events(limit=100)) == ["WORKER_SPAWNED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
 
     run(live())
 

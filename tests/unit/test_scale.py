@@ -259,7 +259,7 @@ def test_the_maximum_holds_whatever_waits(policy: str) -> None:
 )
 def test_the_interval_between_hirings(scaled_up: float, count: int, expected: int) -> None:
     busy = [worker(f"w{n}", n, running=(task(n),)) for n in range(count)]
-    seen = snapshot(*busy, queued=3 + (count == 0), memory={"scaled_up_at": ago(scaled_up)})
+    seen = snapshot(*busy, queued=3 + (count == 0), state={"spawned_at": ago(scaled_up)})
     planned = plan(seen, fleet(BUFFERED, min_scaling_interval_s=45))
     assert hired(planned) == expected
     assert expected or planned.decision.startswith("waiting until the next hiring may be: 3 waiting")
@@ -267,7 +267,7 @@ def test_the_interval_between_hirings(scaled_up: float, count: int, expected: in
 
 def test_the_minimum_does_not_wait_for_the_interval() -> None:
     config = fleet(BUFFERED, min_scaling_interval_s=45, min_workers=3)
-    assert hired(plan(snapshot(worker(), memory={"scaled_up_at": ago(1)}), config)) == 2
+    assert hired(plan(snapshot(worker(), state={"spawned_at": ago(1)}), config)) == 2
 
 
 @pytest.mark.parametrize(
@@ -292,8 +292,8 @@ def test_the_graces_before_somebody_is_let_go(
         workers.append(
             worker("w1", 1, status, created=created, heartbeat=heartbeat, running=(task(),)[: bool(heartbeat)])
         )
-    memory = {} if over_since is None else {"over_capacity_since": ago(over_since)}
-    assert let_go(plan(snapshot(*workers, idle=idle, memory=memory), config)) == expected
+    state = {} if over_since is None else {"over_capacity_since": ago(over_since)}
+    assert let_go(plan(snapshot(*workers, idle=idle, state=state), config)) == expected
 
 
 def test_the_longest_idle_goes_first_and_at_most_so_many_at_once() -> None:
@@ -374,13 +374,13 @@ def test_workers_on_their_way_out_are_no_capacity_but_keep_their_slots() -> None
 
 def test_failed_slots_lower_the_maximum() -> None:
     slots = (SlotView(0, True), SlotView(2, True))
-    planned = plan(snapshot(queued=9, slots=slots, memory={"alerts": told(0, 2)}), fleet(BUFFERED, max_workers=4))
+    planned = plan(snapshot(queued=9, slots=slots, state={"alerts": told(0, 2)}), fleet(BUFFERED, max_workers=4))
     assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [1, 3]
 
 
 def test_with_every_slot_failed_nobody_is_hired_and_the_decision_says_why() -> None:
     slots = (SlotView(0, True),)
-    planned = plan(snapshot(queued=9, slots=slots, memory={"alerts": told(0)}), fleet(BUFFERED, max_workers=1))
+    planned = plan(snapshot(queued=9, slots=slots, state={"alerts": told(0)}), fleet(BUFFERED, max_workers=1))
     assert planned.actions == ()
     assert (
         planned.decision
@@ -414,7 +414,7 @@ def test_nobody_is_let_go_while_a_request_only_waits_for_room() -> None:
 
 def test_a_request_that_no_slot_can_take_keeps_nobody_from_going() -> None:
     told_of = {"alerts": told(1)}
-    seen = snapshot(worker(), idle=900, requested=1, slots=(SlotView(1, True),), memory=told_of)
+    seen = snapshot(worker(), idle=900, requested=1, slots=(SlotView(1, True),), state=told_of)
     assert let_go(plan(seen, fleet(BUFFERED, max_workers=2))) == ["w0"]
 
 

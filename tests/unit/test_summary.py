@@ -5,8 +5,8 @@ from typing import get_args
 from support.snapshots import snapshot
 from windlass.control.summary import Summary, call_of, count_actions, count_calls, count_status
 from windlass.model.action import Plan
+from windlass.model.outcome import Outcome, VolumeGrown, VolumeNotGrown
 from windlass.model.snapshot import PlannerState
-from windlass.ports.control import Outcome, VolumeGrown, VolumeNotGrown
 
 
 def test_every_outcome_is_counted_as_a_call_that_went_some_way() -> None:

@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 from windlass.control.cycle import UNLISTED_TOLD_S, FleetCycle
 from windlass.model.errors import Unavailable
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits, Volume
-from windlass.ports.control import Candidate
 from windlass.ports.provider import OnHostKey
 from windlass.simulator.loop import run, virtual_now
 from windlass.store.memory.control import MemoryControlStore

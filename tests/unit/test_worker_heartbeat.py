@@ -1,4 +1,4 @@
-"""The heartbeat, over a line that misbehaves: nothing but stop() ends it, and nothing holds it up."""
+"""The heartbeat over a transport that fails: only stop() ends it, and nothing delays it."""
 
 import asyncio
 import threading
@@ -18,24 +18,24 @@ from windlass.ports.transport import WorkerTransport
 from windlass.worker import heartbeat
 from windlass.worker.heartbeat import Heartbeat
 
-PATIENCE_S = 20.0
-PULSE = HeartbeatReply(WorkerStatus.ACTIVE, False, frozenset())
+TIMEOUT_S = 20.0
+REPLY = HeartbeatReply(WorkerStatus.ACTIVE, False, frozenset())
 
 
 @dataclass
-class Line:
-    """A transport that does as it is told, and remembers when it was used."""
+class ScriptedTransport:
+    """A transport that fails on script and records the time of each call."""
 
     opened_at: list[float] = field(default_factory=list)
-    beats_at: list[float] = field(default_factory=list)
-    upkeeps_at: list[float] = field(default_factory=list)
-    # What goes wrong, first to last; None is a time when nothing does.
+    heartbeats_at: list[float] = field(default_factory=list)
+    maintenance_at: list[float] = field(default_factory=list)
+    # Errors of successive calls; None is a call that succeeds.
     on_open: list[Exception | None] = field(default_factory=list)
-    on_beat: list[Exception | None] = field(default_factory=list)
-    on_upkeep: list[Exception | None] = field(default_factory=list)
+    on_heartbeat: list[Exception | None] = field(default_factory=list)
+    on_maintenance: list[Exception | None] = field(default_factory=list)
     mismatches: list[SchemaMismatch] = field(default_factory=list)
-    beat_hangs: int = 0
-    upkeep_hangs: bool = False
+    hanging_heartbeats: int = 0
+    is_maintenance_hanging: bool = False
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[WorkerTransport]:
@@ -44,18 +44,18 @@ class Line:
         yield cast(WorkerTransport, self)
 
     async def heartbeat(self, _worker_id: str, _claims: list[HeldClaim], _vitals: dict[str, Any]) -> HeartbeatReply:
-        self.beats_at.append(time.monotonic())
-        if self.beat_hangs:
-            self.beat_hangs -= 1
+        self.heartbeats_at.append(time.monotonic())
+        if self.hanging_heartbeats:
+            self.hanging_heartbeats -= 1
             await asyncio.Event().wait()
-        _fail(self.on_beat)
-        return PULSE
+        _fail(self.on_heartbeat)
+        return REPLY
 
     async def run_maintenance(self, _worker_id: str) -> list[RecoveredTasks]:
-        self.upkeeps_at.append(time.monotonic())
-        if self.upkeep_hangs:
+        self.maintenance_at.append(time.monotonic())
+        if self.is_maintenance_hanging:
             await asyncio.Event().wait()
-        _fail(self.on_upkeep)
+        _fail(self.on_maintenance)
         return [RecoveredTasks("another", 1, 0)]
 
 
@@ -65,40 +65,49 @@ def _fail(script: list[Exception | None]) -> None:
 
 
 @asynccontextmanager
-async def beating(
-    line: Line, interval_s: float = 0.01, lease_s: float = 30.0, vitals: Callable[[], dict[str, Any]] = dict
+async def running_heartbeat(
+    transport: ScriptedTransport,
+    interval_s: float = 0.01,
+    lease_s: float = 30.0,
+    vitals: Callable[[], dict[str, Any]] = dict,
 ) -> AsyncIterator[Heartbeat]:
-    beat = Heartbeat(
-        line.open,
+    heart = Heartbeat(
+        transport.open,
         "w",
         interval_s=interval_s,
         lease_s=lease_s,
-        held=list,
+        held_claims=list,
         vitals=vitals,
-        on_pulse=lambda _: None,
-        on_mismatch=line.mismatches.append,
+        on_reply=lambda _: None,
+        on_mismatch=transport.mismatches.append,
     )
-    beat.start()
+    heart.start()
     try:
-        yield beat
-        assert beat._thread.is_alive()
+        yield heart
+        assert is_thread_running()
     finally:
-        await beat.stop()
-        assert not beat._thread.is_alive()
+        await heart.stop()
+        assert not is_thread_running()
 
 
-async def until(is_so: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, what
+def is_thread_running() -> bool:
+    return "windlass-heartbeat" in {thread.name for thread in threading.enumerate()}
+
+
+async def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out: {what}"
         await asyncio.sleep(0.01)
 
 
-async def test_what_is_bound_to_log_lines_when_it_starts_is_bound_to_those_of_its_thread() -> None:
+async def test_heartbeat_thread_inherits_log_context() -> None:
     seen: list[dict[str, Any]] = []
     with structlog.contextvars.bound_contextvars(worker_id="w7"):
-        async with beating(Line(), vitals=lambda: seen.append(structlog.contextvars.get_contextvars()) or {}):
-            await until(lambda: seen, "no beat came")
+        async with running_heartbeat(
+            ScriptedTransport(), vitals=lambda: seen.append(structlog.contextvars.get_contextvars()) or {}
+        ):
+            await wait_until(lambda: seen, "first heartbeat")
     assert seen[0] == {"worker_id": "w7"}
 
 
@@ -108,112 +117,111 @@ async def test_what_is_bound_to_log_lines_when_it_starts_is_bound_to_those_of_it
         DatabaseUnavailable("gone"),
         BadInput("refused"),
         TimeoutError(),
-        RuntimeError("a bug"),
+        RuntimeError("a defect"),
         TypeError("another"),
-        OSError("and a broken driver"),
+        OSError("a driver error"),
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_whatever_goes_wrong_the_next_beat_comes(error: Exception) -> None:
-    line = Line(on_open=[error, None], on_beat=[None, error, None, None])
-    async with beating(line):
-        await until(lambda: len(line.beats_at) >= 4, "four beats")
+async def test_next_heartbeat_follows_any_error(error: Exception) -> None:
+    transport = ScriptedTransport(on_open=[error, None], on_heartbeat=[None, error, None, None])
+    async with running_heartbeat(transport):
+        await wait_until(lambda: len(transport.heartbeats_at) >= 4, "four heartbeats")
 
 
-async def test_another_schema_is_reported_and_tried_again() -> None:
+async def test_schema_mismatch_is_reported_and_retried() -> None:
     error = SchemaMismatch("upgrade windlass on this machine.")
-    line = Line(on_open=[DatabaseUnavailable("gone"), error, None])
-    async with beating(line):
-        await until(lambda: line.beats_at, "a beat after all")
-    assert line.mismatches == [error]
+    transport = ScriptedTransport(on_open=[DatabaseUnavailable("gone"), error, None])
+    async with running_heartbeat(transport):
+        await wait_until(lambda: transport.heartbeats_at, "a heartbeat")
+    assert transport.mismatches == [error]
 
 
-async def test_stopping_needs_no_thread_that_handlers_could_have_taken() -> None:
-    loop, gate = asyncio.get_running_loop(), threading.Event()
+async def test_stop_works_while_thread_pool_is_exhausted() -> None:
+    loop, may_end = asyncio.get_running_loop(), threading.Event()
     pool = ThreadPoolExecutor(1)
     loop.set_default_executor(pool)
-    taken = loop.run_in_executor(None, gate.wait)
+    blocked = loop.run_in_executor(None, may_end.wait)
     try:
-        async with asyncio.timeout(PATIENCE_S), beating(Line()):
+        async with asyncio.timeout(TIMEOUT_S), running_heartbeat(ScriptedTransport()):
             pass
     finally:
-        gate.set()
-        await taken
+        may_end.set()
+        await blocked
 
 
-async def test_a_vital_sign_that_cannot_be_read_does_not_end_the_heartbeat() -> None:
-    looks = 0
+async def test_error_in_vitals_does_not_end_heartbeat() -> None:
+    calls = 0
 
     def vitals() -> dict[str, Any]:
-        nonlocal looks
-        looks += 1
-        if looks == 1:
-            raise ValueError("the card fell off the bus")
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ValueError("the GPU fell off the bus")
         return {}
 
-    line = Line()
-    async with beating(line, vitals=vitals):
-        await until(lambda: len(line.beats_at) >= 2, "two beats")
+    transport = ScriptedTransport()
+    async with running_heartbeat(transport, vitals=vitals):
+        await wait_until(lambda: len(transport.heartbeats_at) >= 2, "two heartbeats")
 
 
-async def test_a_beat_that_hangs_is_given_up_after_half_a_lease_on_a_new_connection() -> None:
-    line = Line(beat_hangs=1)
-    async with beating(line, lease_s=0.4):
-        await until(lambda: len(line.beats_at) >= 3, "beats after the one that hung")
-    assert line.beats_at[1] - line.beats_at[0] >= 0.2
-    assert len(line.opened_at) == 2
+async def test_hanging_heartbeat_times_out_and_reconnects() -> None:
+    transport = ScriptedTransport(hanging_heartbeats=1)
+    async with running_heartbeat(transport, lease_s=0.4):
+        await wait_until(lambda: len(transport.heartbeats_at) >= 3, "heartbeats after the hanging one")
+    assert transport.heartbeats_at[1] - transport.heartbeats_at[0] >= 0.2
+    assert len(transport.opened_at) == 2
 
 
-async def test_upkeep_that_hangs_holds_no_beat_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "UPKEEP_MIN_INTERVAL_S", 0.02)
-    line = Line(upkeep_hangs=True)
-    async with beating(line, lease_s=0.04):
-        await until(lambda: line.upkeeps_at, "upkeep has begun")
-        beats = len(line.beats_at)
-        await until(lambda: len(line.beats_at) > beats + 5, "more beats")
-    assert len(line.upkeeps_at) == 1
+async def test_hanging_maintenance_does_not_delay_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "MAINTENANCE_MIN_INTERVAL_S", 0.02)
+    transport = ScriptedTransport(is_maintenance_hanging=True)
+    async with running_heartbeat(transport, lease_s=0.04):
+        await wait_until(lambda: transport.maintenance_at, "maintenance started")
+        count = len(transport.heartbeats_at)
+        await wait_until(lambda: len(transport.heartbeats_at) > count + 5, "more heartbeats")
+    assert len(transport.maintenance_at) == 1
 
 
-async def test_upkeep_that_fails_is_repeated_and_costs_no_beat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "UPKEEP_MIN_INTERVAL_S", 0.02)
-    line = Line(on_upkeep=[DatabaseUnavailable("gone"), RuntimeError("a bug"), None])
-    async with beating(line, lease_s=0.04):
-        await until(lambda: len(line.upkeeps_at) >= 4, "upkeep goes on")
-    assert len(line.opened_at) == 1
+async def test_failed_maintenance_is_retried_without_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "MAINTENANCE_MIN_INTERVAL_S", 0.02)
+    transport = ScriptedTransport(on_maintenance=[DatabaseUnavailable("gone"), RuntimeError("a defect"), None])
+    async with running_heartbeat(transport, lease_s=0.04):
+        await wait_until(lambda: len(transport.maintenance_at) >= 4, "maintenance is retried")
+    assert len(transport.opened_at) == 1
 
 
-async def test_news_go_out_soon_but_no_more_than_once_a_second() -> None:
-    line = Line()
-    async with beating(line, interval_s=600) as beat:
-        await until(lambda: line.beats_at, "the first beat")
+async def test_progress_is_sent_at_most_once_per_second() -> None:
+    transport = ScriptedTransport()
+    async with running_heartbeat(transport, interval_s=600) as heart:
+        await wait_until(lambda: transport.heartbeats_at, "first heartbeat")
         for _ in range(1000):
-            beat.beat_soon()
-        await until(lambda: len(line.beats_at) == 2, "a beat for the news")
-    assert heartbeat.PROGRESS_INTERVAL_S <= line.beats_at[1] - line.beats_at[0] < 10
+            heart.send_soon()
+        await wait_until(lambda: len(transport.heartbeats_at) == 2, "heartbeat with progress")
+    assert heartbeat.PROGRESS_INTERVAL_S <= transport.heartbeats_at[1] - transport.heartbeats_at[0] < 10
 
 
-async def test_news_do_not_hurry_a_worker_that_cannot_reach_its_database() -> None:
-    line = Line(on_open=[DatabaseUnavailable("gone")] * 100)
-    async with beating(line, interval_s=5) as beat:
+async def test_progress_does_not_shorten_back_off() -> None:
+    transport = ScriptedTransport(on_open=[DatabaseUnavailable("gone")] * 100)
+    async with running_heartbeat(transport, interval_s=5) as heart:
 
-        def opened_again_and_again() -> bool:
-            beat.beat_soon()
-            return len(line.opened_at) >= 4
+        def has_reconnected() -> bool:
+            heart.send_soon()
+            return len(transport.opened_at) >= 4
 
-        await until(opened_again_and_again, "four attempts")
-    # At least half of 0.1, 0.2 and 0.4 s.
-    assert line.opened_at[3] - line.opened_at[0] >= 0.35
+        await wait_until(has_reconnected, "four connections")
+    # At least half of 0.1, 0.2 and 0.4 s: jitter removes up to half of a delay.
+    assert transport.opened_at[3] - transport.opened_at[0] >= 0.35
 
 
-async def test_stopping_does_not_wait_for_the_next_beat() -> None:
-    line = Line()
+async def test_stop_does_not_wait_for_next_heartbeat() -> None:
+    transport = ScriptedTransport()
     began = time.monotonic()
-    async with beating(line, interval_s=600) as beat:
-        await until(lambda: line.beats_at, "the first beat")
-        beat.beat_soon()
-    async with beating(Line(), interval_s=600):
-        pass  # stopped perhaps before its loop runs
-    async with beating(Line(on_open=[DatabaseUnavailable("gone")] * 100), interval_s=600):
+    async with running_heartbeat(transport, interval_s=600) as heart:
+        await wait_until(lambda: transport.heartbeats_at, "first heartbeat")
+        heart.send_soon()
+    async with running_heartbeat(ScriptedTransport(), interval_s=600):
+        pass  # may stop before its loop runs
+    async with running_heartbeat(ScriptedTransport(on_open=[DatabaseUnavailable("gone")] * 100), interval_s=600):
         pass
     assert time.monotonic() - began < 10
-    assert "windlass-heartbeat" not in {thread.name for thread in threading.enumerate()}

@@ -67,7 +67,7 @@ async def node(
     from windlass.model.ray import RaySettings
     from windlass.ray.node import NodeSettings
     from windlass.wiring.ray import run_node
-    from windlass.worker.runtime import ExitReason
+    from windlass.worker.lifecycle import ExitReason
 
     hiring = SpawnedWorkerEnv.from_environment()
     if hiring.worker_id is None:

@@ -189,7 +189,7 @@ def _queues(standing: StatusReport) -> TextTable:
             _queue(d.queue, standing),
             d.queued,
             d.scheduled,
-            d.waiting_for_retry,
+            d.retrying,
             d.running,
             duration(d.oldest_queued_age_s),
         )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from windlass.model.config import WorkerConfig
-    from windlass.worker.runtime import ExitReason, WorkerSettings
+    from windlass.worker.lifecycle import ExitReason, WorkerSettings
 
 EXIT_LOST = 3
 # From a worker's end to that of its process, for what its handlers left behind.
@@ -165,7 +165,7 @@ def _settings(
     chosen: "WorkerConfig", queues: list[str], concurrency: int | None, hiring: SpawnedWorkerEnv
 ) -> "WorkerSettings":
     from windlass.model.task import check_queue_name
-    from windlass.worker.runtime import WorkerSettings
+    from windlass.worker.lifecycle import WorkerSettings
 
     return WorkerSettings(
         queues=tuple(check_queue_name(name) for name in dict.fromkeys(queues)),
@@ -183,7 +183,7 @@ def _settings(
 
 async def _seen_through(work: "Awaitable[ExitReason]") -> int:
     """Until the worker has left: its exit code, and an end of its process that nothing can hold up."""
-    from windlass.worker.runtime import ExitReason
+    from windlass.worker.lifecycle import ExitReason
 
     try:
         exit_reason = await work

@@ -21,10 +21,10 @@ import structlog
 from windlass.control.summary import Summary
 from windlass.model.alert import AlertInputs, Message
 from windlass.model.cycle import SLOW_CYCLE_S
-from windlass.model.errors import DatabaseUnavailable, WindlassError
+from windlass.model.errors import DatabaseUnavailable, DeliveredInPart, NotDelivered, WindlassError
 from windlass.policy.alerts import LOOK_INTERVAL_S, PROVIDER_ERRORS, RESOLVE_AFTER_S, firing
 from windlass.policy.backoff import retry_delay_s
-from windlass.ports.alerts import AlertStore, DeliveredInPart, NotDelivered, Notifier
+from windlass.ports.alerts import AlertStore, Notifier
 
 # Errors in a row that ended with nobody calling again are over after this time: longer than a refusal keeps a cycle
 # from asking again, short enough that a fleet without demand does not seem broken.
@@ -144,7 +144,7 @@ class AlertManager:
 
     async def look(self) -> None:
         """Write down what is the matter now, and what is over."""
-        watched = await self._store.watch()
+        watched = await self._store.alert_inputs()
         settling_since = self._note_look(watched)
         watched = replace(_with_errors(watched, self._errors_in_a_row()), settling_since=settling_since)
         found = firing(watched, self._dead_letters_allowed, self._leader_grace_s)

@@ -15,7 +15,6 @@ from datetime import datetime, timedelta
 import structlog
 
 from windlass.control.executor import CALL_TIMEOUT_S, ProviderExecutor
-from windlass.control.leader import LeaseGuard
 from windlass.control.summary import (
     Summary,
     alerts_of,
@@ -30,10 +29,12 @@ from windlass.model.action import Delete, Plan, Spawn
 from windlass.model.auth import JOIN_PREFIX, hash_of, new_token
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseGuard, LeaseLost, Standby
 from windlass.model.machine import Machine, ProviderTraits, Volume
+from windlass.model.outcome import Deleted, Intent, Outcome
 from windlass.model.snapshot import PlannerState, Snapshot
 from windlass.policy.plan import plan
-from windlass.ports.control import Candidate, ControlStore, Deleted, Intent, LeaseLost, Outcome, Standby
+from windlass.ports.control import ControlStore
 from windlass.ports.provider import Provider, SharesVolume
 
 LIST_TIMEOUT_S = 60.0
@@ -204,7 +205,7 @@ class FleetCycle:
         """Our term and all that is known, if we lead. Whoever does not asks the provider nothing."""
         loop = asyncio.get_running_loop()
         if self._trust.remaining_s < self._list_timeout_s:
-            led = await self._store.lead(self._candidate)
+            led = await self._store.acquire_lease(self._candidate)
             if isinstance(led, Standby):
                 return led
         # Machines first: what is written down after this list was asked for is judged by a later one.
@@ -217,7 +218,8 @@ class FleetCycle:
         self._trust.renewed(observing)
         term, seen = observed
         self._clock = (seen.now, loop.time())
-        volume, volume_problem = await self._look_at_volume(seen.memory)
+        volume, volume_problem = await self._look_at_volume(seen.planner_state)
+        cadence = replace(seen.planner_state.cadence, gaps_s=())
         return term, replace(
             seen,
             machines=machines,
@@ -226,7 +228,7 @@ class FleetCycle:
             listed_at=seen.now - timedelta(seconds=self._clock[1] - listing),
             traits=self._traits(),
             is_shutting_down=self.is_shutting_down,
-            memory=seen.memory if self.is_single else replace(seen.memory, gaps_s=()),
+            planner_state=seen.planner_state if self.is_single else replace(seen.planner_state, cadence=cadence),
             preparing=self._actor.preparing,
             # What is stored with the cycle is read by many: the environment of workers may hold secrets.
             settings=self._config.model_copy(
@@ -364,13 +366,16 @@ class FleetCycle:
             log.warning("machines unknown", fleet=self.name, error=problem)
             self._unlisted = (problem, now)
 
-    async def _look_at_volume(self, memory: PlannerState) -> tuple[Volume | None, str | None]:
+    async def _look_at_volume(self, planner_state: PlannerState) -> tuple[Volume | None, str | None]:
         """In every so many cycles, whoever ran the last ones; and why it cannot be known. What cannot is looked at
         again in the next one."""
         if not isinstance(self._provider, SharesVolume):
             return None, None
-        looked_in = memory.storage_looked_in
-        if looked_in is not None and memory.cycle + 1 - looked_in < self._config.storage_check_interval_cycles:
+        looked_in = planner_state.storage.checked_in_cycle
+        if (
+            looked_in is not None
+            and planner_state.cadence.cycle + 1 - looked_in < self._config.storage_check_interval_cycles
+        ):
             return None, None
         try:
             async with asyncio.timeout(self._list_timeout_s):

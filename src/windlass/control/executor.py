@@ -18,12 +18,11 @@ from typing import Any
 
 import structlog
 
-from windlass.control.leader import LeaseGuard
 from windlass.model.action import Delete, DeleteOrphan, GrowVolume, Plan, Prepare
 from windlass.model.errors import LONG_PAUSE_S, NoCapacity, NotPrepared, ProviderError, Refused, Throttled
+from windlass.model.lease import LeaseGuard
 from windlass.model.machine import Machine, MachineRequest, MachineState
-from windlass.model.snapshot import Snapshot
-from windlass.ports.control import (
+from windlass.model.outcome import (
     Created,
     CreationRefused,
     CreationUnclear,
@@ -39,6 +38,7 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.snapshot import Snapshot
 from windlass.ports.provider import Provider, SharesVolume
 
 # Adapters keep their own limits; this one is for an adapter that does not.
@@ -333,5 +333,6 @@ def _gone_since(snapshot: Snapshot, plan: Plan) -> dict[str, datetime]:
     there already: whoever was heard later was there later."""
     heard = {worker.id: worker.last_heartbeat for worker in snapshot.workers}
     return {
-        worker_id: max(since, heard.get(worker_id) or since) for worker_id, since in plan.memory.missing_since.items()
+        worker_id: max(since, heard.get(worker_id) or since)
+        for worker_id, since in plan.planner_state.machines.missing_since.items()
     }

@@ -22,7 +22,8 @@ from windlass.control.daemon import Daemon
 from windlass.control.summary import Summary
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
-from windlass.ports.control import Candidate, ControlStore, Operations, Standby
+from windlass.model.lease import Candidate, Standby
+from windlass.ports.control import ControlStore, Operations
 from windlass.ports.provider import Provider
 from windlass.ports.store import Store
 
@@ -128,7 +129,7 @@ class Orchestrator:
             for timer in self._farewells:
                 timer.cancel()
         with suppress(DatabaseUnavailable):
-            await self._store.resign(self._caretaker)
+            await self._store.release_lease(self._caretaker)
 
     async def _until_over(self) -> None:
         await self._is_over.wait()
@@ -327,9 +328,9 @@ class Orchestrator:
         if self._daemon.fleets:
             return any(heard.summary.is_leader for heard in self.heard().values())
         # There is no cycle that would ask for the lead.
-        if not isinstance(await self._store.lead(self._candidate), Standby):
-            await self._store.resign(self._candidate)
-            await self._store.lead(self._caretaker)
+        if not isinstance(await self._store.acquire_lease(self._candidate), Standby):
+            await self._store.release_lease(self._candidate)
+            await self._store.acquire_lease(self._caretaker)
             return True
         if not self._is_standby_told:
             self._is_standby_told = True

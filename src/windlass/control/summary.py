@@ -7,8 +7,7 @@ from typing import Any
 from windlass.model.action import Fail, Plan, Promote, RaiseAlert
 from windlass.model.cycle import ACTION_COUNTS, COUNTED_STATUSES, STATUS_COUNTS
 from windlass.model.machine import MachineState
-from windlass.model.snapshot import Snapshot
-from windlass.ports.control import (
+from windlass.model.outcome import (
     Created,
     CreationRefused,
     CreationUnclear,
@@ -23,6 +22,7 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

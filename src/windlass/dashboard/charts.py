@@ -9,8 +9,8 @@ from typing import Any
 from windlass.dashboard.filters import counted
 from windlass.model.cycle import Fleet
 from windlass.model.money import MICROS
+from windlass.model.overview import FleetOverview, Sample
 from windlass.model.worker import WorkerStatus
-from windlass.ports.queries import FleetOverview, Sample
 
 # A chart covers an hour, or the age of a younger fleet. The points fit a third of a screen.
 MAX_HISTORY_S = 3_600.0

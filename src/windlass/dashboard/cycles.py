@@ -14,7 +14,7 @@ from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
-from windlass.ports.queries import Page
+from windlass.model.listing import Page
 
 # Settings that a replay can change.
 REPLAY_SETTINGS = (
@@ -178,7 +178,7 @@ def cycle_page(
         justification=justification,
         actions=[{**action, "target": _target(action)} for action in actions],
         worker_counts={status: number for status, number in counts.items() if number},
-        hold=snapshot.memory.hold,
+        hold=snapshot.planner_state.hold,
         options=options,
         replayed=replayed,
         problem=problem,

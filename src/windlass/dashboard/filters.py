@@ -4,7 +4,7 @@ import re
 from datetime import datetime
 
 from windlass.model.money import amount
-from windlass.ports.queries import COUNT_LIMIT
+from windlass.model.overview import COUNT_LIMIT
 
 UNKNOWN = "\N{EN DASH}"
 # Part of a payload or result that a page shows. Pages are reloaded often, so it is bounded.

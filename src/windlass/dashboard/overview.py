@@ -11,7 +11,7 @@ from windlass.dashboard.cycles import split_decision
 from windlass.dashboard.filters import count, counted
 from windlass.dashboard.render import PageContext, render
 from windlass.model.event import Event
-from windlass.ports.queries import Burn, FleetOverview, Overview, Sample, Work
+from windlass.model.overview import Burn, FleetOverview, Overview, Sample, Work
 
 _NUMBER = pattern(r"\d[\d,.]*")
 
@@ -64,7 +64,7 @@ def _total_work(overview: Overview) -> Work:
     return Work(
         queued=sum(work.queued for work in works),
         scheduled=sum(work.scheduled for work in works),
-        waiting_for_retry=sum(work.waiting_for_retry for work in works),
+        retrying=sum(work.retrying for work in works),
         running=sum(work.running for work in works),
         dead=sum(work.dead for work in works),
         oldest_queued_age_s=max(

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 from windlass.dashboard import filters, ray_nodes
 from windlass.model.money import amount
-from windlass.ports.queries import Page
+from windlass.model.listing import Page
 
 # Event codes that are highlighted in lists.
 FAILURE_CODES = (

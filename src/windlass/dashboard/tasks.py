@@ -9,7 +9,7 @@ from windlass.dashboard.render import PageContext, next_page_url, render
 from windlass.model.cost import Cost
 from windlass.model.event import Event
 from windlass.model.task import Task, TaskStatus
-from windlass.ports.queries import Page, TaskDetail, TaskRow
+from windlass.model.listing import Page, TaskDetail, TaskRow
 
 # Tabs: the value of `which` in the address, and the label.
 TASK_LISTS = (

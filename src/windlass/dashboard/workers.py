@@ -11,7 +11,7 @@ from windlass.model.cycle import Fleet
 from windlass.model.task import TaskSummary
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import LONG_UNIT_S
-from windlass.ports.queries import Page, WorkerRow
+from windlass.model.listing import Page, WorkerRow
 
 # Workers per slot map. Larger fleets are shown in several pages.
 MAX_CELLS = 500

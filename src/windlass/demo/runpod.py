@@ -109,7 +109,7 @@ TOLD = {
     "WORKER_ERROR": "{worker} is broken: {reason}",
     "TASK_REQUEUED": "task {task} goes back to the queue after {attempt}",
     "WORKER_TERMINATING": "{worker} is let go: {reason}",
-    "WORKER_LEFT": "{worker} has finished what it had, and leaves",
+    "WORKER_DEREGISTERED": "{worker} has finished what it had, and leaves",
     "WORKER_TERMINATED": "{worker}: its pod is deleted ({reason})",
     "VOLUME_GROWN": "the network volume grows: {reason}",
     "MACHINE_REFUSED": "{reason}",

@@ -195,7 +195,7 @@ class Plan:
     """Everything a cycle should do, in order, and what the next one should remember."""
 
     actions: tuple[Action, ...]
-    memory: PlannerState
+    planner_state: PlannerState
     # The scaling decision in words: "hiring 3: 41 waiting, 5 workers". There is one even when nothing is done.
     decision: str
     # A cap, a hold, or machines still on their way out left a part of the decision to a later cycle.
@@ -203,4 +203,4 @@ class Plan:
 
     @property
     def hold(self) -> Hold | None:
-        return self.memory.hold
+        return self.planner_state.hold

@@ -122,3 +122,18 @@ class Throttled(ProviderError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NotDelivered(WindlassError):
+    """A notification was not delivered, as far as is known. The text says why, without secrets."""
+
+
+class DeliveredInPart(WindlassError):
+    """A notification reached only some of its recipients; sending it again would reach those twice.
+
+    `refused` is the number of recipients that did not get it. The text names them, without secrets.
+    """
+
+    def __init__(self, message: str, refused: int) -> None:
+        super().__init__(message)
+        self.refused = refused

@@ -33,6 +33,6 @@ class QueueDepth:
     queue: str
     queued: int
     scheduled: int
-    waiting_for_retry: int
+    retrying: int
     running: int
     oldest_queued_age_s: float | None

@@ -1,13 +1,14 @@
-"""Everything one cycle knows, as plain values. A plan is a pure function of it, so it is stored with each cycle and
-`windlass replay` can think again.
+"""Everything one cycle observed, as plain values.
 
-Unknown is a value: `machines` is None when the provider's list could not be had whole, and nothing is then concluded
-from a machine's absence.
+A plan is a pure function of a snapshot and the fleet's settings. The snapshot is stored with its cycle, so
+`windlass replay` can plan again from it.
+
+Unknown is a value: `machines` is None if the provider returned no complete list. No conclusion is then drawn from the
+absence of a machine.
 """
 
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
 
 from windlass.model.cost import Bill, Spending
 from windlass.model.fleet import FleetConfig
@@ -16,11 +17,11 @@ from windlass.model.node import NodeView
 from windlass.model.worker import WorkerStatus
 
 
-# A cycle makes thousands of these two. They are values like all others here, and nobody changes one; but to freeze them
-# takes as long as to make them.
+# RunningView and WorkerView are immutable by convention only. A cycle creates thousands of them, and frozen=True
+# doubles the cost of creating one.
 @dataclass(slots=True)
 class RunningView:
-    """A task a worker has at hand."""
+    """A task that a worker has claimed."""
 
     task_id: int
     started_at: datetime
@@ -32,7 +33,7 @@ class WorkerView:
     """A worker that is not terminated."""
 
     id: str
-    # None: a person started it. The control loop did not hire it, does not count on it and does not end it.
+    # None: a person started the worker. The control plane does not count it as capacity and does not terminate it.
     slot: int | None
     status: WorkerStatus
     is_paused: bool
@@ -42,56 +43,55 @@ class WorkerView:
     last_heartbeat: datetime | None = None
     first_claimed_at: datetime | None = None
     terminating_at: datetime | None = None
-    # For how long it had been idle when it last beat, by its own word.
+    # Idle time that the worker reported with its last heartbeat.
     idle_s: float | None = None
     machine_id: str | None = None
-    # When its machine became known to us.
+    # When the control plane learned the machine's id.
     machine_at: datetime | None = None
-    # What happened to the call that should have made its machine: None while it is under way or was never answered.
+    # Result of the provider's create call: "created", "refused", "ambiguous". None: pending, or never answered.
     creation: str | None = None
     prepared_at: datetime | None = None
     vram_total_mb: int | None = None
     vram_used_mb: int | None = None
     vram_at: datetime | None = None
-    # Since when it has reported a GPU of zero memory without a break, having reported some before. None: it has memory
-    # by its last word, or never had any.
+    # Start of the unbroken time in which the GPU reports zero memory, after it reported some. None: the last report had
+    # memory, or no report ever had.
     vram_lost_at: datetime | None = None
     running: tuple[RunningView, ...] = ()
     code: str | None = None
     reason: str | None = None
-    # For how long it may be silent by its own word. Only asked of workers started by hand; others keep the fleet's.
+    # Lease that a worker started by hand asked for. Other workers use the fleet's heartbeat_timeout_s.
     lease_s: float | None = None
-    # What its machine is charged for, where that has a price.
+    # None: the machine has no price.
     bill: Bill | None = None
-    # When we first set about starting its program on its machine, and why that cannot be done, if it cannot.
+    # When the control plane first began to start the worker's program on the machine, and the error if that failed.
     preparing_at: datetime | None = None
     prepare_code: str | None = None
     prepare_reason: str | None = None
-    # Who its machine proved to be when it first let us in.
+    # SSH host key that the machine presented at the first connection.
     host_key: str | None = None
-    # What its engine last said of it, where tasks are placed by one.
+    # The worker's Ray node, in fleets with engine = "ray".
     node: NodeView | None = None
-    # Since when nothing but failures has come of what it took.
+    # Start of the unbroken series of failed attempts on this worker.
     failing_since: datetime | None = None
-    # Who was asked for its machine. None for one that a person started.
+    # Provider of the worker's machine. None for a worker started by hand.
     provider: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FailureStreak:
-    """A worker that has completed nothing since several tasks failed on it, and how others did meanwhile."""
+    """Tasks that failed one after another on one worker, and how other workers did in the same time."""
 
     worker_id: str
     # When the first of them failed.
     since: datetime
-    # Different tasks, the newest last; of a long row only the newest.
+    # Ids of different tasks, newest last. A long streak is cut to the newest.
     failed: tuple[int, ...]
-    # Of those, which others have completed since, and who.
+    # Failed task id to the worker that has completed it since.
     completed_by: dict[int, str] = field(default_factory=dict)
-    # Of those, which failed on others too that completed tasks meanwhile.
+    # Failed task ids that also failed on a worker that completed tasks in this time.
     failed_elsewhere: tuple[int, ...] = ()
-    # Others that completed tasks of the fleet's queues meanwhile; how many they completed, and how many attempts of
-    # theirs failed.
+    # Other workers that completed tasks of the fleet's queues in this time, their completed tasks and failed attempts.
     others: int = 0
     others_completed: int = 0
     others_failed: int = 0
@@ -99,28 +99,28 @@ class FailureStreak:
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """What a slot remembers of its former workers."""
+    """The failure history of a slot."""
 
     slot: int
     is_failed: bool
-    # When its workers broke within the restart window, newest last. Each meant, or means, a restart.
+    # When workers of this slot failed within the restart window, newest last.
     restarts: tuple[datetime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """The queues a fleet serves, together. What a dispatcher has claimed and not placed counts as queued."""
+    """Totals over the queues of a fleet. Tasks that a dispatcher claimed and did not place yet count as queued."""
 
     queued: int = 0
     running: int = 0
     oldest_queued_age_s: float | None = None
-    # Median of recently completed tasks; None when there are none.
+    # Median of recently completed tasks. None: there are none.
     duration_p50_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """That a worker was hired, and whether it ended broken."""
+    """A worker that was spawned, and whether it failed."""
 
     at: datetime
     has_failed: bool
@@ -128,7 +128,7 @@ class LaunchRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecentFailure:
-    """The last worker of a fleet that broke, or could not be hired, and why."""
+    """The fleet's most recent worker that failed or could not be spawned."""
 
     worker_id: str
     code: str
@@ -137,8 +137,30 @@ class RecentFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class ProviderRefusal:
+    """The provider's last answer to a create call, if it refused for a reason that concerns the whole fleet."""
+
+    # LIMIT_REACHED, DENIED, INVALID_REQUEST, NO_CAPACITY, or PROVIDER_PAUSE (it asked for a pause of several minutes).
+    code: str
+    reason: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class StorageUse:
+    """How much of the fleet's shared volume is used, as measured by one of its workers."""
+
+    worker_id: str
+    used_bytes: int
+    at: datetime
+
+
+# ------------------------------------------------------------------------------------- what one plan keeps for the next
+
+
+@dataclass(frozen=True, slots=True)
 class Hold:
-    """The brake: while it is on, the fleet spawns nothing, or (`is_total`) nothing is touched."""
+    """A rule stopped spawning (or, if `is_total`, every action) in this cycle."""
 
     code: str
     reason: str
@@ -147,32 +169,83 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class FailureRateState:
-    """What the failure-rate guard remembers."""
+class Cadence:
+    """How often plans are made."""
 
-    # How often in a row it tripped, and until when nobody is hired.
+    cycle: int = 0
+    # When the last plan was made. A long gap since then means that the orchestrator or the database was unavailable.
+    planned_at: datetime | None = None
+    # Seconds between the last plans, newest last, without plans that an event triggered early. Only `windlass cycle`
+    # keeps them; in `windlass up` a long gap is an outage, not a cadence.
+    gaps_s: tuple[float, ...] = ()
+    # Seconds until the next plan is due. None: the fleet is shut down and this was its last plan.
+    next_plan_in_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingState:
+    spawned_at: datetime | None = None
+    # Start of the unbroken time with more workers than needed.
+    over_capacity_since: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HealthState:
+    # Worker id to the first of the consecutive cycles that saw it idle.
+    idle_since: dict[str, datetime] = field(default_factory=dict)
+    # Worker id to the first of the consecutive cycles that saw queued tasks and a worker that has never claimed one.
+    unclaimed_since: dict[str, datetime] = field(default_factory=dict)
+    # Since when so many workers have been silent that the cause may be the database or this orchestrator.
+    mass_silence_since: datetime | None = None
+    # When a worker was last replaced as a trial, without evidence from other workers (policy/quarantine.py).
+    quarantine_trial_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MachineListState:
+    # Worker id to the first complete list that lacked its machine.
+    missing_since: dict[str, datetime] = field(default_factory=dict)
+    # Since when the provider has returned no complete list.
+    unlisted_since: datetime | None = None
+    # Machine id to the first of the consecutive cycles that asked for its deletion.
+    deleting_since: dict[str, datetime] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OrphanState:
+    # Machine id to when it was first listed without a worker row.
+    orphan_since: dict[str, datetime] = field(default_factory=dict)
+    # Since when so many machines have been orphaned that the database may have lost their rows.
+    orphans_held_since: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AccountState:
+    """Which provider account the fleet's machines belong to."""
+
+    # ProviderTraits.key_hash of the key that last listed the fleet's machines.
+    key_hash: str | None = None
+    # When a machine of the fleet was last listed, which proves that the key was the right one at that time.
+    own_listed_at: datetime | None = None
+    # When a person last abandoned unlisted machines by `windlass restart`. Concerns workers created before.
+    abandoned_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRateState:
+    # How often in a row the hold tripped, and until when it stops spawning.
     trips: int = 0
     until: datetime | None = None
-    # What was hired up to here has had its consequence and is not judged again.
+    # Workers spawned up to this moment have been judged and do not count again.
     judged_until: datetime | None = None
-    # Workers that broke before they had proven themselves, one after another, and when the last of them did.
+    # Consecutive workers that failed before they had proven to work, and when the last of them failed.
     failed_starts: int = 0
     last_failure_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ProviderRefusal:
-    """The last answer to a creation, where it was a no that concerns the whole fleet."""
-
-    # LIMIT_REACHED, DENIED, INVALID_REQUEST, NO_CAPACITY; PROVIDER_PAUSE: we were told to wait for many minutes.
-    code: str
-    reason: str
-    at: datetime
-
-
-@dataclass(frozen=True, slots=True)
 class ProviderBackoff:
-    """For how long a refusal is heeded, and how often in a row it came."""
+    """No machine is requested until this moment, because the provider refused `times` times in a row."""
 
     code: str
     times: int
@@ -180,17 +253,8 @@ class ProviderBackoff:
 
 
 @dataclass(frozen=True, slots=True)
-class StorageUse:
-    """How much of the storage that a fleet shares is used, by the word of one of its workers."""
-
-    worker_id: str
-    used_bytes: int
-    at: datetime
-
-
-@dataclass(frozen=True, slots=True)
 class VolumeResize:
-    """That a volume was to grow to this size."""
+    """A resize that was requested."""
 
     volume_id: str
     size_gb: int
@@ -198,56 +262,35 @@ class VolumeResize:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannerState:
-    """The explicit memory of plan(): in with the snapshot, out with the plan, stored with the fleet."""
+class StorageState:
+    # The cycle in which the volume was last read from the provider.
+    checked_in_cycle: int | None = None
+    # Consecutive checks that could not tell how full it is.
+    unknown_checks: int = 0
+    # The resize that the last check requested.
+    resize: VolumeResize | None = None
 
-    cycle: int = 0
-    # When the last plan was made. A long gap since then means that we, or the database, were away.
-    planned_at: datetime | None = None
-    # How far apart the last plans were, the newest last; not those that something brought about before their time. Kept
-    # only from one single cycle to the next: of one program that plans again and again a gap is an outage.
-    gaps_s: tuple[float, ...] = ()
-    # How long after it the next one is due. None: it was to be the last, because the fleet is wound down.
-    next_plan_in_s: float | None = None
-    scaled_up_at: datetime | None = None
-    # Since when there have been more workers than needed, without a break.
-    over_capacity_since: datetime | None = None
-    # Worker id to when it was first missing from a complete list.
-    missing_since: dict[str, datetime] = field(default_factory=dict)
-    # Machine id to when it was first seen without a row.
-    orphan_since: dict[str, datetime] = field(default_factory=dict)
-    # Since when so many machines have had no row that it may be our own forgetting.
-    orphans_held_since: datetime | None = None
-    # Since when workers have been silent in a way that may be our own blindness.
-    doubted_since: datetime | None = None
-    # Worker id to the first of the cycles, without a break, that saw it idle.
-    idle_since: dict[str, datetime] = field(default_factory=dict)
-    # Worker id to the first of the cycles, without a break, that saw tasks waiting and it without any claim ever.
-    unclaimed_since: dict[str, datetime] = field(default_factory=dict)
-    # Machine id to the first of the cycles, without a break, that asked for its end.
-    terminating_since: dict[str, datetime] = field(default_factory=dict)
-    # When a worker on which all tasks fail was last replaced to see how they fare on another.
-    tried_at: datetime | None = None
-    # The key that its machines were last listed with (ProviderTraits.key_hash).
-    key_hash: str | None = None
-    # When a machine of the fleet was last listed: until then the key was the one that rents them.
-    own_listed_at: datetime | None = None
-    # When a person last gave up machines that are not listed: those of everybody hired before.
-    abandoned_at: datetime | None = None
-    # Since when no list of machines could be had.
-    unlisted_since: datetime | None = None
-    guard: FailureRateState = FailureRateState()
-    # In which cycle its storage was last seen, and how many looks, one after another, did not say how full it is.
-    storage_looked_in: int | None = None
-    blind_looks: int = 0
-    # What was asked for when its storage was last looked at.
-    growth: VolumeResize | None = None
-    refused: ProviderBackoff | None = None
-    # What a person has been told, and when. A cause that is gone is forgotten.
+
+@dataclass(frozen=True, slots=True)
+class PlannerState:
+    """State that plan() passes from one cycle to the next: an input in the snapshot, an output of the plan.
+
+    It is stored as JSON with the fleet and grouped by feature. Queries read `cadence`, `alerts` and `hold`.
+    """
+
+    cadence: Cadence = Cadence()
+    scaling: ScalingState = ScalingState()
+    health: HealthState = field(default_factory=HealthState)
+    machines: MachineListState = field(default_factory=MachineListState)
+    orphans: OrphanState = field(default_factory=OrphanState)
+    account: AccountState = AccountState()
+    failure_rate: FailureRateState = FailureRateState()
+    provider_backoff: ProviderBackoff | None = None
+    storage: StorageState = StorageState()
+    # Alert key to when its alert was last raised. Only keys whose condition still holds.
     alerts: dict[str, datetime] = field(default_factory=dict)
+    # Decided anew in every cycle.
     hold: Hold | None = None
-    # Whatever a policy wants to keep. None of those there are does; one that learns from the past will.
-    policy: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,43 +301,42 @@ class Snapshot:
     workers: tuple[WorkerView, ...] = ()
     slots: tuple[SlotView, ...] = ()
     machines: tuple[Machine, ...] | None = None
-    # When that list was asked for, by the database's clock. What became known later cannot be missing from it.
+    # When the list was requested, by the database's clock. Machines that became known later cannot be missing from it.
     listed_at: datetime | None = None
     traits: ProviderTraits = field(default_factory=ProviderTraits)
-    # Everybody hired, or found broken, within the failure window, in the order of hiring.
+    # Workers spawned, or found failed, within the failure window, oldest first.
     launches: tuple[LaunchRecord, ...] = ()
-    # None as soon as a machine was had after it.
+    # None as soon as a later create call succeeded.
     refusal: ProviderRefusal | None = None
     last_failure: RecentFailure | None = None
-    # Storage that its machines share: None where there is none, or it was not looked at in this cycle.
+    # The fleet's shared volume. None: there is none, or this cycle did not check it.
     volume: Volume | None = None
-    # Why it could not be seen, where it was looked for.
+    # Why the check of the volume failed.
     volume_problem: str | None = None
-    # The newest word about how much of it is used.
+    # The newest measurement of the volume.
     storage: StorageUse | None = None
-    # Workers on which tasks fail, one after another.
     failure_streaks: tuple[FailureStreak, ...] = ()
-    # Names in which tasks run although no live worker has them.
+    # Ids that hold running tasks without being a live worker.
     orphaned: tuple[str, ...] = ()
     # Workers whose machines this orchestrator is preparing at this moment.
     preparing: tuple[str, ...] = ()
     is_paused: bool = False
-    # The fleet is to end: everybody is let go, and nobody hired, whatever waits.
+    # The fleet is shut down: all workers drain and none is spawned, whatever is queued.
     is_shutting_down: bool = False
+    # Median boot time of recent workers. Shown with the cycle; no decision depends on it.
     boot_p50_s: float | None = None
-    # Workers a person asked for, whatever the policy thinks.
+    # Workers that a person requested by `windlass spawn`, in addition to the policy.
     requested: int = 0
-    # When a person last said, by `windlass restart`, that what was broken is mended.
+    # When a person last ran `windlass restart` for the fleet, a slot or a worker.
     reset_at: datetime | None = None
-    # When they last said it of the whole fleet, not of one slot.
+    # When a person last ran it for the whole fleet.
     restarted_at: datetime | None = None
-    # What the ledger has closed of the present hour, day and month, for each currency.
+    # What the ledger has closed of the present hour, day and month, one per currency.
     spending: tuple[Spending, ...] = ()
-    # Machines that are gone and not in the ledger yet. Those that are there stand with their workers.
+    # Bills of deleted machines that the ledger has not closed. Bills of existing machines are with their workers.
     ended_bills: tuple[Bill, ...] = ()
-    # The ledger has something to close; nothing is decided by it.
+    # The ledger has something to close. No decision depends on it.
     is_settlement_due: bool = False
-    # What earlier plans wanted later ones to know.
-    memory: PlannerState = field(default_factory=PlannerState)
-    # The settings it was judged by, for whoever thinks again later.
+    planner_state: PlannerState = field(default_factory=PlannerState)
+    # The settings this snapshot was planned with, for replay.
     settings: FleetConfig | None = None

@@ -13,7 +13,7 @@ from windlass.model.errors import BadInput
 
 # Payloads and results above this belong into object storage; the task carries the address.
 MAX_PAYLOAD_BYTES = 1024 * 1024
-# The same rule as windlass.is_name() in the database.
+# The same rule as windlass_internal.is_name() in the database.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}")
 # An even number of backslashes before it are backslashes of the text itself.
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
@@ -176,7 +176,7 @@ def new_task(
 
 
 def truncate_error(error: str, max_characters: int = MAX_ERROR_CHARACTERS) -> str:
-    """Keep both ends of an error that is too long, as windlass.truncate_error() does in SQL: the kind is at the
+    """Keep both ends of an error that is too long, as the SQL function truncate_error() does: the kind is at the
     beginning of a message, and the cause at the end of a traceback."""
     if len(error) <= max_characters:
         return error

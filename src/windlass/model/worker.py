@@ -1,22 +1,23 @@
-"""A worker: one incarnation of what claims and runs tasks."""
+"""A worker: one incarnation of a program that claims and runs tasks, from spawn intent to terminated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
 from windlass.model.node import NodeView
 
-# The fleet of those who name none.
+# Fleet of workers that name none.
 DEFAULT_FLEET = "default"
-# Tasks of one worker at the same time. Each of its heartbeats names all of them, and they are given back one by one.
+# Tasks that one worker runs at the same time. Every heartbeat lists all of them, and they are released one by one.
 MAX_CONCURRENCY = 10_000
-# Of workers: far beyond any fleet, and few enough to be counted one by one in every cycle.
+# Workers of one fleet: far beyond any real fleet, and few enough to count one by one in every cycle.
 MAX_COUNT = 100_000
-# `timeout` tells a program and then its whole group, and wrappers pass on a Ctrl-C that everybody has had: signals this
-# soon after the first are one with it. Half of the second after which the local provider asks again, and means it.
+# Signals this soon after the first count as the same one. `timeout` signals a program and then its whole group, and
+# wrappers forward a Ctrl-C that the whole group already got. Half of the second after which the local provider repeats
+# its own signal.
 SAME_SIGNAL_S = 0.5
 
 
@@ -28,21 +29,18 @@ class WorkerStatus(StrEnum):
     TERMINATED = "terminated"
 
 
+LIVE = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
+
+
 class WorkerKind(StrEnum):
     WORKER = "worker"  # claims and runs tasks itself
-    NODE = "node"  # runs what a dispatcher places on it
+    NODE = "node"  # runs tasks that a dispatcher places on it
     DISPATCHER = "dispatcher"  # claims tasks and places them on nodes
-
-
-# Of this program. A pid would not do: in a container it is the same again.
-THIS_START = uuid4().hex
-
-LIVE = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a worker says of itself when it announces itself."""
+    """What a worker reports about itself when it registers."""
 
     worker_id: str
     queues: tuple[str, ...]
@@ -53,13 +51,15 @@ class Registration:
     pid: int | None = None
     version: str | None = None
     kind: WorkerKind = WorkerKind.WORKER
-    # Another one under the same name: a program that was started again, and holds nothing. None: every call is a start.
-    start_id: str | None = THIS_START
+    # Identifies one start of the program. A registration under the same worker id with another start_id is a restart:
+    # that program holds no claims, so its tasks are requeued. A pid does not work, because in a container it repeats.
+    # None: every registration is a restart.
+    start_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HeldClaim:
-    """A claim named in a heartbeat, with how far its attempt has come (0 to 1) if the handler says so."""
+    """A claim listed in a heartbeat, with the handler's progress (0 to 1) if it reports any."""
 
     task_id: int
     token: UUID
@@ -69,7 +69,7 @@ class HeldClaim:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """The answer to a heartbeat. `status` is None for a worker the store does not know."""
+    """The reply to a heartbeat. `status` None: unknown worker. `lost`: claims that are no longer valid."""
 
     status: WorkerStatus | None
     is_paused: bool
@@ -78,10 +78,11 @@ class HeartbeatReply:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker as the store knows it."""
+    """A worker as the database stores it."""
 
     id: str
     fleet: str
+    # None: started by hand, not spawned by a fleet.
     slot: int | None
     status: WorkerStatus
     is_paused: bool
@@ -93,6 +94,7 @@ class Worker:
     last_heartbeat: datetime | None
     first_claimed_at: datetime | None
     terminated_at: datetime | None
+    # Why it ended: a code for programs and a sentence for people.
     code: str | None
     reason: str | None
     host: str | None
@@ -100,12 +102,13 @@ class Worker:
     version: str | None
     vram_total_mb: int | None
     vram_used_mb: int | None
+    # Results that arrived after their claim was lost, and were ignored.
     late_results: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
     kind: WorkerKind = WorkerKind.WORKER
-    # Of a node: what its engine last said of it.
+    # For a node: Ray's last report about it.
     node: NodeView | None = None
-    # Of one whose machine was hired: what it is and where, in its provider's words.
+    # For a spawned worker: its machine, in the provider's terms.
     machine_id: str | None = None
     instance_type: str | None = None
     place: str | None = None
@@ -113,7 +116,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredTasks:
-    """A worker that was found lost, and what became of its tasks."""
+    """A worker that was found lost, and what happened to its tasks."""
 
     worker_id: str
     tasks_requeued: int

@@ -8,8 +8,8 @@ import shlex
 import signal
 
 from windlass.model.alert import Message
+from windlass.model.errors import NotDelivered
 from windlass.notify.format import to_plain
-from windlass.ports.alerts import NotDelivered
 
 TIMEOUT_S = 30.0
 

@@ -8,9 +8,9 @@ from email.message import EmailMessage
 from urllib.parse import unquote, urlsplit
 
 from windlass.model.alert import Message, MessageKind
+from windlass.model.errors import DeliveredInPart, NotDelivered
 from windlass.notify.format import to_sentences
 from windlass.notify.thread_runner import SingleThreadRunner
-from windlass.ports.alerts import DeliveredInPart, NotDelivered
 
 # For each step of it, and for all of it.
 TIMEOUT_S = 20.0

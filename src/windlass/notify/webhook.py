@@ -10,9 +10,9 @@ import asyncio
 import httpx
 
 from windlass.model.alert import Message
+from windlass.model.errors import NotDelivered
 from windlass.notify.format import to_plain, to_sentences
 from windlass.notify.thread_runner import SingleThreadRunner
-from windlass.ports.alerts import NotDelivered
 
 # For each step of it, and for all of it.
 TIMEOUT_S = 10.0

@@ -11,7 +11,7 @@ _MAX_DOUBLINGS = 30
 
 
 def retry_delay_s(attempts: int, jitter: float) -> float:
-    """Before the attempt after `attempts` failed ones. The same formula as windlass.retry_delay_s() in the database."""
+    """Before the attempt after `attempts` failed ones. The SQL function retry_delay_s() has the same formula."""
     return _doubling(RETRY_FIRST_S, RETRY_CEILING_S, attempts, jitter)
 
 

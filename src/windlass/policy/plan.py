@@ -42,5 +42,6 @@ def plan(snapshot: Snapshot, fleet: FleetConfig) -> Plan:
     for stage in STAGES:
         context.actions += stage(context)
     next_plan_in_s = None if snapshot.is_shutting_down else context.pace_s
-    context.remember(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s, alerts=context.alerts)
-    return Plan(tuple(context.actions), context.memory, context.decision, context.is_cut_short)
+    context.remember_in("cadence", planned_at=snapshot.now, next_plan_in_s=next_plan_in_s)
+    context.remember(alerts=context.alerts)
+    return Plan(tuple(context.actions), context.planner_state, context.decision, context.is_cut_short)

@@ -31,7 +31,7 @@ ALERT_AGAIN_S = 3600.0
 class PlanningContext:
     snapshot: Snapshot
     fleet: FleetConfig
-    memory: PlannerState
+    planner_state: PlannerState
     states: dict[str, WorkerState]
     machines: dict[str, tuple[Machine, ...]]  # by the name of the worker they were made for, oldest first
     own: dict[str, Machine]  # the one machine of each worker that has one
@@ -52,33 +52,38 @@ class PlanningContext:
     def now(self) -> datetime:
         return self.snapshot.now
 
-    def remember(self, **changes: Any) -> None:
-        self.memory = replace(self.memory, **changes)
+    def remember(self, **groups: Any) -> None:
+        """Replace whole groups of the planner state."""
+        self.planner_state = replace(self.planner_state, **groups)
+
+    def remember_in(self, group: str, **fields: Any) -> None:
+        """Replace fields of one group of the planner state."""
+        self.remember(**{group: replace(getattr(self.planner_state, group), **fields)})
 
     def hold(self, code: str, reason: str, *, is_total: bool = False) -> None:
         """Put the brake on. The first reason of a cycle stays, unless a later one forbids more."""
-        current = self.memory.hold
+        current = self.planner_state.hold
         if current is None or (is_total and not current.is_total):
-            before = self.snapshot.memory.hold
+            before = self.snapshot.planner_state.hold
             since = before.since if before is not None and before.code == code else self.now
             self.remember(hold=Hold(code, reason, since, is_total))
 
     @property
     def is_stopped(self) -> bool:
         """Whether the brake forbids touching anything."""
-        return self.memory.hold is not None and self.memory.hold.is_total
+        return self.planner_state.hold is not None and self.planner_state.hold.is_total
 
     def alert(self, code: str, reason: str, *, about: str = "", worker_id: str | None = None) -> list[Action]:
         """Tell a person, unless they know. Call it in every cycle in which the cause is there."""
         key = f"{code} {about or worker_id or ''}".rstrip()
-        told_at = self.snapshot.memory.alerts.get(key)
+        told_at = self.snapshot.planner_state.alerts.get(key)
         is_news = told_at is None or self.age_s(told_at) >= ALERT_AGAIN_S
         self.alerts[key] = self.now if told_at is None or is_news else told_at
         return [RaiseAlert(code, reason, worker_id, about)] if is_news else []
 
     def keep_alerts(self, *codes: str) -> None:
         """Whether the cause is still there is not known in this cycle: what a person was told of it stays."""
-        for key, told_at in self.snapshot.memory.alerts.items():
+        for key, told_at in self.snapshot.planner_state.alerts.items():
             if key.split(" ", 1)[0] in codes:
                 self.alerts[key] = told_at
 
@@ -116,7 +121,7 @@ class PlanningContext:
     @property
     def pace_s(self) -> float:
         """How far apart cycles are: as they are meant to be, or farther, if whoever runs them does so less often."""
-        gaps_s = self.memory.gaps_s
+        gaps_s = self.planner_state.cadence.gaps_s
         lasting_s = min(gaps_s) if len(gaps_s) == GAPS_OF_A_PACE else 0.0
         return max(self.fleet.poll_interval_s, lasting_s)
 
@@ -137,17 +142,17 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> PlanningContext:
     for machine in sorted(snapshot.machines or (), key=lambda m: (m.created_at or snapshot.now, m.id)):
         machines.setdefault(machine.name, []).append(machine)
     # Holds are decided anew in every cycle: the cause is there, or the hold is gone.
-    memory = replace(
-        snapshot.memory, cycle=snapshot.memory.cycle + 1, hold=None, gaps_s=_gaps_s(snapshot, fleet.poll_interval_s)
-    )
+    before = snapshot.planner_state
+    cadence = replace(before.cadence, cycle=before.cadence.cycle + 1, gaps_s=_gaps_s(snapshot, fleet.poll_interval_s))
+    planner_state = replace(before, cadence=cadence, hold=None)
     by_name = {name: tuple(found) for name, found in machines.items()}
     found = ((worker.id, _machine_of(worker, by_name.get(worker.id, ()))) for worker in snapshot.workers)
     own = {worker_id: machine for worker_id, machine in found if machine is not None}
-    context = PlanningContext(snapshot, fleet, memory, {}, by_name, own)
+    context = PlanningContext(snapshot, fleet, planner_state, {}, by_name, own)
     presences = _presences(context)
     hired = {worker.id for worker in snapshot.workers if worker.slot is not None}
     failure_streaks = [suspect for suspect in snapshot.failure_streaks if suspect.worker_id in hired]
-    context.verdicts = verdicts(failure_streaks, fleet, memory.tried_at, snapshot.now)
+    context.verdicts = verdicts(failure_streaks, fleet, planner_state.health.quarantine_trial_at, snapshot.now)
     for worker in snapshot.workers:
         context.states[worker.id] = derive_worker_state(
             worker,
@@ -156,13 +161,15 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> PlanningContext:
             fleet,
             snapshot.now,
             snapshot.queue.queued,
-            idle_since=snapshot.memory.idle_since.get(worker.id),
-            unclaimed_since=snapshot.memory.unclaimed_since.get(worker.id),
+            idle_since=snapshot.planner_state.health.idle_since.get(worker.id),
+            unclaimed_since=snapshot.planner_state.health.unclaimed_since.get(worker.id),
             blamed=context.verdicts[worker.id].reason if worker.id in context.verdicts else None,
         )
     states = context.states.values()
-    context.remember(
-        unlisted_since=(memory.unlisted_since or snapshot.now) if snapshot.machines is None else None,
+    unlisted_since = (planner_state.machines.unlisted_since or snapshot.now) if snapshot.machines is None else None
+    context.remember_in("machines", unlisted_since=unlisted_since)
+    context.remember_in(
+        "health",
         idle_since={s.worker.id: s.idle_since for s in states if s.idle_since is not None},
         unclaimed_since={s.worker.id: s.unclaimed_since for s in states if s.unclaimed_since is not None},
     )
@@ -170,7 +177,7 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> PlanningContext:
 
 
 def _gaps_s(snapshot: Snapshot, poll_interval_s: float) -> tuple[float, ...]:
-    before, last = snapshot.memory.gaps_s, snapshot.memory.planned_at
+    before, last = snapshot.planner_state.cadence.gaps_s, snapshot.planner_state.cadence.planned_at
     gap_s = (snapshot.now - last).total_seconds() if last is not None else 0.0
     return (*before, gap_s)[-GAPS_OF_A_PACE:] if gap_s >= EARLY_SHARE * poll_interval_s else before
 
@@ -193,11 +200,13 @@ def _presences(context: PlanningContext) -> dict[str, Presence]:
     ]
     if snapshot.machines is None:
         if grace_s > 0:
-            _has_shrunk(context, expected, snapshot.memory.missing_since, grace_s)  # the last one that was had
+            _has_shrunk(
+                context, expected, snapshot.planner_state.machines.missing_since, grace_s
+            )  # the last one that was had
         return {worker.id: _without_list(worker) for worker in snapshot.workers}
     absent = [w for w in expected if context.machine_of(w) is None]
-    since = {w.id: snapshot.memory.missing_since.get(w.id, snapshot.now) for w in absent}
-    context.remember(missing_since=since)
+    since = {w.id: snapshot.planner_state.machines.missing_since.get(w.id, snapshot.now) for w in absent}
+    context.remember_in("machines", missing_since=since)
     is_doubted = grace_s > 0 and _has_shrunk(context, expected, since, grace_s)
     if is_doubted:
         grace_s *= SHRUNK_PATIENCE

@@ -13,26 +13,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from windlass.model.alert import Alert, AlertInputs, Message
-from windlass.model.errors import WindlassError
-
-
-class NotDelivered(WindlassError):
-    """A message did not arrive, as far as we know. The text says why, without secrets."""
-
-
-class DeliveredInPart(WindlassError):
-    """A message arrived, but not for so many of those who were to have it; sent again, the others would have it twice.
-
-    The text says for whom, without secrets.
-    """
-
-    def __init__(self, message: str, refused: int) -> None:
-        super().__init__(message)
-        self.refused = refused
 
 
 class AlertStore(Protocol):
-    async def watch(self) -> AlertInputs:
+    async def alert_inputs(self) -> AlertInputs:
         """All that alerts are judged by, but what providers answered."""
 
     async def record_alerts(

@@ -21,7 +21,7 @@ from windlass.model.worker import Registration, WorkerStatus
 
 
 class AuthStore(Protocol):
-    async def caller(self, token_hash: bytes) -> Caller | None:
+    async def authenticate(self, token_hash: bytes) -> Caller | None:
         """Whose token this is; None if nobody's, or if it was revoked. Notes when an API token was used last."""
 
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:

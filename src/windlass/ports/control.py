@@ -12,194 +12,25 @@ The contract:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Protocol
 
 from windlass.model.action import Plan
 from windlass.model.cost import BillingAccount, Settlement
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
-from windlass.model.errors import WindlassError
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine
+from windlass.model.lease import Candidate, Standby
+from windlass.model.outcome import Committed, Intent, Outcome
 from windlass.model.snapshot import Snapshot
 
 # Nobody needs to know more exactly how far a task is from its turn.
 MAX_AHEAD = 10_000
 
 
-class LeaseLost(WindlassError):
-    """Somebody else leads now. Nothing was changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Who wants to lead, and for how long at a time."""
-
-    holder: str
-    ttl_s: float
-    lease: str = "orchestrator"
-
-
-@dataclass(frozen=True, slots=True)
-class Standby:
-    """Somebody else leads, until then at least unless they resign or are gone. `at`: when the database said so, by its
-    clock; None where it could not be asked."""
-
-    expires_in_s: float
-    at: datetime | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """A worker about to be hired. Its id names its machine and is the idempotency key of the creation."""
-
-    worker_id: str
-    slot: int
-    reason: str
-    lease_s: float
-    # Hired because a person asked for it: when it is granted, that wish is fulfilled.
-    is_requested: bool = False
-    # Of a machine that will join over HTTP: the hash of its join token, and for how long that is good. The token itself
-    # goes to the provider and nowhere else.
-    join_token_hash: bytes | None = None
-    join_ttl_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    cycle_id: int
-    granted: frozenset[str]
-    requeued: int
-
-
-@dataclass(frozen=True, slots=True)
-class Created:
-    worker_id: str
-    machine: Machine
-    # It starts the worker's program by itself: nothing is to be done between boot and heartbeat.
-    is_prepared: bool = True
-    # How its provider counts time.
-    billing_unit_s: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class CreationUnclear:
-    worker_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class CreationRefused:
-    worker_id: str
-    code: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Deleted:
-    """The worker's machine is gone. `machine_id` None: it never had one. A worker that has another one is not over."""
-
-    worker_id: str
-    machine_id: str | None
-    code: str
-    reason: str
-    # When its machine was gone: it is not paid for beyond. None: now.
-    ended_at: datetime | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NotDeleted:
-    worker_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class OrphanDeleted:
-    """A machine that no worker had is gone. It was paid for all the same."""
-
-    machine: Machine
-    reason: str
-    billing_unit_s: int = 1
-    # As in Deleted.
-    ended_at: datetime | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HostKeySeen:
-    """Who answers on the worker's machine. Whoever was seen first stays."""
-
-    worker_id: str
-    machine_id: str
-    host_key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The worker's program was started on its machine."""
-
-    worker_id: str
-    machine_id: str
-    host_key: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PreparationFailed:
-    """The worker's machine cannot become one. `output`: the last that was said there."""
-
-    worker_id: str
-    machine_id: str
-    code: str
-    reason: str
-    output: str = ""
-    host_key: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PreparationUnclear:
-    """It was not finished. It is begun again, and finds what has been done."""
-
-    worker_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class VolumeGrown:
-    volume_id: str
-    size_gb: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class VolumeNotGrown:
-    """`reason`: why, in the provider's words."""
-
-    volume_id: str
-    size_gb: int
-    reason: str
-
-
-Outcome = (
-    Created
-    | CreationUnclear
-    | CreationRefused
-    | Deleted
-    | NotDeleted
-    | OrphanDeleted
-    | HostKeySeen
-    | Prepared
-    | PreparationFailed
-    | PreparationUnclear
-    | VolumeGrown
-    | VolumeNotGrown
-)
-
-
 class ControlStore(Protocol):
     async def instance_id(self) -> str:
         """What tells this database from every other, whatever address it is reached by. Machines are tagged with it."""
 
-    async def lead(self, candidate: Candidate) -> int | Standby:
+    async def acquire_lease(self, candidate: Candidate) -> int | Standby:
         """Take or renew the lease and nothing else. The term, or for how long somebody else leads."""
 
     async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
@@ -225,7 +56,7 @@ class ControlStore(Protocol):
         Without a summary the cycle keeps the one it has: these outcomes came after it.
         """
 
-    async def resign(self, candidate: Candidate) -> None:
+    async def release_lease(self, candidate: Candidate) -> None:
         """Give the lease up at once."""
 
     async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:

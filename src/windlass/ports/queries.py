@@ -1,233 +1,28 @@
-"""What the faces show: how everything stands, lists in pages, series for charts.
+"""Read side of the dashboard, the HTTP API and metrics: overview, pages of lists, series for charts.
 
 The contract:
-- Nothing here changes anything but `take_samples`. Every method raises DatabaseUnavailable when no answer came.
-- No call reads more than a bounded number of rows, however many workers and tasks there are. Where that leaves a number
-  or a list incomplete, it says so: a count of COUNT_LIMIT means "at least", a page with a cursor has more behind it.
-- A page is a list of rows and the cursor of the next page; None at the end. A search may come back with few rows, or
-  none, and a cursor: it has looked at SCAN_LIMIT rows (of tasks that wait: of each queue) and goes on from there.
-- Lists of tasks that wait in any queue are of those queues that an overview tells of; of another, by its name.
-- A cursor is opaque. One that is not ours is BadInput.
+- No method changes anything except `take_samples`. Every method raises DatabaseUnavailable when no answer came.
+- Every call reads a bounded number of rows, however many workers and tasks there are. Where that leaves a result
+  incomplete, the result says so: a count of COUNT_LIMIT means "at least"; a page with a cursor is not the last.
+- A search page may hold few rows or none and still have a cursor: it examined SCAN_LIMIT rows (of waiting tasks: per
+  queue), and the next page continues there.
+- Lists of waiting tasks of all queues cover the queues of an overview. Any other queue is listed by its name.
+- A cursor is opaque. An invalid cursor raises BadInput.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
-from windlass.model.cost import Bill
-from windlass.model.cycle import Cycle, Fleet
+from windlass.model.cycle import Cycle
 from windlass.model.event import Event
-from windlass.model.task import Task, TaskSummary
-from windlass.model.worker import Worker, WorkerStatus
+from windlass.model.listing import LogLine, Page, TaskDetail, TaskList, TaskRow, WorkerRow
+from windlass.model.overview import FleetMetrics, OpenAlert, Overview, Sample
+from windlass.model.worker import WorkerStatus
 
-# Nobody needs to know more exactly how many wait.
-COUNT_LIMIT = 100_000
-# Rows that one page of a search looks at.
+# Rows that one page of a search examines.
 SCAN_LIMIT = 20_000
-# A search for tasks goes on over further pieces of that size for about so long.
+# A search for tasks examines further blocks of SCAN_LIMIT rows for about this long.
 SEARCH_S = 1.0
-MAX_PAGE = 500
-# Queues told of, beyond those that fleets serve: their names are made up by whoever enqueues.
-MAX_QUEUES = 200
-# Points of a chart: more than a screen has room for.
-MAX_POINTS = 600
-
-Row = TypeVar("Row")
-
-
-@dataclass(frozen=True, slots=True)
-class Page(Generic[Row]):
-    rows: tuple[Row, ...]
-    next_cursor: str | None
-
-
-# ------------------------------------------------------------------------------------------------ how everything stands
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What waits and runs, in one queue or in all that a fleet serves, and how recent work went.
-
-    Waits and throughput are those of the newest completed tasks of the last minutes; None where there were none. A wait
-    begins when the task could have been claimed: when it was enqueued, its time came, or it was put back.
-    """
-
-    queued: int = 0
-    scheduled: int = 0
-    waiting_for_retry: int = 0
-    running: int = 0
-    dead: int = 0
-    oldest_queued_age_s: float | None = None
-    wait_p50_s: float | None = None
-    wait_p95_s: float | None = None
-    duration_p50_s: float | None = None
-    completed_per_minute: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Burn:
-    """What the machines that are there cost."""
-
-    currency: str
-    micros_per_hour: int
-    machines: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenAlert:
-    """Something that is the matter. `fleet` None: it concerns them all."""
-
-    id: int
-    fleet: str | None
-    code: str
-    severity: str
-    reason: str
-    since: datetime
-    seen_at: datetime
-    resolved_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True)
-class FleetOverview:
-    fleet: Fleet
-    work: Work
-    # Of those that are not terminated.
-    workers: Mapping[WorkerStatus, int]
-    hired: int
-    paused: int
-    # Active, and not heard for longer than their lease.
-    silent: int
-    # Of those that could begin a task now, neither paused nor silent: who has none, and how many they could begin.
-    idle: int
-    free_slots: int
-    # What the last cycle decided, in words; None before the first.
-    decision: str | None
-    cycle_id: int | None
-    decided_at: datetime | None
-    burn: tuple[Burn, ...]
-    alerts: tuple[OpenAlert, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leader:
-    holder: str
-    term: int
-    expires_in_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Overview:
-    at: datetime
-    fleets: tuple[FleetOverview, ...]
-    # By name: those that a fleet serves, and of the others the first MAX_QUEUES.
-    queues: Mapping[str, Work]
-    # Those of no fleet in particular.
-    alerts: tuple[OpenAlert, ...]
-    # None: nobody leads now.
-    leader: Leader | None
-    # The newest event there is; 0 without any.
-    last_event_id: int
-    # Whether there are queues that are not in `queues`.
-    has_more_queues: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """How a fleet stood, or stood on average, around a moment."""
-
-    at: datetime
-    queued: float
-    running: float
-    spawning: float
-    active: float
-    terminating: float
-    error: float
-    completed_per_minute: float
-    wait_p95_s: float | None
-    burn_micros_per_hour: float | None
-    currency: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Measures:
-    """What only metrics tell of a fleet. Provisioning is that of the last fifty it hired."""
-
-    fleet: str
-    provisioning_success_ratio: float | None
-    provisioning_mean_s: float | None
-    # Of all its slots, for as long as anybody remembers.
-    restarts: int
-    failed_slots: int
-    since_last_crash_s: float | None
-    # Workers that have ended and are still remembered, counted up to ten thousand.
-    terminated: int
-    # What the machines that are there have cost so far, by currency.
-    machine_costs: tuple[tuple[str, int], ...]
-    # What the last day's paid time was for, by currency: task, boot, idle, tail.
-    spent: tuple[tuple[str, int, int, int, int], ...]
-
-
-# ---------------------------------------------------------------------------------------------------------------- lists
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRow(Worker):
-    """A worker with what it has at hand. What its machine costs follows from `bill`: see cost/meter.py."""
-
-    terminating_at: datetime | None
-    # None for one that never beat.
-    heartbeat_age_s: float | None
-    is_silent: bool
-    running_tasks: int
-    # The oldest of those it has at hand.
-    task_id: int | None
-    task_queue: str | None
-    task_started_at: datetime | None
-    task_progress: float | None
-    task_note: str | None
-    # Of its slot, for as long as anybody remembers.
-    restarts: int
-    is_slot_failed: bool
-    bill: Bill | None
-
-
-class TaskList(StrEnum):
-    """Tasks in one state, each list in the order that is of use."""
-
-    QUEUED = "queued"  # ready, in the order in which they will be claimed
-    SCHEDULED = "scheduled"  # not before a time, the nearest first
-    ERROR = "error"  # waiting for their retry, the nearest first
-    RUNNING = "running"  # newest first
-    COMPLETE = "complete"  # finished last, first
-    FAILED = "failed"  # dead letters, newest first
-
-
-@dataclass(frozen=True, slots=True)
-class TaskRow(TaskSummary):
-    # Since when it could have been claimed: when it was enqueued, its time came, or it was put back.
-    ready_at: datetime
-    # What is in the ledger for it; None if it ran on nothing that has a price, or nothing is settled yet.
-    cost_micros: int | None
-    currency: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class TaskDetail(Task):
-    # As of a TaskRow.
-    ready_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    id: int
-    at: datetime
-    level: str
-    message: str
-    worker_id: str | None
-    cycle_id: int | None
-    fields: Mapping[str, Any] | None
 
 
 class QueryStore(Protocol):
@@ -243,7 +38,7 @@ class QueryStore(Protocol):
     async def take_samples(self, overview: Overview) -> None:
         """Write down how the fleets stand, for `history`. Whoever else does so at the same time does no harm."""
 
-    async def measures(self) -> list[Measures]:
+    async def fleet_metrics(self) -> list[FleetMetrics]:
         """One for each fleet."""
 
     async def workers_page(

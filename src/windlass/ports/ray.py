@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Protocol
 from uuid import UUID
 
+from windlass.model.lease import Candidate, Standby
 from windlass.model.node import AliveNode, DeadNode, NodeVerdict, Placement
-from windlass.ports.control import Candidate, Standby
 from windlass.ports.transport import WorkerTransport
 
 
 class RayStore(WorkerTransport, Protocol):
-    async def lead(self, candidate: Candidate) -> int | Standby: ...
+    async def acquire_lease(self, candidate: Candidate) -> int | Standby: ...
 
-    async def resign(self, candidate: Candidate) -> None: ...
+    async def release_lease(self, candidate: Candidate) -> None: ...
 
     async def take_over_nodes(self, candidate: Candidate, term: int, fleet: str) -> int:
         """Take back what earlier dispatchers claimed and placed. Returns how many tasks. Raises LeaseLost."""

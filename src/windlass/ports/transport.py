@@ -65,7 +65,7 @@ class WorkerTransport(Protocol):
     ) -> HeartbeatReply:
         """The worker lives and holds these claims. Other claims in its name, older than its lease, are released."""
 
-    async def leave(self, worker_id: str, reason: str) -> None:
+    async def deregister(self, worker_id: str, reason: str) -> None:
         """The worker ends. What it still holds goes back to the queue."""
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:

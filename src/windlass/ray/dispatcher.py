@@ -20,15 +20,14 @@ from uuid import uuid4
 
 import structlog
 
-from windlass.control.leader import LeaseGuard, holder_of_this_process
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseGuard, LeaseLost, Standby, holder_of_this_process
 from windlass.model.node import dispatcher_lease
 from windlass.model.ray import RaySettings
 from windlass.model.task import Claim
 from windlass.model.worker import WorkerKind
 from windlass.policy.backoff import reconnect_delay_s
-from windlass.ports.control import Candidate, LeaseLost, Standby
 from windlass.ports.ray import RayStore
 from windlass.ray.capacity import InFlightKind, Needs, free_slots
 from windlass.ray.cluster import WORKER_LABEL, Cluster, ClusterReplaced, ClusterUnavailable
@@ -43,7 +42,7 @@ from windlass.ray.versions import check_versions, our_versions
 from windlass.worker.executor import Executor, Outcome
 from windlass.worker.handler import ReportProgress
 from windlass.worker.heartbeat import OpenTransport
-from windlass.worker.runtime import ExitReason, WorkerRuntime, WorkerSettings
+from windlass.worker.lifecycle import ExitReason, WorkerRuntime, WorkerSettings
 
 # A dispatcher that is silent for this long is replaced by one that stands by.
 LEASE_S = 10.0
@@ -130,7 +129,7 @@ class Dispatcher:
             await self._act(term)
         finally:
             with contextlib.suppress(DatabaseUnavailable):
-                await self._store.resign(self._candidate)
+                await self._store.release_lease(self._candidate)
 
     async def _take_over(self, term: int) -> int:
         """However long somebody keeps one of the tasks locked, or the database is away. Raises LeaseLost."""
@@ -169,7 +168,7 @@ class Dispatcher:
 
     async def _ask_for_lease(self) -> int | Standby:
         asked_at = asyncio.get_running_loop().time()
-        led = await self._store.lead(self._candidate)
+        led = await self._store.acquire_lease(self._candidate)
         if isinstance(led, Standby):
             self._trust.lost()
         else:
@@ -216,7 +215,7 @@ class Dispatcher:
                 for task in done:
                     if task.result() is ExitReason.LOST:
                         raise LeaseLost(f"dispatcher {self._name} was declared lost, or replaced")
-                    if task.result() is ExitReason.LEFT and not self._stop.is_set():
+                    if task.result() is ExitReason.DRAINED and not self._stop.is_set():
                         is_let_go = True
                         for runtime in self._runtimes:
                             runtime.drain("a part of this dispatcher was told to end")
@@ -355,7 +354,7 @@ class Dispatcher:
         # Who is woken first claims first: each class in its turn, or one would take every place that becomes free.
         self._runtimes.rotate(-1)
         for runtime in self._runtimes:
-            runtime.look_again()
+            runtime.recheck_capacity()
 
     @property
     def _settings(self) -> RaySettings:
@@ -380,13 +379,13 @@ class _Places:
         """Being claimed, or claimed and not yet on their way to Ray."""
         return self._held - self._in_flight
 
-    def hold(self, count: int) -> None:
+    def set_used(self, count: int) -> None:
         is_less = count < self._held
         self._held = count
         if is_less:
             self._on_less()
 
-    def free(self) -> int:
+    def count_free(self) -> int:
         return self._count_free(self.needs)
 
     # ------------------------------------------------------------------------------------- as its runtime's executor

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import structlog
 
-from windlass.control.leader import holder_of_this_process
 from windlass.model.errors import ConfigError, DatabaseUnavailable, WindlassError
+from windlass.model.lease import Candidate, Standby, holder_of_this_process
 from windlass.model.node import HEAD_LEASE
-from windlass.ports.control import Candidate, Standby
 
 LEASE_S = 10.0
 RENEWALS_PER_LEASE = 4
@@ -30,9 +29,9 @@ log = structlog.get_logger(__name__)
 
 
 class HeadLeaseStore(Protocol):
-    async def lead(self, candidate: Candidate) -> int | Standby: ...
+    async def acquire_lease(self, candidate: Candidate) -> int | Standby: ...
 
-    async def resign(self, candidate: Candidate) -> None: ...
+    async def release_lease(self, candidate: Candidate) -> None: ...
 
 
 @asynccontextmanager
@@ -92,13 +91,13 @@ async def _held(leases: HeadLeaseStore, ourselves: Candidate, owner: "asyncio.Ta
         await asyncio.gather(keeper, return_exceptions=True)
         if ourselves.holder != _GIVEN:
             with contextlib.suppress(DatabaseUnavailable):
-                await leases.resign(ourselves)
+                await leases.release_lease(ourselves)
 
 
 async def _wait_for(leases: HeadLeaseStore, ourselves: Candidate) -> int:
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + PATIENCE_LEASES * ourselves.ttl_s
-    while isinstance(led := await leases.lead(ourselves), Standby):
+    while isinstance(led := await leases.acquire_lease(ourselves), Standby):
         if loop.time() >= give_up_at:
             raise ConfigError(
                 f"another `windlass up` of this database {_whom(ourselves)}, and two heads would be two clusters: "
@@ -119,7 +118,7 @@ async def _keep(leases: HeadLeaseStore, ourselves: Candidate, term: int) -> None
     while True:
         await asyncio.sleep(ourselves.ttl_s / RENEWALS_PER_LEASE)
         try:
-            if await leases.lead(ourselves) != term:
+            if await leases.acquire_lease(ourselves) != term:
                 return
         except DatabaseUnavailable as error:
             log.warning("the right to keep a Ray head is not renewed: the database is away", error=str(error))

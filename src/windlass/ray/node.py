@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import structlog
@@ -32,8 +33,8 @@ from windlass.ray.cluster import FLEET_LABEL, WORKER_LABEL, label_value
 from windlass.ray.temp_dir import ray_folder
 from windlass.ray.versions import MATCH_MINOR, Versions, check_versions, our_versions
 from windlass.worker.heartbeat import Heartbeat, OpenTransport
+from windlass.worker.lifecycle import ExitReason
 from windlass.worker.process import ProcessGroup, describe_exit, start_group
-from windlass.worker.runtime import ExitReason
 
 # From one look at Ray's processes to the next.
 WATCH_INTERVAL_S = 0.5
@@ -57,6 +58,8 @@ class NodeSettings:
     head_versions: Versions | None = None
     # Added to the environment of Ray's processes, and so of handlers.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # Identifies this start of the program when it registers more than once under the same worker id.
+    start_id: str = field(default_factory=lambda: uuid4().hex)
 
 
 class NodeLost(WindlassError):
@@ -83,7 +86,7 @@ class Node:
             loop.add_signal_handler(number, self._on_signal)
         async with self._open_transport() as transport:
             if not await self._has_registered(transport):
-                return ExitReason.LEFT
+                return ExitReason.DRAINED
             heartbeat = self._start_heartbeat()
             try:
                 with ray_folder() as folder:
@@ -124,8 +127,8 @@ class Node:
             raise NodeLost(_how_it_ended(group))
         await group.end()
         with contextlib.suppress(DatabaseUnavailable):
-            await transport.leave(self._settings.worker_id, "its node was drained")
-        return ExitReason.LEFT
+            await transport.deregister(self._settings.worker_id, "its node was drained")
+        return ExitReason.DRAINED
 
     async def _is_to_end(self, transport: WorkerTransport) -> bool:
         try:
@@ -147,6 +150,7 @@ class Node:
             pid=os.getpid(),
             version=settings.version,
             kind=WorkerKind.NODE,
+            start_id=settings.start_id,
         )
         give_up_at = time.monotonic() + settings.registration_timeout_s
         failures = 0
@@ -176,9 +180,9 @@ class Node:
             self._settings.worker_id,
             interval_s=self._settings.heartbeat_interval_s,
             lease_s=self._settings.lease_s,
-            held=list,
+            held_claims=list,
             vitals=lambda: {"pid": os.getpid()},
-            on_pulse=on_pulse,
+            on_reply=on_pulse,
             on_mismatch=lambda error: log.error("the control plane is of another version", error=str(error)),
         )
         heartbeat.start()

@@ -174,10 +174,10 @@ class AuthMiddleware:
         caller = None
         if is_token(token, API_PREFIX):
             async with self._user_lookups:
-                caller = await self._user_store.caller(token_hash)
+                caller = await self._user_store.authenticate(token_hash)
         elif is_token(token, WORKER_PREFIX) or is_token(token, JOIN_PREFIX):
             async with self._machine_lookups:
-                caller = await self._worker_store.caller(token_hash)
+                caller = await self._worker_store.authenticate(token_hash)
         match caller:
             case None:
                 self._users.remove(token_hash)

@@ -25,7 +25,8 @@ from starlette.types import Receive, Scope, Send
 
 from windlass.model.errors import WindlassError
 from windlass.model.event import Event
-from windlass.ports.queries import Overview, QueryStore
+from windlass.model.overview import Overview
+from windlass.ports.queries import QueryStore
 from windlass.server.errors import unavailable
 
 # A younger overview is not reloaded.

@@ -14,7 +14,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from windlass.model.money import MICROS
 from windlass.policy.scale.clear_time import clears_in_s
-from windlass.ports.queries import FleetOverview, Measures, Overview, QueryStore
+from windlass.model.overview import FleetOverview, FleetMetrics, Overview
+from windlass.ports.queries import QueryStore
 from windlass.server.event_stream import OverviewFeed
 
 # A cycle takes milliseconds. One that takes longer than a lease is an incident.
@@ -96,7 +97,7 @@ class Metrics:
 
     async def render(self) -> bytes:
         """The text format of Prometheus. Raises DatabaseUnavailable."""
-        overview, measures = await self._overview_feed.overview(), await self._store.measures()
+        overview, measures = await self._overview_feed.overview(), await self._store.fleet_metrics()
         self.start_at_zero(each.fleet.name for each in overview.fleets)
         gauges = CollectorRegistry()
         families = [_worker_gauge(overview, measures), *_fleet_gauges(overview), *_queue_gauges(overview)]
@@ -121,7 +122,7 @@ def _gauge(name: str, help_: str, labels: tuple[str, ...], values: Iterable[tupl
     return family
 
 
-def _worker_gauge(seen: Overview, measures: Iterable[Measures]) -> Metric:
+def _worker_gauge(seen: Overview, measures: Iterable[FleetMetrics]) -> Metric:
     terminated = {measure.fleet: measure.terminated for measure in measures}
     counts = [
         (f.fleet.name, status, count)
@@ -204,7 +205,7 @@ def _queue_gauges(seen: Overview) -> list[Metric]:
     return [
         each("tasks_queued", "Tasks that can run now.", "queued"),
         each("tasks_scheduled", "Tasks with a run_after in the future.", "scheduled"),
-        each("tasks_retrying", "Tasks that failed and will be retried.", "waiting_for_retry"),
+        each("tasks_retrying", "Tasks that failed and will be retried.", "retrying"),
         each("tasks_running", "Running tasks.", "running"),
         each("tasks_failed", "Tasks that failed permanently.", "dead"),
         each("tasks_completed_per_minute", "Tasks completed per minute, over the last minutes.", "completed_per_minute"),
@@ -233,7 +234,7 @@ def _queue_gauges(seen: Overview) -> list[Metric]:
     ]
 
 
-def _measure_gauges(measures: list[Measures], seen: Overview) -> list[Metric]:
+def _measure_gauges(measures: list[FleetMetrics], seen: Overview) -> list[Metric]:
     names = {each.fleet.name for each in seen.fleets}
     measures = [measure for measure in measures if measure.fleet in names]
     machines = {(f.fleet.name, burn.currency): burn.machines for f in seen.fleets for burn in f.burn}

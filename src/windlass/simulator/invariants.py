@@ -25,10 +25,10 @@ from uuid import UUID
 from windlass.model.action import Adopt, Delete, DeleteOrphan, Drain, Fail, Plan, Requeue, Spawn
 from windlass.model.cost import Bill
 from windlass.model.fleet import FleetConfig
+from windlass.model.outcome import Committed, Created, Deleted, Intent, OrphanDeleted, Outcome
 from windlass.model.snapshot import Snapshot, WorkerView
 from windlass.model.task import Claim, ClaimResult, Finished
 from windlass.model.worker import LIVE, HeartbeatReply, WorkerStatus
-from windlass.ports.control import Committed, Created, Deleted, Intent, OrphanDeleted, Outcome
 from windlass.simulator.cloud import Entry, SimulatedCloud
 from windlass.simulator.loop import EPOCH, moment
 from windlass.simulator.workers import SimWorker
@@ -146,7 +146,7 @@ class InvariantChecker:
                 self._failed(arguments[0], arguments[1], result)
             case "heartbeat":
                 self._beat(arguments[0], result)
-            case "leave":
+            case "deregister":
                 self.told_to_end_at.setdefault(arguments[0], self._now())
             case _:
                 pass
@@ -231,7 +231,7 @@ class InvariantChecker:
         if isinstance(result, Exception):
             return
         match name:
-            case "lead" if isinstance(result, int):
+            case "acquire_lease" if isinstance(result, int):
                 self._led(arguments[0].holder, arguments[0].ttl_s)
             case "observe" if isinstance(result, tuple):
                 self._led(arguments[0].holder, arguments[0].ttl_s)
@@ -334,7 +334,10 @@ class InvariantChecker:
 
     def _must_leave(self, seen: Snapshot, view: WorkerView, cloud: SimulatedCloud, fleet: FleetConfig) -> bool:
         """Idle for long enough, and at the end of its paid time by the cloud's book."""
-        entry, idle_since = cloud.books.get(self.machine_of.get(view.id, "")), seen.memory.idle_since.get(view.id)
+        entry, idle_since = (
+            cloud.books.get(self.machine_of.get(view.id, "")),
+            seen.planner_state.health.idle_since.get(view.id),
+        )
         if entry is None or idle_since is None or view.bill is None or view.running:
             return False
         idle_s = (seen.now - idle_since).total_seconds()

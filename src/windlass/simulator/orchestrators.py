@@ -12,8 +12,8 @@ from windlass.control.cycle import FleetCycle
 from windlass.control.daemon import Daemon
 from windlass.control.summary import Summary
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
-from windlass.ports.control import Candidate
 from windlass.ports.provider import OnHostKey, Provider
 from windlass.simulator.processes import SimulatedProcess
 from windlass.simulator.trace import Trace

@@ -195,6 +195,7 @@ class SimWorker:
             fleet=self._entry.fleet,
             concurrency=self._fleet.concurrency,
             lease_s=self._fleet.heartbeat_timeout_s,
+            start_id=self.id,
         )
         status = await self._insist(lambda: self._transport.register(registration))
         self._idle_since = self._now()
@@ -217,7 +218,7 @@ class SimWorker:
             if pulse is not None and pulse.status is WorkerStatus.TERMINATING and not self._luck.ignores_drain:
                 self._is_draining = True
             if self._is_draining and not self._held:
-                await self._insist(lambda: self._transport.leave(self.id, "drained"))
+                await self._insist(lambda: self._transport.deregister(self.id, "drained"))
                 return
             await asyncio.sleep(self._fleet.heartbeat_interval_s)
             await self._process.gate()

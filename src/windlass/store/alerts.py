@@ -27,15 +27,15 @@ MAX_OPEN = 10_000
 
 
 class PostgresAlertStore(PostgresControlStore):
-    async def watch(self) -> AlertInputs:
+    async def alert_inputs(self) -> AlertInputs:
         fleets = await self.fleets()
         async with self._connection("looking for what is the matter") as connection:
-            moment = await connection.fetchrow(QUERIES["alarm_moment"])
-            causes = await connection.fetch(QUERIES["causes"])
-            told = await connection.fetch(QUERIES["told"], TOLD_S, MAX_TOLD)
+            moment = await connection.fetchrow(QUERIES["leaderless_time"])
+            causes = await connection.fetch(QUERIES["planner_alerts"])
+            told = await connection.fetch(QUERIES["alert_reasons"], TOLD_S, MAX_TOLD)
             timeouts = await connection.fetch(QUERIES["provisioning_timeouts"], TIMEOUTS_S, MAX_TIMEOUTS)
             dead = await connection.fetch(QUERIES["dead_letters"], DEAD_LETTERS_S, MAX_DEAD_LETTERS)
-            rows = await connection.fetch(QUERIES["open"], MAX_OPEN)
+            rows = await connection.fetch(QUERIES["open_alerts"], MAX_OPEN)
         already = tuple(Alert(**{**row, "severity": Severity(row["severity"])}) for row in rows)
         # Newest last, so that the newest words stay. Of a fleet without cycles they are those that people have.
         words = {(alert.fleet, alert.key): alert.reason for alert in already}
@@ -66,14 +66,17 @@ class PostgresAlertStore(PostgresControlStore):
         plain = [{**asdict(problem), "reason": storable(problem.reason)} for problem in firing]
         async with self._connection("writing alerts down") as connection:
             rows = await connection.fetch(
-                "select * from windlass.record_alerts($1, $2, $3)", json.dumps(plain), list(notifiers), resolve_after_s
+                "select * from windlass_internal.record_alerts($1, $2, $3)",
+                json.dumps(plain),
+                list(notifiers),
+                resolve_after_s,
             )
         return [tuple(row) for row in rows]
 
     async def take_messages(self, notifiers: Sequence[str], lease_s: float, limit: int) -> list[Message]:
         async with self._connection("taking messages") as connection:
             rows = await connection.fetch(
-                "select * from windlass.take_messages($1, $2, $3)", list(notifiers), lease_s, limit
+                "select * from windlass_internal.claim_messages($1, $2, $3)", list(notifiers), lease_s, limit
             )
         return [
             Message(**{**row, "kind": MessageKind(row["kind"]), "severity": Severity(row["severity"])}) for row in rows
@@ -81,14 +84,14 @@ class PostgresAlertStore(PostgresControlStore):
 
     async def message_delivered(self, message_id: int) -> None:
         async with self._connection("noting a delivery") as connection:
-            await connection.execute("select windlass.message_delivered($1)", message_id)
+            await connection.execute("select windlass_internal.mark_message_delivered($1)", message_id)
 
     async def message_failed(self, message_id: int, error: str, retry_in_s: float | None) -> None:
         async with self._connection("noting a delivery") as connection:
-            await connection.execute(QUERIES["message_failed"], message_id, storable(error), retry_in_s)
+            await connection.execute(QUERIES["mark_message_failed"], message_id, storable(error), retry_in_s)
 
     async def sweep_alerts(self) -> int:
-        return await self._sweep_all("select windlass.sweep_alerts($1, $2)", self._retention.events_s)
+        return await self._sweep_all("select windlass_internal.sweep_alerts($1, $2)", self._retention.events_s)
 
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 -- Named queries of store/alerts.py: what alerts are judged by, and what became of messages.
 
--- name: alarm_moment
+-- name: leaderless_time
 -- Since when nobody leads, nor looks after what nobody leads; a handful of rows.
 select
   windlass.now() as now,
@@ -11,14 +11,14 @@ select
     having max(l.expires_at) <= windlass.now()
   ) as leaderless_s;
 
--- name: causes
+-- name: planner_alerts
 -- What the last plan of each fleet had to tell; a handful of rows.
 select f.name as fleet, k.key
 from windlass.fleets f
-cross join lateral jsonb_object_keys(coalesce(f.memory -> 'alerts', '{}')) as k (key)
+cross join lateral jsonb_object_keys(coalesce(f.planner_state -> 'alerts', '{}')) as k (key)
 order by f.name, k.key;
 
--- name: told
+-- name: alert_reasons
 -- In what words; events_alert, oldest first, of the newest $2.
 select t.fleet, t.key, t.reason
 from (
@@ -33,7 +33,7 @@ from (
 ) as t
 order by t.id;
 
--- name: open
+-- name: open_alerts
 -- What people were told is the matter; alerts_open, a handful of rows: of each fleet and code a few at most.
 select fleet, key, code, severity, reason
 from windlass.alerts
@@ -72,7 +72,7 @@ where d.error_code is distinct from 'CANCELLED'
 group by d.queue
 order by d.queue;
 
--- name: message_failed
+-- name: mark_message_failed
 -- Primary key. One that was given up while it was on its way stays so.
 update windlass.messages
 set error = $2,

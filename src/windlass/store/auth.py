@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class PostgresAuthStore(PostgresControlStore):
-    async def caller(self, token_hash: bytes) -> Caller | None:
+    async def authenticate(self, token_hash: bytes) -> Caller | None:
         async with self._connection("checking a token") as connection:
-            row = await connection.fetchrow("select * from windlass.caller($1)", token_hash)
+            row = await connection.fetchrow("select * from windlass_internal.authenticate($1)", token_hash)
         if row is None:
             return None
         if row["kind"] == "token":
@@ -43,14 +43,14 @@ class PostgresAuthStore(PostgresControlStore):
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         async with self._connection("activating a worker") as connection:
             verdict = await connection.fetchval(
-                "select windlass.activate_worker($1, $2, $3)", worker_id, join_token_hash, token_hash
+                "select windlass_internal.exchange_join_token($1, $2, $3)", worker_id, join_token_hash, token_hash
             )
         return Activation(verdict)
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
         async with self._connection("noting why a worker cannot start") as connection:
             await connection.execute(
-                "select windlass.worker_cannot_start($1, $2, $3)", worker_id, code, storable(reason)
+                "select windlass_internal.report_start_failure($1, $2, $3)", worker_id, code, storable(reason)
             )
 
     async def self_register(
@@ -59,7 +59,7 @@ class PostgresAuthStore(PostgresControlStore):
         r = registration
         async with self._connection("enlisting a worker") as connection:
             status = await connection.fetchval(
-                "select windlass.enlist_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+                "select windlass_internal.self_register_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
                 api_token_hash,
                 token_hash,
                 r.worker_id,
@@ -128,7 +128,7 @@ class PostgresAuthStore(PostgresControlStore):
 
     async def servers(self) -> list[ServerAddress]:
         async with self._connection("looking where the dashboard is") as connection:
-            rows = await connection.fetch(QUERIES["faces"], SERVER_TTL_S)
+            rows = await connection.fetch(QUERIES["http_servers"], SERVER_TTL_S)
         return [ServerAddress(**row) for row in rows]
 
     async def remove_server(self, face: ServerAddress) -> None:

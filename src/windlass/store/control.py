@@ -17,12 +17,9 @@ from windlass.model.action import Plan, actions_from_plain, actions_to_plain
 from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, PricePart, Settlement, Span, Tariff
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine
-from windlass.model.snapshot import Hold, PlannerState, RunningView, Snapshot, WorkerView
-from windlass.model.worker import WorkerStatus
-from windlass.ports.control import (
-    MAX_AHEAD,
-    Candidate,
+from windlass.model.outcome import (
     Committed,
     Created,
     CreationRefused,
@@ -30,17 +27,18 @@ from windlass.ports.control import (
     Deleted,
     HostKeySeen,
     Intent,
-    LeaseLost,
     NotDeleted,
     OrphanDeleted,
     Outcome,
     PreparationFailed,
     PreparationUnclear,
     Prepared,
-    Standby,
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.snapshot import Hold, PlannerState, RunningView, Snapshot, WorkerView
+from windlass.model.worker import WorkerStatus
+from windlass.ports.control import MAX_AHEAD
 from windlass.store.postgres import PostgresStore, node_view
 from windlass.store.queries import read_queries
 
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 
 QUERIES = read_queries("windlass.store", "control_queries.sql")
 SNAPSHOT = TypeAdapter(Snapshot)
-MEMORY = TypeAdapter(PlannerState)
+PLANNER_STATE = TypeAdapter(PlannerState)
 _HOLD = TypeAdapter(Hold | None)
 _MACHINE = TypeAdapter(Machine)
 _PLAIN: TypeAdapter[Any] = TypeAdapter(Any)
@@ -78,12 +76,12 @@ class PostgresControlStore(PostgresStore):
 
     async def instance_id(self) -> str:
         async with self._connection("reading the database's identity") as connection:
-            return str(await connection.fetchval("select windlass.instance_id()"))
+            return str(await connection.fetchval("select windlass_internal.instance_id()"))
 
-    async def lead(self, candidate: Candidate) -> int | Standby:
+    async def acquire_lease(self, candidate: Candidate) -> int | Standby:
         async with self._connection("asking for the lead") as connection:
             text = await connection.fetchval(
-                "select windlass.lead($1, $2, $3)", candidate.lease, candidate.holder, candidate.ttl_s
+                "select windlass_internal.acquire_lease($1, $2, $3)", candidate.lease, candidate.holder, candidate.ttl_s
             )
         led = json.loads(text)
         return _standby(led) if led["term"] is None else int(led["term"])
@@ -91,7 +89,7 @@ class PostgresControlStore(PostgresStore):
     async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
         async with self._connection("observing the fleet") as connection:
             header, *workers = await connection.fetch(
-                "select * from windlass.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+                "select * from windlass_internal.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
                 candidate.lease,
                 candidate.holder,
                 candidate.ttl_s,
@@ -134,14 +132,14 @@ class PostgresControlStore(PostgresStore):
         try:
             async with self._connection("writing down the plan") as connection:
                 text = await connection.fetchval(
-                    "select windlass.commit_plan($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+                    "select windlass_internal.commit_plan($1, $2, $3, $4, $5, $6, $7, $8, $9)",
                     candidate.lease,
                     candidate.holder,
                     term,
                     snapshot.fleet,
                     SNAPSHOT.dump_json(snapshot).decode() if is_stored else None,
                     json.dumps(actions_to_plain(plan.actions)),
-                    MEMORY.dump_json(plan.memory).decode(),
+                    PLANNER_STATE.dump_json(plan.planner_state).decode(),
                     plan.decision,
                     json.dumps([_intent_to_plain(intent) for intent in intents]),
                 )
@@ -162,7 +160,7 @@ class PostgresControlStore(PostgresStore):
     ) -> frozenset[str]:
         async with self._connection("writing down the outcomes") as connection:
             granted = await connection.fetchval(
-                "select windlass.commit_outcomes($1, $2, $3, $4, $5, $6, $7, $8)",
+                "select windlass_internal.commit_outcomes($1, $2, $3, $4, $5, $6, $7, $8)",
                 candidate.lease,
                 candidate.holder,
                 term,
@@ -176,9 +174,11 @@ class PostgresControlStore(PostgresStore):
             raise LeaseLost(f"the lease {candidate.lease} of term {term} is no longer held by {candidate.holder}")
         return frozenset(granted)
 
-    async def resign(self, candidate: Candidate) -> None:
+    async def release_lease(self, candidate: Candidate) -> None:
         async with self._connection("giving up the lead") as connection:
-            await connection.execute("select windlass.resign($1, $2)", candidate.lease, candidate.holder)
+            await connection.execute(
+                "select windlass_internal.release_lease($1, $2)", candidate.lease, candidate.holder
+            )
 
     # ----------------------------------------------------------------------------------------------- the ledger
 
@@ -193,18 +193,18 @@ class PostgresControlStore(PostgresStore):
     ) -> list[BillingAccount]:
         async with self._connection("reading open accounts") as connection:
             rows = await connection.fetch(
-                "select * from windlass.open_accounts($1, $2, $3, $4)", fleet, worker_id, is_due, limit
+                "select * from windlass_internal.open_accounts($1, $2, $3, $4)", fleet, worker_id, is_due, limit
             )
         return [_account(row) for row in rows]
 
     async def settle(self, settlements: Sequence[Settlement]) -> int:
         plain = _PLAIN.dump_json([_settlement_to_plain(settlement) for settlement in settlements]).decode()
         async with self._connection("closing accounts") as connection:
-            return int(await connection.fetchval("select windlass.settle($1)", plain))
+            return int(await connection.fetchval("select windlass_internal.settle_accounts($1)", plain))
 
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
         async with self._connection("reading costs") as connection:
-            query = QUERIES["costs_of_hours" if by in ("day", "fleet", "queue") else "costs_of_charges"]
+            query = QUERIES["costs_from_spending" if by in ("day", "fleet", "queue") else "costs_from_charges"]
             rows = await connection.fetch(query, by, since, fleet, limit)
         return [Cost(**dict(row)) for row in rows]
 
@@ -217,19 +217,21 @@ class PostgresControlStore(PostgresStore):
 
     async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
         async with self._connection("restarting slots") as connection:
-            return int(await connection.fetchval("select windlass.restart_slots($1, $2)", fleet, slot))
+            return int(await connection.fetchval("select windlass_internal.restart_slots($1, $2)", fleet, slot))
 
     async def request_workers(self, fleet: str, count: int) -> int:
         async with self._connection("asking for workers") as connection:
-            return int(await connection.fetchval("select windlass.request_workers($1, $2)", fleet, count))
+            return int(await connection.fetchval("select windlass_internal.request_workers($1, $2)", fleet, count))
 
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
         async with self._connection("pausing or resuming a fleet") as connection:
-            return int(await connection.fetchval("select windlass.pause_fleet($1, $2)", fleet, is_paused))
+            return int(await connection.fetchval("select windlass_internal.pause_fleet($1, $2)", fleet, is_paused))
 
     async def terminate_worker(self, worker_id: str, reason: str) -> bool:
         async with self._connection("ending a worker") as connection:
-            return bool(await connection.fetchval("select windlass.terminate_worker($1, $2)", worker_id, reason))
+            return bool(
+                await connection.fetchval("select windlass_internal.terminate_worker($1, $2)", worker_id, reason)
+            )
 
     async def fleets(self) -> list[Fleet]:
         async with self._connection("listing fleets") as connection:
@@ -248,7 +250,7 @@ class PostgresControlStore(PostgresStore):
 
     async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleDetail | None:
         async with self._connection("reading a cycle") as connection:
-            row = await connection.fetchrow(QUERIES["last_cycle_with"], fleet, worker_id)
+            row = await connection.fetchrow(QUERIES["last_cycle_of_worker"], fleet, worker_id)
         return CycleDetail(_cycle(row), SNAPSHOT.validate_json(row["snapshot"])) if row is not None else None
 
     async def running_tasks(self) -> dict[str, list[int]]:
@@ -263,7 +265,7 @@ class PostgresControlStore(PostgresStore):
 
     async def ready_before(self, task_id: int) -> int:
         async with self._connection("counting tasks") as connection:
-            count: int = await connection.fetchval(QUERIES["ready_before"], task_id, MAX_AHEAD + 1)
+            count: int = await connection.fetchval(QUERIES["tasks_ahead"], task_id, MAX_AHEAD + 1)
         return count
 
 

@@ -4,9 +4,9 @@
 -- `windlass status`; a handful of rows.
 select
   f.name, f.provider, f.queues, f.min_workers, f.max_workers, f.paused, f.requested_workers, f.created_at,
-  nullif(f.memory -> 'hold', 'null') as hold,
-  (f.memory ->> 'planned_at')::timestamptz as planned_at,
-  (f.memory ->> 'next_plan_in_s')::double precision as next_plan_in_s,
+  nullif(f.planner_state -> 'hold', 'null') as hold,
+  (f.planner_state #>> '{cadence,planned_at}')::timestamptz as planned_at,
+  (f.planner_state #>> '{cadence,next_plan_in_s}')::double precision as next_plan_in_s,
   exists (select from windlass.leases l where l.expires_at > windlass.now() and l.name not like 'ray:%') as is_led,
   array(
     select s.slot from windlass.slots s where s.fleet = f.name and s.status = 'failed' order by s.slot
@@ -28,7 +28,7 @@ select id, fleet, term, started_at, finished_at, decision, plan, summary, repeat
 from windlass.cycles
 where id = $1;
 
--- name: last_cycle_with
+-- name: last_cycle_of_worker
 -- `windlass explain WORKER`; walks cycles_started back from when the worker ended, or from now. Every cycle of the fleet
 -- saw it while it was there, so the first is the one that is wanted; of a few more at the most the snapshot is opened.
 select c.id, c.fleet, c.term, c.started_at, c.finished_at, c.decision, c.plan, c.summary, c.repeats, c.repeated_at, c.snapshot
@@ -56,7 +56,7 @@ group by worker_id;
 
 -- name: queues_with_tasks
 -- Whoever wakes fleets without workers; the same as observe_queues counts, but only whether there is one: a probe of
--- tasks_ready and one of tasks_waiting a queue, and tasks_running of the few dispatchers.
+-- tasks_ready and one of tasks_scheduled a queue, and tasks_running of the few dispatchers.
 select q.name
 from unnest($1::text[]) as q (name)
 where exists (
@@ -73,7 +73,7 @@ where exists (
     where w.kind = 'dispatcher' and w.status <> 'terminated' and t.queue = q.name
   );
 
--- name: ready_before
+-- name: tasks_ahead
 -- `windlass explain TASK`; tasks_ready, counted no further than $2. In two parts, each a range of the index.
 select count(*)
 from (
@@ -170,25 +170,25 @@ returning true;
 
 -- name: record_server
 -- A running `windlass up --port`, every few seconds; primary key.
-insert into windlass.faces as f (url, host)
+insert into windlass.http_servers as f (url, host)
 values ($1, $2)
 on conflict (url, host) do update
   set seen_at = excluded.seen_at;
 
--- name: faces
+-- name: http_servers
 -- `windlass tokens link`; a handful of rows.
 select url, host
-from windlass.faces
+from windlass.http_servers
 where seen_at > windlass.now() - make_interval(secs => $1::double precision)
 order by seen_at desc, url, host;
 
 -- name: remove_server
 -- A `windlass up --port` that ends; primary key.
-delete from windlass.faces
+delete from windlass.http_servers
 where url = $1
   and host = $2;
 
--- name: costs_of_hours
+-- name: costs_from_spending
 -- `windlass cost --by day|fleet|queue`, the cost page; spending_hour. What was for no queue comes without a key.
 select
   k.key, s.currency,
@@ -213,7 +213,7 @@ order by
   s.currency collate "C"
 limit $4;
 
--- name: costs_of_charges
+-- name: costs_from_charges
 -- `windlass cost --by worker|task`; charges_from. What was for no task comes without a key.
 select
   k.key, c.currency,

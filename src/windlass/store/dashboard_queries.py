@@ -19,30 +19,23 @@ from windlass.model.cost import Bill, Tariff
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
-from windlass.model.task import TaskStatus
-from windlass.model.worker import WorkerKind, WorkerStatus
-from windlass.ports.queries import (
+from windlass.model.listing import MAX_PAGE, LogLine, Page, TaskDetail, TaskList, TaskRow, WorkerRow
+from windlass.model.overview import (
     COUNT_LIMIT,
-    MAX_PAGE,
     MAX_POINTS,
     MAX_QUEUES,
-    SCAN_LIMIT,
-    SEARCH_S,
     Burn,
+    FleetMetrics,
     FleetOverview,
     Leader,
-    LogLine,
-    Measures,
     OpenAlert,
     Overview,
-    Page,
     Sample,
-    TaskDetail,
-    TaskList,
-    TaskRow,
     Work,
-    WorkerRow,
 )
+from windlass.model.task import TaskStatus
+from windlass.model.worker import WorkerKind, WorkerStatus
+from windlass.ports.queries import SCAN_LIMIT, SEARCH_S
 from windlass.store.auth import PostgresAuthStore
 from windlass.store.control import _cycle, price_parts_of
 from windlass.store.postgres import QUERIES as QUEUE_QUERIES
@@ -77,14 +70,16 @@ class PostgresQueryStore(PostgresAuthStore):
     async def overview(self, configured: frozenset[str] | None = None) -> Overview:
         fleets = await self.fleets()
         async with self._connection("looking at everything") as connection:
-            moment = await connection.fetchrow(QUERIES["moment"])
+            moment = await connection.fetchrow(QUERIES["overview_time"])
             queues, has_more_queues = await _queues(connection)
-            counted = await connection.fetch(QUERIES["work_of_queues"], queues, COUNT_LIMIT)
+            counted = await connection.fetch(QUERIES["queue_counts"], queues, COUNT_LIMIT)
             running = dict(map(tuple, await connection.fetch(QUERIES["running_by_queue"])))
-            dead = dict(map(tuple, await connection.fetch(QUERIES["dead_by_queue"], COUNT_LIMIT)))
-            recent = await connection.fetch(QUERIES["recent_work"], RECENT_TASKS, RECENT_TASKS_OF_QUEUE, RECENT_S)
+            dead = dict(map(tuple, await connection.fetch(QUERIES["failed_by_queue"], COUNT_LIMIT)))
+            recent = await connection.fetch(
+                QUERIES["recent_completions"], RECENT_TASKS, RECENT_TASKS_OF_QUEUE, RECENT_S
+            )
             workers = {row["fleet"]: row for row in await connection.fetch(QUERIES["worker_counts"])}
-            burn = await connection.fetch(QUERIES["burn"])
+            burn = await connection.fetch(QUERIES["burn_rates"])
             cycles = {row["fleet"]: row for row in await connection.fetch(QUERIES["last_cycles"])}
             alerts = [OpenAlert(**row) for row in await connection.fetch(QUERIES["open_alerts"])]
             leader = await connection.fetchrow(QUERIES["leader"])
@@ -142,15 +137,15 @@ class PostgresQueryStore(PostgresAuthStore):
 
     async def purge_servers(self) -> int:
         """Apply retention to what only faces need. Returns how many rows went."""
-        return await self._sweep_all("select windlass.purge_servers($1, $2)", self._retention.samples_s)
+        return await self._sweep_all("select windlass_internal.sweep_dashboard($1, $2)", self._retention.samples_s)
 
-    async def measures(self) -> list[Measures]:
+    async def fleet_metrics(self) -> list[FleetMetrics]:
         async with self._connection("measuring") as connection:
-            rows = await connection.fetch(QUERIES["measures"])
+            rows = await connection.fetch(QUERIES["fleet_metrics"])
             costs = await connection.fetch(QUERIES["machine_costs"])
-            spent = await connection.fetch(QUERIES["spent_lately"])
+            spent = await connection.fetch(QUERIES["recent_spending"])
         return [
-            Measures(
+            FleetMetrics(
                 **row,
                 machine_costs=tuple((c["currency"], c["micros"]) for c in costs if c["fleet"] == row["fleet"]),
                 spent=tuple(tuple(s)[1:] for s in spent if s["fleet"] == row["fleet"]),
@@ -171,7 +166,7 @@ class PostgresQueryStore(PostgresAuthStore):
         limit = _limit(limit)
         if status is WorkerStatus.TERMINATED:
             at, last_id = _read_cursor(cursor, _AT_AND_NAME) or (None, None)
-            ids = await self._ids("listing workers", "ended_workers", fleet, at, last_id, limit)
+            ids = await self._ids("listing workers", "terminated_workers", fleet, at, last_id, limit)
         else:
             after = _read_cursor(cursor, _PLACE) or (None, None, None)
             ids = await self._ids("listing workers", "live_workers", fleet, status, *after, limit)
@@ -217,7 +212,7 @@ class PostgresQueryStore(PostgresAuthStore):
 
     async def task_in_full(self, task_id: int) -> TaskDetail | None:
         async with self._connection("reading a task") as connection:
-            row = await connection.fetchrow(QUERIES["task_in_full"], task_id)
+            row = await connection.fetchrow(QUERIES["task_with_payload"], task_id)
         return TaskDetail(**{**row, "status": TaskStatus(row["status"])}) if row is not None else None
 
     async def _task_rows(self, ids: Sequence[int]) -> list[TaskRow]:
@@ -230,7 +225,7 @@ class PostgresQueryStore(PostgresAuthStore):
         task_id = int(search) if search.isascii() and search.isdigit() and int(search) <= _MAX_ID else None
         async with self._connection("listing tasks") as connection:
             queues = [queue] if queue is not None else (await _queues(connection))[0]
-            rows = await connection.fetch(QUERIES["tasks_named"], search, queues, task_id)
+            rows = await connection.fetch(QUERIES["tasks_by_id_or_key"], search, queues, task_id)
         return [row["id"] for row in rows if queue in (None, row["queue"]) and which in (None, _list_of(row))]
 
     async def _task_ids(
@@ -259,7 +254,7 @@ class PostgresQueryStore(PostgresAuthStore):
             query = "tasks_queued"
             after = _read_cursor(cursor, _PRIORITY_AND_ID) or (None, None)
         else:
-            query = "tasks_waiting"
+            query = "tasks_scheduled"
             after = _read_cursor(cursor, _AT_AND_ID) or (None, None)
             status = (TaskStatus.ERROR if which is TaskList.ERROR else TaskStatus.QUEUED,)
         scan = SCAN_LIMIT if search is not None else limit
@@ -347,7 +342,7 @@ class PostgresQueryStore(PostgresAuthStore):
 
 async def _queues(connection: Any) -> tuple[list[str], bool]:
     """All that are served, and of those that have tasks which are not finished so many; whether there are more."""
-    served = {row["queue"] for row in await connection.fetch(QUERIES["queues"])}
+    served = {row["queue"] for row in await connection.fetch(QUERIES["fleet_queues"])}
     known = {row["queue"] for row in await connection.fetch(QUEUE_QUERIES["known_queues"])}
     others = sorted(known - served)
     return sorted([*served, *others[:MAX_QUEUES]]), len(others) > MAX_QUEUES
@@ -393,7 +388,7 @@ def _together(parts: Sequence[Work], recently: Mapping[str, Any]) -> Work:
     return Work(
         queued=sum(part.queued for part in parts),
         scheduled=sum(part.scheduled for part in parts),
-        waiting_for_retry=sum(part.waiting_for_retry for part in parts),
+        retrying=sum(part.retrying for part in parts),
         running=sum(part.running for part in parts),
         dead=sum(part.dead for part in parts),
         oldest_queued_age_s=max(ages, default=None),

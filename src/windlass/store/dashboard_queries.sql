@@ -33,7 +33,7 @@ cross join lateral (
 where w.status <> 'terminated'
 group by w.fleet;
 
--- name: burn
+-- name: burn_rates
 -- overview; workers_live.
 select w.fleet, w.currency, sum(w.price_micros_per_hour)::bigint as micros_per_hour, count(*) as machines
 from windlass.workers w
@@ -43,7 +43,7 @@ where w.status <> 'terminated'
 group by w.fleet, w.currency
 order by w.fleet, micros_per_hour desc, w.currency;
 
--- name: queues
+-- name: fleet_queues
 -- All queues that a fleet serves; with `known_queues`, all there are.
 select distinct unnest(f.queues) as queue
 from windlass.fleets f;
@@ -60,13 +60,13 @@ cross join lateral (
   limit 1
 ) as c;
 
--- name: work_of_queues
--- overview; for each queue tasks_ready and tasks_waiting, counted no further than $2.
+-- name: queue_counts
+-- overview; for each queue tasks_ready and tasks_scheduled, counted no further than $2.
 select
   q.name as queue,
   ready.count + due.count as queued,
   later.count as scheduled,
-  retrying.count as waiting_for_retry,
+  retrying.count as retrying,
   extract(epoch from windlass.now() - head.since)::double precision as oldest_queued_age_s
 from unnest($1::text[]) as q (name)
 cross join lateral (
@@ -116,7 +116,7 @@ from windlass.tasks t
 where t.status = 'running'
 group by t.queue;
 
--- name: dead_by_queue
+-- name: failed_by_queue
 -- overview; the newest $1 of tasks_failed.
 select d.queue, count(*) as dead
 from (
@@ -124,7 +124,7 @@ from (
 ) as d
 group by d.queue;
 
--- name: recent_work
+-- name: recent_completions
 -- overview; the newest of tasks_complete: at most $1 of the last $3 seconds are counted, and of each queue the newest $2
 -- told of. Waits of first attempts only, from when they could have begun: what was tried again waited for other reasons.
 select
@@ -169,7 +169,7 @@ where l.name not like 'ray:%'
 order by l.name = 'orchestrator' desc
 limit 1;
 
--- name: moment
+-- name: overview_time
 -- overview; primary key backwards.
 select windlass.now() as at, coalesce((select max(e.id) from windlass.events e), 0) as last_event_id;
 
@@ -205,8 +205,8 @@ where s.fleet = $1
 group by 1
 order by 1;
 
--- name: measures
--- Metrics; for each fleet workers_spawned, workers_failed, workers_terminated, and its slots.
+-- name: fleet_metrics
+-- Metrics; for each fleet workers_managed, workers_failed, workers_terminated_by_fleet, and its slots.
 select
   f.name as fleet,
   hired.success_ratio::double precision as provisioning_success_ratio,
@@ -256,7 +256,7 @@ where w.status <> 'terminated'
 group by w.fleet, w.currency
 order by w.fleet, w.currency;
 
--- name: spent_lately
+-- name: recent_spending
 -- Metrics; spending_hour.
 select
   s.fleet, s.currency, sum(s.task_micros)::bigint as task, sum(s.boot_micros)::bigint as boot,
@@ -277,8 +277,8 @@ where w.status <> 'terminated'
 order by w.fleet, coalesce(w.slot, 2147483647), w.id
 limit $6;
 
--- name: ended_workers
--- workers_page; workers_ended backwards, from the cursor ($2, $3) on.
+-- name: terminated_workers
+-- workers_page; workers_terminated_at backwards, from the cursor ($2, $3) on.
 select w.id
 from windlass.workers w
 where w.status = 'terminated'
@@ -333,7 +333,7 @@ from (
   limit $4
 ) as s
 where ($1::text is null or s.queue = $1)
-  and ($2::text is null or windlass.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
+  and ($2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
 order by s.id desc
 limit $3;
 
@@ -355,7 +355,7 @@ with at_hand as materialized (
 select a.id
 from at_hand a
 where ($1::text is null or a.queue = $1)
-  and ($2::text is null or windlass.matches_search(a.id, a.unique_key, a.error_code, a.error, $2))
+  and ($2::text is null or windlass_internal.matches_search(a.id, a.unique_key, a.error_code, a.error, $2))
   and ($3::bigint is null or a.id < $3)
 order by a.id desc
 limit $4;
@@ -373,7 +373,7 @@ from (
   limit $4
 ) as s
 where ($1::text is null or s.queue = $1)
-  and ($2::text is null or windlass.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
+  and ($2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
 order by s.finished_at desc, s.id desc
 limit $3;
 
@@ -398,7 +398,7 @@ from (
   limit $4
 ) as s
 where ($1::text is null or s.queue = $1)
-  and ($2::text is null or windlass.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
+  and ($2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
 order by s.finished_at desc, s.id desc
 limit $3;
 
@@ -427,7 +427,7 @@ cross join lateral (
     order by t.priority desc, t.id
     limit $4
   ) as s
-  where $2::text is null or windlass.matches_search(s.id, s.unique_key, s.error_code, s.error, $2)
+  where $2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2)
   limit $3
 ) as m
 order by m.priority desc, m.id
@@ -451,8 +451,8 @@ cross join lateral (
 order by e.priority desc, e.id
 limit 1;
 
--- name: tasks_waiting
--- tasks_page; tasks_waiting of each queue ($1), from the cursor ($5, $6) on, over at most $4 rows of each.
+-- name: tasks_scheduled
+-- tasks_page; tasks_scheduled of each queue ($1), from the cursor ($5, $6) on, over at most $4 rows of each.
 select m.id, m.run_after as at
 from unnest($1::text[]) as q (name)
 cross join lateral (
@@ -467,13 +467,13 @@ cross join lateral (
     order by t.run_after, t.id
     limit $4
   ) as s
-  where $2::text is null or windlass.matches_search(s.id, s.unique_key, s.error_code, s.error, $2)
+  where $2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2)
   limit $3
 ) as m
 order by m.run_after, m.id
 limit $3;
 
--- name: tasks_waiting_end
+-- name: tasks_scheduled_end
 -- tasks_page; as tasks_queued_end.
 select e.id, e.run_after as at
 from unnest($1::text[]) as q (name)
@@ -491,7 +491,7 @@ cross join lateral (
 order by e.run_after, e.id
 limit 1;
 
--- name: tasks_named
+-- name: tasks_by_id_or_key
 -- tasks_page: what a search means exactly; primary key, tasks_unique_key of each queue ($2).
 select t.id, t.queue, t.status, t.run_after
 from windlass.tasks t
@@ -520,7 +520,7 @@ left join lateral (
 ) as c on true
 order by wanted.place;
 
--- name: task_in_full
+-- name: task_with_payload
 -- A task's page; primary key.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,

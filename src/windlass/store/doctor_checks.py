@@ -40,7 +40,7 @@ async def examine(dsn: str) -> DatabaseCheck:
         # One transaction, so that a pooler gives us one server for all of it.
         async with connection.transaction(readonly=True):
             asked_at = time.time()
-            facts = await connection.fetchrow(QUERIES["examine"])
+            facts = await connection.fetchrow(QUERIES["server_facts"])
             answered_at = time.time()
             is_pooled = facts["backend_pid"] != connection.get_server_pid()
             missing = await connection.fetch(QUERIES["missing_privileges"])
@@ -73,7 +73,7 @@ async def has_managed_workers(dsn: str) -> bool:
 async def check_may_control(dsn: str) -> None:
     """Raise DatabaseUnavailable if this user may not do all that the control loop does: it would try for ever."""
     async with connected(dsn, "looking at this user's rights") as connection:
-        rows = await connection.fetch(QUERIES["missing_for_control"])
+        rows = await connection.fetch(QUERIES["missing_control_privileges"])
         if rows:
             user = await connection.fetchval("select current_user")
             more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""

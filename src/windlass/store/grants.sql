@@ -21,7 +21,7 @@ begin
 end
 $$;
 
-grant usage on schema windlass to windlass_producer, windlass_worker;
+grant usage on schema windlass, windlass_internal to windlass_producer, windlass_worker;
 -- A program looks whether the schema is the one it knows.
 grant select on windlass.migrations to windlass_producer, windlass_worker;
 
@@ -33,7 +33,7 @@ grant update (
 ) on windlass.tasks to windlass_producer;
 grant insert (code, reason, fleet, worker_id, task_id, detail) on windlass.events to windlass_producer;
 -- cancel_task: what the worker's time was spent on, where that has a price.
-grant insert on windlass.spans to windlass_producer;
+grant insert on windlass.attempt_spans to windlass_producer;
 grant select (id, slot, machine_id, price_micros_per_hour) on windlass.workers to windlass_producer;
 
 grant select, update, delete on windlass.tasks to windlass_worker;
@@ -47,5 +47,5 @@ grant select, update on windlass.slots to windlass_worker;
 -- sweep.
 grant select, delete on windlass.cycles, windlass.logs to windlass_worker;
 -- What its time was spent on, and sweep.
-grant select, insert, delete on windlass.spans to windlass_worker;
+grant select, insert, delete on windlass.attempt_spans to windlass_worker;
 grant select, delete on windlass.charges, windlass.spending to windlass_worker;

@@ -187,7 +187,7 @@ class PostgresStore:
             nullcontext() if self._is_pooled else connection.transaction(),
         ):
             task_id = await enqueue_on(connection, task)
-            return task_id, bool(await connection.fetchval(QUERIES["is_of_this_transaction"], task_id))
+            return task_id, bool(await connection.fetchval(QUERIES["inserted_by_this_transaction"], task_id))
 
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         if isinstance(tasks, AsyncIterable):
@@ -338,9 +338,9 @@ class PostgresStore:
         status = WorkerStatus(row["status"]) if row["status"] != "unknown" else None
         return HeartbeatReply(status=status, is_paused=row["paused"], lost=frozenset(row["lost"]))
 
-    async def leave(self, worker_id: str, reason: str) -> None:
+    async def deregister(self, worker_id: str, reason: str) -> None:
         async with self._connection("signing off") as connection:
-            await connection.execute("select windlass.leave($1, $2)", worker_id, reason)
+            await connection.execute("select windlass.deregister_worker($1, $2)", worker_id, reason)
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         recovered = await self.recover_lost_workers(worker_id)

@@ -1,6 +1,6 @@
 -- Named queries of store/postgres.py. Calls of the public functions stand in the Python that makes them.
 
--- name: is_of_this_transaction
+-- name: inserted_by_this_transaction
 -- `windlass enqueue --unique-key`; primary key. Only its own transaction can have left its mark on a row that it added.
 select xmin::text::bigint = txid_current() % (2 ^ 32)::bigint
 from windlass.tasks
@@ -49,7 +49,7 @@ order by id desc
 limit $4;
 
 -- name: known_queues
--- What a mistyped name is compared with. Jumps from queue to queue in tasks_ready and tasks_waiting, reads tasks_running
+-- What a mistyped name is compared with. Jumps from queue to queue in tasks_ready and tasks_scheduled, reads tasks_running
 -- and the newest tasks: its cost grows with the number of queues, not of tasks. Whoever enqueues may make up names, so it
 -- jumps no more than a thousand times.
 with recursive ready (queue, jumps) as (
@@ -160,8 +160,8 @@ select 'WORKER_TERMINATING', $2, fleet, id
 from changed;
 
 -- name: queue_depths
--- `windlass status`; tasks_ready, tasks_waiting, tasks_running.
-select queue, queued, scheduled, waiting_for_retry, running, oldest_queued_age_s::double precision
+-- `windlass status`; tasks_ready, tasks_scheduled, tasks_running.
+select queue, queued, scheduled, retrying, running, oldest_queued_age_s::double precision
 from windlass.queue_depth
 order by queue;
 
@@ -219,7 +219,7 @@ select count(*) as count, max(finished_at) filter (where status = 'complete') as
   max(finished_at) filter (where status = 'failed') as failed_to
 from gone;
 
--- name: examine
+-- name: server_facts
 -- `windlass doctor`; no table is read.
 select
   current_database() as database,
@@ -236,10 +236,11 @@ select exists (
   select from windlass.workers where slot is not null and status in ('spawning', 'active', 'terminating', 'error')
 );
 
--- name: missing_for_control
+-- name: missing_control_privileges
 -- `windlass up`: what this user lacks of what the control loop needs, which is everything but to change the schema.
-select 'usage on schema windlass' as missing
-where not has_schema_privilege('windlass', 'usage')
+select 'usage on schema ' || name as missing
+from unnest(array['windlass', 'windlass_internal']) as name
+where not has_schema_privilege(name, 'usage')
 union all
 (
   select needed || ' on ' || class.relname
@@ -255,7 +256,7 @@ union all
 (
   select 'execute on ' || function.proname
   from pg_proc as function
-  where function.pronamespace = 'windlass'::regnamespace
+  where function.pronamespace in ('windlass'::regnamespace, 'windlass_internal'::regnamespace)
     and not has_function_privilege(function.oid, 'execute')
   order by function.proname
 );
@@ -264,9 +265,9 @@ union all
 -- `windlass doctor`: what this user lacks of what producers and workers need. Empty without a schema. One that has a role
 -- of grants.sql has what that role needs, and is not asked for more.
 with schema as (
-  select oid
+  select oid, nspname as name
   from pg_namespace
-  where nspname = 'windlass'
+  where nspname in ('windlass', 'windlass_internal')
 ),
 everything as (
   select oid
@@ -277,7 +278,7 @@ everything as (
 ),
 lacking as (
   -- What stands in the way of all others comes first.
-  select 1 as place, 'usage on schema windlass' as missing
+  select 1 as place, 'usage on schema ' || name as missing
   from schema
   where not has_schema_privilege(oid, 'usage')
   union all

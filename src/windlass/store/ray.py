@@ -11,8 +11,8 @@ from uuid import UUID
 
 import asyncpg
 
+from windlass.model.lease import Candidate, LeaseLost
 from windlass.model.node import AliveNode, DeadNode, NodeVerdict, Placement
-from windlass.ports.control import Candidate, LeaseLost
 from windlass.store.control import PostgresControlStore
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class PostgresRayStore(PostgresControlStore):
             async with self._connection("taking a fleet's nodes over") as connection:
                 return int(
                     await connection.fetchval(
-                        "select windlass.take_over_nodes($1, $2, $3)", candidate.holder, term, fleet
+                        "select windlass_internal.take_over_nodes($1, $2, $3)", candidate.holder, term, fleet
                     )
                 )
         except asyncpg.ObjectNotInPrerequisiteStateError as error:
@@ -34,13 +34,13 @@ class PostgresRayStore(PostgresControlStore):
     async def place(self, placements: Sequence[Placement]) -> dict[UUID, NodeVerdict]:
         async with self._connection("placing tasks") as connection:
             rows = await connection.fetch(
-                "select * from windlass.place_tasks($1, $2, $3)",
+                "select * from windlass_internal.place_tasks($1, $2, $3)",
                 [placement.task_id for placement in placements],
                 [placement.token for placement in placements],
                 [placement.worker_id for placement in placements],
             )
         # asyncpg has a class of its own for these, which compares slowly.
-        return {UUID(int=row["token"].int): NodeVerdict(row["verdict"]) for row in rows}
+        return {UUID(int=row["token"].int): NodeVerdict(row["outcome"]) for row in rows}
 
     async def report_nodes(
         self,
@@ -55,7 +55,7 @@ class PostgresRayStore(PostgresControlStore):
         try:
             async with self._connection("telling of nodes") as connection:
                 rows = await connection.fetch(
-                    "select * from windlass.report_nodes($1, $2, $3, $4, $5, $6)",
+                    "select * from windlass_internal.report_nodes($1, $2, $3, $4, $5, $6)",
                     candidate.holder,
                     term,
                     fleet,

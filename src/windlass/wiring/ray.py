@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from windlass.model.work_order import RayHead
     from windlass.ray.node import NodeSettings
     from windlass.ray.supervisor import ProgramSupervisor, SupervisedProgram
-    from windlass.worker.runtime import ExitReason
+    from windlass.worker.lifecycle import ExitReason
 
 # A cluster that is there answers at once.
 GREETING_LIMIT_S = 20.0
@@ -51,7 +51,7 @@ async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, versio
     """
     import structlog
 
-    from windlass.ports.control import LeaseLost
+    from windlass.model.lease import LeaseLost
     from windlass.ray.dispatcher import Dispatch, Dispatcher, HeadLost
     from windlass.ray.versions import MATCH_MINOR
     from windlass.store.ray import PostgresRayStore

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from windlass.control.orchestrator import Orchestrator
     from windlass.control.summary import Summary
     from windlass.model.fleet import FleetConfig
+    from windlass.model.lease import Candidate
     from windlass.ports.alerts import Notifier
-    from windlass.ports.control import Candidate
     from windlass.store.alerts import PostgresAlertStore
     from windlass.store.control import PostgresControlStore
 
@@ -74,7 +74,7 @@ async def run_cycles(config: Config) -> "list[Summary]":
                 tell_and_sweep,
             )
         finally:
-            await store.resign(ourselves)
+            await store.release_lease(ourselves)
 
 
 async def run_up(
@@ -128,7 +128,7 @@ async def run_up(
         ):
             await up.run(spawning_fleets(config), is_clearing_up=not config.fleets)
         with contextlib.suppress(DatabaseUnavailable):
-            await opened.resign(ourselves)
+            await opened.release_lease(ourselves)
         log.info("ended")
 
 
@@ -191,8 +191,7 @@ def fleet_cycle(
 
 def candidate(config: Config) -> "Candidate":
     """Ourselves, as one who might lead."""
-    from windlass.control.leader import holder_of_this_process
-    from windlass.ports.control import Candidate
+    from windlass.model.lease import Candidate, holder_of_this_process
 
     return Candidate(holder_of_this_process(), config.control.lease_s)
 

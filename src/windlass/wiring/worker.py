@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from windlass.model.work_order import RayOrder, WorkOrder
     from windlass.worker.executor import Executor
     from windlass.worker.heartbeat import OpenTransport
-    from windlass.worker.runtime import ExitReason, WorkerSettings
+    from windlass.worker.lifecycle import ExitReason, WorkerSettings
 
 # Of the machine's memory: what all handlers of a worker may use together when nothing else is configured.
 MEMORY_SHARE = 0.9
@@ -30,7 +30,7 @@ async def run_worker(
     config: Config, settings: "WorkerSettings", *, handler: str | None, command: str | None, is_inline: bool
 ) -> "ExitReason":
     """One worker over the database, until it is told to end."""
-    from windlass.worker.runtime import WorkerRuntime
+    from windlass.worker.lifecycle import WorkerRuntime
 
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
     async with database(config) as dsn, attempts_traced(config, settings.version) as traced:
@@ -61,7 +61,7 @@ async def run_self_registered_worker(
     """One worker over HTTP that nobody hired, until it is told to end. Raises TokenRefused if the control plane does
     not take the API token."""
     from windlass.worker.http_transport import tls_context
-    from windlass.worker.runtime import WorkerRuntime
+    from windlass.worker.lifecycle import WorkerRuntime
     from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
 
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
@@ -88,7 +88,7 @@ async def run_joined_worker(join_file: Path, version: str) -> "ExitReason":
 
 async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", version: str) -> "ExitReason":
     from windlass.model.config import LogsConfig, WorkerConfig
-    from windlass.worker.runtime import WorkerRuntime, WorkerSettings
+    from windlass.worker.lifecycle import WorkerRuntime, WorkerSettings
 
     # For handlers, and for what they start.
     os.environ.update(order.env)

@@ -232,7 +232,7 @@ class HttpTransport:
         except TokenRefused:
             return HeartbeatReply(status=None, is_paused=False, lost=frozenset(claim.token for claim in claims))
 
-    async def leave(self, worker_id: str, reason: str) -> None:
+    async def deregister(self, worker_id: str, reason: str) -> None:
         self._check_name(worker_id)
         try:
             await self._send("signing off", http.DEREGISTER, http.DeregisterCall(reason))

@@ -224,7 +224,7 @@ def _first_process(machine: EmulatedMachine, settings: Mapping[str, Any], listen
     path = machine.folder / "init.json"
     _write_private(path, json.dumps({**settings, "ssh": ssh}))
     return MachineProgram(
-        [sys.executable, "-I", "-S", str(HARDWARE / "init.py"), str(path)],
+        [sys.executable, "-I", "-S", str(HARDWARE / "pod_init.py"), str(path)],
         machine.folder,
         bare_environment(machine.root),
         guards_itself=True,

@@ -30,7 +30,7 @@ def guard_hiring(context: PlanningContext) -> list[Action]:
     """Judge what was hired lately, and hold if most of it broke."""
     failing = [context.states[id_] for id_ in sorted(context.failed_ids) if context.states[id_].is_managed]
     guard = _learn(context, _unless_reset(context), failing)
-    context.remember(guard=guard)
+    context.remember(failure_rate=guard)
     if context.is_stopped:
         return []
     cause = _cause(context, failing)
@@ -43,7 +43,7 @@ def guard_hiring(context: PlanningContext) -> list[Action]:
         return []
     pause_s = min(context.fleet.failure_window_s * 2.0 ** min(guard.trips, _MAX_DOUBLINGS), GUARD_MAX_S)
     tripped = FailureRateState(trips=guard.trips + 1, until=context.in_s(pause_s), judged_until=context.now)
-    context.remember(guard=tripped)
+    context.remember(failure_rate=tripped)
     context.hold(CODE, f"{what}{cause}; nobody is hired until {tripped.until:%H:%M:%S} UTC")
     return context.alert(CODE, f"{what}{cause}: is the image, the handler or the configuration broken?")
 
@@ -65,7 +65,7 @@ def _cause(context: PlanningContext, failing: list[WorkerState]) -> str:
 
 
 def _unless_reset(context: PlanningContext) -> FailureRateState:
-    guard, reset_at = context.memory.guard, context.snapshot.reset_at
+    guard, reset_at = context.planner_state.failure_rate, context.snapshot.reset_at
     if reset_at is None or (guard.judged_until is not None and guard.judged_until >= reset_at):
         return guard
     return FailureRateState(judged_until=reset_at)

@@ -42,12 +42,12 @@ def brake(context: PlanningContext) -> list[Action]:
     heard = [s for s in context.states.values() if s.has_heartbeat and s.worker.status in LIVE]
     silent = [s for s in heard if s.is_stale]
     is_many = len(silent) >= MANY_DEAD_MIN and len(silent) * 2 > len(heard)
-    since = context.memory.doubted_since
+    since = context.planner_state.health.mass_silence_since
     if not silent or (since is None and not is_many and not _was_away(context)):
-        context.remember(doubted_since=None)
+        context.remember_in("health", mass_silence_since=None)
         return alerts
     since = since or context.now
-    context.remember(doubted_since=since)
+    context.remember_in("health", mass_silence_since=since)
     if is_many:
         if context.age_s(since) >= context.fleet.heartbeat_timeout_s:
             return alerts
@@ -62,13 +62,13 @@ def brake(context: PlanningContext) -> list[Action]:
 
 
 def _warn_of_list(context: PlanningContext) -> list[Action]:
-    hold = context.memory.hold
+    hold = context.planner_state.hold
     return context.alert(hold.code, hold.reason) if hold is not None and hold.code == LIST_SHRANK else []
 
 
 def _was_away(context: PlanningContext) -> bool:
     """Whether there was no cycle for so long that heartbeats may have been missed."""
-    last = context.snapshot.memory.planned_at
+    last = context.snapshot.planner_state.cadence.planned_at
     return last is None or context.age_s(last) > context.fleet.heartbeat_timeout_s / 2
 
 
@@ -83,7 +83,7 @@ def fail_broken(context: PlanningContext) -> list[Action]:
         # Whatever it ends of: what speaks against it is known in this cycle, and never again.
         verdict = context.verdicts.get(state.worker.id)
         if verdict is not None and verdict.is_trial:
-            context.remember(tried_at=context.now)
+            context.remember_in("health", quarantine_trial_at=context.now)
         evidence = verdict.suspect if verdict is not None else None
         code, reason = state.code or "BROKEN", state.reason or "broken"
         actions.append(Fail(state.worker.id, code, reason, evidence, _acquittal(context, state, verdict)))
@@ -167,7 +167,7 @@ def warn(context: PlanningContext) -> list[Action]:
     actions += _warn_of_maximum(context)
     actions += _warn_of_undeleted(context)
     actions += _warn_of_engine(context)
-    unlisted_since = context.memory.unlisted_since
+    unlisted_since = context.planner_state.machines.unlisted_since
     if unlisted_since and context.age_s(unlisted_since) >= UNLISTED_TO_TELL * context.fleet.poll_interval_s:
         actions += context.alert(
             "LIST_UNKNOWN", f"the provider has listed no machines since {unlisted_since:%H:%M:%S} UTC"
@@ -193,9 +193,9 @@ def _warn_of_undeleted(context: PlanningContext) -> list[Action]:
         for action in context.actions
         if isinstance(action, Delete | DeleteOrphan)
     }
-    before = context.snapshot.memory.terminating_since
+    before = context.snapshot.planner_state.machines.deleting_since
     since = {machine_id: before.get(machine_id, context.now) for machine_id in asked if machine_id is not None}
-    context.remember(terminating_since=since)
+    context.remember_in("machines", deleting_since=since)
     actions: list[Action] = []
     for machine_id, name in asked.items():
         if machine_id is not None and context.age_s(since[machine_id]) >= UNDELETED_TO_TELL_S:

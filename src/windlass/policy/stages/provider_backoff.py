@@ -33,10 +33,10 @@ def heed_refusal(context: PlanningContext) -> list[Action]:
     """Hold while the last refusal is fresh."""
     refusal = context.snapshot.refusal
     if refusal is None or refusal.code not in CODES:
-        context.remember(refused=None)
+        context.remember(provider_backoff=None)
         return []
-    pause = _pause(context.memory.refused, refusal)
-    context.remember(refused=pause)
+    pause = _pause(context.planner_state.provider_backoff, refusal)
+    context.remember(provider_backoff=pause)
     if context.is_stopped or context.now >= pause.until:
         return []
     context.hold(refusal.code, f"{refusal.reason.rstrip('.')}; nobody is hired until {pause.until:%H:%M:%S} UTC")

@@ -52,15 +52,15 @@ def _keep_account(context: PlanningContext) -> list[Action]:
     be left that was rented with the former one, or when a person gives those up. Until then nothing is touched:
     machines would be made in another account, and those of the former one, which it does not find, be taken for gone.
     That nobody is heard proves nothing: a machine is paid for though its worker is silent."""
-    key, known = context.snapshot.traits.key_hash, context.memory.key_hash
+    key, known = context.snapshot.traits.key_hash, context.planner_state.account.key_hash
     if context.own:
-        context.remember(own_listed_at=context.now)
+        context.remember_in("account", own_listed_at=context.now)
     if key == known:
         return _heed_voices(context)
     # Also those whose creation has no answer: their machines may be there.
     rented = [s for s in context.states.values() if s.is_managed and s.worker.creation != "refused"]
     if known is None or context.own or not rented:
-        context.remember(key_hash=key)
+        context.remember_in("account", key_hash=key)
         return _heed_voices(context)
     what = f"its key for {context.fleet.provider} has changed"
     if context.snapshot.machines is None:
@@ -71,7 +71,7 @@ def _keep_account(context: PlanningContext) -> list[Action]:
         context.keep_alerts(OTHER_ACCOUNT)
         return []
     if _are_given_up(context, rented):
-        context.remember(key_hash=key)
+        context.remember_in("account", key_hash=key)
         return _leave_behind(context, rented)
     return _hold_account(context, f"{what}, and the new one lists none of its machines ({_named(rented)})")
 
@@ -80,9 +80,9 @@ def _heed_voices(context: PlanningContext) -> list[Action]:
     """Whoever speaks has a machine. A provider that lists none of a fleet's machines, asked to end one, says that it is
     gone: with the key of another account, that would be how each of them is forgotten. (Whoever was missing while
     others were listed was so in the right account.)"""
-    grace_s, missing = context.snapshot.traits.absence_grace_s, context.memory.missing_since
-    abandoned_at, is_unlisted = context.memory.abandoned_at, context.snapshot.machines is None
-    proven_at = context.memory.own_listed_at
+    grace_s, missing = context.snapshot.traits.absence_grace_s, context.planner_state.machines.missing_since
+    abandoned_at, is_unlisted = context.planner_state.account.abandoned_at, context.snapshot.machines is None
+    proven_at = context.planner_state.account.own_listed_at
     # Without a list, what the last one lacked is as it was.
     if grace_s == 0 or context.own or (is_unlisted and _told(context) is None):
         return []
@@ -120,7 +120,7 @@ def _are_given_up(context: PlanningContext, states: list[WorkerState]) -> bool:
 
 def _told(context: PlanningContext) -> Hold | None:
     """The last look's hold, if it is that no machine is listed: it began when a list said so, and a person was told."""
-    before = context.snapshot.memory.hold
+    before = context.snapshot.planner_state.hold
     return before if before is not None and before.code == OTHER_ACCOUNT else None
 
 
@@ -128,7 +128,8 @@ def _leave_behind(context: PlanningContext, states: list[WorkerState]) -> list[A
     """Their rows close from now on, as if their machines were gone; which those are is remembered, each for itself.
     Nobody is told when it is over, as of other alerts: we shall not know."""
     # They were there until now, as far as anybody knows: their bills end here, not where they were first missing.
-    context.remember(abandoned_at=context.now, missing_since={})
+    context.remember_in("account", abandoned_at=context.now)
+    context.remember_in("machines", missing_since={})
     return [
         RaiseAlert(
             ABANDONED,
@@ -273,22 +274,22 @@ def doubt_strays(context: PlanningContext) -> list[Action]:
     `windlass restart`.
     """
     if context.snapshot.machines is None:
-        since = context.memory.orphans_held_since
+        since = context.planner_state.orphans.orphans_held_since
         if since is not None and _are_strays_in_doubt(context, since):
             context.hold(TOO_MANY_ORPHANS, "in the last list of machines most carried our tags and no worker had them")
             context.keep_alerts(TOO_MANY_ORPHANS)
         return []
-    before = context.snapshot.memory.orphan_since
+    before = context.snapshot.planner_state.orphans.orphan_since
     since_of_each = {machine.id: before.get(machine.id, context.now) for machine in context.unowned}
-    context.remember(orphan_since=since_of_each, orphans_held_since=None)
+    context.remember_in("orphans", orphan_since=since_of_each, orphans_held_since=None)
     if len(since_of_each) < MANY_STRAYS_MIN:
         return []
     running = [machine for machine in context.snapshot.machines if machine.state is not MachineState.EXITED]
     orphans = [machine for machine in _lasting_strays(context) if machine.state is not MachineState.EXITED]
     if len(orphans) < MANY_STRAYS_MIN or len(orphans) * 2 <= len(running):
         return []
-    since = context.snapshot.memory.orphans_held_since or context.now
-    context.remember(orphans_held_since=since)
+    since = context.snapshot.planner_state.orphans.orphans_held_since or context.now
+    context.remember_in("orphans", orphans_held_since=since)
     if not _are_strays_in_doubt(context, since):
         return []
     what = f"{len(orphans)} of {len(running)} machines carry our tags and no worker has them"
@@ -308,7 +309,7 @@ def _are_strays_in_doubt(context: PlanningContext, since: datetime) -> bool:
 
 def _lasting_strays(context: PlanningContext) -> list[Machine]:
     """Those that have been there for longer than a row, or a list, may be late."""
-    since, grace_s = context.memory.orphan_since, context.snapshot.traits.orphan_grace_s
+    since, grace_s = context.planner_state.orphans.orphan_since, context.snapshot.traits.orphan_grace_s
     if not since:
         return []
     return [machine for machine in context.unowned if context.age_s(since[machine.id]) >= grace_s]

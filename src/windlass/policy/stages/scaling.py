@@ -40,7 +40,10 @@ def scale(context: PlanningContext) -> list[Action]:
     departures |= _with_turns(context, demand, staying, departures)
     wish = POLICIES[context.fleet.policy](demand)
     is_over = wish.is_over_capacity or len(staying) > context.fleet.max_workers
-    context.remember(over_capacity_since=(context.memory.over_capacity_since or context.now) if is_over else None)
+    context.remember_in(
+        "scaling",
+        over_capacity_since=(context.planner_state.scaling.over_capacity_since or context.now) if is_over else None,
+    )
     if context.snapshot.is_shutting_down:
         return [*alerts, *_shut_down(context, staying)]
     changes = _hire(context, demand, staying, wish)
@@ -58,8 +61,8 @@ def _standing_still(
     wish: ScalingDecision,
     departures: dict[str, TerminationWindow],
 ) -> str:
-    if context.memory.hold is not None:
-        return f"holding: {context.memory.hold.reason}"
+    if context.planner_state.hold is not None:
+        return f"holding: {context.planner_state.hold.reason}"
     if context.snapshot.is_paused:
         return f"paused: {wish.reason}"
     if wish.hire > 0:
@@ -142,7 +145,7 @@ def _hire(context: PlanningContext, demand: Demand, staying: list[WorkerState], 
     wanted, reason = _wanted(context, demand, staying, wish)
     if wanted <= 0:
         return []
-    hold, allowed = context.memory.hold, wanted
+    hold, allowed = context.planner_state.hold, wanted
     if hold is not None and hold.code in TRIED_BY_HAND and context.snapshot.requested > 0:
         # A person who asks may try what we would not: one at a time, as a probe.
         allowed, reason = min(wanted, context.snapshot.requested), ASKED_FOR
@@ -160,7 +163,7 @@ def _hire(context: PlanningContext, demand: Demand, staying: list[WorkerState], 
         why = why or _what_limits(context, cap, len(slots), free)
         context.decision += f" ({wanted - len(slots)} fewer than wanted: {why})"
     if slots:
-        context.remember(scaled_up_at=context.now)
+        context.remember_in("scaling", spawned_at=context.now)
     return [Spawn(slot, reason) for slot in slots]
 
 
@@ -168,7 +171,7 @@ def _wanted(
     context: PlanningContext, demand: Demand, staying: list[WorkerState], wish: ScalingDecision
 ) -> tuple[int, str]:
     """How many more the policy, the minimum or a person wants, within the maximum."""
-    fleet, last = context.fleet, context.memory.scaled_up_at
+    fleet, last = context.fleet, context.planner_state.scaling.spawned_at
     wanted, reason = wish.hire, wish.reason
     # Two hirings in short order answer the same rush; but the minimum, and the first worker, do not wait.
     if last is not None and context.age_s(last) < fleet.min_scaling_interval_s and demand.capacity > 0:
@@ -182,11 +185,11 @@ def _wanted(
 
 
 def _cap(context: PlanningContext, staying: list[WorkerState]) -> int:
-    memory = context.memory
-    if memory.guard.trips:
+    planner_state = context.planner_state
+    if planner_state.failure_rate.trips:
         # After a trip, one at a time until one of them works.
-        return 0 if any(guard.is_probe(state, memory.guard) for state in staying) else 1
-    if memory.refused is not None:
+        return 0 if any(guard.is_probe(state, planner_state.failure_rate) for state in staying) else 1
+    if planner_state.provider_backoff is not None:
         return 0 if refusal.is_tried(context) else 1
     most = context.fleet.max_changes_per_cycle
     return most if context.affordable is None else min(most, context.affordable)
@@ -197,7 +200,7 @@ def _what_limits(context: PlanningContext, cap: int, hired: int, free: int) -> s
         return "no free slot"
     if hired < cap:
         return "machines that are on their way out take up the room"
-    if context.memory.guard.trips or context.memory.refused:
+    if context.planner_state.failure_rate.trips or context.planner_state.provider_backoff:
         return "one probe at a time"
     most = context.fleet.max_changes_per_cycle
     if cap == most:
@@ -242,7 +245,7 @@ def _with_room(context: PlanningContext, taken: set[int], most: int) -> list[int
 def _count_strays(context: PlanningContext) -> int:
     """Machines that are billed and belong to no worker; as far as the last list said, when there is none now."""
     if context.snapshot.machines is None:
-        return len(context.memory.orphan_since)
+        return len(context.planner_state.orphans.orphan_since)
     orphans = [*context.unowned, *(double for double, _ in context.doubles)]
     return sum(machine.state is not MachineState.EXITED for machine in orphans)
 
@@ -333,7 +336,7 @@ def _rested(
 
     Where paid time ends there is one occasion, a few cycles long, and a boot lasts longer: whoever is spare then goes
     though others are starting, as long as the minimum is there without those."""
-    fleet, since = context.fleet, context.memory.over_capacity_since
+    fleet, since = context.fleet, context.planner_state.scaling.over_capacity_since
     # A person wants more than the policy does: whoever went for having nothing to do would be hired again at once.
     if context.snapshot.requested > 0 and _room_for_requests(context, staying) > 0:
         return []

@@ -34,13 +34,17 @@ def grow_storage(context: PlanningContext) -> list[Action]:
             context.keep_alerts(UNKNOWN)
             return []
         return _note_blindness(context, f"its network volume cannot be seen: {problem}", 0.0)
-    context.remember(storage_looked_in=context.memory.cycle)
-    asked = context.memory.growth if context.memory.growth and context.memory.growth.volume_id == volume.id else None
-    context.remember(growth=None)
+    context.remember_in("storage", checked_in_cycle=context.planner_state.cadence.cycle)
+    asked = (
+        context.planner_state.storage.resize
+        if context.planner_state.storage.resize and context.planner_state.storage.resize.volume_id == volume.id
+        else None
+    )
+    context.remember_in("storage", resize=None)
     if measured is None or context.age_s(measured.at) > MEASURED_WITHIN_S:
         why = f"no worker has measured network volume {volume.id} within the last hour: is it mounted at volume_path?"
         return _note_blindness(context, why, MEASURED_BY_S)
-    context.remember(blind_looks=0)
+    context.remember_in("storage", unknown_checks=0)
     if context.is_stopped:
         return []
     if not 0 <= measured.used_bytes <= volume.size_gb * _GIB:
@@ -55,7 +59,7 @@ def grow_storage(context: PlanningContext) -> list[Action]:
     size_gb = min(volume.size_gb + context.fleet.storage_expansion_increment_gb, MAX_VOLUME_GB)
     if size_gb <= volume.size_gb:
         return context.alert(FULL, f"network volume {volume.id}: {why}, and it cannot grow any more", about=volume.id)
-    context.remember(growth=VolumeResize(volume.id, size_gb, context.now))
+    context.remember_in("storage", resize=VolumeResize(volume.id, size_gb, context.now))
     alerts: list[Action] = []
     if asked is not None and volume.size_gb < asked.size_gb:
         since = f"asked for {asked.size_gb} GB at {asked.at:%H:%M:%S} UTC, it has {volume.size_gb}"
@@ -68,6 +72,6 @@ def _note_blindness(context: PlanningContext, why: str, working_s: float) -> lis
     workers = (state.worker for state in context.states.values() if state.is_managed)
     starts = [worker.activated_at for worker in workers if worker.status is WorkerStatus.ACTIVE and worker.activated_at]
     is_used = any(context.age_s(started_at) >= working_s for started_at in starts)
-    looks = context.memory.blind_looks + 1 if is_used else 0
-    context.remember(blind_looks=looks)
+    looks = context.planner_state.storage.unknown_checks + 1 if is_used else 0
+    context.remember_in("storage", unknown_checks=looks)
     return context.alert(UNKNOWN, f"{why}; it does not grow until that is known") if looks >= BLIND_TO_TELL else []

@@ -6,7 +6,8 @@ from fastapi import APIRouter, Query, Response
 
 from windlass.model.event import Event
 from windlass.model.task import MAX_TASK_ID
-from windlass.ports.queries import LogLine, OpenAlert
+from windlass.model.listing import LogLine
+from windlass.model.overview import OpenAlert
 from windlass.server.context import AppContext
 from windlass.server.json_api import (
     API,

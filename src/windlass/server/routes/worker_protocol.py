@@ -174,7 +174,7 @@ def _add_working_routes(router: APIRouter, context: WorkerApiContext) -> None:
 
     @router.post(http.DEREGISTER, status_code=204)
     async def deregister(call: http.DeregisterCall, worker: Worker) -> Response:
-        await store.leave(worker.worker_id, call.reason)
+        await store.deregister(worker.worker_id, call.reason)
         return Response(status_code=204)
 
     @router.post(http.RUN_MAINTENANCE, **documented(http.Recovered, "Run maintenance"))

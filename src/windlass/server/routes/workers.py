@@ -14,7 +14,8 @@ from windlass.dashboard.workers import MAX_CELLS, SlotMap, slot_map, worker_page
 from windlass.model.errors import BadInput
 from windlass.model.worker import WorkerStatus
 from windlass.operations import OperationResult, worker_not_found
-from windlass.ports.queries import FleetOverview, WorkerRow
+from windlass.model.listing import WorkerRow
+from windlass.model.overview import FleetOverview
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form

@@ -35,7 +35,7 @@ USE_NOTED_EVERY = timedelta(minutes=1)
 
 
 class MemoryAuthStore(MemoryControlStore):
-    async def caller(self, token_hash: bytes) -> Caller | None:
+    async def authenticate(self, token_hash: bytes) -> Caller | None:
         for worker in self._workers.rows.values():
             credentials = worker.credentials
             if credentials is None:

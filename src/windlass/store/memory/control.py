@@ -1,7 +1,7 @@
 """What the control loop needs of the store, and what people do to fleets: the contract of PostgresControlStore.
 
 migrations/0004_control.sql says what is right; every method here is the function of the same name there, and
-tests/conformance/test_control_store.py runs the same histories over both. What a fleet's memory and snapshots hold is
+tests/conformance/test_control_store.py runs the same histories over both. Planner state and snapshots are
 kept as the values they are: nothing passes through JSON.
 """
 
@@ -15,9 +15,11 @@ from windlass.model.cost import BillingAccount, Charge, Cost, Settlement
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, Standby
+from windlass.model.outcome import Committed, Intent, Outcome
 from windlass.model.snapshot import Snapshot
 from windlass.model.worker import LIVE, WorkerStatus
-from windlass.ports.control import MAX_AHEAD, Candidate, Committed, Intent, Outcome, Standby
+from windlass.ports.control import MAX_AHEAD
 from windlass.store.memory.actions import carry_out
 from windlass.store.memory.fleets import SlotRow
 from windlass.store.memory.ledger import account, to_settle
@@ -36,14 +38,14 @@ class MemoryControlStore(MemoryStore):
 
     # -------------------------------------------------------------------------------------------- the control loop
 
-    async def lead(self, candidate: Candidate) -> int | Standby:
-        return self._tables.leases.lead(candidate)
+    async def acquire_lease(self, candidate: Candidate) -> int | Standby:
+        return self._tables.leases.acquire(candidate)
 
-    async def resign(self, candidate: Candidate) -> None:
-        self._tables.leases.resign(candidate)
+    async def release_lease(self, candidate: Candidate) -> None:
+        self._tables.leases.release(candidate)
 
     async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
-        led = await self.lead(candidate)
+        led = await self.acquire_lease(candidate)
         if isinstance(led, Standby):
             return led
         row = self._tables.fleet(fleet)
@@ -58,7 +60,7 @@ class MemoryControlStore(MemoryStore):
         fleet = self._tables.fleets[snapshot.fleet]
         cycle_id = self._tables.cycles.record(term, snapshot, plan, self._clock())
         requeued = sum(carry_out(self._tables, action, snapshot) for action in plan.actions)
-        fleet.memory = plan.memory
+        fleet.planner_state = plan.planner_state
         return Committed(cycle_id, self._tables.intend(fleet, intents), requeued)
 
     async def commit_outcomes(

@@ -6,8 +6,8 @@ from datetime import datetime
 
 from windlass.model.cycle import Fleet
 from windlass.model.fleet import MAX_RESTARTS
+from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.snapshot import PlannerState
-from windlass.ports.control import Candidate, LeaseLost, Standby
 from windlass.store.memory.interval import interval
 
 
@@ -32,7 +32,7 @@ class FleetRow:
     requested_workers: int = 0
     reset_at: datetime | None = None
     restarted_at: datetime | None = None
-    memory: PlannerState = field(default_factory=PlannerState)
+    planner_state: PlannerState = field(default_factory=PlannerState)
     slots: dict[int, SlotRow] = field(default_factory=dict)
 
     def as_fleet(self, *, is_led: bool) -> Fleet:
@@ -44,11 +44,11 @@ class FleetRow:
             max_workers=self.max_workers,
             is_paused=self.is_paused,
             requested_workers=self.requested_workers,
-            hold=self.memory.hold,
+            hold=self.planner_state.hold,
             failed_slots=tuple(number for number, slot in sorted(self.slots.items()) if slot.is_failed),
             created_at=self.created_at,
-            planned_at=self.memory.planned_at,
-            next_plan_in_s=self.memory.next_plan_in_s,
+            planned_at=self.planner_state.cadence.planned_at,
+            next_plan_in_s=self.planner_state.cadence.next_plan_in_s,
             is_led=is_led,
         )
 
@@ -65,7 +65,7 @@ class LeaseTable:
         self._clock = clock
         self.rows: dict[str, LeaseRow] = {}
 
-    def lead(self, candidate: Candidate) -> int | Standby:
+    def acquire(self, candidate: Candidate) -> int | Standby:
         now = self._clock()
         lease = self.rows.get(candidate.lease)
         if lease is None:
@@ -78,7 +78,7 @@ class LeaseTable:
         lease.expires_at = now + interval(candidate.ttl_s)
         return lease.term
 
-    def resign(self, candidate: Candidate) -> None:
+    def release(self, candidate: Candidate) -> None:
         lease = self.rows.get(candidate.lease)
         if lease is not None and lease.holder == candidate.holder:
             lease.expires_at = self._clock()

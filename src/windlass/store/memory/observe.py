@@ -29,7 +29,7 @@ from windlass.store.memory.tables import Tables
 from windlass.store.memory.tasks import MemoryTask, TaskTable
 from windlass.store.memory.workers import MemoryWorker, WorkerTable
 
-# The bounds of windlass.observe.
+# The bounds of the SQL function observe().
 MAX_HIRINGS = 1000
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
@@ -71,7 +71,7 @@ def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
         spending=tables.ledger.spent_by(fleet.name, now),
         ended_bills=tuple(islice(_ended_bills(workers), MAX_ENDED_BILLS)),
         is_settlement_due=bool(to_settle(workers, fleet.name, now)),
-        memory=fleet.memory,
+        planner_state=fleet.planner_state,
     )
 
 

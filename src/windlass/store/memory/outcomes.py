@@ -2,8 +2,7 @@
 
 from typing import assert_never
 
-from windlass.model.worker import WorkerStatus
-from windlass.ports.control import (
+from windlass.model.outcome import (
     Created,
     CreationRefused,
     CreationUnclear,
@@ -18,6 +17,7 @@ from windlass.ports.control import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.worker import WorkerStatus
 from windlass.store.memory.ledger import close_bill, open_bill
 from windlass.store.memory.tables import Tables
 from windlass.store.memory.workers import MemoryWorker
@@ -96,7 +96,7 @@ def _orphan_deleted(tables: Tables, fleet: str, outcome: OrphanDeleted) -> None:
     if machine.price_micros_per_hour is None or worker_id in tables.workers.rows:
         return
     row = MemoryWorker(
-        worker_id, fleet, None, WorkerStatus.TERMINATING, created_at=machine.created_at or now, code="STRAY",
+        worker_id, fleet, None, WorkerStatus.TERMINATING, created_at=machine.created_at or now, code="ORPHAN",
         reason=f"machine of {machine.name}: {outcome.reason}",
     )  # fmt: skip
     tables.workers.add(row)

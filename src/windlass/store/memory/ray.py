@@ -9,9 +9,9 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+from windlass.model.lease import Candidate
 from windlass.model.node import AliveNode, DeadNode, NodeState, NodeVerdict, NodeView, Placement
 from windlass.model.worker import LIVE, Registration, WorkerKind, WorkerStatus
-from windlass.ports.control import Candidate
 from windlass.store.memory.control import MemoryControlStore
 from windlass.store.memory.workers import MemoryWorker
 
@@ -31,7 +31,7 @@ class MemoryRayStore(MemoryControlStore):
         taken = sum(self._tables.requeue_tasks_of(node.id, "DISPATCHER_LOST", reason) for node in nodes)
         for dispatcher in dispatchers:
             taken += len(self._tasks.running[dispatcher.id])
-            await self.leave(dispatcher.id, "another dispatcher took its place")
+            await self.deregister(dispatcher.id, "another dispatcher took its place")
         return taken
 
     async def place(self, placements: Sequence[Placement]) -> dict[UUID, NodeVerdict]:

@@ -303,11 +303,11 @@ class MemoryStore:
                 self._tables.release(row, worker_id, "claimed by a worker that never received it")
         return HeartbeatReply(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost_claims))
 
-    async def leave(self, worker_id: str, reason: str) -> None:
+    async def deregister(self, worker_id: str, reason: str) -> None:
         worker = self._workers.among(LIVE, worker_id)
         if worker is None:
             return
-        worker.explain_end("LEFT", reason)
+        worker.explain_end("DEREGISTERED", reason)
         if worker.slot is None:
             self._tables.terminate(worker)
         else:
@@ -315,7 +315,7 @@ class MemoryStore:
             if worker.status is not WorkerStatus.TERMINATING:
                 worker.move(WorkerStatus.TERMINATING)
             worker.hired.terminating_at = worker.hired.terminating_at or self._clock()
-        self._note("WORKER_LEFT", reason, fleet=worker.fleet, worker_id=worker_id)
+        self._note("WORKER_DEREGISTERED", reason, fleet=worker.fleet, worker_id=worker_id)
         self._tables.release_all_of(worker_id, "its worker left")
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:

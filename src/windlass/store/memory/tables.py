@@ -15,10 +15,10 @@ from windlass.model.action import AttemptRefund
 from windlass.model.auth import ApiToken, ServerAddress, Session
 from windlass.model.errors import BadInput
 from windlass.model.node import dispatcher_lease
+from windlass.model.outcome import Intent
 from windlass.model.snapshot import FailureStreak
 from windlass.model.task import TaskStatus
 from windlass.model.worker import LIVE, RecoveredTasks, WorkerKind, WorkerStatus
-from windlass.ports.control import Intent
 from windlass.store.memory.cycles import Cycles
 from windlass.store.memory.events import EventLog, failed_attempts, failed_attempts_text, shortened
 from windlass.store.memory.fleets import FleetRow, LeaseTable, SlotRow
@@ -169,11 +169,11 @@ class Tables:
                 self.tasks.put_back(row, self.now())
                 self.bell.ring(row.queue)
             reason = f"{count} failed attempts on worker {worker_id} do not count: it is to blame"
-            self.journal.note("TASK_ACQUITTED", reason, worker_id=worker_id, task_id=task_id)
+            self.journal.note("ATTEMPTS_REFUNDED", reason, worker_id=worker_id, task_id=task_id)
 
     def _was_acquitted(self, task_id: int) -> bool:
         """Since it was enqueued, or a person retried it."""
-        return any(event.code == "TASK_ACQUITTED" for event in self.journal.since_retried(task_id))
+        return any(event.code == "ATTEMPTS_REFUNDED" for event in self.journal.since_retried(task_id))
 
     def lost_with(self, worker: MemoryWorker) -> list[str]:
         """The nodes whose tasks are lost with this dispatcher, unless another has taken its place."""
@@ -230,4 +230,4 @@ class Tables:
             row.credentials = Credentials(intent.join_token_hash, self.now() + interval(intent.join_ttl_s))
         self.workers.add(row)
         detail = {"slot": intent.slot}
-        self.journal.note("WORKER_HIRED", intent.reason, fleet=fleet.name, worker_id=row.id, detail=detail)
+        self.journal.note("WORKER_SPAWNED", intent.reason, fleet=fleet.name, worker_id=row.id, detail=detail)

@@ -138,7 +138,7 @@ class Queue:
             queue=name,
             queued=len(due),
             scheduled=len(queued) - len(due),
-            waiting_for_retry=sum(row.status is TaskStatus.ERROR for row in rows),
+            retrying=sum(row.status is TaskStatus.ERROR for row in rows),
             running=sum(row.status is TaskStatus.RUNNING for row in rows),
             oldest_queued_age_s=(now - oldest).total_seconds() if oldest is not None else None,
         )

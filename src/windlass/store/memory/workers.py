@@ -14,7 +14,7 @@ from windlass.model.worker import Registration, Worker, WorkerKind, WorkerStatus
 from windlass.store.memory.interval import interval
 
 MAX_FAILED_TASKS = 100
-# As windlass.max_heartbeat_gap_s: of a lease, the longest silence that says nothing.
+# As windlass_internal.max_heartbeat_gap_s: of a lease, the longest silence that says nothing.
 UNNOTICED_GAP = 0.4
 # Hired workers are judged by others once nobody has led for this many of their leases.
 LEADERLESS_LEASES = 2

@@ -4,6 +4,7 @@
 -- Statuses are text with a check, not enum types: a new value is then an ordinary transactional migration.
 
 create schema if not exists windlass;
+create schema if not exists windlass_internal;
 
 create table windlass.migrations (
   version integer primary key,
@@ -25,13 +26,13 @@ $$;
 
 -- A name people type: queues, fleets. Short enough for a label, safe in a channel, a path and a metric. The length is
 -- not counted by the expression, which would make it five times as slow, for every row that is enqueued.
-create function windlass.is_name(p_name text) returns boolean
+create function windlass_internal.is_name(p_name text) returns boolean
 language sql immutable parallel safe
 as $$ select length(p_name) <= 63 and p_name ~ '^[A-Za-z0-9][A-Za-z0-9_.:-]*$' $$;
 
 -- The rules of a task's columns are domains and not checks: a domain looks at a value when it is set. A check is read,
 -- planned and run again by every statement that touches the row, and that is a tenth of the time of a claim.
-create domain windlass.name as text check (windlass.is_name(value));
+create domain windlass.name as text check (windlass_internal.is_name(value));
 create domain windlass.task_status as text check (value in ('queued', 'running', 'complete', 'error', 'failed'));
 create domain windlass.task_key as text check (length(value) between 1 and 200);
 create domain windlass.attempt_limit as integer check (value >= 1);
@@ -138,7 +139,7 @@ create unique index workers_one_live_per_slot
   where status in ('spawning', 'active', 'terminating', 'error');
 
 create index workers_live on windlass.workers (fleet) where status <> 'terminated';
-create index workers_ended on windlass.workers (terminated_at) where status = 'terminated';
+create index workers_terminated_at on windlass.workers (terminated_at) where status = 'terminated';
 create index workers_to_settle on windlass.workers (fleet, settle_at) where settle_at is not null;
 
 
@@ -185,7 +186,7 @@ create index tasks_ready on windlass.tasks (queue, priority desc, id)
   where status = 'queued' and run_after is null;
 
 -- Serves the step of claim_tasks that makes due tasks ready, and next_run_after.
-create index tasks_waiting on windlass.tasks (queue, run_after)
+create index tasks_scheduled on windlass.tasks (queue, run_after)
   where run_after is not null;
 
 -- Serves heartbeat, requeue and every question "what is this worker doing".
@@ -247,7 +248,7 @@ create table windlass.leases (
 
 -- Attempts that have ended on workers whose time has a price, until the ledger has closed that time. A task's row only
 -- remembers its last attempt.
-create table windlass.spans (
+create table windlass.attempt_spans (
   worker_id text not null,
   task_id bigint not null,
   queue text not null,
@@ -255,7 +256,7 @@ create table windlass.spans (
   until_at timestamptz not null check (until_at > from_at),
   primary key (worker_id, from_at, task_id)
 );
-create index spans_until on windlass.spans (until_at);
+create index attempt_spans_until on windlass.attempt_spans (until_at);
 
 -- The ledger: what a worker's time was spent on, in integer micros of a currency. The parts of a worker add up to its
 -- bill. from_at and until_at are the paid time that this is a part of.
@@ -307,4 +308,4 @@ create table windlass.logs (
 create index logs_at on windlass.logs (at);
 
 -- Nothing here is for everybody: grants.sql has the rights of those who produce or work.
-revoke all on schema windlass from public;
+revoke all on schema windlass, windlass_internal from public;

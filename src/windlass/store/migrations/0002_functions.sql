@@ -27,7 +27,7 @@ create type windlass.claim as (
 );
 
 -- An error as an event tells it: its beginning says what happened, its end where.
-create function windlass.shortened(p_error text) returns text
+create function windlass_internal.truncate_for_event(p_error text) returns text
 language sql immutable parallel safe
 as $$
   select case
@@ -38,7 +38,7 @@ $$;
 
 -- An error as it is kept: 8,000 characters hold a long traceback. Of more than that both ends: what kind it is stands at
 -- the beginning of a message, and the cause at the end of a traceback.
-create function windlass.truncate_error(p_error text) returns text
+create function windlass_internal.truncate_error(p_error text) returns text
 language sql immutable parallel safe
 as $$
   select case
@@ -47,7 +47,7 @@ as $$
   end
 $$;
 
-create function windlass.note(
+create function windlass_internal.add_event(
   p_code text, p_reason text, p_fleet text, p_worker_id text, p_task_id bigint, p_detail jsonb default null
 ) returns void
 language sql
@@ -58,7 +58,7 @@ $$;
 
 -- Seconds to wait before attempt number p_attempts + 1: doubling from 5 s to at most 15 min, of which a random
 -- half is left out so that tasks that failed together do not come back together. Same formula: policy/backoff.py.
-create function windlass.retry_delay_s(p_attempts integer, p_jitter double precision) returns double precision
+create function windlass_internal.retry_delay_s(p_attempts integer, p_jitter double precision) returns double precision
 language sql immutable parallel safe
 as $$
   select least(5.0 * power(2.0, least(greatest(p_attempts, 1), 30) - 1), 900.0) * (1.0 - 0.5 * p_jitter)
@@ -67,12 +67,12 @@ $$;
 
 -- Write down that an attempt ended on a worker whose time has a price, or whose price is not known yet; for all others
 -- nothing is written. The ledger needs it, since a task's row only remembers its last attempt.
-create function windlass.note_span(
+create function windlass_internal.record_attempt_span(
   p_worker_id text, p_task_id bigint, p_queue text, p_from_at timestamptz, p_until_at timestamptz
 ) returns void
 language sql
 as $$
-  insert into windlass.spans (worker_id, task_id, queue, from_at, until_at)
+  insert into windlass.attempt_spans (worker_id, task_id, queue, from_at, until_at)
   select p_worker_id, p_task_id, p_queue, p_from_at, p_until_at
   from windlass.workers w
   where w.id = p_worker_id
@@ -86,7 +86,7 @@ $$;
 
 -- Wakes idle workers, whoever inserts and however: enqueue(), plain INSERT or COPY. One notification a queue and
 -- transaction. It is a hint; workers poll as well.
-create function windlass.announce_tasks() returns trigger
+create function windlass_internal.notify_tasks() returns trigger
 language plpgsql
 as $$
 begin
@@ -98,7 +98,7 @@ $$;
 create trigger announce_tasks
   after insert on windlass.tasks
   referencing new table as inserted
-  for each statement execute function windlass.announce_tasks();
+  for each statement execute function windlass_internal.notify_tasks();
 
 -- Adds one task and returns its id, in the caller's own transaction. With a unique key that is already there, the
 -- id of the task that has it, unchanged.
@@ -162,7 +162,7 @@ begin
   if not found then
     return false;
   end if;
-  perform windlass.note('TASK_RETRIED', 'put back into the queue by hand', null, null, p_task_id);
+  perform windlass_internal.add_event('TASK_RETRIED', 'put back into the queue by hand', null, null, p_task_id);
   perform pg_notify('windlass_tasks', v_queue);
   return true;
 end
@@ -236,9 +236,9 @@ begin
       claim_token = null, finished_at = windlass.now()
   where id = p_task_id;
   if v_before.status = 'running' then
-    perform windlass.note_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at, windlass.now());
+    perform windlass_internal.record_attempt_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at, windlass.now());
   end if;
-  perform windlass.note('TASK_CANCELLED', p_reason, null, v_before.worker_id, p_task_id);
+  perform windlass_internal.add_event('TASK_CANCELLED', p_reason, null, v_before.worker_id, p_task_id);
   return true;
 end
 $$;
@@ -295,11 +295,11 @@ begin
   if v_status is null then
     select w.status into v_status from windlass.workers w where w.id = p_worker_id;
   else
-    perform windlass.note('WORKER_REGISTERED', format('registered on %s, serving %s', coalesce(p_host, 'an unknown host'),
+    perform windlass_internal.add_event('WORKER_REGISTERED', format('registered on %s, serving %s', coalesce(p_host, 'an unknown host'),
       array_to_string(p_queues, ', ')), v_fleet, p_worker_id, null);
     -- What runs on nodes outlives the start of a dispatcher, and of the node's own program.
     if p_kind = 'worker' and v_is_new_start then
-      perform windlass.requeue_tasks_of(array[p_worker_id], 'WORKER_LOST', 'its worker was started again');
+      perform windlass_internal.requeue_tasks_of(array[p_worker_id], 'WORKER_LOST', 'its worker was started again');
     end if;
   end if;
   return v_status;
@@ -319,7 +319,7 @@ begin
     and status = 'spawning'
   returning * into v_worker;
   if found then
-    perform windlass.note('WORKER_ACTIVATED', 'the worker reported that it is ready', v_worker.fleet, p_worker_id, null);
+    perform windlass_internal.add_event('WORKER_ACTIVATED', 'the worker reported that it is ready', v_worker.fleet, p_worker_id, null);
     return 'active';
   end if;
   return (select w.status from windlass.workers w where w.id = p_worker_id);
@@ -328,7 +328,7 @@ $$;
 
 -- A finish or failure came with a claim that is no longer valid. True if it only repeats what was accepted before
 -- (the answer was lost on its way); otherwise it changes nothing and is counted.
-create function windlass.is_duplicate_completion(
+create function windlass_internal.is_duplicate_completion(
   p_worker_id text, p_task_id bigint, p_token uuid, p_statuses text[]
 ) returns boolean
 language plpgsql
@@ -343,7 +343,7 @@ begin
     return true;
   end if;
   update windlass.workers set late_results = late_results + 1 where id = p_worker_id;
-  perform windlass.note('LATE_RESULT', 'a result came after its claim was lost; it changed nothing', w.fleet, p_worker_id, p_task_id)
+  perform windlass_internal.add_event('LATE_RESULT', 'a result came after its claim was lost; it changed nothing', w.fleet, p_worker_id, p_task_id)
   from (select (select fleet from windlass.workers where id = p_worker_id) as fleet) w;
   return false;
 end
@@ -365,10 +365,10 @@ begin
     and t.finished_at is null
   returning t.* into v_task;
   if not found then
-    return windlass.is_duplicate_completion(p_worker_id, p_task_id, p_token, array['complete']);
+    return windlass_internal.is_duplicate_completion(p_worker_id, p_task_id, p_token, array['complete']);
   end if;
-  perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_task.finished_at);
-  perform windlass.record_successes(array[p_task_id], v_task.finished_at);
+  perform windlass_internal.record_attempt_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_task.finished_at);
+  perform windlass_internal.record_successes(array[p_task_id], v_task.finished_at);
   return true;
 end
 $$;
@@ -389,34 +389,34 @@ set enable_seqscan = off
 as $$
 declare
   v_now timestamptz := windlass.now();
-  v_error text := windlass.truncate_error(p_error);
+  v_error text := windlass_internal.truncate_error(p_error);
   v_task windlass.tasks;
   v_failed_on jsonb;
 begin
   update windlass.tasks t
   set status = case when p_retry and t.attempts < t.max_attempts then 'error' else 'failed' end,
       run_after = case when p_retry and t.attempts < t.max_attempts
-        then v_now + make_interval(secs => windlass.retry_delay_s(t.attempts, p_jitter)) end,
+        then v_now + make_interval(secs => windlass_internal.retry_delay_s(t.attempts, p_jitter)) end,
       finished_at = v_now, error_code = p_code, error = v_error
   where t.id = p_task_id
     and t.claim_token = p_token
     and t.finished_at is null
   returning t.* into v_task;
   if not found then
-    if windlass.is_duplicate_completion(p_worker_id, p_task_id, p_token, array['error', 'failed']) then
+    if windlass_internal.is_duplicate_completion(p_worker_id, p_task_id, p_token, array['error', 'failed']) then
       return (select t.status from windlass.tasks t where t.id = p_task_id);
     end if;
     return null;
   end if;
-  perform windlass.note_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_now);
-  perform windlass.note_failure(v_task.worker_id, p_task_id);
+  perform windlass_internal.record_attempt_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_now);
+  perform windlass_internal.record_failure(v_task.worker_id, p_task_id);
   if v_task.status = 'failed' then
-    v_failed_on := windlass.failed_attempts(p_task_id, v_task.worker_id, v_task.attempts, p_code);
+    v_failed_on := windlass_internal.failed_attempts(p_task_id, v_task.worker_id, v_task.attempts, p_code);
   end if;
-  perform windlass.note(
+  perform windlass_internal.add_event(
     case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
-    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass.shortened(v_error))
-      || coalesce(windlass.failed_attempts_text(v_failed_on), ''),
+    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass_internal.truncate_for_event(v_error))
+      || coalesce(windlass_internal.failed_attempts_text(v_failed_on), ''),
     null, v_task.worker_id, p_task_id,
     jsonb_strip_nulls(jsonb_build_object(
       'attempt', v_task.attempts, 'error_code', p_code, 'error', v_error, 'failed_attempts', v_failed_on))
@@ -451,18 +451,18 @@ begin
       progress = null, progress_note = null
   where id = p_task_id;
   -- It does not count as an attempt, but it took the worker's time.
-  perform windlass.note_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at, windlass.now());
-  perform windlass.note('TASK_RELEASED', p_reason, null, p_worker_id, p_task_id);
+  perform windlass_internal.record_attempt_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at, windlass.now());
+  perform windlass_internal.add_event('TASK_RELEASED', p_reason, null, p_worker_id, p_task_id);
   perform pg_notify('windlass_tasks', v_before.queue);
   return true;
 end
 $$;
 
 -- The attempts that are completed now, as spans of the workers they ran on, where their time has a price.
-create function windlass.record_spans(p_task_ids bigint[], p_until_at timestamptz) returns void
+create function windlass_internal.record_attempt_spans(p_task_ids bigint[], p_until_at timestamptz) returns void
 language sql
 as $$
-  insert into windlass.spans (worker_id, task_id, queue, from_at, until_at)
+  insert into windlass.attempt_spans (worker_id, task_id, queue, from_at, until_at)
   select t.worker_id, t.id, t.queue, t.started_at, p_until_at
   from windlass.tasks t
   join windlass.workers w on w.id = t.worker_id
@@ -527,13 +527,13 @@ begin
         select f.task_id, f.token, null::text, null::jsonb, null::integer, null::integer, null::double precision,
           null::integer, null::timestamptz, true
         from unnest(p_task_ids, p_tokens) as f (task_id, token)
-        where not windlass.is_duplicate_completion(p_worker_id, f.task_id, f.token, array['complete']);
+        where not windlass_internal.is_duplicate_completion(p_worker_id, f.task_id, f.token, array['complete']);
     end if;
   end if;
   if p_task_ids is not null and p_limit <= 0 then
     if v_count > 0 then
-      perform windlass.record_spans(p_task_ids, v_now);
-      perform windlass.record_successes(p_task_ids, v_now);
+      perform windlass_internal.record_attempt_spans(p_task_ids, v_now);
+      perform windlass_internal.record_successes(p_task_ids, v_now);
     end if;
     return;
   end if;
@@ -557,10 +557,10 @@ begin
       using errcode = 'no_data_found';
   end if;
   if v_worker.has_price and v_count > 0 then
-    perform windlass.record_spans(p_task_ids, v_now);
+    perform windlass_internal.record_attempt_spans(p_task_ids, v_now);
   end if;
   if v_worker.is_failing and v_count > 0 then
-    perform windlass.record_successes(p_task_ids, v_now);
+    perform windlass_internal.record_successes(p_task_ids, v_now);
   end if;
   if v_worker.is_barred then
     if v_worker.status in ('error', 'terminated') and coalesce(cardinality(p_task_ids), 0) = 0 then
@@ -659,7 +659,7 @@ $$;
 
 -- The longest silence of a worker with this lease that says nothing: three beats fit into a lease, and one may be late. An
 -- outage that hides in it is so short that every other worker of that lease is heard again before its own runs out.
-create function windlass.max_heartbeat_gap_s(p_lease_s double precision) returns double precision
+create function windlass_internal.max_heartbeat_gap_s(p_lease_s double precision) returns double precision
 language sql immutable parallel safe
 as $$ select 0.4 * p_lease_s $$;
 
@@ -698,7 +698,7 @@ begin
   set last_heartbeat = v_now,
       heartbeat_gapless_since = case
         when w.last_heartbeat is null
-          or v_now - w.last_heartbeat > make_interval(secs => windlass.max_heartbeat_gap_s(w.lease_s))
+          or v_now - w.last_heartbeat > make_interval(secs => windlass_internal.max_heartbeat_gap_s(w.lease_s))
         then v_now
         else w.heartbeat_gapless_since
       end,
@@ -787,7 +787,7 @@ $$;
 --
 -- A task that somebody has locked is left to recover_lost_workers, or to whoever ends the machine: one who finishes it may
 -- want the worker's row next, which is ours.
-create function windlass.leave(p_worker_id text, p_reason text default 'left') returns void
+create function windlass.deregister_worker(p_worker_id text, p_reason text default 'left') returns void
 language plpgsql
 as $$
 declare
@@ -798,12 +798,12 @@ begin
   set status = case when slot is null then 'terminated' else 'terminating' end,
       terminated_at = case when slot is null then v_now end,
       terminating_at = coalesce(terminating_at, v_now),
-      code = coalesce(code, 'LEFT'), reason = coalesce(reason, p_reason)
+      code = coalesce(code, 'DEREGISTERED'), reason = coalesce(reason, p_reason)
   where id = p_worker_id
     and status in ('spawning', 'active', 'terminating')
   returning * into v_worker;
   if found then
-    perform windlass.note('WORKER_LEFT', p_reason, v_worker.fleet, p_worker_id, null);
+    perform windlass_internal.add_event('WORKER_DEREGISTERED', p_reason, v_worker.fleet, p_worker_id, null);
     perform windlass.release_task(p_worker_id, t.id, t.claim_token, 'its worker left')
     from (
       select r.id, r.claim_token
@@ -823,7 +823,7 @@ $$;
 -- Takes all tasks from these workers: back to the queue, or failed when the attempts are used up. The claims end
 -- here, so whatever those workers still deliver changes nothing. A task that somebody else has locked is left to the next
 -- call (of recover_lost_workers, or the control loop's): one long transaction must not hold up what all others wait for.
-create function windlass.requeue_tasks_of(
+create function windlass_internal.requeue_tasks_of(
   p_worker_ids text[], p_code text, p_reason text, out requeued integer, out failed integer
 )
 language plpgsql
@@ -858,17 +858,17 @@ begin
     insert into windlass.events (code, reason, worker_id, task_id, detail)
     select case m.status when 'queued' then 'TASK_REQUEUED' else 'TASK_FAILED' end,
       format('attempt %s of %s: %s', m.attempts, m.max_attempts, p_reason)
-        || coalesce(windlass.failed_attempts_text(m.failed_attempts), ''),
+        || coalesce(windlass_internal.failed_attempts_text(m.failed_attempts), ''),
       m.from_worker_id, m.id,
       jsonb_strip_nulls(jsonb_build_object(
         'attempt', m.attempts, 'error_code', p_code, 'error', p_reason, 'failed_attempts', m.failed_attempts))
     from (
-      select *, case status when 'failed' then windlass.failed_attempts(id, from_worker_id, attempts, p_code) end as failed_attempts
+      select *, case status when 'failed' then windlass_internal.failed_attempts(id, from_worker_id, attempts, p_code) end as failed_attempts
       from moved
     ) as m
   ),
   spent as (
-    insert into windlass.spans (worker_id, task_id, queue, from_at, until_at)
+    insert into windlass.attempt_spans (worker_id, task_id, queue, from_at, until_at)
     select k.from_worker_id, k.id, k.queue, k.started_at, v_now
     from taken k
     join windlass.workers w on w.id = k.from_worker_id
@@ -916,7 +916,7 @@ begin
   from windlass.workers w
   where w.id = p_judge_id
     and w.status in ('active', 'terminating')
-    and w.last_heartbeat >= v_now - make_interval(secs => windlass.max_heartbeat_gap_s(w.lease_s));
+    and w.last_heartbeat >= v_now - make_interval(secs => windlass_internal.max_heartbeat_gap_s(w.lease_s));
 
   -- Null where nobody has ever led.
   select extract(epoch from v_now - max(l.expires_at)) into v_leaderless_s
@@ -927,7 +927,7 @@ begin
     select w.id, w.fleet, w.slot, w.kind, extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s
     from windlass.workers w
     cross join lateral (
-      select w.lease_s + windlass.max_heartbeat_gap_s(greatest(v_judge_lease_s - w.lease_s, 0)) as allowed_s
+      select w.lease_s + windlass_internal.max_heartbeat_gap_s(greatest(v_judge_lease_s - w.lease_s, 0)) as allowed_s
     ) as silence
     -- One that is spawning and was never heard may still be booting, which takes as long as it takes.
     where (w.status in ('active', 'terminating') or (w.status = 'spawning' and w.last_heartbeat is not null))
@@ -940,7 +940,7 @@ begin
   loop
     v_reason := format('no heartbeat for %s s', round(v_lost.silent_s));
     v_holder_ids := case
-      when v_lost.kind = 'dispatcher' then windlass.dispatcher_and_nodes(v_lost.id, v_lost.fleet) else array[v_lost.id]
+      when v_lost.kind = 'dispatcher' then windlass_internal.dispatcher_and_nodes(v_lost.id, v_lost.fleet) else array[v_lost.id]
     end;
     -- What a node has, nobody but its dispatcher accounts for. While somebody has such a task locked, the dispatcher is
     -- not over: by its row the next call finds the rest.
@@ -959,12 +959,12 @@ begin
         ))
     );
     if v_is_over then
-      perform windlass.note('WORKER_LOST', v_reason, v_lost.fleet, v_lost.id, null, jsonb_build_object('judge', p_judge_id));
+      perform windlass_internal.add_event('WORKER_LOST', v_reason, v_lost.fleet, v_lost.id, null, jsonb_build_object('judge', p_judge_id));
     end if;
     worker_id := v_lost.id;
     select r.requeued, r.failed
     into tasks_requeued, tasks_failed
-    from windlass.requeue_tasks_of(v_holder_ids, 'WORKER_LOST', format('worker %s was lost', v_lost.id)) r;
+    from windlass_internal.requeue_tasks_of(v_holder_ids, 'WORKER_LOST', format('worker %s was lost', v_lost.id)) r;
     if not v_is_over then
       if tasks_requeued + tasks_failed > 0 then
         return next;
@@ -977,7 +977,7 @@ begin
       set status = 'terminated', terminated_at = v_now, code = 'STALE_HEARTBEAT', reason = v_reason
       where id = v_lost.id;
     else
-      perform windlass.fail_worker(v_lost.id, 'STALE_HEARTBEAT', v_reason);
+      perform windlass_internal.fail_worker(v_lost.id, 'STALE_HEARTBEAT', v_reason);
     end if;
     return next;
   end loop;
@@ -995,7 +995,7 @@ begin
     worker_id := v_lost.id;
     select r.requeued, r.failed
     into tasks_requeued, tasks_failed
-    from windlass.requeue_tasks_of(array[v_lost.id], 'WORKER_LOST', format('worker %s has ended', v_lost.id)) r;
+    from windlass_internal.requeue_tasks_of(array[v_lost.id], 'WORKER_LOST', format('worker %s has ended', v_lost.id)) r;
     -- Nothing taken: what it held is locked, or was finished meanwhile.
     if tasks_requeued + tasks_failed > 0 then
       return next;
@@ -1086,9 +1086,9 @@ begin
   v_deleted := v_deleted + v_count;
 
   -- Spans go when they are settled. What is left is of workers that turned out to have no price.
-  delete from windlass.spans where (worker_id, from_at, task_id) in (
+  delete from windlass.attempt_spans where (worker_id, from_at, task_id) in (
     select s.worker_id, s.from_at, s.task_id
-    from windlass.spans s
+    from windlass.attempt_spans s
     where s.until_at < v_now - make_interval(secs => greatest(p_complete_s, p_failed_s))
       and not exists (select from windlass.workers w where w.id = s.worker_id and w.settle_at is not null)
     order by s.until_at

@@ -6,7 +6,7 @@ select
   t.queue,
   count(*) filter (where t.status = 'queued' and (t.run_after is null or t.run_after <= windlass.now())) as queued,
   count(*) filter (where t.status = 'queued' and t.run_after > windlass.now()) as scheduled,
-  count(*) filter (where t.status = 'error') as waiting_for_retry,
+  count(*) filter (where t.status = 'error') as retrying,
   count(*) filter (where t.status = 'running') as running,
   -- Since when they could have been claimed: the latest of these that there is.
   extract(epoch from windlass.now() - min(greatest(t.created_at, t.ready_at, t.run_after)) filter (
@@ -24,7 +24,7 @@ select
   windlass.now() as at,
   q.queued as queued_tasks,
   q.running as running_tasks,
-  q.waiting_for_retry as waiting_tasks,
+  q.retrying as delayed_tasks,
   q.oldest_queued_age_s,
   f.completed_last_hour,
   f.failed_last_hour,
@@ -38,7 +38,7 @@ from (
   select
     coalesce(sum(d.queued), 0)::bigint as queued,
     coalesce(sum(d.running), 0)::bigint as running,
-    coalesce(sum(d.waiting_for_retry + d.scheduled), 0)::bigint as waiting_for_retry,
+    coalesce(sum(d.retrying + d.scheduled), 0)::bigint as retrying,
     max(d.oldest_queued_age_s) as oldest_queued_age_s
   from windlass.queue_depth d
 ) as q
@@ -156,7 +156,7 @@ where w.price_micros_per_hour is not null;
 
 -- What health calls a slot of a fleet that serves these queues. A fleet's row outlives the fleet: only one that has
 -- something in health makes another's name longer.
-create function windlass.component_name(p_fleet text, p_queues text[], p_slot integer) returns text
+create function windlass_internal.component_name(p_fleet text, p_queues text[], p_slot integer) returns text
 language sql
 stable
 as $$
@@ -186,7 +186,7 @@ $$;
 create view windlass.health as
 select
   coalesce(
-    windlass.component_name(w.fleet, w.queues, w.slot), 'worker:' || coalesce(w.queues[1], w.fleet) || ':' || w.id
+    windlass_internal.component_name(w.fleet, w.queues, w.slot), 'worker:' || coalesce(w.queues[1], w.fleet) || ':' || w.id
   ) as component,
   extract(epoch from coalesce(w.last_heartbeat, w.created_at))::bigint as last_seen,
   case
@@ -215,7 +215,7 @@ left join windlass.slots s on s.fleet = w.fleet and s.slot = w.slot
 where w.status <> 'terminated'
 union all
 select
-  windlass.component_name(s.fleet, f.queues, s.slot),
+  windlass_internal.component_name(s.fleet, f.queues, s.slot),
   extract(epoch from coalesce(s.failed_at, s.last_restart_at, s.created_at))::bigint,
   'failed',
   null,

@@ -31,15 +31,15 @@ create table windlass.instance (
 );
 insert into windlass.instance default values;
 
-create function windlass.instance_id() returns uuid
+create function windlass_internal.instance_id() returns uuid
 language sql stable
 as $$ select id from windlass.instance $$;
 
-create index workers_spawned on windlass.workers (fleet, created_at, id collate "C") where slot is not null;
+create index workers_managed on windlass.workers (fleet, created_at, id collate "C") where slot is not null;
 create index workers_failed on windlass.workers (fleet, failed_at) where failed_at is not null;
 
 alter table windlass.fleets
-  add column memory jsonb not null default '{}',
+  add column planner_state jsonb not null default '{}',
   -- Workers a person asked for and nobody has hired yet.
   add column requested_workers integer not null default 0 check (requested_workers >= 0),
   -- When a person last said, by `windlass restart`, that what was broken is mended: no guard looks further back.
@@ -60,7 +60,7 @@ alter table windlass.cycles
 
 -- --------------------------------------------------------------------------------------- legal transitions only
 
-create function windlass.check_worker_transition() returns trigger
+create function windlass_internal.check_worker_transition() returns trigger
 language plpgsql
 as $$
 begin
@@ -81,13 +81,13 @@ create trigger check_worker_transition
   before update of status on windlass.workers
   for each row
   when (old.status is distinct from new.status)
-  execute function windlass.check_worker_transition();
+  execute function windlass_internal.check_worker_transition();
 
 
 -- ---------------------------------------------------------------------------------------------------- leadership
 
 -- Take or renew the lease. Returns the term, or null while somebody else holds it. A new holder gets a new term.
-create function windlass.acquire_lease(p_name text, p_holder text, p_ttl_s double precision) returns bigint
+create function windlass_internal.acquire_lease_term(p_name text, p_holder text, p_ttl_s double precision) returns bigint
 language sql
 as $$
   insert into windlass.leases as l (name, holder, term, expires_at)
@@ -102,33 +102,33 @@ as $$
 $$;
 
 -- The same for a caller that wants to know how long to wait: {"term"} or {"term": null, "expires_in_s", "now"}.
-create function windlass.lead(p_name text, p_holder text, p_ttl_s double precision) returns json
+create function windlass_internal.acquire_lease(p_name text, p_holder text, p_ttl_s double precision) returns json
 language plpgsql
 as $$
 declare
-  v_term bigint := windlass.acquire_lease(p_name, p_holder, p_ttl_s);
+  v_term bigint := windlass_internal.acquire_lease_term(p_name, p_holder, p_ttl_s);
 begin
   if v_term is not null then
     return json_build_object('term', v_term);
   end if;
-  return json_build_object('term', null, 'expires_in_s', windlass.lease_left_s(p_name), 'now', windlass.now());
+  return json_build_object('term', null, 'expires_in_s', windlass_internal.lease_expires_in_s(p_name), 'now', windlass.now());
 end
 $$;
 
-create function windlass.lease_left_s(p_name text) returns double precision
+create function windlass_internal.lease_expires_in_s(p_name text) returns double precision
 language sql stable
 as $$
   select greatest(0, extract(epoch from l.expires_at - windlass.now())) from windlass.leases l where l.name = p_name
 $$;
 
 -- Give the lease up, so that another need not wait for it to run out. The term stays.
-create function windlass.resign(p_name text, p_holder text) returns void
+create function windlass_internal.release_lease(p_name text, p_holder text) returns void
 language sql
 as $$
   update windlass.leases set expires_at = windlass.now() where name = p_name and holder = p_holder
 $$;
 
-create function windlass.require_lease(p_name text, p_holder text, p_term bigint) returns void
+create function windlass_internal.require_lease(p_name text, p_holder text, p_term bigint) returns void
 language plpgsql
 as $$
 begin
@@ -152,7 +152,7 @@ $$;
 -- Everything a cycle must know of a fleet, in one round trip, and the lease on the way. The first row has the header, JSON
 -- in the shape of model/snapshot.py, or {"term": null} while somebody else leads. Each row after it is a worker that is not
 -- terminated, repeated for each task it has at hand: thousands of them cost little more than reading their rows.
-create function windlass.observe(
+create function windlass_internal.observe(
   p_lease text,
   p_holder text,
   p_ttl_s double precision,
@@ -211,10 +211,10 @@ as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := windlass.now();
-  v_term bigint := windlass.acquire_lease(p_lease, p_holder, p_ttl_s);
+  v_term bigint := windlass_internal.acquire_lease_term(p_lease, p_holder, p_ttl_s);
 begin
   if v_term is null then
-    header := json_build_object('term', null, 'expires_in_s', windlass.lease_left_s(p_lease), 'now', v_now);
+    header := json_build_object('term', null, 'expires_in_s', windlass_internal.lease_expires_in_s(p_lease), 'now', v_now);
     return next;
     return;
   end if;
@@ -237,9 +237,9 @@ begin
         'requested', f.requested_workers,
         'reset_at', f.reset_at,
         'restarted_at', f.restarted_at,
-        'memory', f.memory,
-        'queue', windlass.observe_queues(p_queues, v_now),
-        'refusal', windlass.last_refusal(p_fleet),
+        'planner_state', f.planner_state,
+        'queue', windlass_internal.observe_queues(p_queues, v_now),
+        'refusal', windlass_internal.last_refusal(p_fleet),
         'slots', coalesce((
           select json_agg(json_build_object(
             'slot', s.slot,
@@ -292,7 +292,7 @@ begin
           ) as b
           where b.activated_at is not null
         ),
-        'spending', windlass.observe_spending(p_fleet, v_now),
+        'spending', windlass_internal.observe_spending(p_fleet, v_now),
         'ended_bills', coalesce((
           -- Bounded: what ended is settled within minutes.
           select json_agg(json_build_object(
@@ -319,8 +319,8 @@ begin
         'is_settlement_due', exists (
           select from windlass.workers w where w.fleet = p_fleet and w.settle_at <= v_now
         ),
-        'storage', windlass.observe_storage(p_fleet),
-        'failure_streaks', windlass.observe_failure_streaks(p_fleet, p_queues, p_quarantine_min_failures),
+        'storage', windlass_internal.observe_storage(p_fleet),
+        'failure_streaks', windlass_internal.observe_failure_streaks(p_fleet, p_queues, p_quarantine_min_failures),
         'orphaned', array(
           select t.worker_id
           from windlass.tasks t
@@ -355,7 +355,7 @@ end
 $$;
 
 -- What the ledger has of the present hour, day and month of a fleet, for each currency.
-create function windlass.observe_spending(p_fleet text, p_now timestamptz) returns json
+create function windlass_internal.observe_spending(p_fleet text, p_now timestamptz) returns json
 language sql stable
 as $$
   select coalesce(json_agg(json_build_object(
@@ -377,7 +377,7 @@ $$;
 
 -- What waits and runs in a fleet's queues. Tasks whose time has come count as waiting; so do those that a dispatcher has
 -- claimed and its engine has no place for yet.
-create function windlass.observe_queues(p_queues text[], p_now timestamptz) returns json
+create function windlass_internal.observe_queues(p_queues text[], p_now timestamptz) returns json
 language sql stable
 as $$
   select json_build_object(
@@ -435,8 +435,8 @@ as $$
 $$;
 
 -- The newest refusal of the whole fleet that no machine was had after, as {"code", "reason", "at"}; null if there is none.
--- The last fifty hired are enough: more than that are never asked for before the first answers are in. Index workers_spawned.
-create function windlass.last_refusal(p_fleet text) returns json
+-- The last fifty hired are enough: more than that are never asked for before the first answers are in. Index workers_managed.
+create function windlass_internal.last_refusal(p_fleet text) returns json
 language sql stable
 as $$
   with recent as (
@@ -462,7 +462,7 @@ $$;
 -- Mark a worker as broken and give its tasks to others. p_counts: it broke by itself, so its slot remembers. p_evidence:
 -- what speaks against it, for whoever asks. p_acquittal: {"since", "is_trial"}: it is to blame for what failed on it since
 -- then (see refund_attempts), and what it has at hand is given back as if never taken.
-create function windlass.fail_worker(
+create function windlass_internal.fail_worker(
   p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null,
   p_evidence jsonb default null, p_acquittal jsonb default null
 ) returns integer
@@ -494,7 +494,7 @@ begin
       and slot = v_worker.slot;
   end if;
   if p_acquittal is not null then
-    perform windlass.refund_attempts(
+    perform windlass_internal.refund_attempts(
       p_worker_id, (p_acquittal ->> 'since')::timestamptz, (p_acquittal ->> 'is_trial')::boolean);
     with held as materialized (
       select t.id, t.claim_token
@@ -509,14 +509,14 @@ begin
     where windlass.release_task(p_worker_id, held.id, held.claim_token, 'its worker is to blame for failures');
   end if;
   select r.requeued + r.failed + v_released into v_requeued
-  from windlass.requeue_tasks_of(array[p_worker_id], p_code, format('worker %s: %s', p_worker_id, p_reason)) as r;
+  from windlass_internal.requeue_tasks_of(array[p_worker_id], p_code, format('worker %s: %s', p_worker_id, p_reason)) as r;
   return v_requeued;
 end
 $$;
 
 -- How many more a person may ask for: slots that are not failed and have no worker that stays. One that is on its way out
 -- leaves its slot to another.
-create function windlass.room_for_requests(p_fleet text) returns integer
+create function windlass_internal.requestable_workers(p_fleet text) returns integer
 language sql stable
 as $$
   select f.max_workers - (
@@ -536,7 +536,7 @@ $$;
 -- Hire into free slots: the intent, before any provider is called. Returns the ids that got a slot; one that is taken
 -- meanwhile, or beyond the fleet's maximum, gets none. Workers in slots that a smaller maximum has abolished still have
 -- machines, so they count too.
-create function windlass.intend(p_fleet text, p_intents jsonb, p_cycle_id bigint) returns text[]
+create function windlass_internal.reserve_slots(p_fleet text, p_intents jsonb, p_cycle_id bigint) returns text[]
 language plpgsql
 as $$
 declare
@@ -577,7 +577,7 @@ begin
   ),
   noted as (
     insert into windlass.events (code, reason, fleet, worker_id, cycle_id, detail)
-    select 'WORKER_HIRED', i ->> 'reason', p_fleet, h.id, p_cycle_id, jsonb_build_object('slot', h.slot)
+    select 'WORKER_SPAWNED', i ->> 'reason', p_fleet, h.id, p_cycle_id, jsonb_build_object('slot', h.slot)
     from hired h
     join jsonb_array_elements(p_intents) as i on i ->> 'worker_id' = h.id
   )
@@ -586,7 +586,7 @@ begin
   -- Only what was hired for a person's wish fulfils it: what they asked for since is still to come. What no slot can take
   -- any more is forgotten: later, when somebody was let go for having nothing to do, it would hire another.
   update windlass.fleets
-  set requested_workers = greatest(0, least(requested_workers - asked.granted, windlass.room_for_requests(p_fleet)))
+  set requested_workers = greatest(0, least(requested_workers - asked.granted, windlass_internal.requestable_workers(p_fleet)))
   from (
     select count(*)::integer as granted
     from jsonb_array_elements(p_intents) as i
@@ -601,7 +601,7 @@ $$;
 
 -- From now on the ledger counts what a worker's machine costs. One without a price, or that has ended, has no bill; one
 -- that has a bill keeps it.
-create function windlass.open_bill(p_worker_id text, p_machine jsonb, p_unit_s integer) returns void
+create function windlass_internal.open_bill(p_worker_id text, p_machine jsonb, p_unit_s integer) returns void
 language sql
 as $$
   update windlass.workers w
@@ -622,14 +622,14 @@ $$;
 
 -- Write down what a cycle saw and decided, and do at once what needs no provider. Raises if the lease is lost: then
 -- nothing has changed. Returns {"cycle_id", "granted": [worker ids], "requeued": n}.
-create function windlass.commit_plan(
+create function windlass_internal.commit_plan(
   p_lease text,
   p_holder text,
   p_term bigint,
   p_fleet text,
   p_snapshot jsonb,
   p_actions jsonb,
-  p_memory jsonb,
+  p_planner_state jsonb,
   p_decision text,
   p_intents jsonb
 ) returns jsonb
@@ -643,7 +643,7 @@ declare
   v_action jsonb;
   v_machine jsonb;
 begin
-  perform windlass.require_lease(p_lease, p_holder, p_term);
+  perform windlass_internal.require_lease(p_lease, p_holder, p_term);
 
   -- A cycle that did nothing and decided what the last one decided is counted, not stored again; but at least one in
   -- five minutes is, so that there is a recent snapshot to explain from.
@@ -677,22 +677,22 @@ begin
         update windlass.workers set status = 'active', activated_at = v_now
         where id = v_action ->> 'worker_id' and status = 'spawning';
         if found then
-          perform windlass.note('WORKER_ACTIVATED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+          perform windlass_internal.add_event('WORKER_ACTIVATED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
       when 'fail' then
-        v_requeued := v_requeued + windlass.fail_worker(
+        v_requeued := v_requeued + windlass_internal.fail_worker(
           v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id,
           nullif(v_action -> 'evidence', 'null'), nullif(v_action -> 'attempt_refund', 'null'));
       when 'requeue' then
         select r.requeued + r.failed into v_count
-        from windlass.requeue_tasks_of(array[v_action ->> 'worker_id'], 'WORKER_LOST', v_action ->> 'reason') as r;
+        from windlass_internal.requeue_tasks_of(array[v_action ->> 'worker_id'], 'WORKER_LOST', v_action ->> 'reason') as r;
         v_requeued := v_requeued + v_count;
       when 'drain' then
         update windlass.workers
         set status = 'terminating', terminating_at = v_now, code = v_action ->> 'code', reason = v_action ->> 'reason'
         where id = v_action ->> 'worker_id' and status in ('spawning', 'active');
         if found then
-          perform windlass.note('WORKER_TERMINATING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+          perform windlass_internal.add_event('WORKER_TERMINATING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
       when 'adopt' then
         -- What it is and costs stands in the list in which it was found.
@@ -704,12 +704,12 @@ begin
             instance_type = v_machine ->> 'instance_type', place = v_machine ->> 'place'
         where id = v_action ->> 'worker_id' and machine_id is null;
         if found then
-          perform windlass.open_bill(
+          perform windlass_internal.open_bill(
             v_action ->> 'worker_id', v_machine, (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
-          perform windlass.note('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+          perform windlass_internal.add_event('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
       when 'record_price' then
-        perform windlass.open_bill(
+        perform windlass_internal.open_bill(
           v_action ->> 'worker_id',
           jsonb_path_query_first(
             p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')),
@@ -719,16 +719,16 @@ begin
         update windlass.workers set preparing_at = v_now
         where id = v_action ->> 'worker_id' and status = 'spawning' and preparing_at is null;
         if found then
-          perform windlass.note('MACHINE_PREPARING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+          perform windlass_internal.add_event('MACHINE_PREPARING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
         end if;
       when 'fail_slot' then
         update windlass.slots
         set status = 'failed', failed_at = v_now, failed_reason = v_action ->> 'reason'
         where fleet = p_fleet and slot = (v_action ->> 'slot')::integer;
-        perform windlass.note('SLOT_FAILED', v_action ->> 'reason', p_fleet, null, null,
+        perform windlass_internal.add_event('SLOT_FAILED', v_action ->> 'reason', p_fleet, null, null,
           jsonb_build_object('slot', (v_action ->> 'slot')::integer));
       when 'alert' then
-        perform windlass.note('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
+        perform windlass_internal.add_event('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
           jsonb_strip_nulls(jsonb_build_object('code', v_action ->> 'code', 'about', nullif(v_action ->> 'about', ''))));
       when 'delete', 'delete_orphan', 'spawn', 'grow_volume' then
         null;  -- Provider calls: executed after this commit.
@@ -738,12 +738,12 @@ begin
   end loop;
 
   update windlass.fleets
-  set memory = p_memory
+  set planner_state = p_planner_state
   where name = p_fleet;
 
   return jsonb_build_object(
     'cycle_id', v_cycle_id,
-    'granted', windlass.intend(p_fleet, p_intents, v_cycle_id),
+    'granted', windlass_internal.reserve_slots(p_fleet, p_intents, v_cycle_id),
     'requeued', v_requeued
   );
 end
@@ -751,7 +751,7 @@ $$;
 
 -- A machine that no worker had is gone. Where it had a price it gets a row of its own, already ended, so that the ledger
 -- and the budgets know of it.
-create function windlass.record_orphan(p_fleet text, p_outcome jsonb) returns void
+create function windlass_internal.record_orphan(p_fleet text, p_outcome jsonb) returns void
 language plpgsql
 as $$
 declare
@@ -759,20 +759,20 @@ declare
   v_id text := 'orphan-' || (v_machine ->> 'id');
   v_now timestamptz := windlass.now();
 begin
-  perform windlass.note('ORPHAN_DELETED', p_outcome ->> 'reason', p_fleet, v_machine ->> 'name', null);
+  perform windlass_internal.add_event('ORPHAN_DELETED', p_outcome ->> 'reason', p_fleet, v_machine ->> 'name', null);
   if v_machine ->> 'price_micros_per_hour' is null then
     return;
   end if;
   insert into windlass.workers (id, fleet, status, created_at, terminating_at, machine_id, machine_at, code, reason)
   values (
     v_id, p_fleet, 'terminating', coalesce((v_machine ->> 'created_at')::timestamptz, v_now), v_now, v_machine ->> 'id',
-    v_now, 'STRAY', format('machine of %s: %s', v_machine ->> 'name', p_outcome ->> 'reason')
+    v_now, 'ORPHAN', format('machine of %s: %s', v_machine ->> 'name', p_outcome ->> 'reason')
   )
   on conflict (id) do nothing;
   if not found then
     return;
   end if;
-  perform windlass.open_bill(v_id, v_machine, (p_outcome ->> 'billing_unit_s')::integer);
+  perform windlass_internal.open_bill(v_id, v_machine, (p_outcome ->> 'billing_unit_s')::integer);
   update windlass.workers
   set status = 'terminated', terminated_at = v_now, settle_at = v_now,
       billed_until = greatest(coalesce((p_outcome ->> 'ended_at')::timestamptz, v_now), billed_since)
@@ -792,7 +792,7 @@ $$;
 --   {"kind": "preparation_failed", "worker_id", "machine_id", "code", "reason", "output", "host_key"}
 --   {"kind": "preparation_unclear", "worker_id", "reason"}
 --   {"kind": "volume_grown" or "volume_not_grown", "volume_id", "size_gb", "reason"}
-create function windlass.commit_outcomes(
+create function windlass_internal.commit_outcomes(
   p_lease text,
   p_holder text,
   p_term bigint,
@@ -818,13 +818,13 @@ begin
         where id = v_outcome ->> 'worker_id'
           and (machine_id is null or machine_id = v_outcome -> 'machine' ->> 'id');
         if found then
-          perform windlass.open_bill(
+          perform windlass_internal.open_bill(
             v_outcome ->> 'worker_id', v_outcome -> 'machine', (v_outcome ->> 'billing_unit_s')::integer);
         end if;
       when 'ambiguous' then
         update windlass.workers set creation = 'ambiguous'
         where id = v_outcome ->> 'worker_id' and creation is null;
-        perform windlass.note('MACHINE_AMBIGUOUS', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+        perform windlass_internal.add_event('MACHINE_AMBIGUOUS', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
       when 'refused' then
         update windlass.workers
         set status = 'terminated', terminated_at = v_now, creation = 'refused',
@@ -833,7 +833,7 @@ begin
             code = v_outcome ->> 'code', reason = v_outcome ->> 'reason'
         where id = v_outcome ->> 'worker_id' and status <> 'terminated' and machine_id is null;
         if found then
-          perform windlass.note('MACHINE_REFUSED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null,
+          perform windlass_internal.add_event('MACHINE_REFUSED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null,
             jsonb_build_object('code', v_outcome ->> 'code'));
         end if;
       when 'deleted' then
@@ -849,11 +849,11 @@ begin
           -- Whoever reports may have lost the lead: the worker may have got a machine, or another one, since.
           and (machine_id is null or machine_id = v_outcome ->> 'machine_id');
         if found then
-          perform windlass.requeue_tasks_of(array[v_outcome ->> 'worker_id'], v_outcome ->> 'code', v_outcome ->> 'reason');
-          perform windlass.note('WORKER_TERMINATED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+          perform windlass_internal.requeue_tasks_of(array[v_outcome ->> 'worker_id'], v_outcome ->> 'code', v_outcome ->> 'reason');
+          perform windlass_internal.add_event('WORKER_TERMINATED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
         end if;
       when 'not_deleted' then
-        perform windlass.note('MACHINE_NOT_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+        perform windlass_internal.add_event('MACHINE_NOT_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
       when 'host_key_seen' then
         update windlass.workers set host_key = v_outcome ->> 'host_key'
         where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and host_key is null;
@@ -862,7 +862,7 @@ begin
         set prepared_at = v_now, host_key = coalesce(host_key, v_outcome ->> 'host_key')
         where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and prepared_at is null;
         if found then
-          perform windlass.note('MACHINE_PREPARED', 'its program was started', p_fleet, v_outcome ->> 'worker_id', null);
+          perform windlass_internal.add_event('MACHINE_PREPARED', 'its program was started', p_fleet, v_outcome ->> 'worker_id', null);
         end if;
       when 'preparation_failed' then
         -- Whoever has been heard of, or was started by somebody else, works whatever we think.
@@ -872,16 +872,16 @@ begin
         where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and status = 'spawning'
           and prepared_at is null and prepare_code is null and last_heartbeat is null;
         if found then
-          perform windlass.note('PREPARATION_FAILED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null,
+          perform windlass_internal.add_event('PREPARATION_FAILED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null,
             jsonb_build_object('code', v_outcome ->> 'code', 'output', v_outcome ->> 'output'));
         end if;
       when 'preparation_unclear' then
-        perform windlass.note('PREPARATION_UNCLEAR', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+        perform windlass_internal.add_event('PREPARATION_UNCLEAR', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
       when 'volume_grown', 'volume_not_grown' then
-        perform windlass.note(upper(v_outcome ->> 'kind'), v_outcome ->> 'reason', p_fleet, null, null,
+        perform windlass_internal.add_event(upper(v_outcome ->> 'kind'), v_outcome ->> 'reason', p_fleet, null, null,
           jsonb_build_object('volume_id', v_outcome ->> 'volume_id', 'size_gb', (v_outcome ->> 'size_gb')::integer));
       when 'orphan_deleted' then
-        perform windlass.record_orphan(p_fleet, v_outcome);
+        perform windlass_internal.record_orphan(p_fleet, v_outcome);
     end case;
   end loop;
 
@@ -892,18 +892,18 @@ begin
     return '{}';
   end if;
   begin
-    perform windlass.require_lease(p_lease, p_holder, p_term);
+    perform windlass_internal.require_lease(p_lease, p_holder, p_term);
   exception when object_not_in_prerequisite_state then
     return null;
   end;
-  return windlass.intend(p_fleet, p_intents, p_cycle_id);
+  return windlass_internal.reserve_slots(p_fleet, p_intents, p_cycle_id);
 end
 $$;
 
 
 -- ------------------------------------------------------------------------------------------------------- by hand
 
-create function windlass.require_fleet(p_fleet text) returns void
+create function windlass_internal.require_fleet(p_fleet text) returns void
 language plpgsql
 as $$
 begin
@@ -915,13 +915,13 @@ $$;
 
 -- Clear a slot's restarts, so that it may be filled again, and what guards hold against the fleet. Null: all slots of the
 -- fleet. Returns how many were failed.
-create function windlass.restart_slots(p_fleet text, p_slot integer default null) returns integer
+create function windlass_internal.restart_slots(p_fleet text, p_slot integer default null) returns integer
 language plpgsql
 as $$
 declare
   v_count integer;
 begin
-  perform windlass.require_fleet(p_fleet);
+  perform windlass_internal.require_fleet(p_fleet);
   select f.max_workers into v_count from windlass.fleets f where f.name = p_fleet;
   if p_slot not between 0 and v_count - 1
     and not exists (select from windlass.slots s where s.fleet = p_fleet and s.slot = p_slot)
@@ -945,7 +945,7 @@ begin
   set reset_at = windlass.now(),
       restarted_at = case when p_slot is null then windlass.now() else restarted_at end
   where name = p_fleet;
-  perform windlass.note('SLOTS_RESTARTED', 'restart counts cleared by hand', p_fleet, null, null,
+  perform windlass_internal.add_event('SLOTS_RESTARTED', 'restart counts cleared by hand', p_fleet, null, null,
     jsonb_build_object('slot', p_slot));
   return v_count;
 end
@@ -953,42 +953,42 @@ $$;
 
 -- Ask for workers beyond what the policy wants; a negative count takes a wish back. Returns how many are now asked for
 -- and not yet hired, never more than the fleet has room for.
-create function windlass.request_workers(p_fleet text, p_count integer) returns integer
+create function windlass_internal.request_workers(p_fleet text, p_count integer) returns integer
 language plpgsql
 as $$
 declare
   v_requested integer;
 begin
-  perform windlass.require_fleet(p_fleet);
+  perform windlass_internal.require_fleet(p_fleet);
   update windlass.fleets
-  set requested_workers = greatest(0, least(requested_workers + p_count, windlass.room_for_requests(p_fleet)))
+  set requested_workers = greatest(0, least(requested_workers + p_count, windlass_internal.requestable_workers(p_fleet)))
   where name = p_fleet
   returning requested_workers into v_requested;
-  perform windlass.note('WORKERS_REQUESTED', 'by hand', p_fleet, null, null, jsonb_build_object('count', p_count));
+  perform windlass_internal.add_event('WORKERS_REQUESTED', 'by hand', p_fleet, null, null, jsonb_build_object('count', p_count));
   return v_requested;
 end
 $$;
 
 -- Pause or resume a fleet: those there and those to come. Returns how many workers changed.
-create function windlass.pause_fleet(p_fleet text, p_paused boolean) returns integer
+create function windlass_internal.pause_fleet(p_fleet text, p_paused boolean) returns integer
 language plpgsql
 as $$
 declare
   v_count integer;
 begin
-  perform windlass.require_fleet(p_fleet);
+  perform windlass_internal.require_fleet(p_fleet);
   update windlass.fleets set paused = p_paused where name = p_fleet;
   update windlass.workers set paused = p_paused
   where fleet = p_fleet and status in ('spawning', 'active', 'terminating') and paused <> p_paused;
   get diagnostics v_count = row_count;
-  perform windlass.note(case when p_paused then 'FLEET_PAUSED' else 'FLEET_RESUMED' end, 'by hand', p_fleet, null, null);
+  perform windlass_internal.add_event(case when p_paused then 'FLEET_PAUSED' else 'FLEET_RESUMED' end, 'by hand', p_fleet, null, null);
   return v_count;
 end
 $$;
 
 -- End a worker at once, whatever it has at hand: nobody's failure, so nothing is counted against its slot or fleet. One
 -- that was hired keeps its slot until its machine is gone; one started by hand is over. False if it was over already.
-create function windlass.terminate_worker(p_worker_id text, p_reason text) returns boolean
+create function windlass_internal.terminate_worker(p_worker_id text, p_reason text) returns boolean
 language plpgsql
 as $$
 declare
@@ -999,7 +999,7 @@ begin
   for update;
   v_is_live := found;
   if v_is_live then
-    perform windlass.fail_worker(p_worker_id, 'MANUAL', p_reason, false);
+    perform windlass_internal.fail_worker(p_worker_id, 'MANUAL', p_reason, false);
     update windlass.workers
     set status = 'terminated', terminated_at = windlass.now()
     where id = p_worker_id and slot is null;

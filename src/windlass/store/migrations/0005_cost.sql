@@ -7,7 +7,7 @@
 -- Workers whose bill is not closed, with what they did in the time that is not: those that are due (settle_at), or all.
 -- One statement, so that no attempt is between running and ended. Of a worker with more spans than anybody would look at,
 -- the longest are taken.
-create function windlass.open_accounts(
+create function windlass_internal.open_accounts(
   p_fleet text, p_worker_id text, p_is_due boolean, p_limit integer
 ) returns table (
   worker_id text,
@@ -51,7 +51,7 @@ as $$
       select e.task_id, e.queue, e.from_at, e.until_at
       from (
         select p.task_id, p.queue, p.from_at, p.until_at
-        from windlass.spans p
+        from windlass.attempt_spans p
         where p.worker_id = w.id
         order by p.until_at - p.from_at desc
         limit 20000
@@ -70,7 +70,7 @@ $$;
 --   [{"worker_id", "was_settled_until", "billed_until", "settled_until", "settle_at",
 --     "charges": [{"kind", "task_id", "queue", "from_at", "until_at", "amount_micros"}]}]
 -- One that has changed since it was read is left as it is. Returns how many were closed.
-create function windlass.settle(p_settlements jsonb) returns integer
+create function windlass_internal.settle_accounts(p_settlements jsonb) returns integer
 language plpgsql
 as $$
 declare
@@ -118,7 +118,7 @@ begin
           idle_micros = s.idle_micros + excluded.idle_micros,
           tail_micros = s.tail_micros + excluded.tail_micros;
 
-    delete from windlass.spans p
+    delete from windlass.attempt_spans p
     where p.worker_id = v_worker.id
       and (p.until_at <= v_worker.settled_until or v_worker.settle_at is null);
   end loop;

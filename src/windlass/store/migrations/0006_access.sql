@@ -22,12 +22,12 @@ create table windlass.tokens (
 create unique index tokens_name on windlass.tokens (name) where revoked_at is null;
 
 -- Who let a worker in that nobody hired. It is over when this token is revoked.
-alter table windlass.workers add column enlisted_by bigint references windlass.tokens (id);
+alter table windlass.workers add column registered_by bigint references windlass.tokens (id);
 
 
 -- Whose token this is: one row, or none for a token that is nobody's or revoked. Each kind is one probe of an index,
 -- and workers, who call all day, come first.
-create function windlass.caller(p_token_hash bytea) returns table (
+create function windlass_internal.authenticate(p_token_hash bytea) returns table (
   kind text,
   name text,
   fleet text,
@@ -46,7 +46,7 @@ begin
   return query
     select 'worker', w.id, w.fleet, w.queues, w.status = 'terminated' or t.revoked_at is not null, false, null::text
     from windlass.workers w
-    left join windlass.tokens t on t.id = w.enlisted_by
+    left join windlass.tokens t on t.id = w.registered_by
     where w.token_hash = p_token_hash;
   if found then
     return;
@@ -80,7 +80,7 @@ $$;
 -- when the same two come again: the first answer may have been lost. Otherwise nothing has changed, and it returns why:
 -- 'unknown' (no such worker, or not its join token), 'ended', 'used' (for another worker token), 'expired'. The worker's
 -- status stays: its first heartbeat says that it works.
-create function windlass.activate_worker(p_worker_id text, p_join_token_hash bytea, p_token_hash bytea) returns text
+create function windlass_internal.exchange_join_token(p_worker_id text, p_join_token_hash bytea, p_token_hash bytea) returns text
 language plpgsql
 as $$
 declare
@@ -104,14 +104,14 @@ begin
     return 'expired';
   end if;
   update windlass.workers set token_hash = p_token_hash, joined_at = windlass.now() where id = p_worker_id;
-  perform windlass.note('WORKER_JOINED', 'its machine exchanged its join token', v_worker.fleet, p_worker_id, null);
+  perform windlass_internal.add_event('WORKER_JOINED', 'its machine exchanged its join token', v_worker.fleet, p_worker_id, null);
   return 'activated';
 end
 $$;
 
 -- A machine that has joined cannot start its worker, and says why. The control loop fails it with this code. Whoever has
 -- been heard of works, whatever was said before; repeating it changes nothing.
-create function windlass.worker_cannot_start(p_worker_id text, p_code text, p_reason text) returns void
+create function windlass_internal.report_start_failure(p_worker_id text, p_code text, p_reason text) returns void
 language plpgsql
 as $$
 declare
@@ -126,7 +126,7 @@ begin
     and last_heartbeat is null
   returning fleet into v_fleet;
   if found then
-    perform windlass.note('WORKER_NOT_STARTED', p_reason, v_fleet, p_worker_id, null, jsonb_build_object('code', p_code));
+    perform windlass_internal.add_event('WORKER_NOT_STARTED', p_reason, v_fleet, p_worker_id, null, jsonb_build_object('code', p_code));
   end if;
 end
 $$;
@@ -134,7 +134,7 @@ $$;
 -- A worker that nobody hired registers with an API token of role worker and a worker token of its own making. Returns its
 -- status, also when the same two come again; null if the API token is not in use or of another role; 'taken' if the name
 -- is another's, whoever that is.
-create function windlass.enlist_worker(
+create function windlass_internal.self_register_worker(
   p_api_token_hash bytea,
   p_token_hash bytea,
   p_worker_id text,
@@ -170,7 +170,7 @@ begin
     p_worker_id, p_fleet, p_queues, p_concurrency, p_lease_s, p_host, p_pid, p_version, 'worker', p_start_id
   );
   update windlass.workers
-  set token_hash = p_token_hash, joined_at = windlass.now(), enlisted_by = v_token_id
+  set token_hash = p_token_hash, joined_at = windlass.now(), registered_by = v_token_id
   where id = p_worker_id
     and token_hash is null;
   return v_status;

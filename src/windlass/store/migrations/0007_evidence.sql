@@ -12,7 +12,7 @@ alter table windlass.workers
 
 create index workers_failing on windlass.workers (fleet) where failing_since is not null;
 
-create function windlass.note_failure(p_worker_id text, p_task_id bigint) returns void
+create function windlass_internal.record_failure(p_worker_id text, p_task_id bigint) returns void
 language sql
 as $$
   update windlass.workers
@@ -23,7 +23,7 @@ as $$
 $$;
 
 -- Whoever completed one of these just now has done something right.
-create function windlass.record_successes(p_task_ids bigint[], p_at timestamptz) returns void
+create function windlass_internal.record_successes(p_task_ids bigint[], p_at timestamptz) returns void
 language sql
 as $$
   update windlass.workers w
@@ -40,7 +40,7 @@ $$;
 
 -- Every attempt of a task that failed, this last one included, since it was enqueued or a person retried it, at most
 -- twenty: {"attempt", "worker_id", "error_code", "has_worked_since"}. Index events_task.
-create function windlass.failed_attempts(p_task_id bigint, p_worker_id text, p_attempt integer, p_code text) returns jsonb
+create function windlass_internal.failed_attempts(p_task_id bigint, p_worker_id text, p_attempt integer, p_code text) returns jsonb
 language sql stable
 as $$
   with earlier as (
@@ -69,7 +69,7 @@ as $$
 $$;
 
 -- The same in words, for a task that more than one worker could not do: "; it failed on a, b, c". At most five are named.
-create function windlass.failed_attempts_text(p_failed_on jsonb) returns text
+create function windlass_internal.failed_attempts_text(p_failed_on jsonb) returns text
 language sql immutable
 as $$
   select case when count(*) > 1
@@ -87,7 +87,7 @@ $$;
 -- shape of model/snapshot.py. Without a suspect it costs one look at workers_failing. Bounded: fifty suspects; of what
 -- happened since the first of them began to fail, 500 completed tasks of these queues and a thousand failures of those who
 -- completed them, the newest; and for each of the two at most the last 20,000 rows are looked at, whosever they are.
-create function windlass.observe_failure_streaks(p_fleet text, p_queues text[], p_min integer) returns json
+create function windlass_internal.observe_failure_streaks(p_fleet text, p_queues text[], p_min integer) returns json
 language sql stable
 as $$
   with suspects as materialized (
@@ -167,7 +167,7 @@ $$;
 -- somebody is at goes on. At most ten thousand failures, newest first. A task that somebody has locked keeps its count.
 -- p_is_trial: nobody has done better yet. A task that was acquitted before, since it was enqueued or a person retried it,
 -- then stands for itself: what fails everywhere would be tried for ever. Index events_task.
-create function windlass.refund_attempts(p_worker_id text, p_since timestamptz, p_is_trial boolean) returns void
+create function windlass_internal.refund_attempts(p_worker_id text, p_since timestamptz, p_is_trial boolean) returns void
 language plpgsql
 set enable_seqscan = off
 as $$
@@ -197,7 +197,7 @@ begin
         select
         from windlass.events a
         where a.task_id = t.id
-          and a.code = 'TASK_ACQUITTED'
+          and a.code = 'ATTEMPTS_REFUNDED'
           and a.id > coalesce(
             (select max(r.id) from windlass.events r where r.task_id = t.id and r.code = 'TASK_RETRIED'), 0)
       ))
@@ -227,7 +227,7 @@ begin
     returning t.id, f.mine
   )
   insert into windlass.events (code, reason, worker_id, task_id)
-  select 'TASK_ACQUITTED', format('%s failed attempts on worker %s do not count: it is to blame', m.mine, p_worker_id),
+  select 'ATTEMPTS_REFUNDED', format('%s failed attempts on worker %s do not count: it is to blame', m.mine, p_worker_id),
     p_worker_id, m.id
   from moved m
   order by m.id;
@@ -242,7 +242,7 @@ $$;
 
 -- The newest word of a fleet's workers about how much of the storage they share is used; null if there is none. It came
 -- with a heartbeat, and whatever a worker sends is kept as it is: only a whole number is one.
-create function windlass.observe_storage(p_fleet text) returns json
+create function windlass_internal.observe_storage(p_fleet text) returns json
 language sql stable
 as $$
   select json_build_object('worker_id', w.id, 'used_bytes', w.metadata -> 'storage_used_bytes', 'at', w.last_heartbeat)

@@ -5,7 +5,7 @@
 -- tasks live, the dispatcher says. One dispatcher of a fleet acts, the one that holds the lease `ray:<fleet>`.
 
 -- A dispatcher and, unless another has taken its place, the nodes of its fleet: all whose tasks are lost with it.
-create function windlass.dispatcher_and_nodes(p_dispatcher_id text, p_fleet text) returns text[]
+create function windlass_internal.dispatcher_and_nodes(p_dispatcher_id text, p_fleet text) returns text[]
 language sql stable
 as $$
   select array[p_dispatcher_id] || array(
@@ -23,8 +23,8 @@ $$;
 -- The attempts named by these tokens are about to start on these nodes: from here on they are theirs. The three arrays go
 -- together. For each token: `placed`; `lost` if the claim is no longer valid; `barred` if that node gets no more tasks.
 -- Repeating it is harmless.
-create function windlass.place_tasks(p_task_ids bigint[], p_tokens uuid[], p_worker_ids text[])
-returns table (token uuid, verdict text)
+create function windlass_internal.place_tasks(p_task_ids bigint[], p_tokens uuid[], p_worker_ids text[])
+returns table (token uuid, outcome text)
 language plpgsql
 -- One task or hundreds, the plan is the same; to make it anew for each call would take longer than to follow it.
 set plan_cache_mode = force_generic_plan
@@ -87,7 +87,7 @@ $$;
 
 -- A dispatcher begins its term: whatever others claimed and placed before it is lost, with the driver it belonged to.
 -- What ran is requeued, an attempt the poorer; what had not been placed is given back whole. Returns how many tasks.
-create function windlass.take_over_nodes(p_holder text, p_term bigint, p_fleet text) returns integer
+create function windlass_internal.take_over_nodes(p_holder text, p_term bigint, p_fleet text) returns integer
 language plpgsql
 set enable_seqscan = off
 -- We hold the lease's row: who would renew it, or stands by, waits for us.
@@ -99,7 +99,7 @@ declare
   v_taken integer;
   v_given_back integer;
 begin
-  perform windlass.require_lease('ray:' || p_fleet, p_holder, p_term);
+  perform windlass_internal.require_lease('ray:' || p_fleet, p_holder, p_term);
   select
     coalesce(array_agg(w.id) filter (where w.kind = 'node'), '{}'),
     coalesce(array_agg(w.id) filter (where w.kind = 'dispatcher'), '{}')
@@ -117,7 +117,7 @@ begin
   for update;
 
   select r.requeued + r.failed into v_taken
-  from windlass.requeue_tasks_of(v_node_ids, 'DISPATCHER_LOST', 'the dispatcher that had placed it was lost') as r;
+  from windlass_internal.requeue_tasks_of(v_node_ids, 'DISPATCHER_LOST', 'the dispatcher that had placed it was lost') as r;
 
   select count(*) into v_given_back
   from windlass.tasks t
@@ -125,7 +125,7 @@ begin
   where t.status = 'running'
     and w.fleet = p_fleet
     and w.kind = 'dispatcher';
-  perform windlass.leave(w.id, 'another dispatcher took its place')
+  perform windlass.deregister_worker(w.id, 'another dispatcher took its place')
   from windlass.workers w
   where w.fleet = p_fleet
     and w.kind = 'dispatcher'
@@ -142,7 +142,7 @@ $$;
 -- Rows that say the same already are not written again before a sixth of p_lease_s has passed, so their `at`, the moment
 -- when the engine was last looked at, and the heartbeats of those that nobody hired, may be that much behind.
 -- Returns who is to get no more tasks: those that end, and those that are paused.
-create type windlass.node_report as (
+create type windlass_internal.node_report as (
   worker_id text,
   node_id text,
   is_managed boolean,
@@ -154,12 +154,12 @@ create type windlass.node_report as (
 );
 
 -- What is to be written of a node. `is_over`: nobody hired it, and it is gone.
-create type windlass.node_news as (worker_id text, node jsonb, places integer, is_heard boolean, is_over boolean);
+create type windlass_internal.node_change as (worker_id text, node jsonb, places integer, is_heard boolean, is_over boolean);
 
 -- Of each node of the fleet, what this report makes of it; only those whose row does not say so yet, or has said so for
 -- longer than p_repeat_s.
-create function windlass.changed_nodes(p_fleet text, p_nodes windlass.node_report[], p_repeat_s double precision)
-returns setof windlass.node_news
+create function windlass_internal.changed_nodes(p_fleet text, p_nodes windlass_internal.node_report[], p_repeat_s double precision)
+returns setof windlass_internal.node_change
 language sql stable
 as $$
   select w.id, said.node, alive.places, heard.is_heard, w.slot is null and alive.worker_id is null
@@ -188,7 +188,7 @@ as $$
     )
 $$;
 
-create function windlass.report_nodes(
+create function windlass_internal.report_nodes(
   p_holder text, p_term bigint, p_fleet text, p_queues text[], p_lease_s double precision, p_nodes jsonb
 ) returns table (worker_id text, is_ending boolean)
 language plpgsql
@@ -196,11 +196,11 @@ as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := windlass.now();
-  v_nodes windlass.node_report[] := array(select n from jsonb_populate_recordset(null::windlass.node_report, p_nodes) as n);
-  v_news windlass.node_news[];
+  v_nodes windlass_internal.node_report[] := array(select n from jsonb_populate_recordset(null::windlass_internal.node_report, p_nodes) as n);
+  v_news windlass_internal.node_change[];
   v_gone record;
 begin
-  perform windlass.require_lease('ray:' || p_fleet, p_holder, p_term);
+  perform windlass_internal.require_lease('ray:' || p_fleet, p_holder, p_term);
 
   -- The row of its earlier life makes room; its events stay.
   delete from windlass.workers w
@@ -216,7 +216,7 @@ begin
   where not n.is_managed
     and not exists (select from windlass.workers w where w.id = n.worker_id);
 
-  v_news := array(select n from windlass.changed_nodes(p_fleet, v_nodes, p_lease_s / 6) as n);
+  v_news := array(select n from windlass_internal.changed_nodes(p_fleet, v_nodes, p_lease_s / 6) as n);
   -- All at once and in the order of their ids, as place_tasks locks them.
   perform from windlass.workers w
   where w.id = any (array(select n.worker_id from unnest(v_news) as n))
@@ -231,11 +231,11 @@ begin
       and w.status in ('spawning', 'active', 'terminating')
     order by w.id
   loop
-    perform windlass.requeue_tasks_of(array[v_gone.id], 'NODE_DEAD', format('node %s: %s', v_gone.id, v_gone.death));
+    perform windlass_internal.requeue_tasks_of(array[v_gone.id], 'NODE_DEAD', format('node %s: %s', v_gone.id, v_gone.death));
     update windlass.workers
     set status = 'terminated', terminated_at = v_now, code = 'NODE_DEAD', reason = v_gone.death
     where id = v_gone.id;
-    perform windlass.note('NODE_DEAD', v_gone.death, p_fleet, v_gone.id, null);
+    perform windlass_internal.add_event('NODE_DEAD', v_gone.death, p_fleet, v_gone.id, null);
   end loop;
 
   update windlass.workers w

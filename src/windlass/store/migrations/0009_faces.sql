@@ -42,22 +42,22 @@ create index alerts_resolved on windlass.alerts (resolved_at) where resolved_at 
 create table windlass.messages (
   id bigint generated always as identity primary key,
   alert_id bigint not null references windlass.alerts (id) on delete cascade,
-  receiver text not null,
+  notifier text not null,
   kind text not null check (kind in ('firing', 'resolved')),
   due_at timestamptz not null default windlass.now(),
   attempts integer not null default 0,
   delivered_at timestamptz,
   abandoned_at timestamptz,
   error text,
-  unique (alert_id, receiver, kind)
+  unique (alert_id, notifier, kind)
 );
 create index messages_due on windlass.messages (due_at) where delivered_at is null and abandoned_at is null;
 
 -- Write down what is the matter now, [{"fleet", "key", "code", "severity", "reason"}], and for each beginning and each end
--- a message to every receiver. What has not been seen for p_resolve_after_s is over: a cause that comes and goes is one.
+-- a message to every notifier. What has not been seen for p_resolve_after_s is over: a cause that comes and goes is one.
 -- Whoever was not told that it began is not told that it is over: such a message is given up, and one that is on its way
 -- just then is followed by its end when it has arrived (message_delivered). Returns what began and what ended.
-create function windlass.record_alerts(p_firing jsonb, p_receivers text[], p_resolve_after_s double precision)
+create function windlass_internal.record_alerts(p_firing jsonb, p_notifiers text[], p_resolve_after_s double precision)
 returns table (kind text, fleet text, code text, reason text)
 language plpgsql
 as $$
@@ -81,8 +81,8 @@ begin
       returning a.id, a.fleet, a.code, a.reason, a.xmax = 0 as is_new
     ),
     told as (
-      insert into windlass.messages (alert_id, receiver, kind)
-      select n.id, r, 'firing' from noted n cross join unnest(p_receivers) as r where n.is_new
+      insert into windlass.messages (alert_id, notifier, kind)
+      select n.id, r, 'firing' from noted n cross join unnest(p_notifiers) as r where n.is_new
     )
     select 'firing', n.fleet, n.code, n.reason from noted n where n.is_new;
 
@@ -100,13 +100,13 @@ begin
   where m.alert_id = any (v_over) and m.kind = 'firing' and m.delivered_at is null and m.abandoned_at is null;
 
   -- A statement of its own: it sees what was delivered while the one above waited for it.
-  insert into windlass.messages (alert_id, receiver, kind)
-  select m.alert_id, m.receiver, 'resolved'
+  insert into windlass.messages (alert_id, notifier, kind)
+  select m.alert_id, m.notifier, 'resolved'
   from windlass.messages m
   where m.alert_id = any (v_over)
     and m.kind = 'firing'
     and m.delivered_at is not null
-    and m.receiver = any (p_receivers);
+    and m.notifier = any (p_notifiers);
 
   return query
     select 'resolved', a.fleet, a.code, a.reason
@@ -117,8 +117,8 @@ end
 $$;
 
 -- Take messages that are due, for p_lease_s: whoever takes one says what became of it, or it is due again.
-create function windlass.take_messages(p_receivers text[], p_lease_s double precision, p_limit integer) returns table (
-  id bigint, receiver text, kind text, attempts integer, alert_id bigint, fleet text, code text, severity text, reason text,
+create function windlass_internal.claim_messages(p_notifiers text[], p_lease_s double precision, p_limit integer) returns table (
+  id bigint, notifier text, kind text, attempts integer, alert_id bigint, fleet text, code text, severity text, reason text,
   since timestamptz, resolved_at timestamptz
 )
 language sql
@@ -132,24 +132,24 @@ as $$
       where d.delivered_at is null
         and d.abandoned_at is null
         and d.due_at <= windlass.now()
-        and d.receiver = any (p_receivers)
+        and d.notifier = any (p_notifiers)
       order by d.due_at, d.id
       limit p_limit
       for update skip locked
     ))
     and a.id = m.alert_id
-  returning m.id, m.receiver, m.kind, m.attempts, a.id, a.fleet, a.code, a.severity, a.reason, a.since, a.resolved_at
+  returning m.id, m.notifier, m.kind, m.attempts, a.id, a.fleet, a.code, a.severity, a.reason, a.since, a.resolved_at
 $$;
 
 -- A message has arrived. If what it tells was over by then, its end is told next.
-create function windlass.message_delivered(p_id bigint) returns void
+create function windlass_internal.mark_message_delivered(p_id bigint) returns void
 language plpgsql
 as $$
 begin
   update windlass.messages set delivered_at = windlass.now(), abandoned_at = null, error = null where id = p_id;
   -- A statement of its own: it sees what ended while the one above waited for it.
-  insert into windlass.messages (alert_id, receiver, kind)
-  select m.alert_id, m.receiver, 'resolved'
+  insert into windlass.messages (alert_id, notifier, kind)
+  select m.alert_id, m.notifier, 'resolved'
   from windlass.messages m
   join windlass.alerts a on a.id = m.alert_id
   where m.id = p_id
@@ -169,7 +169,7 @@ create table windlass.sessions (
 );
 
 -- Where running orchestrators serve people: each says so every few seconds, and takes it back when it ends.
-create table windlass.faces (
+create table windlass.http_servers (
   url text not null,
   -- On which it runs: an address of its loopback is of no use on another.
   host text not null,
@@ -183,11 +183,11 @@ create index events_alert on windlass.events (at) where code = 'ALERT';
 -- Lists of live workers, in the order of their slots. Heartbeats change none of these columns.
 create index workers_by_slot on windlass.workers (fleet, coalesce(slot, 2147483647), id) where status <> 'terminated';
 -- How many have ended, for metrics.
-create index workers_terminated on windlass.workers (fleet) where status = 'terminated';
+create index workers_terminated_by_fleet on windlass.workers (fleet) where status = 'terminated';
 create index logs_worker on windlass.logs (worker_id, id) where worker_id is not null;
 
 -- Whether a task is what somebody looks for: an id, the beginning of a unique key, an error's code or a part of its text.
-create function windlass.matches_search(p_id bigint, p_unique_key text, p_error_code text, p_error text, p_search text)
+create function windlass_internal.matches_search(p_id bigint, p_unique_key text, p_error_code text, p_error text, p_search text)
 returns boolean
 language sql immutable parallel safe
 as $$
@@ -198,7 +198,7 @@ as $$
 $$;
 
 -- Apply retention to what is over, and to what was told of it. Returns how many alerts are gone, at most p_limit.
-create function windlass.sweep_alerts(p_alerts_s double precision, p_limit integer default 1000) returns integer
+create function windlass_internal.sweep_alerts(p_alerts_s double precision, p_limit integer default 1000) returns integer
 language sql
 set enable_seqscan = off
 as $$
@@ -215,7 +215,7 @@ as $$
 $$;
 
 -- Apply retention to the rest. Returns how many rows are gone, at most p_limit of each kind that grows by itself.
-create function windlass.purge_servers(p_samples_s double precision, p_limit integer default 1000) returns integer
+create function windlass_internal.sweep_dashboard(p_samples_s double precision, p_limit integer default 1000) returns integer
 language plpgsql
 set enable_seqscan = off
 as $$
@@ -239,7 +239,7 @@ begin
   v_deleted := v_deleted + v_count;
 
   -- Of those that could not take it back.
-  delete from windlass.faces where seen_at < v_now - interval '1 hour';
+  delete from windlass.http_servers where seen_at < v_now - interval '1 hour';
   get diagnostics v_count = row_count;
   return v_deleted + v_count;
 end

@@ -1,8 +1,8 @@
-"""Tasks per second through the dispatcher, for tasks that do nothing, beside bare `ray.get` of the same.
+"""Empty tasks per second through the dispatcher, compared with bare `ray.get`.
 
-One head, one node of some CPUs, one PostgreSQL (fsync on). Rounds are interleaved, and a ratio is taken within a round.
-The bare side submits all at once and waits for all; ours enqueues all at once and waits until the last is written down
-as complete: each was claimed, placed on its node in the database before it began, and finished there.
+One head, one node, one PostgreSQL (fsync on). Rounds are interleaved, and ratios are taken within a round. The bare
+side submits all tasks at once and waits for them. Ours enqueues all at once and waits until the last is complete: each
+was claimed, placed on its node in the database before it began, and finished there.
 """
 
 import argparse
@@ -54,7 +54,7 @@ async def main() -> None:
 async def _measure(chosen: Any, folder: Path, dsn: str, head: HeadAddress, store: Any) -> str:
     (folder / "windlass.toml").write_text(TOML.format(margin=chosen.margin))
     offered = RaySettings(node_cpus=chosen.cpus, node_gpus=0, object_store_mb=100).model_dump_json()
-    async with store._connection("hiring") as connection:
+    async with store._connection("setting up") as connection:
         await connection.execute("insert into windlass.fleets (name) values ($1)", FLEET)
         await connection.execute("insert into windlass.slots (fleet, slot) values ($1, 0)", FLEET)
         await connection.execute(
@@ -70,7 +70,7 @@ async def _measure(chosen: Any, folder: Path, dsn: str, head: HeadAddress, store
     try:
         bare = await asyncio.to_thread(_Bare, head.address)
         samples: dict[str, list[float]] = {"bare ray.get": [], "through the dispatcher": []}
-        await _ours(store, 100)  # what starts at first use has started
+        await _ours(store, 100)  # warm-up
         await asyncio.to_thread(bare.run, 100)
         for _ in range(chosen.rounds):
             samples["bare ray.get"].append(await asyncio.to_thread(bare.run, chosen.tasks))
@@ -92,7 +92,7 @@ def _start(log: Path, arguments: list[str], env: dict[str, str]) -> subprocess.P
 async def _ours(store: Any, count: int) -> float:
     started = time.monotonic()
     await store.enqueue_many([new_task("q") for _ in range(count)])
-    async with store._connection("watching") as connection:
+    async with store._connection("counting tasks") as connection:
         while await connection.fetchval("select count(*) from windlass.tasks where status <> 'complete'"):
             if time.monotonic() - started > TIMEOUT_S:
                 raise TimeoutError("the tasks were not completed in time")

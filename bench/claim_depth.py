@@ -1,7 +1,7 @@
-"""What a claim costs beside 1,000,000 finished and 100,000 queued tasks, against a small table.
+"""Cost of a claim with 1,000,000 finished and 100,000 queued tasks, compared with a small table.
 
-One worker finishes its last task and claims the next, through the same store and function as always, now here and now
-there, so that both tables see the same moments of the machine.
+One worker per table finishes its task and claims the next through the normal store function. Calls alternate between
+the tables, so that both see the same load of the machine.
 """
 
 import statistics
@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
-from bench.arena import Arena, connected
+from bench.bench_server import BenchServer, connected
 from bench.contenders.base import QUEUE
 from bench.contenders.ours import Windlass
 from windlass.model.task import Finished
@@ -23,13 +23,13 @@ WARM_UP_CALLS = 50
 
 
 class _Claimer:
-    """A worker of a store, without a handler."""
+    """A worker without a handler."""
 
     def __init__(self, store: PostgresStore) -> None:
         self._store = store
         self._finished: list[Finished] = []
 
-    async def turn_us(self) -> float:
+    async def call_us(self) -> float:
         began = time.perf_counter()
         turn = await self._store.finish_and_claim("bench", self._finished, [QUEUE], 1)
         took_us = (time.perf_counter() - began) * 1e6
@@ -38,26 +38,26 @@ class _Claimer:
         return took_us
 
 
-async def measure(arena: Arena, rounds: int) -> dict[str, list[float]]:
-    """The median microseconds of a call, in each round."""
+async def measure(server: BenchServer, rounds: int) -> dict[str, list[float]]:
+    """Median microseconds of a call, per round."""
     if CALLS_A_ROUND * rounds + WARM_UP_CALLS > min(QUEUED.values()):
         raise ValueError(f"{rounds} rounds would empty the small table")
     samples: dict[str, list[float]] = {name: [] for name in QUEUED}
     async with AsyncExitStack() as stack:
         claimers = {}
         for name in QUEUED:
-            dsn = arena.dsn_of(await arena.template(name.replace(" ", "_"), partial(_build, name=name)))
+            dsn = server.dsn_of(await server.template(name.replace(" ", "_"), partial(_build, name=name)))
             store = await stack.enter_async_context(PostgresStore(dsn))
             await store.register(Registration("bench", (QUEUE,)))
             claimers[name] = _Claimer(store)
         for claimer in claimers.values():
             for _ in range(WARM_UP_CALLS):
-                await claimer.turn_us()
+                await claimer.call_us()
         for _ in range(rounds):
             taken: dict[str, list[float]] = {name: [] for name in claimers}
             for _ in range(CALLS_A_ROUND):
                 for name, claimer in claimers.items():
-                    taken[name].append(await claimer.turn_us())
+                    taken[name].append(await claimer.call_us())
             for name, took_us in taken.items():
                 samples[name].append(statistics.median(took_us))
     return samples

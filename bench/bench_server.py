@@ -1,6 +1,6 @@
-"""The one PostgreSQL that all contenders meet in, as Windlass ships it: fsync and synchronous_commit on.
+"""The PostgreSQL server that all contenders share, configured as Windlass ships it: fsync and synchronous_commit on.
 
-Each contender gets a database of its own. One filled with tasks is made once and copied when it is needed.
+Each contender gets a database of its own. A database filled with tasks is built once and copied when needed.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ import asyncpg
 from windlass.store.embedded import EmbeddedPostgres
 
 
-class Arena:
+class BenchServer:
     def __init__(self, dsn: str, folder: Path, postgres_data: Path) -> None:
         self._dsn = dsn
         self.folder = folder
@@ -25,7 +25,7 @@ class Arena:
         return urlunsplit(urlsplit(self._dsn)._replace(path=f"/{database}"))
 
     async def template(self, name: str, build: Callable[[str], Awaitable[None]]) -> str:
-        """A database called `name`, built when first asked for."""
+        """Build the template database `name` on first use."""
         if name not in self._templates:
             await self._execute(f"create database {name} template template0")
             await build(self.dsn_of(name))
@@ -36,15 +36,15 @@ class Arena:
 
     @asynccontextmanager
     async def copy(self, template: str, name: str) -> AsyncIterator[str]:
-        """The address of a fresh copy, gone afterwards."""
+        """Yield the address of a fresh copy of a template, dropped afterwards."""
         await self._execute(f"create database {name} template {template} strategy file_copy")
         try:
             yield self.dsn_of(name)
         finally:
             await self._execute(f"drop database {name} with (force)")
 
-    async def level_the_ground(self) -> None:
-        """Nobody begins with the debts of what was before."""
+    async def checkpoint(self) -> None:
+        """Flush dirty pages, so that no contender pays for the writes of its predecessor."""
         await self._execute("checkpoint")
 
     async def describe(self) -> str:
@@ -71,10 +71,10 @@ async def connected(dsn: str) -> AsyncIterator[asyncpg.Connection]:
 
 
 @contextmanager
-def open_arena() -> Iterator[Arena]:
+def open_bench_server() -> Iterator[BenchServer]:
     with tempfile.TemporaryDirectory(prefix="windlass-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        # Under root the server runs as a user of its own, who must be able to reach its data.
+        # As root the server runs as a user of its own, which must be able to reach its data.
         folder.chmod(0o755)
         with EmbeddedPostgres(folder / "data") as postgres:
-            yield Arena(postgres.dsn, folder, folder / "data" / "postgres")
+            yield BenchServer(postgres.dsn, folder, folder / "data" / "postgres")

@@ -1,12 +1,12 @@
-"""The HTTP API beside the control loop: 200 requests a second of status and task lists, while cycles keep their time.
+"""The HTTP API while the control loop runs: 200 requests per second for status and task lists.
 
-    python -m bench.api                     # 1,000 workers, 1,000,000 tasks, 200 requests a second for 20 s
-    python -m bench.api --rate 400 --seconds 10
+    python -m bench.http_api                     # 1,000 workers, 1,000,000 tasks, 200 requests per second for 20 s
+    python -m bench.http_api --rate 400 --seconds 10
 
-One process serves, as `windlass up` does: the API with its two pools of connections, a cycle a second over all workers,
-samples for charts, and the look for what is the matter. Another asks with a token, at fixed times, whether or not the
-last answer has come: a request waits from when it was due; and one listens to the stream all the while. Cycles are
-timed before and meanwhile.
+One process serves, as `windlass up` does: the API with its two connection pools, one cycle per second over all workers,
+samples for charts, and alert evaluation. Another sends requests with a token at fixed times, whether or not earlier
+answers have arrived, so latency counts from the due time; and one listens to the event stream. Cycles are timed before
+and during the load.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 import asyncpg
 
-from bench.control import FILL_QUEUE, FINISHED, FLEET, QUEUED, Still, fill
+from bench.control import FILL_QUEUE, FINISHED, FLEET, QUEUED, StaticProvider, fill
 from bench.figures import percentile, table
 from windlass.cli.logs import configure_logs
 from windlass.control.alerting import AlertManager
@@ -32,7 +32,7 @@ from windlass.control.explain import tell
 from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
-from windlass.ports.control import Candidate
+from windlass.model.lease import Candidate
 from windlass.server.app import make_app
 from windlass.server.context import AppContext, DashboardContext
 from windlass.server.event_stream import OverviewFeed
@@ -50,9 +50,9 @@ from windlass.wiring.http_server import face_stores, take_samples
 WORKERS = 1_000
 CYCLE_INTERVAL_S = 1.0
 TIMEOUT_S = 30.0
-# More than are ever under way at once, unless the server falls behind.
+# More than are ever in flight, unless the server falls behind.
 CONNECTIONS = 32
-# One after another, as tasks finish.
+# One finished task every 50 ms.
 FILL_TASKS = """
 insert into windlass.tasks (queue, status, attempts, created_at, started_at, finished_at, worker_id, claim_token)
 select 'bench', 'complete', 1, now() - n * interval '50 ms' - interval '2 minutes', now() - n * interval '50 ms' -
@@ -76,7 +76,7 @@ PATHS = (
 
 
 async def serve(dsn: str) -> None:
-    """The API and the cycles. Prints its port, and then what each cycle took, a line each, until it is ended."""
+    """Serve the API and run cycles. Prints its port, then the duration of each cycle, one per line."""
     configure_logs("json")  # on standard error, so that only figures stand on standard output
     config = FleetConfig(
         queues=("bench",), handler="x:y", max_workers=WORKERS, heartbeat_timeout_s=36_000, stuck_timeout_s=36_000
@@ -85,19 +85,19 @@ async def serve(dsn: str) -> None:
     async with (
         face_stores(dsn) as (machines, people),
         PostgresControlStore(dsn) as own,
-        PostgresAlertStore(dsn, max_connections=2) as told,
+        PostgresAlertStore(dsn, max_connections=2) as alert_store,
     ):
         await people.create_token("bench", Role.VIEWER, hash_of(token))
         listener = listen("127.0.0.1", 0)
         live = OverviewFeed(people, lambda: frozenset({FLEET}))
-        alarm = AlertManager(told, [], dead_letters_allowed=0, leader_grace_s=60.0)
-        cycle = FleetCycle(FLEET, config, own, Still(WORKERS), Candidate("bench", 600), random.Random(1))
-        beside = [asyncio.create_task(work) for work in (take_samples(people, live), alarm.run())]
+        alerts = AlertManager(alert_store, [], dead_letters_allowed=0, leader_grace_s=60.0)
+        cycle = FleetCycle(FLEET, config, own, StaticProvider(WORKERS), Candidate("bench", 600), random.Random(1))
+        background = [asyncio.create_task(work) for work in (take_samples(people, live), alerts.run())]
         async with serving(make_app(_face(machines, people, live, config)), listener):
             print(json.dumps({"port": listener.getsockname()[1], "token": token}), flush=True)
-            while not any(task.done() for task in beside):
+            while not any(task.done() for task in background):
                 started = time.perf_counter()
-                alarm.note(await cycle.run())
+                alerts.note(await cycle.run())
                 took_s = time.perf_counter() - started
                 print(json.dumps({"cycle_s": took_s, "cpu_s": time.process_time()}), flush=True)
                 await asyncio.sleep(max(0.0, CYCLE_INTERVAL_S - took_s))
@@ -127,7 +127,7 @@ def _face(
             explain=lambda what: tell(people, what),
             worker_log=lambda *_: _nothing(),
             last_actions=dict,
-            metrics=Metrics(live.overview, people.measures).read,
+            metrics=Metrics(live.overview, people.fleet_metrics).read,
             rate_limit=1e6,
         ),
     )
@@ -138,59 +138,59 @@ async def _nothing() -> AsyncIterator[str]:
         yield line
 
 
-# ----------------------------------------------------------------------------------------------------------- who asks
+# ---------------------------------------------------------------------------------------------------------- the client
 
 
 class Server:
-    """The other process, and what its cycles took."""
+    """The server process and the durations of its cycles."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.port = 0
         self.token = ""
         self.cycles: list[float] = []
-        # What its process had used of a processor after each.
+        # CPU seconds of its process after each cycle.
         self.cpu: list[float] = []
 
     async def listen(self) -> None:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            said = json.loads(line)
-            if "port" in said:
-                self.port, self.token = said["port"], said["token"]
+            report = json.loads(line)
+            if "port" in report:
+                self.port, self.token = report["port"], report["token"]
             else:
-                self.cycles.append(said["cycle_s"])
-                self.cpu.append(said["cpu_s"])
+                self.cycles.append(report["cycle_s"])
+                self.cpu.append(report["cpu_s"])
 
     async def until_cycles(self, count: int) -> None:
         async with asyncio.timeout(START_TIMEOUT_S):
             while len(self.cycles) < count:
                 if self._process.returncode is not None:
-                    sys.exit("the server ended: see above")
+                    sys.exit("the server exited: see above")
                 await asyncio.sleep(0.05)
 
 
-async def hear(server: Server) -> int:
-    """Listen to the stream until cancelled. How many messages came."""
-    heard = 0
+async def count_events(server: Server) -> int:
+    """Listen to the event stream until cancelled, and count its messages."""
+    received = 0
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(_request("/api/v1/stream", server.token))
     try:
         while line := await reader.readline():
-            heard += line.startswith(b"event:")
+            received += line.startswith(b"event:")
     except asyncio.CancelledError:
         writer.close()
-    return heard
+    return received
 
 
 def _request(path: str, token: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
 
 
-async def ask(server: Server, rate: float, seconds: float) -> tuple[list[float], list[int]]:
-    """Seconds from when each request was due to its answer, and what was answered with.
+async def send_requests(server: Server, rate: float, seconds: float) -> tuple[list[float], list[int]]:
+    """Seconds from the due time of each request to its answer, and the status codes.
 
-    Over bare connections: an HTTP library takes longer to ask than the server to answer.
+    Uses bare connections: an HTTP library takes longer per request than the server.
     """
     waits: list[float] = []
     statuses: list[int] = []
@@ -201,7 +201,7 @@ async def ask(server: Server, rate: float, seconds: float) -> tuple[list[float],
 
     async def one_after_another() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        for at, path in due:  # shared: whoever is free takes the next
+        for at, path in due:  # shared: the next free connection takes the next request
             await asyncio.sleep(max(0.0, at - time.perf_counter()))
             writer.write(_request(path, server.token))
             async with asyncio.timeout(TIMEOUT_S):
@@ -220,7 +220,7 @@ async def measure(dsn: str, rate: float, seconds: float) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "bench.api",
+        "bench.http_api",
         "--serve",
         dsn,
         stdout=asyncio.subprocess.PIPE,
@@ -230,33 +230,33 @@ async def measure(dsn: str, rate: float, seconds: float) -> None:
     try:
         # The first ones warm caches and plans.
         await server.until_cycles(3)
-        hearing = asyncio.create_task(hear(server))
+        stream = asyncio.create_task(count_events(server))
         alone = len(server.cycles)
         await asyncio.sleep(max(5.0, seconds / 2))
         before = server.cycles[alone:]
         asked = len(server.cycles)
-        waits, statuses = await ask(server, rate, seconds)
+        waits, statuses = await send_requests(server, rate, seconds)
         meanwhile = server.cycles[asked:]
         used = [server.cpu[asked - 1] - server.cpu[alone - 1], server.cpu[-1] - server.cpu[asked - 1]]
-        hearing.cancel()
-        heard = await hearing
+        stream.cancel()
+        received = await stream
     finally:
         if process.returncode is None:
             process.terminate()
         await process.wait()
         await listening
     refused = [status for status in statuses if status != 200]
-    print(f"{WORKERS:,} workers, {FINISHED + QUEUED:,} tasks, {rate:g} requests a second for {seconds:g} s")
-    print(f"answered {len(statuses) - len(refused):,} of {len(statuses):,}; not so: {sorted(set(refused)) or 'none'}\n")
+    print(f"{WORKERS:,} workers, {FINISHED + QUEUED:,} tasks, {rate:g} requests per second for {seconds:g} s")
+    print(f"answered {len(statuses) - len(refused):,} of {len(statuses):,}; others: {sorted(set(refused)) or 'none'}\n")
     print(table(["ms", "p50", "p95", "p99", "highest"], list(_rows(waits, before, meanwhile))))
-    print(f"\ncycles meanwhile: {len(meanwhile)} in {seconds:g} s, one a second is due")
-    print(f"the listener heard {heard} messages")
+    print(f"\ncycles under load: {len(meanwhile)} in {seconds:g} s, one per second is due")
+    print(f"the listener received {received} messages")
     shares = [used[0] / max(1, len(before)), used[1] / max(1, len(meanwhile))]
-    print(f"the server's process used {shares[0]:.0%} of a processor alone, {shares[1]:.0%} meanwhile")
+    print(f"the server's process used {shares[0]:.0%} of a core alone, {shares[1]:.0%} under load")
 
 
 def _rows(waits: list[float], before: list[float], meanwhile: list[float]) -> Iterator[list[str]]:
-    for name, values in (("request", waits), ("cycle alone", before), ("cycle meanwhile", meanwhile)):
+    for name, values in (("request", waits), ("cycle alone", before), ("cycle under load", meanwhile)):
         figures = [percentile(values, share) for share in (0.5, 0.95, 0.99)] + [max(values)]
         yield [name, *(f"{1000 * figure:.1f}" for figure in figures)]
 

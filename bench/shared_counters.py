@@ -1,7 +1,7 @@
-"""Memory that the benchmark shares with the handlers it runs, in whatever process and product they live.
+"""Counters in shared memory, written by the handlers of every contender and read by the benchmark.
 
-Every handler counts its calls here, so all contenders are measured at the same point by the same few instructions. The
-first call of each process waits at a gate: no process works before all are up.
+All contenders are measured at the same point by the same few instructions. The first call of each process waits for a
+release, so that no process works before all have started.
 """
 
 import mmap
@@ -12,18 +12,18 @@ from pathlib import Path
 
 MAX_PROCESSES = 16
 MAX_LATENCIES = 10_000
-# A process that waits longer than this at the gate has been forgotten.
-GATE_TIMEOUT_S = 120.0
+# A process that waits longer than this for the release was abandoned.
+RELEASE_TIMEOUT_S = 120.0
 
 _NUMBER = struct.Struct("q")
-# One number a cache line: processes must not slow each other down by counting.
+# One number per cache line: counting must not slow other processes down.
 _LINE = 64
-_GATE_AT = MAX_PROCESSES * _LINE
-_LATENCIES_AT = _GATE_AT + _LINE
+_RELEASE_AT = MAX_PROCESSES * _LINE
+_LATENCIES_AT = _RELEASE_AT + _LINE
 _SIZE = _LATENCIES_AT + (1 + MAX_LATENCIES) * _NUMBER.size
 
 
-class Tally:
+class SharedCounters:
     """The benchmark's side. `environment` is what the processes need to find it."""
 
     def __init__(self, path: Path) -> None:
@@ -38,8 +38,8 @@ class Tally:
     def counts(self, processes: int) -> list[int]:
         return [_NUMBER.unpack_from(self._memory, slot * _LINE)[0] for slot in range(processes)]
 
-    def open_gate(self) -> None:
-        _NUMBER.pack_into(self._memory, _GATE_AT, 1)
+    def release(self) -> None:
+        _NUMBER.pack_into(self._memory, _RELEASE_AT, 1)
 
     def latencies_ns(self) -> list[int]:
         (count,) = _NUMBER.unpack_from(self._memory, _LATENCIES_AT)
@@ -58,7 +58,7 @@ class _Mark:
         self._count += 1
         _NUMBER.pack_into(self._memory, self._at, self._count)
         if self._count == 1:
-            self._wait_at_gate()
+            self._wait_for_release()
 
     def arrived(self, sent_at_ns: int) -> None:
         latency_ns = time.monotonic_ns() - sent_at_ns
@@ -66,12 +66,12 @@ class _Mark:
         self._count += 1
         _NUMBER.pack_into(self._memory, _LATENCIES_AT, self._count)
 
-    def _wait_at_gate(self) -> None:
-        # Blocks the event loop of whoever runs us, which is the purpose: this process does nothing until all are up.
-        give_up_at = time.monotonic() + GATE_TIMEOUT_S
-        while not _NUMBER.unpack_from(self._memory, _GATE_AT)[0]:
-            if time.monotonic() > give_up_at:
-                raise TimeoutError("the benchmark's gate never opened")
+    def _wait_for_release(self) -> None:
+        # Blocks the event loop on purpose: this process does nothing until all have started.
+        deadline = time.monotonic() + RELEASE_TIMEOUT_S
+        while not _NUMBER.unpack_from(self._memory, _RELEASE_AT)[0]:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the benchmark never released its workers")
             time.sleep(0.002)
 
 

@@ -1,10 +1,10 @@
-"""Two browsers: how long after a fleet was paused in one the other shows it.
+"""Two browsers: the delay between pausing a fleet in one and seeing it in the other.
 
-    python -m bench.live                    # 20 times paused and resumed
-    python -m bench.live --rounds 50
+    python -m bench.live_updates                    # 20 pauses and resumes
+    python -m bench.live_updates --rounds 50
 
-A real `windlass up` on an embedded PostgreSQL, and two windows of Chromium that share nothing but the server. Both
-clocks are this machine's: the first window writes down when its button was pressed, the second when its page changed.
+A real `windlass up` on an embedded PostgreSQL, and two Chromium windows that share only the server. Both use this
+machine's clock: the first window records when its button was pressed, the second when its page changed.
 """
 
 import argparse
@@ -34,8 +34,8 @@ handler = "app:work"
 min_workers = 1
 max_workers = 2
 """
-WRITE_DOWN_CLICK = "document.querySelector('#confirm').addEventListener('click', () => { clickedAt = Date.now(); })"
-WRITE_DOWN_CHANGE = f"""
+RECORD_CLICK = "document.querySelector('#confirm').addEventListener('click', () => { clickedAt = Date.now(); })"
+RECORD_CHANGE = f"""
   wanted = null;
   new MutationObserver(() => {{
     const isPaused = document.querySelector('#fleet-{FLEET} .chip').textContent === 'paused';
@@ -46,15 +46,15 @@ WRITE_DOWN_CHANGE = f"""
 
 @contextmanager
 def up(folder: Path) -> Iterator[str]:
-    """`windlass up`, and the link that it printed."""
+    """Run `windlass up` and yield the login link that it printed."""
     (folder / "app.py").write_text("def work(task):\n    return None\n")
     (folder / "windlass.toml").write_text(TOML)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
     environment.pop("DATABASE_URL", None)
-    said = folder / "said"
-    with said.open("wb") as log:
+    output = folder / "output"
+    with output.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "windlass", "up", "--port", str(port)],
             cwd=folder,
@@ -63,17 +63,17 @@ def up(folder: Path) -> Iterator[str]:
             stderr=subprocess.STDOUT,
         )
     try:
-        yield _link(said, process)
+        yield _link(output, process)
     finally:
         process.terminate()
         process.wait(START_TIMEOUT_S)
 
 
-def _link(said: Path, process: "subprocess.Popen[bytes]") -> str:
+def _link(output: Path, process: "subprocess.Popen[bytes]") -> str:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while (found := re.search(r"http://\S+/login\?key=\w+", said.read_text())) is None:
+    while (found := re.search(r"http://\S+/login\?key=\w+", output.read_text())) is None:
         if process.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"`windlass up` did not start:\n{said.read_text()}")
+            sys.exit(f"`windlass up` did not start:\n{output.read_text()}")
         time.sleep(0.1)
     return found[0]
 
@@ -88,8 +88,8 @@ def measure(new_page: Callable[[], Page], link: str, rounds: int) -> list[float]
     for page in (one, other):
         expect(page.locator("#link")).to_have_text("live")
         expect(page.locator(f"#fleet-{FLEET} .chip")).to_have_count(1)
-    one.evaluate(WRITE_DOWN_CLICK)
-    other.evaluate(WRITE_DOWN_CHANGE)
+    one.evaluate(RECORD_CLICK)
+    other.evaluate(RECORD_CHANGE)
     chip = other.locator(f"#fleet-{FLEET} .chip")
     waits = []
     for number in range(rounds):

@@ -1,4 +1,4 @@
-"""Worker processes of a contender: started together, let run in turns, stopped for sure."""
+"""Worker processes of a contender: started together, paused and resumed by signals, always stopped."""
 
 import asyncio
 import os
@@ -10,29 +10,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.tally import Tally
+from bench.shared_counters import SharedCounters
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class Crew:
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], tally: Tally, log: Path) -> None:
+class WorkerProcesses:
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], counters: SharedCounters, log: Path) -> None:
         self._processes = processes
-        self._tally = tally
+        self._tally = counters
         self._log = log
 
     def counts(self) -> list[int]:
         return self._tally.counts(len(self._processes))
 
-    async def until_all_work(self) -> None:
-        """Every process has taken its first task and waits at the gate."""
-        give_up_at = time.monotonic() + START_TIMEOUT_S
+    async def wait_until_all_started(self) -> None:
+        """Wait until every process has taken its first task and waits for the release."""
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not all(self.counts()):
             self.check()
-            if time.monotonic() > give_up_at:
-                raise TimeoutError(f"a worker took no task in {START_TIMEOUT_S:g} s\n{self._last_words()}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no task taken by a worker in {START_TIMEOUT_S:g} s\n{self._log_tail()}")
             await asyncio.sleep(0.01)
 
     def pause(self) -> None:
@@ -45,7 +45,7 @@ class Crew:
 
     def check(self) -> None:
         if any(process.poll() is not None for process in self._processes):
-            raise ChildProcessError(f"a worker ended early\n{self._last_words()}")
+            raise ChildProcessError(f"a worker exited early\n{self._log_tail()}")
 
     def stop(self) -> None:
         for process in self._processes:
@@ -58,20 +58,22 @@ class Crew:
                 process.kill()
                 process.wait()
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         return self._log.read_text(errors="replace")[-2_000:]
 
 
 @contextmanager
-def crew(command: Sequence[str], processes: int, dsn: str, tally: Tally, log: Path) -> Iterator[Crew]:
+def worker_processes(
+    command: Sequence[str], processes: int, dsn: str, counters: SharedCounters, log: Path
+) -> Iterator[WorkerProcesses]:
     started = []
     with log.open("wb") as output:
         for slot in range(processes):
-            environment = {**os.environ, **tally.environment(slot), "DATABASE_URL": dsn, "PYTHONPATH": str(ROOT)}
+            environment = {**os.environ, **counters.environment(slot), "DATABASE_URL": dsn, "PYTHONPATH": str(ROOT)}
             started.append(
                 subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
             )
-    running = Crew(started, tally, log)
+    running = WorkerProcesses(started, counters, log)
     try:
         yield running
     finally:

@@ -1,0 +1,81 @@
+"""Pages of workers, tasks and log lines, as lists show them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+from windlass.model.cost import Bill
+from windlass.model.task import Task, TaskSummary
+from windlass.model.worker import Worker
+
+MAX_PAGE = 500
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[Row]):
+    """Some rows of a list. `next_cursor` None: the list ends here."""
+
+    rows: tuple[Row, ...]
+    next_cursor: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRow(Worker):
+    """A worker with its running tasks. cost/report.py computes the cost of its machine from `bill`."""
+
+    terminating_at: datetime | None
+    # None before its first heartbeat.
+    heartbeat_age_s: float | None
+    is_silent: bool
+    running_tasks: int
+    # The oldest running task.
+    task_id: int | None
+    task_queue: str | None
+    task_started_at: datetime | None
+    task_progress: float | None
+    task_note: str | None
+    # Restarts of its slot that are still stored.
+    restarts: int
+    is_slot_failed: bool
+    bill: Bill | None
+
+
+class TaskList(StrEnum):
+    """Tasks of one kind; each list has its own order."""
+
+    QUEUED = "queued"  # ready, in the order in which they will be claimed
+    SCHEDULED = "scheduled"  # run_after lies ahead, earliest first
+    ERROR = "error"  # waiting for their retry, earliest first
+    RUNNING = "running"  # newest first
+    COMPLETE = "complete"  # last finished first
+    FAILED = "failed"  # dead letters, newest first
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow(TaskSummary):
+    # When it became claimable: enqueued, reached its run_after, or was requeued.
+    ready_at: datetime
+    # Cost in the ledger; None if it ran only on workers without a price, or nothing is settled yet.
+    cost_micros: int | None
+    currency: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDetail(Task):
+    # As in TaskRow.
+    ready_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    id: int
+    at: datetime
+    level: str
+    message: str
+    worker_id: str | None
+    cycle_id: int | None
+    fields: Mapping[str, Any] | None
