@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.command_line import CommandLine
+from support.fake_control_plane import FakeControlPlane
 from support.postgres_servers import reachable_temp_dir
 from support.worker_harness import HERE, PROGRAM, QUEUE, Crew, Hand, MortalServer, until
 from windlass.model.action import Fail, Plan
@@ -25,7 +26,7 @@ from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
 from windlass.server import auth as gate
 from windlass.server.app import make_app
-from windlass.server.context import AppContext
+from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.server.server import listen, serving
 from windlass.store.auth import PostgresAuthStore
@@ -48,35 +49,29 @@ class Plane:
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
         self.store = PostgresAuthStore(crew.dsn)
-        self.fleet = FleetConfig(**SETTINGS)
+        self.control = FakeControlPlane()
+        self.configure()
         self.port = 0
         self._open = AsyncExitStack()
 
     def configure(self, **settings: Any) -> None:
-        self.fleet = FleetConfig(**{**SETTINGS, **settings})
+        self.fleet = self.control.default_fleet = FleetConfig(**{**SETTINGS, **settings})
 
     async def open(self) -> None:
         listener = listen("127.0.0.1", self.port)
         self.port = listener.getsockname()[1]
         long_poll_hub = LongPollHub(self.store.wait_for_work)
-        face = AppContext(
-            store=self.store,
-            access=self.store,
+        context = WorkerApiContext(
+            worker_store=self.store,
+            auth_store=self.store,
             long_poll_hub=long_poll_hub,
-            fleet=lambda _: self.fleet,
+            control=self.control,
             worker_defaults=WorkerConfig(),
             max_payload_bytes=MAX_PAYLOAD_BYTES,
             version="test",
-            ask_database=self.store.now,
-            pulses=dict,
-            run_cycle=self._no_cycle,
-            wheel=lambda: None,
         )
-        await self._open.enter_async_context(serving(make_app(face), listener))
+        await self._open.enter_async_context(serving(make_app(context), listener))
         self._open.push_async_callback(long_poll_hub.close)
-
-    async def _no_cycle(self) -> list[dict[str, Any]]:
-        raise TimeoutError
 
     async def close(self) -> None:
         await self._open.aclose()

@@ -30,7 +30,7 @@ async def store() -> MemoryControlStore:
     observed = await store.observe(LEADER, "gpu", FleetConfig(queues=("renders",), max_workers=3))
     assert not isinstance(observed, Standby)
     term, snapshot = observed
-    plan = Plan((Spawn(0, "wanted"),), replace(snapshot.memory, planned_at=NOW), "spawn 1")
+    plan = Plan((Spawn(0, "wanted"),), replace(snapshot.planner_state, planned_at=NOW), "spawn 1")
     await store.commit_plan(LEADER, term, snapshot, plan, (Intent("w0", 0, "wanted", 30.0),))
     await store.register(Registration("manual", ("renders",), fleet="other"))
     return store

@@ -6,9 +6,9 @@ from datetime import datetime, timedelta
 
 from windlass.dashboard.filters import counted, duration
 from windlass.model.alert import Severity
+from windlass.model.overview import FleetOverview, OpenAlert, Overview
 from windlass.operations import OTHER_ACCOUNT
 from windlass.policy.alerts import ADVICE, LOOK_INTERVAL_S, RESOLVE_AFTER_S
-from windlass.model.overview import FleetOverview, OpenAlert, Overview
 
 # Advice for codes without advice of their own.
 DEFAULT_ADVICE = "it resolves when the cause is gone"

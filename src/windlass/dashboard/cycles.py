@@ -12,9 +12,9 @@ from windlass.model.action import ACTION_KINDS, DeleteOrphan, FailSlot, RaiseAle
 from windlass.model.cycle import Cycle, CycleDetail
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
+from windlass.model.listing import Page
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
-from windlass.model.listing import Page
 
 # Settings that a replay can change.
 REPLAY_SETTINGS = (

@@ -14,8 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from windlass.dashboard import filters, ray_nodes
-from windlass.model.money import amount
 from windlass.model.listing import Page
+from windlass.model.money import amount
 
 # Event codes that are highlighted in lists.
 FAILURE_CODES = (

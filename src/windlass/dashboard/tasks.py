@@ -8,8 +8,8 @@ from windlass.dashboard.filters import MAX_JSON_CHARACTERS, count, indented_json
 from windlass.dashboard.render import PageContext, next_page_url, render
 from windlass.model.cost import Cost
 from windlass.model.event import Event
-from windlass.model.task import Task, TaskStatus
 from windlass.model.listing import Page, TaskDetail, TaskRow
+from windlass.model.task import Task, TaskStatus
 
 # Tabs: the value of `which` in the address, and the label.
 TASK_LISTS = (

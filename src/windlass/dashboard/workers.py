@@ -8,10 +8,10 @@ from windlass.cost.meter import Meter, read_meter
 from windlass.dashboard.filters import count
 from windlass.dashboard.render import PageContext, next_page_url, render
 from windlass.model.cycle import Fleet
+from windlass.model.listing import Page, WorkerRow
 from windlass.model.task import TaskSummary
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import LONG_UNIT_S
-from windlass.model.listing import Page, WorkerRow
 
 # Workers per slot map. Larger fleets are shown in several pages.
 MAX_CELLS = 500

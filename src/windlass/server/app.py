@@ -50,13 +50,13 @@ def make_app(context: WorkerApiContext) -> FastAPI:
         app.add_middleware(PageCompression)
         app.add_middleware(
             AuthMiddleware,
-            worker_store=context.worker_store,
+            worker_store=context.auth_store,
             user_store=context.store,
             is_open_to_localhost=context.is_open_to_localhost,
             rate_limit=context.rate_limit,
         )
     else:
-        app.add_middleware(AuthMiddleware, worker_store=context.worker_store)
+        app.add_middleware(AuthMiddleware, worker_store=context.auth_store)
     limit = max_body_bytes(context.max_payload_bytes)
     app.add_middleware(RequestLimits, max_body_bytes=limit, error_page=error_page)
     if isinstance(context, AppContext) and context.cors_origins:

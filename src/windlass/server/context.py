@@ -40,8 +40,8 @@ class LoopHealth:
         return self.last_cycle_age_s <= self.limit_s
 
 
-class WorkerStore(WorkerTransport, AuthStore, Protocol):
-    """The store methods behind the worker protocol."""
+class WorkerStore(WorkerTransport, Protocol):
+    """The store methods behind the worker protocol, without those of AuthStore."""
 
     async def now(self) -> datetime: ...
 
@@ -78,6 +78,7 @@ class ControlPlane(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerApiContext:
     worker_store: WorkerStore
+    auth_store: AuthStore
     long_poll_hub: LongPollHub
     control: ControlPlane
     worker_defaults: WorkerConfig

@@ -272,7 +272,7 @@ class StreamListener:
             self._drop()
 
     def _drop(self) -> None:
-        """Disconnect a listener that fell behind. Its client may not be reading at all, so the response is cancelled."""
+        """Disconnect a listener that fell behind. Its client may read nothing at all, so the response is cancelled."""
         self._on_end(self)
         self.is_dropped = True
         self.cancel_response()

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Generic, TypeVar
 from fastapi import Depends, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
+from windlass.model.listing import MAX_PAGE, Page
 from windlass.model.task import MAX_TASK_ID
 from windlass.operations import OperationResult
-from windlass.model.listing import MAX_PAGE, Page
 from windlass.server.auth import operator, producer, viewer
 from windlass.server.errors import raise_if_refused
 from windlass.server.event_stream import OverviewFeed

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from windlass.model.money import MICROS
+from windlass.model.overview import FleetMetrics, FleetOverview, Overview
 from windlass.policy.scale.clear_time import clears_in_s
-from windlass.model.overview import FleetOverview, FleetMetrics, Overview
 from windlass.ports.queries import QueryStore
 from windlass.server.event_stream import OverviewFeed
 
@@ -134,7 +134,8 @@ def _worker_gauge(seen: Overview, measures: Iterable[FleetMetrics]) -> Metric:
 
 def _fleet_gauges(seen: Overview) -> list[Metric]:
     fleets = seen.fleets
-    alerts = collections.Counter((a.fleet or "", a.code, a.severity) for a in (*seen.alerts, *(a for f in fleets for a in f.alerts)))
+    open_alerts = [*seen.alerts, *(alert for f in fleets for alert in f.alerts)]
+    alerts = collections.Counter((alert.fleet or "", alert.code, alert.severity) for alert in open_alerts)
 
     def each(name: str, help_: str, value: Callable[[FleetOverview], float | None]) -> GaugeMetricFamily:
         return _gauge(name, help_, ("fleet",), ((f.fleet.name, value(f)) for f in fleets))
@@ -208,7 +209,7 @@ def _queue_gauges(seen: Overview) -> list[Metric]:
         each("tasks_retrying", "Tasks that failed and will be retried.", "retrying"),
         each("tasks_running", "Running tasks.", "running"),
         each("tasks_failed", "Tasks that failed permanently.", "dead"),
-        each("tasks_completed_per_minute", "Tasks completed per minute, over the last minutes.", "completed_per_minute"),
+        each("tasks_completed_per_minute", "Throughput of the last minutes.", "completed_per_minute"),
         _gauge(
             "oldest_queued_seconds",
             "Waiting time of the oldest queued task.",
@@ -243,8 +244,12 @@ def _measure_gauges(measures: list[FleetMetrics], seen: Overview) -> list[Metric
         return _gauge(name, help_, ("fleet",), ((m.fleet, getattr(m, field)) for m in measures))
 
     return [
-        each("provisioning_success_ratio", "Share of the last fifty spawned workers that became active.", "provisioning_success_ratio"),
-        each("provisioning_seconds", "Mean time from spawn to active, of the last fifty workers.", "provisioning_mean_s"),
+        each(
+            "provisioning_success_ratio",
+            "Share of the last 50 workers that became active.",
+            "provisioning_success_ratio",
+        ),
+        each("provisioning_seconds", "Mean time from spawn to active, last 50 workers.", "provisioning_mean_s"),
         each("worker_restarts", "Restarts counted against the slots.", "restarts"),
         each("slots_failed", "Slots that reached max_restarts.", "failed_slots"),
         each("since_last_failure_seconds", "Time since a worker failed.", "since_last_crash_s"),

@@ -98,8 +98,7 @@ class _RequestContext:
         started = time.monotonic()
         try:
             announced = dict(self._scope["headers"]).get(b"content-length", b"0")
-            if announced.isdigit() and int(announced) > self._max_body_bytes:
-                raise self._too_large()
+            self._check_size(int(announced) if announced.isdigit() else 0)
             await self._app(self._scope, self._receive, self._send)
         except Exception as error:
             converted = to_api_error(error)
@@ -112,8 +111,9 @@ class _RequestContext:
         finally:
             self._log(time.monotonic() - started)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, http.TOO_LARGE, f"the request body has more than {self._max_body_bytes:,} bytes")
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._max_body_bytes:
+            raise ApiError(413, http.TOO_LARGE, f"the request body has more than {self._max_body_bytes:,} bytes")
 
     async def _receive(self) -> Message:
         if self._is_body_complete:
@@ -130,8 +130,7 @@ class _RequestContext:
         if message["type"] == "http.request":
             self._received_bytes += len(message.get("body", b""))
             self._is_body_complete = not message.get("more_body", False)
-            if self._received_bytes > self._max_body_bytes:
-                raise self._too_large()
+            self._check_size(self._received_bytes)
         return message
 
     async def _send(self, message: Message) -> None:

@@ -139,35 +139,28 @@ def _example(schema: dict[str, Any], schemas: dict[str, Any], name: str = "", de
     """A value that the schema accepts. `name` is the property that holds it."""
     if "$ref" in schema:
         return _example(schemas[schema["$ref"].rpartition("/")[2]], schemas, name, depth + 1)
-    if "examples" in schema:
-        return schema["examples"][0]
+    for key in ("examples", "enum"):
+        if key in schema:
+            return schema[key][0]
     for key in ("const", "example"):
         if key in schema:
             return schema[key]
-    if "enum" in schema:
-        return schema["enum"][0]
-    for choices in (schema.get("allOf"), schema.get("anyOf"), schema.get("oneOf")):
-        if choices:
-            return _example(choices[0], schemas, name, depth + 1)
-    kind = schema.get("type")
+    choices = schema.get("allOf") or schema.get("anyOf") or schema.get("oneOf")
+    if choices:
+        return _example(choices[0], schemas, name, depth + 1)
     sample = _SAMPLES.get(name)
-    match kind:
+    match schema.get("type"):
         case "object":
             properties: dict[str, Any] = schema.get("properties", {})
             return {key: _example(value, schemas, key, depth + 1) for key, value in properties.items()}
+        case "array" if isinstance(sample, list) or depth > _MAX_DEPTH:
+            return sample or []
         case "array":
-            items = schema.get("items") or schema.get("prefixItems", [{}])[0]
-            is_list = isinstance(sample, list)
-            return sample if is_list else [] if depth > _MAX_DEPTH else [_example(items, schemas, name, depth + 1)]
-        case "string" if schema.get("format") in _BY_FORMAT:
-            return _BY_FORMAT[schema["format"]]
+            items = schema.get("prefixItems") or [schema.get("items", {})]
+            return [_example(item, schemas, name, depth + 1) for item in items]
         case "string":
-            return sample if isinstance(sample, str) else "string"
-        case "boolean":
-            return bool(schema.get("default", True))
+            return _BY_FORMAT.get(schema.get("format", ""), sample if isinstance(sample, str) else "string")
         case "integer" | "number":
-            value = sample if isinstance(sample, int) else schema.get("default", schema.get("minimum", 1))
-            return value if value is not None else 1
-        case "null":
-            return None
-    return schema.get("default")
+            return sample if isinstance(sample, int) else schema.get("default", schema.get("minimum", 1))
+        case kind:
+            return schema.get("default", True if kind == "boolean" else None)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from windlass.control.orchestrator import Orchestrator
     from windlass.control.summary import Summary
     from windlass.ports.alerts import Notifier
-    from windlass.server.context import AppContext, LoopHealth
+    from windlass.server.context import LoopHealth
     from windlass.server.event_stream import OverviewFeed
     from windlass.store.auth import PostgresAuthStore
     from windlass.store.dashboard_queries import PostgresQueryStore
@@ -182,6 +182,7 @@ async def run_http_server(
         watchers.append(metrics.record_cycle)
         context: AppContext = AppContext(
             worker_store=worker_store,
+            auth_store=worker_store,
             long_poll_hub=LongPollHub(worker_store.wait_for_work),
             control=OrchestratorControlPlane(config, orchestrator, user_store, ray_head),
             worker_defaults=config.worker,

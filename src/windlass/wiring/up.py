@@ -13,7 +13,7 @@ from windlass.model.config import Config
 from windlass.model.errors import BadInput, DatabaseUnavailable
 from windlass.store.migrate import migrate
 from windlass.wiring.background import beside
-from windlass.wiring.http_server import http_face, open_listener
+from windlass.wiring.http_server import open_listener, run_http_server
 from windlass.wiring.notifiers import notifiers
 from windlass.wiring.providers import check_keys, check_machines_can_call, provider, spawning_fleets
 from windlass.wiring.ray import check_ray, ray_beside
@@ -121,7 +121,7 @@ async def run_up(
         log.info("up", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
             reloading(up, current, load, ray, is_reload_wanted),
-            http_face(config, dsn, up, listener, version, watchers, on_link, ray.head, told) as counts,
+            run_http_server(config, dsn, up, listener, version, watchers, on_link, ray.head, told) as counts,
             _alarm(config, dsn, watchers, told, counts.on_message),
             _logs_in_database(config, dsn, tap, counts.on_dropped),
             _traced_cycles(config, version, watchers),

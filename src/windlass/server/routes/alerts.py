@@ -5,9 +5,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 
 from windlass.model.event import Event
-from windlass.model.task import MAX_TASK_ID
 from windlass.model.listing import LogLine
 from windlass.model.overview import OpenAlert
+from windlass.model.task import MAX_TASK_ID
 from windlass.server.context import AppContext
 from windlass.server.json_api import (
     API,

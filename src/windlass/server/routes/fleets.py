@@ -10,9 +10,9 @@ from pydantic import Field
 
 from windlass import operations
 from windlass.model.fleet import FleetConfig
+from windlass.model.overview import MAX_POINTS, FleetOverview, Sample
 from windlass.model.redaction import shown_settings
 from windlass.operations import OperationResult, RestartResult, SpawnResult, fleet_not_found
-from windlass.model.overview import MAX_POINTS, FleetOverview, Sample
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Header, Request, Response
 from windlass.dashboard.charts import HISTORY_POINTS, history_s
 from windlass.dashboard.overview import overview_page
 from windlass.model.cycle import ACTION_COUNTS, COUNTED_STATUSES, STATUS_COUNTS
-from windlass.model.task import MAX_TASK_ID
 from windlass.model.overview import Overview
+from windlass.model.task import MAX_TASK_ID
 from windlass.server.context import AppContext
 from windlass.server.event_stream import EventStream
 from windlass.server.json_api import API, VIEWER, json_response

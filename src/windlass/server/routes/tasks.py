@@ -11,9 +11,9 @@ from windlass.cost.queries import task_cost
 from windlass.dashboard.tasks import task_page, tasks_page
 from windlass.model.cost import Cost
 from windlass.model.event import Event
+from windlass.model.listing import TaskList, TaskRow
 from windlass.model.task import TaskStatus, TaskSummary, new_task
 from windlass.operations import EnqueueResult, OperationOutcome, OperationResult, RetryFailedResult, task_not_found
-from windlass.model.listing import TaskList, TaskRow
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form

@@ -48,7 +48,7 @@ def worker_protocol_routes(context: WorkerApiContext) -> APIRouter:
 
 def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
     """How a process becomes a worker: activation of spawned machines, self-registration of others."""
-    store = context.worker_store
+    store = context.auth_store
 
     def order_for(caller: WorkerCaller | JoinCaller) -> Response:
         fleet = context.control.fleet_config(caller.fleet)
@@ -213,4 +213,5 @@ def _check_results(call: http.FinishCall, max_bytes: int) -> None:
         if done.result is not None and 4 * len(done.result) > max_bytes:
             size_bytes = len(done.result.encode())
             if size_bytes > max_bytes:
-                raise BadInput(f"the result of task {done.task_id} has {size_bytes:,} bytes; the limit is {max_bytes:,}.")
+                what = f"the result of task {done.task_id} has {size_bytes:,} bytes"
+                raise BadInput(f"{what}; the limit is {max_bytes:,}.")

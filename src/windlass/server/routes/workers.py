@@ -12,10 +12,10 @@ from windlass import operations
 from windlass.cost.meter import Meter, read_meter
 from windlass.dashboard.workers import MAX_CELLS, SlotMap, slot_map, worker_page, workers_page
 from windlass.model.errors import BadInput
-from windlass.model.worker import WorkerStatus
-from windlass.operations import OperationResult, worker_not_found
 from windlass.model.listing import WorkerRow
 from windlass.model.overview import FleetOverview
+from windlass.model.worker import WorkerStatus
+from windlass.operations import OperationResult, worker_not_found
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form
