@@ -1,8 +1,8 @@
-"""What a server does with its user_data at first boot, as far as an emulated one does it.
+"""Reads the user_data of a server, as far as the emulator follows it.
 
-Of a `#cloud-config` document two things count: `write_files`, and among those files the systemd unit that is the
-machine's purpose (`windlass-worker.service`, or else the first service). Packages, users, `runcmd` and other units are
-left out: they prepare a real machine for what this host already has. Pure; `process_host` carries it out.
+Two parts of a `#cloud-config` document count: `write_files`, and among those files the systemd unit to run
+(`windlass-worker.service`, otherwise the first service). Packages, users, `runcmd` and other units are ignored: they
+prepare a real machine for what this host already has. Pure; `process_host` executes the result.
 """
 
 import base64
@@ -18,19 +18,19 @@ import yaml
 
 WORKER_UNIT = "windlass-worker.service"
 _UNIT_FOLDERS = ("/etc/systemd/system/", "/lib/systemd/system/", "/usr/lib/systemd/system/")
-# What systemd allows before the path of an executable, and means nothing here.
+# Prefixes that systemd allows before the path of an executable. They are ignored here.
 _EXEC_PREFIXES = "-@:+!"
-# systemd's own, where a unit does not say otherwise.
+# systemd's default.
 _DEFAULT_RESTART_S = 0.1
 
 
-class Unusable(Exception):
-    """The document cannot be followed. A real server would boot all the same and do nothing."""
+class UnusableUserData(Exception):
+    """The document cannot be followed. A real server would boot and run nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    # Absolute and without "..": it cannot leave the root it is put under.
+    # Absolute and without "..": it stays under the root it is written to.
     path: str
     content: bytes
     mode: int
@@ -51,50 +51,49 @@ class Unit:
 @dataclass(frozen=True, slots=True)
 class Disk:
     files: tuple[File, ...]
-    # None: nothing is to run.
     unit: Unit | None
 
 
 def read_user_data(user_data: str) -> Disk:
-    """Raises Unusable, in one sentence."""
+    """Raises UnusableUserData."""
     if not user_data.strip():
         return Disk((), None)
     if not user_data.startswith("#cloud-config"):
-        raise Unusable("user_data does not start with #cloud-config, and the emulator reads nothing else")
+        raise UnusableUserData("user_data does not start with #cloud-config, and the emulator reads no other format")
     try:
         document = yaml.safe_load(user_data)
     except yaml.YAMLError as error:
-        raise Unusable(f"user_data is not YAML ({' '.join(str(error).split())})") from error
+        raise UnusableUserData(f"user_data is not YAML ({' '.join(str(error).split())})") from error
     entries = (document or {}).get("write_files") if isinstance(document or {}, dict) else None
     if not isinstance(entries or [], list):
-        raise Unusable("write_files is not a list")
+        raise UnusableUserData("write_files is not a list")
     files = tuple(_file(entry) for entry in entries or [])
     return Disk(files, _chosen_unit(files))
 
 
 def _file(entry: Any) -> File:
     if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
-        raise Unusable("an entry of write_files has no path")
+        raise UnusableUserData("an entry of write_files has no path")
     path = inside(entry["path"])
     try:
         content = _decoded(str(entry.get("content") or ""), str(entry.get("encoding") or "text/plain").lower())
-        # As YAML has it: a quoted "0600" or an octal number.
+        # In YAML either a quoted "0600" or an octal number.
         permissions = entry.get("permissions", "0644")
         mode = permissions if isinstance(permissions, int) else int(str(permissions), 8)
     except (ValueError, OSError, EOFError, binascii.Error) as error:
-        raise Unusable(f"{path} cannot be written ({error})") from error
+        raise UnusableUserData(f"{path} cannot be written ({error})") from error
     return File(path, content, mode & 0o777, bool(entry.get("append")))
 
 
 def inside(path: str) -> str:
-    """The path as seen from a root of its own, which ".." cannot leave."""
+    """The absolute path with ".." resolved, so that it stays under its root."""
     return posixpath.normpath("/" + path.lstrip("/"))
 
 
 def _decoded(content: str, encoding: str) -> bytes:
     if encoding in ("text/plain", ""):
         return content.encode()
-    # The names that cloud-init knows for each.
+    # cloud-init accepts several names for each encoding.
     is_base64 = "b64" in encoding or "base64" in encoding
     data = base64.b64decode("".join(content.split()), validate=True) if is_base64 else content.encode()
     return gzip.decompress(data) if encoding.startswith("gz") else data
@@ -109,11 +108,11 @@ def _chosen_unit(files: tuple[File, ...]) -> Unit | None:
 
 
 def read_unit(text: str) -> Unit:
-    """The few settings of a service that matter to one process. Raises Unusable."""
+    """The settings of a service that the emulator honours. Raises UnusableUserData."""
     settings = _service_settings(text)
     words = _words((settings.get("ExecStart") or [""])[-1])
     if not words:
-        raise Unusable("the unit has no ExecStart")
+        raise UnusableUserData("the unit has no ExecStart")
     words[0] = words[0].lstrip(_EXEC_PREFIXES)
     restart = (settings.get("Restart") or ["no"])[-1]
     directory = (settings.get("WorkingDirectory") or ["/"])[-1].lstrip("-")
@@ -133,20 +132,20 @@ def _words(line: str) -> list[str]:
     try:
         return shlex.split(line)
     except ValueError as error:
-        raise Unusable(f"the unit has a line that cannot be split into words ({error})") from error
+        raise UnusableUserData(f"the unit has a line that cannot be split into words ({error})") from error
 
 
 def _service_settings(text: str) -> dict[str, list[str]]:
     settings: dict[str, list[str]] = {}
     section = ""
     for line in text.replace("\\\n", " ").splitlines():
-        line = line.strip()  # noqa: PLW2901 - the same line, without its margin
+        line = line.strip()  # noqa: PLW2901
         if line.startswith("["):
             section = line
         elif section == "[Service]" and line and not line.startswith(("#", ";")):
             name, _, value = line.partition("=")
             values = settings.setdefault(name.strip(), [])
-            # An empty value takes back those before it.
+            # As in systemd, an empty value clears the earlier ones.
             if value.strip():
                 values.append(value.strip())
             else:
@@ -163,4 +162,4 @@ def _seconds(text: str) -> float:
     try:
         return float(number) * _UNITS_S[unit]
     except (ValueError, KeyError) as error:
-        raise Unusable(f"the unit's RestartSec={text} is not a number of seconds") from error
+        raise UnusableUserData(f"the unit's RestartSec={text} is not a number of seconds") from error

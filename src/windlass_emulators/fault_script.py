@@ -1,42 +1,44 @@
-"""Requests that go wrong on script: which, how, and how often. What else can go wrong is a vendor's own."""
+"""Fault injection that all emulated vendors share: scripted responses, missing capacity, stale lists.
+
+A scripted fault applies to the next matching requests and is used up by them. Missing capacity and a list lag last
+until they are withdrawn or expire. Every method named in `METHODS` can also be called over HTTP with its arguments, by
+POST to /_emulator/faults.
+"""
 
 import inspect
-import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
+from typing import ClassVar
 
 from windlass_emulators.http import Json, NoAnswer
 
-# A client that waits this long without a time-out of its own deserves to be told.
+# Longer than the time-out of a well-behaved client.
 DEFAULT_HELD_S = 30.0
-# Scripts are written by people and tests; more than this is a loop that forgot to clear.
+# A script with more faults than this comes from a loop that never calls clear().
 MAX_SCRIPTED = 10_000
 
 
 @dataclass(slots=True)
-class Scripted:
-    """What happens to the next requests that match."""
+class ScriptedFault:
+    """The response that the next matching requests get."""
 
     method: str | None
+    # A regular expression for the whole path.
     path: str
-    # What is raised to answer it. None: nobody answers.
+    # The error to raise. None: no answer at all.
     error: Exception | None
-    # The same as a word or a number, for whoever looks at the script.
+    # The same as a code or a status, for display.
     answers: str | int | None
+    # Whether the request is executed before it fails.
     takes_effect: bool
     held_s: float = DEFAULT_HELD_S
     times: int = 1
-    # Matching requests that are let through first.
+    # Number of matching requests that pass first.
     skip: int = 0
     until: datetime | None = None
 
-    def matches(self, method: str, path: str) -> bool:
-        return self.method in (None, method) and re.fullmatch(self.path, path) is not None
-
     def fail(self) -> None:
-        """Raises what is scripted."""
         raise self.error or NoAnswer(self.held_s)
 
     def to_json(self) -> Json:
@@ -51,52 +53,82 @@ class Scripted:
         }
 
 
-@dataclass(slots=True)
-class Script:
-    entries: list[Scripted] = field(default_factory=list)
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Missing capacity of a machine type in a place."""
 
-    def add(self, scripted: Scripted) -> None:
-        if len(self.entries) >= MAX_SCRIPTED:
-            raise ValueError(f"there are {MAX_SCRIPTED} faults already; clear() them")
-        self.entries.append(scripted)
+    # Whether the catalog shows it too. The vendors' catalogs are sometimes out of date.
+    is_announced: bool
+    until: datetime | None
+    code: str = ""
 
-    def take(self, method: str, path: str, now: datetime) -> Scripted | None:
-        """What is to happen to this request; counted."""
-        self.entries = [each for each in self.entries if each.until is None or each.until > now]
-        for each in self.entries:
-            if not each.matches(method, path):
+
+@dataclass
+class FaultScript:
+    now: datetime
+    script: list[ScriptedFault] = field(default_factory=list)
+    # By machine type and place; "*" stands for all.
+    shortages: dict[tuple[str, ...], Shortage] = field(default_factory=dict)
+    lag_s: float = 0.0
+
+    # The methods that can be called over HTTP.
+    METHODS: ClassVar[tuple[str, ...]] = ()
+
+    def list_lags(self, by_s: float) -> None:
+        """Lists show the state of this many seconds ago. Single resources are always up to date."""
+        self.lag_s = by_s
+
+    def clear(self) -> None:
+        """Withdraw all faults. Machines that were created faulty stay faulty."""
+        self.script.clear()
+        self.shortages.clear()
+        self.lag_s = 0.0
+
+    def take(self, method: str, path: str) -> ScriptedFault | None:
+        """The fault that applies to this request, if any. Uses up one of its `times`."""
+        self.script = [each for each in self.script if each.until is None or each.until > self.now]
+        for each in self.script:
+            if each.method not in (None, method) or not re.fullmatch(each.path, path):
                 continue
             if each.skip > 0:
                 each.skip -= 1
                 continue
             each.times -= 1
             if each.times <= 0:
-                self.entries.remove(each)
+                self.script.remove(each)
             return each
         return None
 
-    def to_json(self) -> list[Json]:
-        return [each.to_json() for each in self.entries]
+    def inject(self, arguments: Json) -> None:
+        """Call the method that `fault` names with the other arguments. Raises ValueError or TypeError."""
+        arguments = dict(arguments)
+        name = arguments.pop("fault", None)
+        if name not in self.METHODS:
+            raise ValueError(f"unknown fault {name!r}: use one of {', '.join(self.METHODS)}")
+        method = getattr(self, str(name))
+        try:
+            inspect.signature(method).bind(**arguments)
+            method(**arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def to_json(self) -> Json:
+        return {"scripted": [each.to_json() for each in self.script], "list_lags_by_s": self.lag_s}
+
+    def _add(self, fault: ScriptedFault, for_s: float | None) -> None:
+        if len(self.script) >= MAX_SCRIPTED:
+            raise ValueError(f"{MAX_SCRIPTED} faults are scripted already; call clear()")
+        fault.until = self._expiry(for_s)
+        self.script.append(fault)
+
+    def _expiry(self, for_s: float | None) -> datetime | None:
+        return None if for_s is None else self.now + timedelta(seconds=for_s)
+
+    def _find_shortage(self, *places: tuple[str, ...]) -> Shortage | None:
+        found = [self.shortages[place] for place in places if place in self.shortages]
+        return next((each for each in found if each.until is None or each.until > self.now), None)
 
 
-def check_one(answer: object | None, *time_outs: bool) -> None:
-    if sum((answer is not None, *time_outs)) != 1:
-        raise ValueError("say what happens: an error, or one way to time out")
-
-
-def call_by_name(faults: object, methods: Sequence[str], body: bytes) -> str | None:
-    """Calls the method that a request's body names, with its arguments; returns what is wrong with it, if anything."""
-    try:
-        arguments = json.loads(body)
-    except ValueError:
-        return "the body is not JSON"
-    name = arguments.pop("fault", None) if isinstance(arguments, dict) else None
-    if not isinstance(name, str) or name not in methods:
-        return f"say which fault: one of {', '.join(methods)}"
-    method = getattr(faults, name)
-    try:
-        inspect.signature(method).bind(**arguments)
-        method(**arguments)
-    except (TypeError, ValueError) as error:
-        return f"{name}: {error}"
-    return None
+def check_one_outcome(answer: object | None, *outcomes: bool) -> None:
+    if sum((answer is not None, *outcomes)) != 1:
+        raise ValueError("give exactly one outcome: an error, or one of the flags")

@@ -1,10 +1,12 @@
-"""One request, one answer: what every emulator speaks."""
+"""Requests and responses of an emulator, independent of any server."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
+
+from starlette.datastructures import Headers, QueryParams
 
 Json = dict[str, Any]
 
@@ -12,15 +14,38 @@ Json = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Response:
     status: int
-    headers: Mapping[str, str]
-    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+def json_response(status: int, body: Json, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(status, {"Content-Type": "application/json", **(headers or {})}, json.dumps(body).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class ApiCall:
+    """One request to an endpoint, with its body already parsed."""
+
+    path: str
+    query: QueryParams
+    headers: Headers
+    body: Json
+    # Parameters in the route's path, such as the id.
+    params: Mapping[str, Any]
+
+
+class VendorApiError(Exception):
+    """A request that the vendor refuses. Subclasses render it in the vendor's format."""
+
+    def response(self) -> Response:
+        raise NotImplementedError
 
 
 class NoAnswer(Exception):
-    """The request arrived and nobody answers it. Whether it had an effect is for the caller to find out.
+    """An injected time-out: the request arrived and gets no response. It may or may not have taken effect.
 
-    Over HTTP the connection stays silent for `held_s`, or until the caller gives up, and is then closed. In virtual
-    time it is whatever the caller's client makes of a time-out.
+    Over HTTP the connection stays silent for `held_s`, or until the client disconnects, and is then closed. In virtual
+    time the caller's transport turns this exception into its own time-out.
     """
 
     def __init__(self, held_s: float) -> None:
@@ -32,16 +57,10 @@ class Emulator(Protocol):
     def handle(
         self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes
     ) -> Response:
-        """Answer one request. `path` starts with a slash and carries no query. Raises NoAnswer."""
+        """Answer one request. `path` starts with a slash and has no query string. Raises NoAnswer."""
 
     def settle(self) -> None:
-        """Let everything happen that is due by now. `handle` does so itself; machines should not wait for a request."""
+        """Execute everything that is due. `handle` does it first; the server does it so that machines boot on time."""
 
     def next_due(self) -> datetime | None:
-        """When something will happen by itself, or None if nothing will."""
-
-
-def json_response(status: int, body: Json | None, headers: Mapping[str, str] | None = None) -> Response:
-    if body is None:
-        return Response(status, dict(headers or {}), b"")
-    return Response(status, {"Content-Type": "application/json", **(headers or {})}, json.dumps(body).encode())
+        """Time of the next scheduled change, or None."""

@@ -1,4 +1,7 @@
-"""What runs inside an emulated machine: nothing, in virtual time; a real local process otherwise."""
+"""The contract of hosts for emulated servers, and a host that runs nothing.
+
+`process_host.ProcessHost` runs servers as local processes. `VirtualHost` only records them, for tests in virtual time.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,46 +9,46 @@ from typing import Protocol
 
 
 class MachineHost(Protocol):
-    """Where machines run. No call waits for a machine: a start or a stop is on its way when it returns."""
+    """Runs machines. Calls start or stop a machine and do not wait for it."""
 
     def start(self, server_id: int, name: str, user_data: str) -> None:
-        """Boot it. The first boot, and the first after `erase`, installs what user_data says. No effect if it runs."""
+        """Boot the machine. Its first boot, and the first after `erase`, installs user_data. No effect if it runs."""
 
     def stop(self, server_id: int, *, is_sudden: bool = False) -> None:
-        """Turn it off: asked first and then made to, or at once when sudden. Its disk stays."""
+        """Stop the machine: SIGTERM, then SIGKILL; or SIGKILL at once if sudden. Its disk is kept."""
 
     def erase(self, server_id: int) -> None:
-        """Turn it off and forget its disk."""
+        """Stop the machine and delete its disk."""
 
     def is_running(self, server_id: int) -> bool:
-        """Whether its program runs. A machine whose program has ended is still a machine, and is still paid for."""
+        """Whether its program runs. A machine whose program has ended still exists and is still billed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Booted:
+class BootedMachine:
     server_id: int
     name: str
     user_data: str
 
 
 class VirtualHost:
-    """Records who runs. `on_start` and `on_stop` tell a simulation, which puts its own workers inside."""
+    """Records the running machines. Simulations use `on_start` and `on_stop` to run their own workers."""
 
     def __init__(
         self,
-        on_start: Callable[[Booted], None] = lambda _: None,
+        on_start: Callable[[BootedMachine], None] = lambda _: None,
         on_stop: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self.running: dict[int, Booted] = {}
+        self.running: dict[int, BootedMachine] = {}
         self._on_start = on_start
         self._on_stop = on_stop
 
     def start(self, server_id: int, name: str, user_data: str) -> None:
         if server_id not in self.running:
-            self.running[server_id] = Booted(server_id, name, user_data)
+            self.running[server_id] = BootedMachine(server_id, name, user_data)
             self._on_start(self.running[server_id])
 
-    def stop(self, server_id: int, *, is_sudden: bool = False) -> None:  # noqa: ARG002 - all are equally fast here
+    def stop(self, server_id: int, *, is_sudden: bool = False) -> None:  # noqa: ARG002
         if self.running.pop(server_id, None) is not None:
             self._on_stop(server_id)
 

@@ -1,21 +1,21 @@
-"""Servers as real processes of this host, from what their user_data says.
+"""Runs emulated servers as local processes, from their user_data.
 
-A server's first boot writes the files of its user_data under `<folder>/<server id>/root` and never outside it; every
-boot starts the unit among them with paths mapped into that root, its output in `<folder>/<server id>/machine.log`.
-`/opt/windlass/bin/windlass` is this very program, and its environment is bare, as a real one's would be. `Restart=` is
-honoured, within systemd's own limit.
+The first boot writes the files of user_data under `<folder>/<server id>/root`, never outside it. Every boot starts the
+systemd unit among those files, with paths mapped into that root and output in `<folder>/<server id>/machine.log`.
+`/opt/windlass/bin/windlass` is the program that runs the emulator. The environment is as bare as on a real server.
+`Restart=` is honoured, within systemd's start limit.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from windlass_emulators.cloud_init import Disk, File, Unit, Unusable, inside, read_user_data
+from windlass_emulators.cloud_init import Disk, File, Unit, UnusableUserData, inside, read_user_data
 from windlass_emulators.processes import MAX_STARTS, EmulatedMachine, MachineProgram, Processes, bare_environment
 
 __all__ = ["MAX_STARTS", "ProcessHost", "map_path", "mapped_command", "write_file"]
 
-# Where the bootstrap puts them on a real machine, and what they are here.
+# Paths of the bootstrap on a real machine -> commands on this host.
 _PROGRAMS = {
     "/opt/windlass/bin/windlass": (sys.executable, "-m", "windlass"),
     "/opt/windlass/bin/python": (sys.executable,),
@@ -36,11 +36,11 @@ class ProcessHost(Processes):
                 write_file(machine.root, file)
             unit = disk.unit
             if unit is None:
-                machine.note("there is no systemd unit in user_data: nothing runs here")
+                machine.note("nothing to run: user_data has no systemd unit")
             else:
                 machine.program = lambda: _program(machine.root, unit)
-        except (Unusable, OSError) as error:
-            machine.note(f"{error}: nothing runs here")
+        except (UnusableUserData, OSError) as error:
+            machine.note(f"nothing to run: {error}")
         return machine
 
 
@@ -48,10 +48,10 @@ def write_file(root: Path, file: File) -> None:
     path = root / file.path.lstrip("/")
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if file.is_appended else os.O_TRUNC)
-    # Closed to others from the first byte on: join tokens are among these files.
+    # Private from the first byte: the files include join tokens.
     with os.fdopen(os.open(path, flags, 0o600), "wb") as out:
         out.write(file.content)
-    # Ours to read and write whatever it says: on a real machine root may do so anyway.
+    # Always readable and writable by the owner: on a real machine root can read and write everything.
     path.chmod(file.mode & 0o700 | 0o600)
 
 
@@ -71,15 +71,15 @@ def _program(root: Path, unit: Unit) -> MachineProgram:
 
 
 def mapped_command(root: Path, command: tuple[str, ...]) -> list[str]:
-    """As it would run with this root: paths that exist under it are those, others are this host's."""
+    """The command with paths that exist under the root mapped into it. Other paths are those of this host."""
     program, *arguments = command
     mapped = _PROGRAMS.get(program) or (map_path(root, program),)
     return [*mapped, *(map_path(root, word) for word in arguments)]
 
 
 def map_path(root: Path, word: str) -> str:
-    """The path under this root, if it exists there; any other word as it is."""
-    # Also as in --join=/etc/windlass/join.json.
+    """The path under the root if it exists there; any other word unchanged."""
+    # Options too: --join=/etc/windlass/join.json.
     option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     if not value.startswith("/"):
         return word

@@ -1,10 +1,11 @@
-"""Machines as real processes of this host, each in a folder that is its disk: started, watched, and never left behind.
+"""Runs machines as local processes, each in a folder that is its disk, and leaves none behind.
 
-A program leads its own session. It is ended by SIGTERM and, STOP_GRACE_S later, by SIGKILL to everything it started.
-When the emulator dies, even by SIGKILL, a guard, a shell waiting on a pipe, kills it; a program that guards itself gets
-that pipe as its standard input instead. Out of reach is only what made a session of its own and has lost its parent.
+A program leads its own session. It is stopped by SIGTERM and, STOP_GRACE_S later, by SIGKILL to all its descendants.
+If the emulator dies, even by SIGKILL, a watchdog kills the program: a shell that waits on a pipe from the emulator. A
+program that watches the emulator itself gets that pipe as its standard input. Only a process that created its own
+session and lost its parent escapes.
 
-One thread watches all machines; every public call only changes what is wanted, or sends a signal.
+One thread watches all machines. Public methods only change the wanted state or send a signal.
 """
 
 import contextlib
@@ -23,26 +24,26 @@ from typing import Self
 
 import psutil
 
-# Between the word and the deed. A real machine is cut off at once; a worker should have said good-bye long before.
+# Between SIGTERM and SIGKILL. A real machine loses power at once; a drained worker has deregistered before.
 STOP_GRACE_S = 3.0
-# From SIGKILL to the kernel's word that the process is gone. Longer only in uninterruptible I/O.
+# From SIGKILL to the end of the process. Only uninterruptible I/O takes longer.
 KILL_TIMEOUT_S = 10.0
-# How soon an end or a due restart is noticed: much sooner than any worker is missed.
+# Interval of checks for ended processes and due restarts: far below any heartbeat timeout.
 WATCH_INTERVAL_S = 0.05
 # systemd's StartLimitBurst and StartLimitIntervalSec.
 MAX_STARTS, START_WINDOW_S = 5, 10.0
-# Some ten thousand lines; then the log begins anew, so that a chatty machine cannot fill the disk.
+# A larger log is emptied, so that a machine cannot fill the disk.
 MAX_LOG_BYTES = 8 * 1024 * 1024
 LOG_CHECK_INTERVAL_S = 1.0
-# Whoever forks faster than this is not stopped by looking for its children.
+# Rounds of killing descendants. A program that forks faster than this escapes them.
 _MAX_KILL_ROUNDS = 5
 
-# Taken over from the emulator: where programs and certificates are and how text is written, nothing that means
-# something to Windlass. PYTHONPATH stands for the code that a real machine's bootstrap installs.
+# Variables that machines inherit from the emulator: paths of programs and certificates, locale. None of them configures
+# Windlass. PYTHONPATH stands for the code that a real machine's bootstrap installs.
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "TMPDIR")
-# Service managers and terminals signal all of an emulator's processes. The guard must outlast that: the machine may.
-# Without `--` before the group: Debian's shell takes that for a number and kills nothing.
-_GUARD = 'trap "" HUP INT TERM; read -r word || kill -KILL "-$1"'
+# Service managers and terminals signal all processes of the emulator. The watchdog ignores those signals, because the
+# machine may ignore them too. There is no `--` before the group: Debian's shell would kill nothing.
+_WATCHDOG = 'trap "" HUP INT TERM; read -r word || kill -KILL "-$1"'
 
 MachineId = int | str
 
@@ -55,9 +56,9 @@ class MachineProgram:
     restarts_on_success: bool = False
     restarts_on_failure: bool = False
     restart_s: float = 0.0
-    # It ends itself and all it has started when its standard input ends.
-    guards_itself: bool = False
-    # Open files it is to have, by the same numbers.
+    # The program ends itself and its descendants when its standard input closes.
+    watches_emulator: bool = False
+    # File descriptors that the program inherits.
     files: tuple[int, ...] = ()
 
 
@@ -65,13 +66,13 @@ class MachineProgram:
 class EmulatedMachine:
     name: str
     folder: Path
-    # What to start now, or None for nothing. Asked at every start: the disk may have changed. Raises OSError.
+    # The program, or None. Called at every start because the disk may have changed. Raises OSError.
     program: Callable[[], MachineProgram | None]
     current: MachineProgram | None = None
     process: "subprocess.Popen[bytes] | None" = None
-    guard: "subprocess.Popen[bytes] | None" = None
+    watchdog: "subprocess.Popen[bytes] | None" = None
     is_wanted: bool = False
-    # On the monotonic clock.
+    # Deadlines on the monotonic clock.
     start_at: float | None = None
     kill_at: float | None = None
     recent_starts: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_STARTS))
@@ -90,7 +91,7 @@ class EmulatedMachine:
 
 
 class Processes:
-    """A context manager: when it closes, nothing of its machines runs, and a folder it made itself is gone."""
+    """A context manager. Closing it stops all machines and deletes the folder if it is temporary."""
 
     def __init__(self, folder: Path | None = None, stop_grace_s: float = STOP_GRACE_S) -> None:
         self._is_temporary = folder is None
@@ -98,15 +99,15 @@ class Processes:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._stop_grace_s = stop_grace_s
         self._machines: dict[MachineId, EmulatedMachine] = {}
-        # Erased, and not gone yet.
-        self._leaving: list[EmulatedMachine] = []
+        # Erased machines whose processes have not ended yet.
+        self._erased: list[EmulatedMachine] = []
         self._lock = threading.RLock()
         self._is_closing = threading.Event()
         self._next_log_check = 0.0
         self._watcher = threading.Thread(target=self._watch, name="windlass-machines", daemon=True)
         self._watcher.start()
 
-    # ------------------------------------------------------------------------------------------- the contract
+    # ------------------------------------------------------------------------------------------------ MachineHost
 
     def stop(self, machine_id: MachineId, *, is_sudden: bool = False) -> None:
         with self._lock:
@@ -119,8 +120,8 @@ class Processes:
             if machine is None:
                 return
             self._stop(machine, self._stop_grace_s)
-            self._leaving.append(machine)
-            self._forget_gone()
+            self._erased.append(machine)
+            self._clear_erased()
 
     def is_running(self, machine_id: MachineId) -> bool:
         with self._lock:
@@ -137,26 +138,26 @@ class Processes:
         self._is_closing.set()
         self._watcher.join()
         with self._lock:
-            everybody = [*self._machines.values(), *self._leaving]
-            for machine in everybody:
+            machines = [*self._machines.values(), *self._erased]
+            for machine in machines:
                 self._stop(machine, self._stop_grace_s)
-            for machine in everybody:
+            for machine in machines:
                 self._wait_gone(machine)
             self._machines.clear()
-            self._leaving.clear()
+            self._erased.clear()
         if self._is_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------------- for those who know disks
+    # --------------------------------------------------------------------------------------------- for subclasses
 
     def _prepare(self, machine_id: MachineId, name: str) -> EmulatedMachine:
-        """A machine with an empty disk. Nothing runs in it."""
+        """Create a machine with an empty disk. It does not run."""
         folder = self.folder / str(machine_id)
-        for erased in [each for each in self._leaving if each.folder == folder]:
+        for erased in [each for each in self._erased if each.folder == folder]:
             self._kill(erased)
             self._wait_gone(erased)
-            self._leaving.remove(erased)
-        # A folder that was kept from an earlier emulator, whose numbers were the same, holds somebody else's disk.
+            self._erased.remove(erased)
+        # With --dir, a machine of an earlier emulator may have had the same id.
         shutil.rmtree(folder, ignore_errors=True)
         machine = EmulatedMachine(name, folder, lambda: None)
         machine.root.mkdir(mode=0o700, parents=True)
@@ -164,16 +165,15 @@ class Processes:
         return machine
 
     def _start(self, machine: EmulatedMachine) -> None:
-        """No effect if it runs."""
         if machine.is_wanted:
             return
-        self._end_now(machine)
+        self._kill_now(machine)
         machine.is_wanted = True
         machine.recent_starts.clear()
         self._spawn(machine)
 
-    def _end_now(self, machine: EmulatedMachine) -> None:
-        """If it is still on its way down from before: a machine that is switched on again has been off."""
+    def _kill_now(self, machine: EmulatedMachine) -> None:
+        """Kill a program that is still stopping, so that a machine that is switched on again was off before."""
         if machine.process is not None:
             self._kill(machine)
             self._wait_gone(machine)
@@ -185,7 +185,7 @@ class Processes:
         now = time.monotonic()
         starts = machine.recent_starts
         if len(starts) == MAX_STARTS and now - starts[0] < START_WINDOW_S:
-            machine.note(f"started {MAX_STARTS} times in {START_WINDOW_S:g} s: not again, as systemd would say")
+            machine.note(f"start limit reached: {MAX_STARTS} starts in {START_WINDOW_S:g} s")
             return
         try:
             machine.current = machine.program()
@@ -194,8 +194,8 @@ class Processes:
             starts.append(now)
             with machine.log.open("ab") as log:
                 machine.process = _start_process(machine.current, log.fileno())
-            if not machine.current.guards_itself:
-                machine.guard = _guard(machine.process.pid)
+            if not machine.current.watches_emulator:
+                machine.watchdog = _start_watchdog(machine.process.pid)
         except OSError as error:
             what = machine.current.command[0] if machine.current else "its program"
             machine.note(f"cannot start {what} ({error})")
@@ -217,9 +217,9 @@ class Processes:
         process = machine.process
         if process is None:
             return
-        # A machine that loses its power loses it everywhere: nobody in it may see, and report, that another is gone.
+        # A machine that loses power stops as a whole: no process in it may notice and report that another one ended.
         _signal_group(process, signal.SIGSTOP)
-        # Its children first: while it lives, those that lose their parent become its own, if it has asked for that.
+        # Descendants first: while the leader lives, it adopts orphans if it is a subreaper.
         for _ in range(_MAX_KILL_ROUNDS):
             descendants = _descendants(process.pid)
             for descendant in descendants:
@@ -230,10 +230,10 @@ class Processes:
         _signal_group(process, signal.SIGKILL)
 
     def _wait_gone(self, machine: EmulatedMachine) -> None:
-        """Until its grace is over and it is gone, or the kernel keeps it against all signals."""
+        """Wait for the end of the process, through its grace period, at most until the kill timeout."""
         deadline = time.monotonic() + self._stop_grace_s + KILL_TIMEOUT_S
         while machine.process is not None and time.monotonic() < deadline:
-            self._look_at(machine)
+            self._check(machine)
             if machine.process is not None:
                 time.sleep(WATCH_INTERVAL_S / 5)
 
@@ -242,60 +242,57 @@ class Processes:
     def _watch(self) -> None:
         while not self._is_closing.wait(WATCH_INTERVAL_S):
             with self._lock:
-                for machine in (*self._machines.values(), *self._leaving):
-                    self._look_at(machine)
-                self._forget_gone()
+                for machine in (*self._machines.values(), *self._erased):
+                    self._check(machine)
+                self._clear_erased()
                 if time.monotonic() >= self._next_log_check:
                     self._next_log_check = time.monotonic() + LOG_CHECK_INTERVAL_S
-                    self._shorten_logs()
+                    self._empty_large_logs()
 
-    def _look_at(self, machine: EmulatedMachine) -> None:
+    def _check(self, machine: EmulatedMachine) -> None:
         now = time.monotonic()
         if machine.process is not None and _has_ended(machine.process):
-            self._bury(machine)
+            self._reap(machine)
         elif machine.kill_at is not None and now >= machine.kill_at:
             self._kill(machine)
         if machine.start_at is not None and now >= machine.start_at:
             self._spawn(machine)
 
-    def _bury(self, machine: EmulatedMachine) -> None:
+    def _reap(self, machine: EmulatedMachine) -> None:
         process, program = machine.process, machine.current
         if process is None or program is None:
             return
-        # Before its number is given back: whatever it left behind in its group is still findable by it.
+        # Kill the rest of its process group before the pid can be reused.
         _signal_group(process, signal.SIGKILL)
         returncode = process.wait()
-        _dismiss(machine.guard)
+        _stop_watchdog(machine.watchdog)
         if process.stdin is not None:
             process.stdin.close()
-        machine.process = machine.guard = machine.kill_at = None
+        machine.process = machine.watchdog = machine.kill_at = None
         if machine.is_wanted:
             machine.note(f"{program.command[0]} ended with {returncode}")
             if program.restarts_on_success if returncode == 0 else program.restarts_on_failure:
                 machine.start_at = time.monotonic() + program.restart_s
 
-    def _forget_gone(self) -> None:
-        for machine in [each for each in self._leaving if each.process is None]:
-            self._clear_disk(machine)
-            self._leaving.remove(machine)
+    def _clear_erased(self) -> None:
+        for machine in [each for each in self._erased if each.process is None]:
+            # The log is kept for diagnosis.
+            shutil.rmtree(machine.root, ignore_errors=True)
+            self._erased.remove(machine)
 
-    def _clear_disk(self, machine: EmulatedMachine) -> None:
-        """Of an erased machine. Its log stays for whoever asks why."""
-        shutil.rmtree(machine.root, ignore_errors=True)
-
-    def _shorten_logs(self) -> None:
+    def _empty_large_logs(self) -> None:
         for machine in self._machines.values():
             with contextlib.suppress(OSError):
-                # Everybody appends to it, so it can be emptied under their hands.
+                # All writers append, so the file can be emptied while they write.
                 if machine.log.stat().st_size > MAX_LOG_BYTES:
                     os.truncate(machine.log, 0)
 
 
 def bare_environment(root: Path) -> dict[str, str]:
-    """What every machine has: nothing that the emulator's own environment holds, database addresses and tokens least of
-    all, can make a worker work that would not work in the cloud."""
+    """The environment of every machine. It has no database address or token of the emulator: a worker that works here
+    must not depend on them."""
     environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-    # The emulator may run from a checkout: its machines run the same code.
+    # If the emulator runs from a checkout, its machines run the same code.
     package = str(Path(__file__).resolve().parents[2])
     paths = [package, *environment.get("PYTHONPATH", "").split(os.pathsep)]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in dict.fromkeys(paths) if path)
@@ -309,7 +306,7 @@ def _start_process(program: MachineProgram, output: int) -> "subprocess.Popen[by
         list(program.command),
         cwd=program.directory,
         env=dict(program.environment),
-        stdin=subprocess.PIPE if program.guards_itself else subprocess.DEVNULL,
+        stdin=subprocess.PIPE if program.watches_emulator else subprocess.DEVNULL,
         stdout=output,
         stderr=output,
         start_new_session=True,
@@ -317,9 +314,9 @@ def _start_process(program: MachineProgram, output: int) -> "subprocess.Popen[by
     )
 
 
-def _guard(pid: int) -> "subprocess.Popen[bytes]":
+def _start_watchdog(pid: int) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        ["/bin/sh", "-c", _GUARD, "windlass-guard", str(pid)],
+        ["/bin/sh", "-c", _WATCHDOG, "windlass-watchdog", str(pid)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -327,17 +324,17 @@ def _guard(pid: int) -> "subprocess.Popen[bytes]":
     )
 
 
-def _dismiss(guard: "subprocess.Popen[bytes] | None") -> None:
-    if guard is not None:
-        # Killed before its pipe closes: it must not kill a group whose number may be somebody else's by then.
-        guard.kill()
-        guard.wait()
-        if guard.stdin is not None:
-            guard.stdin.close()
+def _stop_watchdog(watchdog: "subprocess.Popen[bytes] | None") -> None:
+    if watchdog is not None:
+        # Killed before its pipe closes: otherwise it would kill a process group whose id may have been reused.
+        watchdog.kill()
+        watchdog.wait()
+        if watchdog.stdin is not None:
+            watchdog.stdin.close()
 
 
 def _has_ended(process: "subprocess.Popen[bytes]") -> bool:
-    """Without taking note of it, so that its number stays its own."""
+    """Without reaping the process, so that its pid is not reused."""
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     except ChildProcessError:
@@ -345,7 +342,7 @@ def _has_ended(process: "subprocess.Popen[bytes]") -> bool:
 
 
 def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    # It has not been waited for, so this number is its own.
+    # The process has not been reaped, so this pid is still its own.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 

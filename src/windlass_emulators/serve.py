@@ -1,137 +1,129 @@
-"""An emulator behind HTTP, on loopback and nowhere else.
+"""Serves an emulator over HTTP, on loopback only.
 
-Whoever may send requests may have programs run: user_data is one. So it listens on 127.0.0.1 only, and a web page that
-was tricked into asking (by a name that resolves to loopback) is refused by the name it asked for.
+A client can run programs on this host, because user_data is one. Therefore the server listens on 127.0.0.1 only and
+refuses requests for any other host name: a web page whose name resolves to loopback cannot use it.
 
-A request that gets no answer is held in silence and then cut off. Machines boot on time although nobody asks.
+A request without an answer (NoAnswer) is held in silence and then disconnected. A background task settles the
+emulator, so that machines boot on time without requests.
 """
 
 import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
-from typing import Any
-from urllib.parse import parse_qsl
 
 import uvicorn
+from starlette import responses
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from windlass_emulators.http import Emulator, NoAnswer, Response, json_response
 
 LOOPBACK = "127.0.0.1"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
-# Things happen at most this late, and a request need not wait for them.
+# Scheduled changes happen at most this late.
 MAX_SETTLE_INTERVAL_S = 0.25
 MIN_SETTLE_INTERVAL_S = 0.01
-# user_data, labels and a name are far below.
+# Far above the largest valid request.
 MAX_BODY_BYTES = 4 * 1024 * 1024
 STOP_TIMEOUT_S = 10.0
-# Connections that are held in silence do not delay the end for longer.
+# Connections that are held in silence delay the shutdown by at most this.
 SHUTDOWN_TIMEOUT_S = 1
 
 _TRANSPORT = "windlass.transport"
-Scope = MutableMapping[str, Any]
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 
 
-class _Cuttable(H11Protocol):
-    """Lets the application cut a connection, for which ASGI has no word."""
+class _AbortableProtocol(H11Protocol):
+    """Passes the transport to the application, which ASGI gives no other way to disconnect a client."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, _TRANSPORT: transport}
 
 
-class Application:
-    """The emulator as an ASGI application. `handle` is quick, so it runs in the loop itself."""
+class _Disconnect(responses.Response):
+    """Stays silent until the client disconnects or `held_s` have passed, then aborts the connection."""
 
-    def __init__(self, emulator: Emulator) -> None:
-        self._emulator = emulator
+    def __init__(self, held_s: float) -> None:
+        super().__init__()
+        self._held_s = held_s
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        elif scope["type"] == "http":
-            await self._answer(scope, receive, send)
-
-    async def _live(self, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, _: Send) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._held_s):
+                await receive()
+        scope["state"][_TRANSPORT].abort()
+        # uvicorn must notice the disconnect before it sees that there was no response.
         await receive()
-        settling = asyncio.create_task(self._keep_settling())
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        settling.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await settling
-        await send({"type": "lifespan.shutdown.complete"})
 
-    async def _keep_settling(self) -> None:
+
+def make_app(emulator: Emulator) -> Starlette:
+    """The emulator as an ASGI application. `handle` never waits, so it runs in the event loop."""
+
+    async def keep_settling() -> None:
         while True:
-            self._emulator.settle()
-            due = self._emulator.next_due()
+            emulator.settle()
+            due = emulator.next_due()
             wait_s = MAX_SETTLE_INTERVAL_S if due is None else (due - datetime.now(UTC)).total_seconds()
             await asyncio.sleep(min(MAX_SETTLE_INTERVAL_S, max(MIN_SETTLE_INTERVAL_S, wait_s)))
 
-    async def _answer(self, scope: Scope, receive: Any, send: Any) -> None:
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        body = await _read(receive)
-        if body is None:
-            return
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        settling = asyncio.create_task(keep_settling())
+        yield
+        settling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await settling
+
+    async def respond(request: Request) -> responses.Response:
+        body = b""
         try:
-            response = self._respond(scope, headers, body)
-        except NoAnswer as silence:
-            await _stay_silent(silence.held_s, receive)
-            scope["state"][_TRANSPORT].abort()
-            # uvicorn takes note of the cut before it looks whether there was an answer.
-            await receive()
-            return
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.headers.items()]
-        raw.append((b"content-length", str(len(response.body)).encode()))
-        await send({"type": "http.response.start", "status": response.status, "headers": raw})
-        await send({"type": "http.response.body", "body": response.body})
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    break
+            answer = _handle(emulator, request, body)
+        except (NoAnswer, ClientDisconnect) as silence:
+            return _Disconnect(silence.held_s if isinstance(silence, NoAnswer) else 0.0)
+        return responses.Response(answer.body, answer.status, dict(answer.headers))
 
-    def _respond(self, scope: Scope, headers: dict[str, str], body: bytes) -> Response:
-        if headers.get("host", LOOPBACK).rpartition(":")[0] not in _OWN_NAMES and headers.get("host") not in _OWN_NAMES:
-            return json_response(403, {"error": {"code": "forbidden", "message": "ask for 127.0.0.1", "details": None}})
-        if len(body) > MAX_BODY_BYTES:
-            return json_response(413, {"error": {"code": "json_error", "message": "too long", "details": None}})
-        # A page of some website can send a POST here, but not one that says it is JSON or carries a token.
-        is_json = headers.get("content-type", "").startswith("application/json")
-        if body and "authorization" not in headers and not is_json:
-            return json_response(415, {"error": {"code": "json_error", "message": "send JSON", "details": None}})
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        return self._emulator.handle(scope["method"], scope["path"], query, headers, body)
+    return Starlette(routes=[Route("/{path:path}", respond, methods=_METHODS)], lifespan=lifespan)
 
 
-async def _read(receive: Any) -> bytes | None:
-    """The whole body, or as much of it as shows that it is too long. None: the client has gone."""
-    body = b""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += bytes(message.get("body", b""))
-        if not message.get("more_body") or len(body) > MAX_BODY_BYTES:
-            return body
+def _handle(emulator: Emulator, request: Request, body: bytes) -> Response:
+    host = request.headers.get("host", LOOPBACK)
+    if host not in _OWN_NAMES and host.rpartition(":")[0] not in _OWN_NAMES:
+        return _refusal(403, "forbidden", f"use the address {LOOPBACK}")
+    if len(body) > MAX_BODY_BYTES:
+        return _refusal(413, "json_error", f"the body has more than {MAX_BODY_BYTES} bytes")
+    # A web page can send a POST here, but not one with the type JSON or an Authorization header.
+    is_json = request.headers.get("content-type", "").startswith("application/json")
+    if body and "authorization" not in request.headers and not is_json:
+        return _refusal(415, "json_error", "send JSON with Content-Type: application/json")
+    query = request.query_params.multi_items()
+    return emulator.handle(request.method, request.scope["path"], query, dict(request.headers), body)
 
 
-async def _stay_silent(held_s: float, receive: Any) -> None:
-    """Until the client gives up, or its patience is greater than ours."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(held_s):
-            await receive()
+def _refusal(status: int, code: str, message: str) -> Response:
+    return json_response(status, {"error": {"code": code, "message": message, "details": None}})
 
 
 def make_server(emulator: Emulator) -> uvicorn.Server:
     config = uvicorn.Config(
-        Application(emulator),
-        http=_Cuttable,
+        make_app(emulator),
+        http=_AbortableProtocol,
         ws="none",
         lifespan="on",
         log_level="warning",
         access_log=False,
         proxy_headers=False,
-        # The server's own is up to a second late; an emulator that has a clock says when it was.
+        # uvicorn's date is up to a second late. An emulator sends the date of its own clock.
         date_header=False,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
     )
@@ -139,7 +131,7 @@ def make_server(emulator: Emulator) -> uvicorn.Server:
 
 
 def listen(port: int) -> socket.socket:
-    """On loopback; port 0 takes any that is free. Raises OSError."""
+    """On loopback. Port 0 takes any free port. Raises OSError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -151,21 +143,19 @@ def listen(port: int) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
-    return f"http://{LOOPBACK}:{listener.getsockname()[1]}"
-
-
 @contextlib.contextmanager
 def serving(emulator: Emulator, listener: socket.socket | None = None) -> Iterator[str]:
-    """Serve it from a thread of its own for as long as this is open; gives its address, as in http://127.0.0.1:4711.
-    Without a listener of the caller's, on any port that is free."""
+    """Serve the emulator from a thread. Yields its address, such as http://127.0.0.1:4711.
+
+    Without a listener it takes any free port.
+    """
     listener = listener or listen(0)
     server = make_server(emulator)
-    # It listens already: whoever connects before the thread runs is answered a moment later.
+    # The socket listens already: a client that connects before the thread runs waits for it.
     thread = threading.Thread(target=server.run, args=([listener],), name="windlass-emulator", daemon=True)
     thread.start()
     try:
-        yield address_of(listener)
+        yield f"http://{LOOPBACK}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(STOP_TIMEOUT_S)

@@ -1,10 +1,10 @@
-"""A bucket of permissions that refills steadily: how vendors count requests."""
+"""The two ways in which vendors count requests: a refilling bucket, and fixed windows."""
 
 from datetime import datetime, timedelta
 
 
 class Bucket:
-    """Holds at most `capacity`, starts full, and gains `capacity` in every `refill_s`."""
+    """A token bucket: starts full with `capacity` requests and regains `capacity` in every `refill_s`."""
 
     def __init__(self, capacity: int, refill_s: float) -> None:
         self.capacity = capacity
@@ -13,7 +13,7 @@ class Bucket:
         self._as_of: datetime | None = None
 
     def take(self, now: datetime) -> bool:
-        """Use one up, if there is one."""
+        """Take one request. False: the bucket is empty."""
         self._refill(now)
         if self._left < 1:
             return False
@@ -40,7 +40,7 @@ class Bucket:
 
 
 class Window:
-    """So many in every span of `length_s`, which begins anew by the clock: how others count."""
+    """`quota` requests per window of `length_s`, aligned to the clock."""
 
     def __init__(self, name: str, quota: int, length_s: int) -> None:
         self.name = name
@@ -50,22 +50,22 @@ class Window:
         self._number = -1
 
     def use(self, now: datetime) -> None:
-        self._turn(now)
+        self._roll(now)
         self._used += 1
 
     def drain(self, now: datetime) -> None:
-        self._turn(now)
+        self._roll(now)
         self._used = self.quota
 
     def remaining(self, now: datetime) -> int:
-        self._turn(now)
+        self._roll(now)
         return max(0, self.quota - self._used)
 
     def resets_in_s(self, now: datetime) -> int:
-        """Whole seconds, at least one: whoever waits so long is not early."""
+        """Whole seconds until the next window, rounded up: at least 1."""
         return self.length_s - int(now.timestamp()) % self.length_s
 
-    def _turn(self, now: datetime) -> None:
+    def _roll(self, now: datetime) -> None:
         number = int(now.timestamp()) // self.length_s
         if number != self._number:
             self._number, self._used = number, 0

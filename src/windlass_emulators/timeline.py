@@ -1,4 +1,4 @@
-"""What happens by itself as time passes. Nothing here waits and nothing reads a clock."""
+"""Scheduled changes of an emulated cloud. Nothing here waits or reads a clock."""
 
 import heapq
 import itertools
@@ -7,33 +7,35 @@ from datetime import datetime, timedelta
 
 
 class Timeline:
-    """`advance` carries out what is due, in order, each at its own moment, however late it is called. `on_moment` is
-    told of every moment before anything happens in it."""
+    """Runs scheduled changes in order, each at its own time, however late `advance` is called.
 
-    def __init__(self, now: datetime, on_moment: Callable[[datetime], None]) -> None:
+    `set_now` receives every point in time before the changes of that time run.
+    """
+
+    def __init__(self, now: datetime, set_now: Callable[[datetime], None]) -> None:
         self.now = now
-        self._on_moment = on_moment
+        self._set_now = set_now
+        # (time, sequence number, change). The number keeps changes of the same time in the order they were scheduled.
         self._entries: list[tuple[datetime, int, Callable[[], None]]] = []
-        # Of two at the same moment, the one that was planned first.
         self._numbers = itertools.count()
 
     def advance(self, now: datetime) -> None:
         while self._entries and self._entries[0][0] <= now:
-            at, _, happen = heapq.heappop(self._entries)
+            at, _, change = heapq.heappop(self._entries)
             self._move_to(at)
-            happen()
+            change()
         self._move_to(now)
 
     def next_due(self) -> datetime | None:
         return self._entries[0][0] if self._entries else None
 
-    def later(self, delay_s: float, happen: Callable[[], None]) -> None:
-        """At once if there is no delay."""
+    def later(self, delay_s: float, change: Callable[[], None]) -> None:
+        """Schedule a change. Without a delay it runs at once."""
         if delay_s <= 0:
-            happen()
+            change()
         else:
-            heapq.heappush(self._entries, (self.now + timedelta(seconds=delay_s), next(self._numbers), happen))
+            heapq.heappush(self._entries, (self.now + timedelta(seconds=delay_s), next(self._numbers), change))
 
     def _move_to(self, moment: datetime) -> None:
         self.now = max(self.now, moment)
-        self._on_moment(self.now)
+        self._set_now(self.now)

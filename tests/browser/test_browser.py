@@ -171,7 +171,7 @@ def test_a_dead_letter_shows_its_history_and_attempts(house: House, new_page: Ne
 
 def test_a_cycle_can_be_decided_again_with_other_settings(house: House, new_page: NewPage) -> None:
     house.held_task()
-    hiring = next(c for c in house.ask(lambda store: store.cycles("renders", 200)) if c.decision.startswith("hiring"))
+    hiring = next(c for c in house.ask(lambda store: store.cycles("renders", 200)) if c.decision.startswith("spawn"))
     page = new_page("/decisions?fleet=renders")
     page.goto(f"/decisions/{hiring.id}")
     expect(page.locator(".plan")).to_contain_text("Spawn")

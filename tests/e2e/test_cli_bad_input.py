@@ -183,11 +183,11 @@ def test_refused_in_one_sentence(
         (
             "nosuch:f",
             (),
-            "cannot import nosuch:f (No module named 'nosuch'). Run it from the folder that holds nosuch.py",
+            "cannot import handler nosuch:f: No module named 'nosuch'. Run from the folder that contains nosuch.py",
         ),
-        ("app:nosuch", (), "cannot find nosuch in app: check the name after the colon."),
-        ("broken:f", (), "cannot import broken:f: SyntaxError"),
-        ("app:f", ("--inline",), "app:f is not an async function, and --inline runs only those"),
+        ("app:nosuch", (), "cannot find nosuch in app. Check the name after the colon."),
+        ("broken:f", (), "cannot import handler broken:f: SyntaxError"),
+        ("app:f", ("--inline",), "app:f is not an async function, which --inline requires"),
     ],
 )
 def test_up_refuses_a_handler_that_its_workers_could_not_run(
@@ -338,10 +338,12 @@ async def test_an_unknown_task_is_refused_and_no_other_is_touched_by(
 @pytest.mark.parametrize(
     ("handler", "sentence"),
     [
-        pytest.param("nowhere:handle", "cannot import nowhere:handle (No module named 'nowhere')", id="no module"),
+        pytest.param(
+            "nowhere:handle", "cannot import handler nowhere:handle: No module named 'nowhere'", id="no module"
+        ),
         pytest.param("app:missing", "cannot find missing in app", id="no function"),
-        pytest.param("app", "write package.module:function", id="no colon"),
-        pytest.param("broken:handle", "cannot import broken:handle: ZeroDivisionError", id="a broken module"),
+        pytest.param("app", "Write package.module:function", id="no colon"),
+        pytest.param("broken:handle", "cannot import handler broken:handle: ZeroDivisionError", id="a broken module"),
     ],
 )
 def test_an_unknown_handler_is_refused(windlass: CommandLine, dsn: str, handler: str, sentence: str) -> None:

@@ -79,18 +79,18 @@ def test_no_secret_of_a_configuration_is_in_it(windlass: CommandLine) -> None:
     [
         pytest.param("[fleets.a]\n[fleets.b]", [], "there are several fleets (a, b): choose one", id="which fleet"),
         pytest.param("[fleets.a]", ["--fleet", "b"], "there is no fleet 'b': there is a.", id="no such fleet"),
-        pytest.param("", ["--worker-id", "a b"], "'a b' cannot be a worker's id", id="no id"),
-        pytest.param("", ["--url", "example.org"], "write https://host:port", id="no address"),
+        pytest.param("", ["--worker-id", "a b"], "'a b' is not a valid worker id", id="no id"),
+        pytest.param("", ["--url", "example.org"], "Write https://host:port", id="no address"),
         pytest.param(
             '[fleets.a.bootstrap]\ntemplate = "missing.j2"',
             [],
-            "the bootstrap template missing.j2 cannot be read (No such file or directory): check bootstrap.template.",
+            "cannot read the bootstrap template missing.j2: No such file or directory. Check bootstrap.template.",
             id="no template",
         ),
         pytest.param(
             '[fleets.a.bootstrap]\nimages = ["x"]',
             [],
-            "fleets.a.bootstrap (has_docker from default, images from windlass.toml): images are to be pulled but",
+            "fleets.a.bootstrap (has_docker from default, images from windlass.toml): images requires has_docker",
             id="images without Docker",
         ),
         pytest.param(
@@ -99,7 +99,7 @@ def test_no_secret_of_a_configuration_is_in_it(windlass: CommandLine) -> None:
         pytest.param(
             '[fleets.a.bootstrap]\nsetup = ["true", ""]',
             [],
-            "fleets.a.bootstrap.setup.1 (from windlass.toml) is '': an empty command does nothing: leave it out.",
+            "fleets.a.bootstrap.setup.1 (from windlass.toml) is '': the command is empty: remove it.",
             id="an empty command",
         ),
     ],

@@ -197,7 +197,7 @@ async def test_a_burst_is_hired_for_worked_off_and_let_go(host: Host) -> None:
     assert {worker.slot for worker in workers} == {0, 1}
     assert {worker.code for worker in workers} == {"IDLE"}
     await host.end(up)
-    assert "hiring 2: 10 waiting" in host.log()
+    assert "spawn 2: 10 queued" in host.log()
 
 
 async def test_a_worker_that_is_killed_is_replaced_and_its_task_recovered(host: Host) -> None:
@@ -300,7 +300,7 @@ async def test_a_second_signal_ends_it_at_once_and_leaves_who_is_at_work(host: H
     running = await host.until_status(TaskStatus.RUNNING, task)
     up.send_signal(signal.SIGTERM)
     told_at = time.monotonic()
-    await host.until_decided("winding down: 1 left")
+    await host.until_decided("shutting down: 1 left")
     assert "told to stop again (Ctrl-C), we leave them to the next start" in host.log()
     # One that comes sooner is the same again.
     await until(lambda: time.monotonic() > told_at + 2 * SAME_SIGNAL_S, "the end of the moment")
@@ -322,7 +322,7 @@ async def test_two_signals_of_one_moment_are_one_and_everybody_may_finish(host: 
     await host.until_status(TaskStatus.RUNNING, task)
     for _ in range(2):
         up.send_signal(signal.SIGTERM)
-    await host.until_decided("winding down: 1 left")
+    await host.until_decided("shutting down: 1 left")
     gate.touch()
     await host.until_status(TaskStatus.COMPLETE, task)
     await until(lambda: up.poll() is not None, f"up ends\n{host.log()}", 30.0)
@@ -394,7 +394,7 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
         await until(lambda said=said: host.log().count("nothing changed") > said, f"it says so\n{host.log()}")
     assert "fleets.default.max_workers (from windlass.toml) is 0" in host.log()
     assert "fleet default has nothing to run" in host.log()
-    assert "fleet default: cannot find nosuch in app: check the name after the colon." in host.log()
+    assert "fleet default: cannot find nosuch in app. Check the name after the colon." in host.log()
     assert "there is no command 'nosuch-command': check exec of fleet default" in host.log()
     go.touch()
     await host.until_status(TaskStatus.COMPLETE, *tasks)
@@ -484,7 +484,7 @@ async def test_a_handler_that_cannot_be_imported_fails_its_slot_until_it_is_mend
     told = host.windlass("explain", "default").out
     assert "Slot 0 has failed too often and stays empty until `windlass restart default`." in told
     broken = [worker for worker in await host.store.workers(include_terminated=True) if worker.code]
-    assert "cannot import missing:work" in host.windlass("explain", broken[-1].id).out
+    assert "cannot import handler missing:work" in host.windlass("explain", broken[-1].id).out
     assert "failed slots 0" in host.windlass("status").out
     assert "Slot 0 has failed" in host.windlass("explain", task).out
     (host.folder / "missing.py").write_text(APP)
@@ -504,7 +504,7 @@ async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_han
     await until(hold, f"it is held\n{host.log()}")
     assert await hold() == "FAILURE_RATE"
     assert len(await host.store.workers(include_terminated=True)) <= 5 + SETTINGS["max_workers"]
-    why = "its log ends: windlass: cannot import missing:work (No module named 'missing')"
+    why = "its log ends: windlass: cannot import handler missing:work: No module named 'missing'"
     for told in (("status",), ("explain", "default"), ("explain", task)):
         assert why in host.windlass(*told).out, "the cause is told wherever the hold is"
 
@@ -713,7 +713,7 @@ async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) ->
     fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
     assert fewer["again"] == other["again"]
     for wrong, sentence in (
-        (("--set", "max_worker=1"), "'max_worker=1' is no setting of a fleet: write name=value"),
+        (("--set", "max_worker=1"), "'max_worker=1' is not a fleet setting: write name=value"),
         (("--with", "nosuch.toml"), "there is no configuration file nosuch.toml: check the path given with --with."),
     ):
         refused = host.windlass("replay", number, *wrong)
@@ -734,7 +734,7 @@ async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:
             nonlocal drawn
             with suppress(BlockingIOError):
                 drawn += os.read(terminal, 65_536)  # perhaps a part of a character
-            return b"hiring 1: 1 waiting" in drawn and b"at work on" in drawn
+            return b"spawn 1: 1 queued" in drawn and b"at work on" in drawn
 
         try:
             await until(is_drawn, "a picture")

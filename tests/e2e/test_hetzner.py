@@ -12,7 +12,7 @@ from test_demo import remains_of
 from support.command_line import CommandLine
 from support.hetzner_contract import Contract
 from support.postgres_servers import wait_until
-from support.vendor_contract import Witnessed
+from support.vendor_contract import RecordingEmulator
 from windlass.demo.hetzner import SECOND_BURST, HetznerDemo
 from windlass_emulators.http import Emulator
 
@@ -30,13 +30,13 @@ def windlass(reachable_path: Path) -> CommandLine:
 
 async def test_servers_are_hired_crash_are_replaced_and_leave_before_their_next_hour() -> None:
     told: list[str] = []
-    judges: list[Witnessed] = []
+    judges: list[RecordingEmulator] = []
 
     def judged(emulator: Emulator) -> Emulator:
         contract = Contract.find_or_none()
         if contract is None:  # the rest is worth seeing all the same
             return emulator
-        judges.append(Witnessed(emulator, contract))
+        judges.append(RecordingEmulator(emulator, contract))
         return judges[-1]
 
     demonstration = HetznerDemo(TASKS, SERVERS, told.append, hour_s=HOUR_S, front=judged)
@@ -56,8 +56,8 @@ async def test_servers_are_hired_crash_are_replaced_and_leave_before_their_next_
     requests = {(method, path) for _, method, path in demonstration.cloud.emulator.requests}
     assert {("POST", "/v1/servers"), ("GET", "/v1/servers"), ("GET", "/v1/pricing")} <= requests
     for judge in judges:
-        assert judge.complaints == []
-        assert judge.judged >= report.requests
+        assert judge.violations == []
+        assert judge.checked >= report.requests
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

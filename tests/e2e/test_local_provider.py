@@ -492,7 +492,7 @@ async def test_a_handler_that_exits_at_import_is_named_as_the_reason(ground: Gro
     provider = ground.real_provider(dsn, handler="leaves_at_import:handler")
     await provider.create(named("crowd-0-aa"))
     found = await exited(provider, "crowd-0-aa")
-    says = "windlass: cannot import leaves_at_import:handler: SystemExit: no licence for this model"
+    says = "windlass: cannot import handler leaves_at_import:handler: SystemExit: no licence for this model"
     assert (found.note or "").startswith(f"its process exited with code 2; its log ends: {says}")
 
 

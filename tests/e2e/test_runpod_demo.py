@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from support.runpod_contract import Contract
-from support.vendor_contract import Witnessed
+from support.vendor_contract import RecordingEmulator
 from windlass.demo.runpod import GPUS, RunpodDemo
 from windlass_emulators.http import Emulator
 from windlass_emulators.runpod.pod_host import find_sshd
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.skipif(find_sshd() is None, reason="no OpenSSH here: in
 
 async def test_pods_that_do_not_work_are_gone_and_every_second_is_in_the_ledger() -> None:
     told: list[str] = []
-    judges: list[Witnessed] = []
+    judges: list[RecordingEmulator] = []
 
     def judged(emulator: Emulator) -> Emulator:
         contract = Contract.find_or_none()
         if contract is None:  # the rest is worth seeing all the same
             return emulator
-        judges.append(Witnessed(emulator, contract))
+        judges.append(RecordingEmulator(emulator, contract))
         return judges[-1]
 
     demonstration = RunpodDemo(TASKS, PODS, told.append, front=judged)
@@ -49,6 +49,6 @@ async def test_pods_that_do_not_work_are_gone_and_every_second_is_in_the_ledger(
             assert line.ledger_micros == line.bill_micros > 0
         assert report.ledger_micros == report.bill_micros
     for judge in judges:
-        assert judge.complaints == []
+        assert judge.violations == []
         # All but the one that made the volume before anybody listened.
-        assert judge.judged >= report.requests - 1
+        assert judge.checked >= report.requests - 1

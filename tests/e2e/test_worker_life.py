@@ -296,7 +296,7 @@ async def test_a_worker_whose_handler_can_no_longer_be_started_gives_its_task_ba
     module.write_text("this is not Python at all\n")
     task_id = await crew.enqueue()
     assert await hand.exit_code() == 2
-    assert "windlass: cannot import fragile:handler: SyntaxError" in hand.log()
+    assert "windlass: cannot import handler fragile:handler: SyntaxError" in hand.log()
     await _is_given_back(crew, hand, await crew.task(task_id))
 
 

@@ -240,8 +240,8 @@ async def test_a_join_token_that_was_used_elsewhere_lets_nobody_in(plane: Plane)
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"handler": "nosuch:f"}, "cannot import nosuch:f (No module named 'nosuch')"),
-        ({"chdir": Path("/nosuch")}, "cannot work in /nosuch"),
+        ({"handler": "nosuch:f"}, "cannot import handler nosuch:f: No module named 'nosuch'"),
+        ({"chdir": Path("/nosuch")}, "cannot change to /nosuch"),
     ],
 )
 async def test_a_machine_whose_handler_is_not_there_says_why_and_is_failed_for_it(
@@ -360,7 +360,7 @@ WORK = ("--queue", "q", "--handler", "a:b")
     [
         pytest.param(("--join", "f", "--queue", "q"), "--join brings the work order along", id="a queue too"),
         pytest.param(("--join", "f", "--handler", "a:b"), "--join brings the work order along", id="a handler too"),
-        pytest.param(("--join", "missing"), "the join file missing cannot be read (No such file", id="no file"),
+        pytest.param(("--join", "missing"), "cannot read the join file missing: No such file", id="no file"),
         pytest.param(("--handler", "a:b"), "a worker needs a queue to serve", id="nothing to serve"),
         pytest.param((*WORK, "--url", "http://192.0.2.1:80000"), "--url has a host or port that", id="no address"),
         pytest.param((*WORK, "--url", "http://example.com"), "--url is http to example.com, where", id="not private"),

@@ -12,7 +12,7 @@ NO_DATABASE = "postgresql://nobody@127.0.0.1:1/nothing"
 SECONDS = 30
 
 MODULES = {
-    "needs_a_stranger.py": "import a_module_that_nobody_has\ndef handler(task): ...\n",
+    "imports_missing.py": "import a_missing_module\ndef handler(task): ...\n",
     "breaks.py": "1 / 0\n",
     "exits.py": "import sys\nsys.exit('not today')\n",
     "kills_itself.py": "import os\nprint('so long')\nos._exit(5)\n",
@@ -23,66 +23,65 @@ REFUSALS = [
     (
         "the module is missing",
         ["--handler", "nowhere:handler"],
-        "cannot import nowhere:handler (No module named 'nowhere'). "
-        "Run it from the folder that holds nowhere.py, or set --chdir (chdir of its fleet).",
+        "cannot import handler nowhere:handler: No module named 'nowhere'. "
+        "Run from the folder that contains nowhere.py, or set --chdir (in a fleet: chdir).",
     ),
     (
         "the module of a package is missing",
         ["--handler", "nowhere.deep.down:handler"],
-        "cannot import nowhere.deep.down:handler (No module named 'nowhere'). "
-        "Run it from the folder that holds nowhere/, or set --chdir (chdir of its fleet).",
+        "cannot import handler nowhere.deep.down:handler: No module named 'nowhere'. "
+        "Run from the folder that contains nowhere/, or set --chdir (in a fleet: chdir).",
     ),
     (
         "a module that the handler imports is missing",
-        ["--handler", "needs_a_stranger:handler"],
-        "cannot import needs_a_stranger:handler (No module named 'a_module_that_nobody_has'). "
-        "Install a_module_that_nobody_has in this environment.",
+        ["--handler", "imports_missing:handler"],
+        "cannot import handler imports_missing:handler: No module named 'a_missing_module'. "
+        "Install a_missing_module in this environment.",
     ),
     (
         "the import raises",
         ["--handler", "breaks:handler"],
-        "cannot import breaks:handler: ZeroDivisionError: division by zero. Fix the module first.",
+        "cannot import handler breaks:handler: ZeroDivisionError: division by zero. Fix the module first.",
     ),
     (
         "the import exits",
         ["--handler", "exits:handler"],
-        "cannot import exits:handler: SystemExit: not today. Fix the module first.",
+        "cannot import handler exits:handler: SystemExit: not today. Fix the module first.",
     ),
     (
         "the import ends the process",
         ["--handler", "kills_itself:handler"],
-        "cannot import kills_itself:handler: the handler's process exited with code 5; it printed last: so long",
+        "cannot import handler kills_itself:handler: the handler's process exited with code 5; last output: so long",
     ),
     (
         "the function is missing",
         ["--handler", "odd:nothing"],
-        "cannot find nothing in odd: check the name after the colon.",
+        "cannot find nothing in odd. Check the name after the colon.",
     ),
     (
         "the function is a value",
         ["--handler", "odd:value"],
-        "odd:value is not callable: a handler is a function that takes the task.",
+        "odd:value is not callable. A handler is a function that takes the task.",
     ),
     (
         "the function takes no task",
         ["--handler", "odd:none"],
-        "odd:none does not take one argument: a handler is a function of the task.",
+        "odd:none does not take one argument. A handler takes the task.",
     ),
     (
         "no function is named",
         ["--handler", "odd"],
-        "'odd' does not name a handler: write package.module:function.",
+        "'odd' does not name a handler. Write package.module:function.",
     ),
     (
         "a sync handler is to run inline",
         ["--inline", "--chdir", str(HERE), "--handler", "handlers:echo"],
-        "handlers:echo is not an async function, and --inline runs only those: "
-        "write `async def`, or leave --inline out.",
+        "handlers:echo is not an async function, which --inline requires. Write `async def` or omit --inline.",
     ),
     (
         "the import exits inline",
         ["--inline", "--handler", "exits:handler"],
-        "cannot import exits:handler: SystemExit: not today. Fix the module first.",
+        "cannot import handler exits:handler: SystemExit: not today. Fix the module first.",
     ),
     (
         "a command is to run inline",
@@ -92,12 +91,12 @@ REFUSALS = [
     (
         "there is no such command",
         ["--exec", "no-such-command --now"],
-        "cannot find the command 'no-such-command': check the name and the PATH.",
+        "cannot find the command 'no-such-command'. Check the name and the PATH.",
     ),
     (
         "the command's quotes are open",
         ["--exec", "echo 'half"],
-        'cannot read the command "echo \'half" (No closing quotation): check its quotes.',
+        'cannot parse the command "echo \'half": No closing quotation. Check its quotes.',
     ),
     (
         "nothing is to run",

@@ -1,4 +1,4 @@
-"""Machines that are processes of this host: what they start from user_data, and that nothing of them is left."""
+"""Servers as local processes: the program from user_data, restarts, and complete clean-up."""
 
 import base64
 import gzip
@@ -18,13 +18,13 @@ import pytest
 import requests
 
 from support.postgres_servers import wait_until
-from windlass_emulators.cloud_init import Unusable, read_unit, read_user_data
+from windlass_emulators.cloud_init import UnusableUserData, read_unit, read_user_data
 from windlass_emulators.process_host import MAX_STARTS, ProcessHost, mapped_command
 
 TIMEOUT_S = 20.0
 UNIT_PATH = "/etc/systemd/system/windlass-worker.service"
 
-# A stand-in for a worker: says who it is, and stays.
+# A stand-in for a worker: records its arguments and environment, starts a child, and waits.
 PROGRAM = textwrap.dedent(
     """\
     #!/bin/sh
@@ -73,7 +73,7 @@ def log_of(host: ProcessHost, server_id: int) -> str:
 # ----------------------------------------------------------------------------------------------------- user_data
 
 
-def test_user_data_becomes_files_and_one_unit() -> None:
+def test_user_data_yields_files_and_one_unit() -> None:
     disk = read_user_data(user_data(unit="Restart=on-failure\nRestartSec=250ms\nEnvironment=A=1 'B=x y'\n"))
     assert [(file.path, oct(file.mode)) for file in disk.files][:2] == [
         ("/opt/app/run.sh", "0o755"),
@@ -95,7 +95,7 @@ def test_user_data_becomes_files_and_one_unit() -> None:
         ("text/plain", "hello"),
     ],
 )
-def test_files_may_be_encoded(encoding: str, content: str) -> None:
+def test_encoded_files_are_decoded(encoding: str, content: str) -> None:
     entry = {"path": "/a", "encoding": encoding, "content": content}
     assert read_user_data("#cloud-config\n" + json.dumps({"write_files": [entry]})).files[0].content == b"hello"
 
@@ -111,12 +111,12 @@ def test_files_may_be_encoded(encoding: str, content: str) -> None:
         (f"#cloud-config\nwrite_files: [{{path: {UNIT_PATH}, content: '[Service]'}}]\n", "no ExecStart"),
     ],
 )
-def test_user_data_that_cannot_be_followed_says_why(text: str, problem: str) -> None:
-    with pytest.raises(Unusable, match=problem):
+def test_unusable_user_data_reports_the_reason(text: str, problem: str) -> None:
+    with pytest.raises(UnusableUserData, match=problem):
         read_user_data(text)
 
 
-def test_a_unit_may_break_its_lines_and_take_back_what_it_said() -> None:
+def test_unit_supports_continuations_and_cleared_values() -> None:
     unit = read_unit(
         "[Service]\nExecStart=/bin/false\nExecStart=\nExecStart=-/bin/echo \\\n  a\nRestart=always\n"
         "[Install]\nExecStart=x\n"
@@ -126,7 +126,7 @@ def test_a_unit_may_break_its_lines_and_take_back_what_it_said() -> None:
     assert unit.working_directory == "/"
 
 
-def test_the_worker_of_a_real_bootstrap_is_this_program_with_its_paths_mapped(tmp_path: Path) -> None:
+def test_bootstrap_worker_runs_this_program_with_mapped_paths(tmp_path: Path) -> None:
     join = tmp_path / "etc" / "windlass" / "join.json"
     join.parent.mkdir(parents=True)
     join.write_text("{}")
@@ -140,7 +140,7 @@ def test_the_worker_of_a_real_bootstrap_is_this_program_with_its_paths_mapped(tm
 # ---------------------------------------------------------------------------------------------------- real machines
 
 
-def test_a_machine_starts_the_program_of_its_unit_in_its_own_folder(host: ProcessHost) -> None:
+def test_machine_starts_its_unit_in_its_own_folder(host: ProcessHost) -> None:
     host.start(7, "worker-7", user_data(unit="Environment=COLOUR=red\n"))
     root = host.folder / "7" / "root"
     assert said(host, 7) == [str(root / "opt/app"), str(root / "etc/windlass/join.json"), "red", "unset"]
@@ -149,7 +149,7 @@ def test_a_machine_starts_the_program_of_its_unit_in_its_own_folder(host: Proces
     assert host.folder.stat().st_mode & 0o077 == 0
 
 
-def test_a_machine_is_asked_to_stop_and_everything_it_started_ends(host: ProcessHost) -> None:
+def test_stopping_machine_ends_all_its_processes(host: ProcessHost) -> None:
     host.start(7, "worker-7", user_data())
     said(host, 7)
     child = host.folder / "7" / "root" / "child"
@@ -160,7 +160,7 @@ def test_a_machine_is_asked_to_stop_and_everything_it_started_ends(host: Process
     wait_until(lambda: not _is_alive(int(child.read_text())), TIMEOUT_S, "ending its child")
 
 
-def test_a_machine_that_does_not_listen_is_made_to_stop(host: ProcessHost) -> None:
+def test_machine_that_ignores_sigterm_is_killed(host: ProcessHost) -> None:
     deaf = "#!/bin/sh\ntrap '' TERM\necho up > $HOME/../said\nwhile :; do sleep 600; done\n"
     host.start(7, "worker-7", user_data(deaf))
     said(host, 7)
@@ -170,7 +170,7 @@ def test_a_machine_that_does_not_listen_is_made_to_stop(host: ProcessHost) -> No
     assert time.monotonic() - began >= 1.0
 
 
-def test_a_machine_that_crashes_is_not_asked(host: ProcessHost) -> None:
+def test_crashing_machine_gets_no_sigterm(host: ProcessHost) -> None:
     host.start(7, "worker-7", user_data())
     said(host, 7)
     host.stop(7, is_sudden=True)
@@ -178,8 +178,8 @@ def test_a_machine_that_crashes_is_not_asked(host: ProcessHost) -> None:
     assert "asked" not in said(host, 7)
 
 
-def test_in_a_machine_that_crashes_nobody_sees_another_die(host: ProcessHost) -> None:
-    """Or a worker could still report that its handler is gone, which no worker on a dead machine can."""
+def test_processes_of_a_crashing_machine_end_together(host: ProcessHost) -> None:
+    """Otherwise a worker could report that its handler ended, which no worker on a dead machine can."""
     program = PROGRAM.replace("wait\n", "wait $!\necho bereaved >> $HOME/../said\n")
     for server_id in range(1, 6):
         host.start(server_id, "worker-1", user_data(program))
@@ -191,7 +191,7 @@ def test_in_a_machine_that_crashes_nobody_sees_another_die(host: ProcessHost) ->
     assert all("bereaved" not in said(host, server_id) for server_id in range(1, 6))
 
 
-def test_a_machine_keeps_its_disk_until_it_is_erased(host: ProcessHost) -> None:
+def test_machine_keeps_its_disk_until_it_is_erased(host: ProcessHost) -> None:
     host.start(7, "worker-7", user_data())
     said(host, 7)
     own = host.folder / "7" / "root" / "own"
@@ -208,15 +208,15 @@ def test_a_machine_keeps_its_disk_until_it_is_erased(host: ProcessHost) -> None:
     assert not host.is_running(7)
 
 
-def test_a_program_that_fails_is_restarted_but_not_for_ever(host: ProcessHost) -> None:
+def test_failing_program_is_restarted_up_to_the_limit(host: ProcessHost) -> None:
     count = "#!/bin/sh\necho x >> $HOME/../said\nexit 1\n"
     host.start(7, "worker-7", user_data(count, unit="Restart=always\nRestartSec=10ms\n"))
-    wait_until(lambda: "not again" in log_of(host, 7), TIMEOUT_S, "giving up")
+    wait_until(lambda: "start limit reached" in log_of(host, 7), TIMEOUT_S, "reaching the start limit")
     assert said(host, 7) == ["x"] * MAX_STARTS
     assert not host.is_running(7)
 
 
-def test_a_program_that_ends_well_is_left_alone_unless_told_otherwise(host: ProcessHost) -> None:
+def test_successful_program_restarts_only_with_restart_always(host: ProcessHost) -> None:
     once = "#!/bin/sh\necho x >> $HOME/../said\n"
     host.start(7, "worker-7", user_data(once, unit="Restart=on-failure\nRestartSec=10ms\n"))
     wait_until(lambda: "ended with 0" in log_of(host, 7), TIMEOUT_S, "ending")
@@ -234,21 +234,21 @@ def test_files_stay_within_the_machine(host: ProcessHost) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "remark"),
+    ("text", "reason"),
     [
         ("", "no systemd unit"),
         ("#!/bin/sh\n", "does not start with #cloud-config"),
         (user_data(command="/opt/missing"), "cannot start /opt/missing"),
     ],
 )
-def test_a_machine_with_nothing_to_run_says_so_in_its_log(host: ProcessHost, text: str, remark: str) -> None:
+def test_machine_without_a_program_logs_the_reason(host: ProcessHost, text: str, reason: str) -> None:
     host.start(7, "worker-7", text)
-    assert remark in log_of(host, 7)
+    assert reason in log_of(host, 7)
     assert not host.is_running(7)
 
 
-def test_nothing_is_left_when_the_host_closes() -> None:
-    # Servers that other tests share may run beside.
+def test_closing_host_leaves_no_processes() -> None:
+    # Shared servers of other tests may run at the same time.
     others = {process.pid for process in psutil.Process().children()}
     with ProcessHost(stop_grace_s=0.2) as host:
         for server_id in (1, 2, 3):
@@ -263,7 +263,7 @@ def test_nothing_is_left_when_the_host_closes() -> None:
     assert not folder.exists()
 
 
-# ------------------------------------------------------------------------------------------------- the whole of it
+# ------------------------------------------------------------------------------------------------- windlass emulate
 
 
 class Command:
@@ -304,7 +304,7 @@ def command(tmp_path: Path) -> Iterator[Command]:
 
 
 def _boot(command: Command, tmp_path: Path) -> list[int]:
-    """The processes of a machine that runs."""
+    """The processes of a running machine."""
     server_id = command.create(user_data())
     wait_until(lambda: command.machines()[0]["is_running"], TIMEOUT_S, "booting")
     child = tmp_path / "machines" / str(server_id) / "root" / "child"
@@ -312,13 +312,13 @@ def _boot(command: Command, tmp_path: Path) -> list[int]:
     return [process.pid for process in psutil.Process(command.process.pid).children(recursive=True)]
 
 
-def test_a_server_that_boots_starts_its_worker(command: Command, tmp_path: Path) -> None:
+def test_booted_server_starts_its_worker(command: Command, tmp_path: Path) -> None:
     assert command.first_line.startswith("Hetzner Cloud, emulated: http://127.0.0.1:")
     assert len(_boot(command, tmp_path)) >= 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_machines_end_with_the_emulator_however_it_ends(command: Command, tmp_path: Path, number: int) -> None:
+def test_machines_end_with_the_emulator(command: Command, tmp_path: Path, number: int) -> None:
     pids = _boot(command, tmp_path)
     os.kill(command.process.pid, number)
     wait_until(lambda: not any(_is_alive(pid) for pid in pids), TIMEOUT_S, "ending")
@@ -330,7 +330,7 @@ def test_machines_end_with_the_emulator_however_it_ends(command: Command, tmp_pa
     )
 
 
-def test_a_port_that_is_taken_is_said_in_one_sentence(command: Command) -> None:
+def test_taken_port_is_reported(command: Command) -> None:
     port = command.address.rpartition(":")[2]
     done = subprocess.run(
         [sys.executable, "-m", "windlass", "emulate", "hetzner", "--port", port],

@@ -1,4 +1,4 @@
-"""Hetzner's own clients against the emulator over real HTTP, and what only HTTP shows."""
+"""Hetzner's own clients against the emulator over HTTP, and the behaviour of the HTTP server."""
 
 import json
 import os
@@ -17,11 +17,10 @@ import requests
 from hcloud.images import Image
 from hcloud.locations import Location
 from hcloud.networks import NetworkSubnet
-from hcloud.primary_ips import PrimaryIP
 from hcloud.server_types import ServerType
 from hcloud.servers import ServerCreatePublicNetwork
 
-from support.hetzner_contract import Contract, Judged
+from support.hetzner_contract import CheckedEmulator, Contract
 from support.postgres_servers import wait_until
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 from windlass_emulators.http import Emulator
@@ -29,7 +28,7 @@ from windlass_emulators.machines import VirtualHost
 from windlass_emulators.serve import serving
 
 TIMEOUT_S = 20.0
-# Hetzner's client insists on 64 characters.
+# Hetzner's client requires 64 characters.
 TOKEN = "x" * 64
 
 
@@ -49,8 +48,8 @@ def served() -> Iterator[Served]:
     settings = HetznerEmulatorSettings(boot_s=0.2, action_s=0.05, delete_s=0.05)
     emulator = HetznerEmulator(lambda: datetime.now(UTC), settings, host)
     contract = Contract.find_or_none()
-    face: Emulator = emulator if contract is None else Judged(emulator, contract)
-    with serving(face) as address:
+    api: Emulator = emulator if contract is None else CheckedEmulator(emulator, contract)
+    with serving(api) as address:
         yield Served(emulator, host, address)
 
 
@@ -63,11 +62,10 @@ def _order(name: str) -> dict[str, Any]:
     }
 
 
-def test_the_sdk_rents_uses_and_returns_a_server(served: Served) -> None:
+def test_sdk_creates_uses_and_deletes_a_server(served: Served) -> None:
     client = served.sdk()
-    network = client.networks.create("net", "10.0.0.0/16")
     subnet = NetworkSubnet(type="cloud", network_zone="eu-central", ip_range="10.0.1.0/24")
-    network.add_subnet(subnet).wait_until_finished()
+    network = client.networks.create("net", "10.0.0.0/16", subnets=[subnet])
     made = client.servers.create(
         **_order("worker-1"), labels={"windlass": "yes"}, networks=[network], user_data="#cloud-config\n"
     )
@@ -89,7 +87,7 @@ def test_the_sdk_rents_uses_and_returns_a_server(served: Served) -> None:
     assert client.primary_ips.get_all() == []
 
 
-def test_the_sdk_reads_types_prices_and_places(served: Served) -> None:
+def test_sdk_reads_types_prices_and_locations(served: Served) -> None:
     client = served.sdk()
     kind = client.server_types.get_by_name("cx23")
     assert kind is not None
@@ -101,13 +99,12 @@ def test_the_sdk_reads_types_prices_and_places(served: Served) -> None:
     ]
     assert {each.name for each in client.locations.get_all()} == {"fsn1", "nbg1", "hel1", "ash", "hil", "sin"}
     assert client.images.get_by_name_and_architecture("ubuntu-24.04", "arm") is not None
-    assert client.firewalls.get_all() == client.volumes.get_all() == client.placement_groups.get_all() == []
+    assert client.firewalls.get_all() == []
 
 
-def test_the_sdk_handles_primary_ips_and_firewalls_and_keys(served: Served) -> None:
+def test_sdk_uses_primary_ips_firewalls_and_ssh_keys(served: Served) -> None:
     client = served.sdk()
-    ip = client.primary_ips.create("ipv4", "mine", location=Location(name="nbg1"), auto_delete=False).primary_ip
-    public = ServerCreatePublicNetwork(ipv4=PrimaryIP(id=ip.id), enable_ipv6=False)
+    public = ServerCreatePublicNetwork(enable_ipv6=False)
     firewall = client.firewalls.create("wall").firewall
     public_key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJtQ2uSg6nTn3fWbWQWQ4mYv2n0b3PTZ8aB1G0u0JqLk me"
     key = client.ssh_keys.create("me", public_key)
@@ -115,26 +112,26 @@ def test_the_sdk_handles_primary_ips_and_firewalls_and_keys(served: Served) -> N
     assert made.root_password is None
     made.next_actions[-1].wait_until_finished()
     server = client.servers.get_by_id(made.server.id)
-    assert server.public_net.ipv4.ip == ip.ip
-    assert server.public_net.ipv6 is None
+    (ip,) = client.primary_ips.get_all()
+    assert (server.public_net.ipv4.ip, server.public_net.ipv6) == (ip.ip, None)
     assert server.public_net.firewalls[0].firewall.id == firewall.id
+    ip.update(auto_delete=False)
     server.delete().wait_until_finished()
-    wait_until(lambda: client.primary_ips.get_by_id(ip.id).assignee_id is None, TIMEOUT_S, "letting go of the address")
+    wait_until(lambda: client.primary_ips.get_by_id(ip.id).assignee_id is None, TIMEOUT_S, "unassigning the address")
     client.primary_ips.get_by_id(ip.id).delete()
-    firewall.delete()
 
 
 @pytest.mark.parametrize(
     ("code", "status"), [("resource_unavailable", 412), ("locked", 423), ("resource_limit_exceeded", 403)]
 )
-def test_the_sdk_sees_the_published_codes(served: Served, code: str, status: int) -> None:
+def test_sdk_sees_the_published_error_codes(served: Served, code: str, status: int) -> None:
     served.emulator.faults.next_create(code)
     with pytest.raises(hcloud.APIException) as refused:
         served.sdk().servers.create(**_order("worker-1"))
     assert refused.value.code == code
 
 
-def test_servers_boot_though_nobody_asks(served: Served) -> None:
+def test_servers_boot_without_requests(served: Served) -> None:
     requests.post(
         f"{served.address}/v1/servers",
         json={"name": "w", "server_type": "cx23", "image": "debian-12"},
@@ -144,13 +141,13 @@ def test_servers_boot_though_nobody_asks(served: Served) -> None:
     wait_until(lambda: bool(served.host.running), TIMEOUT_S, "booting")
 
 
-# ------------------------------------------------------------------------------------------------- Hetzner's CLI
+# ------------------------------------------------------------------------------------------------- hcloud CLI
 
 
 @pytest.fixture
 def command_line(served: Served, tmp_path: Path) -> Any:
     if shutil.which("hcloud") is None:
-        pytest.skip("there is no hcloud here: install the package hcloud-cli to try Hetzner's own client too")
+        pytest.skip("hcloud is not installed: install hcloud-cli to test Hetzner's own client")
     env = {
         "PATH": os.environ["PATH"],
         "HOME": str(tmp_path),
@@ -168,7 +165,7 @@ def command_line(served: Served, tmp_path: Path) -> Any:
     return run
 
 
-def test_hetzners_own_client_works(command_line: Any, served: Served, tmp_path: Path) -> None:
+def test_hcloud_cli_works(command_line: Any, served: Served, tmp_path: Path) -> None:
     (tmp_path / "init.yml").write_text("#cloud-config\n# from a file\n")
     order = ["--name", "w1", "--type", "cx23", "--image", "ubuntu-24.04", "--location", "nbg1", "--label", "a=b"]
     assert "created" in command_line("server", "create", *order, "--user-data-from-file", str(tmp_path / "init.yml"))
@@ -183,30 +180,28 @@ def test_hetzners_own_client_works(command_line: Any, served: Served, tmp_path: 
     assert "started" in command_line("server", "poweron", "w1")
     assert "deleted" in command_line("server", "delete", "w1")
     wait_until(lambda: "w1" not in command_line("server", "list"), TIMEOUT_S, "deleting")
-    for things in ("server-type", "location", "datacenter", "image", "network", "primary-ip", "firewall", "ssh-key"):
+    for things in ("server-type", "location", "image", "network", "primary-ip", "firewall", "ssh-key"):
         command_line(things, "list")
-    for nothing in ("volume", "floating-ip", "load-balancer", "placement-group", "iso", "certificate"):
-        command_line(nothing, "list")
 
 
-# --------------------------------------------------------------------------------------------------- only on HTTP
+# --------------------------------------------------------------------------------------------------- HTTP server
 
 
-def test_a_request_that_nobody_answers_is_a_time_out_for_an_impatient_client(served: Served) -> None:
+def test_injected_time_out_exceeds_the_clients_timeout(served: Served) -> None:
     served.emulator.faults.next(held_s=30)
     with pytest.raises(requests.exceptions.ReadTimeout):
         requests.get(f"{served.address}/v1/servers", headers={"Authorization": "Bearer any"}, timeout=0.2)
     assert served.sdk().servers.get_all() == []
 
 
-def test_a_request_that_nobody_answers_is_cut_off_in_the_end(served: Served) -> None:
+def test_injected_time_out_ends_with_a_disconnect(served: Served) -> None:
     served.emulator.faults.next_create(times_out_after_taking_effect=True, held_s=0.05)
     with pytest.raises(requests.exceptions.ConnectionError):
         served.sdk().servers.create(**_order("worker-1"))
     assert [server.name for server in served.sdk().servers.get_all()] == ["worker-1"]
 
 
-def test_the_bill_and_the_machines_are_shown(served: Served) -> None:
+def test_control_endpoints_show_bill_and_machines(served: Served) -> None:
     made = served.sdk().servers.create(**_order("worker-1"))
     wait_until(lambda: bool(served.host.running), TIMEOUT_S, "booting")
     control = f"{served.address}/_emulator"
@@ -219,8 +214,8 @@ def test_the_bill_and_the_machines_are_shown(served: Served) -> None:
     assert requests.get(f"{served.address}/v1/servers", timeout=TIMEOUT_S).status_code == 401
 
 
-def test_only_this_host_is_answered(served: Served) -> None:
-    """A page whose name was made to resolve to loopback could otherwise have programs started here."""
+def test_server_answers_this_host_only(served: Served) -> None:
+    """Otherwise a web page whose name resolves to loopback could start programs here."""
     headers = {"Host": "evil.example", "Authorization": "Bearer any"}
     assert requests.get(f"{served.address}/v1/servers", headers=headers, timeout=TIMEOUT_S).status_code == 403
     simple = requests.post(f"{served.address}/_emulator/faults", data='{"fault": "burst"}', timeout=TIMEOUT_S)
@@ -231,7 +226,7 @@ def test_only_this_host_is_answered(served: Served) -> None:
         other.connect(("127.0.0.2", port))
 
 
-def test_a_body_without_end_is_refused(served: Served) -> None:
+def test_oversized_body_is_refused(served: Served) -> None:
     body = b"x" * (5 * 1024 * 1024)
     headers = {"Authorization": "Bearer any", "Content-Type": "application/json"}
     answered = requests.post(f"{served.address}/v1/servers", data=body, headers=headers, timeout=TIMEOUT_S)

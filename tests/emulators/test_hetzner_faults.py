@@ -1,4 +1,4 @@
-"""Trouble on script, as a client meets it."""
+"""Injected faults of the emulated Hetzner project, as a client sees them."""
 
 import json
 from typing import Any
@@ -8,12 +8,11 @@ import pytest
 import requests
 from hcloud.images import Image
 from hcloud.locations import Location
-from hcloud.networks.domain import NetworkSubnet
 from hcloud.server_types import ServerType
 
 from support.emulated_project import ORDER, ProjectUnderTest
 from windlass_emulators.hetzner.errors import STATUS_OF_CODE
-from windlass_emulators.hetzner.faults import METHODS, HetznerFaults
+from windlass_emulators.hetzner.faults import HetznerFaults
 from windlass_emulators.http import NoAnswer
 
 
@@ -22,26 +21,23 @@ def _sdk_create(client: hcloud.Client, name: str = "worker-1") -> Any:
     return client.servers.create(name=name, server_type=kind, image=image, location=place)
 
 
-def test_a_creation_that_times_out_may_have_made_its_server(project: ProjectUnderTest) -> None:
+def test_creation_can_time_out_after_taking_effect(project: ProjectUnderTest) -> None:
     project.emulator.faults.next_create(times_out_after_taking_effect=True)
     with pytest.raises(NoAnswer):
-        project.ask("POST", "/servers", ORDER)
+        project.request("POST", "/servers", ORDER)
     assert project.listed() == ["worker-1"]
-    assert project.ask("POST", "/servers", ORDER).code == "uniqueness_error"
+    assert project.request("POST", "/servers", ORDER).code == "uniqueness_error"
 
 
-def test_a_creation_that_times_out_may_have_made_nothing(project: ProjectUnderTest) -> None:
+def test_creation_can_time_out_before_taking_effect(project: ProjectUnderTest) -> None:
     project.emulator.faults.next_create(times_out_before_taking_effect=True)
     with pytest.raises(NoAnswer):
-        project.ask("POST", "/servers", ORDER)
+        project.request("POST", "/servers", ORDER)
     assert project.listed() == project.listed("/primary_ips") == []
     assert project.create()["name"] == "worker-1"
 
 
-def test_the_sdk_posts_again_after_a_time_out_and_learns_that_the_name_is_taken(
-    project: ProjectUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the provider must know about its own client."""
+def test_sdk_repeats_a_timed_out_creation(project: ProjectUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     project.emulator.faults.next_create(times_out_after_taking_effect=True)
     with pytest.raises(hcloud.APIException) as refused:
@@ -50,7 +46,9 @@ def test_the_sdk_posts_again_after_a_time_out_and_learns_that_the_name_is_taken(
     assert [(method, path) for _, method, path in project.emulator.requests] == [("POST", "/v1/servers")] * 2
 
 
-def test_a_time_out_is_a_read_timeout_in_process(project: ProjectUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_time_out_is_a_read_timeout_in_process(
+    project: ProjectUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     project.emulator.faults.next(times=100)
     with pytest.raises(requests.exceptions.ReadTimeout):
@@ -58,13 +56,13 @@ def test_a_time_out_is_a_read_timeout_in_process(project: ProjectUnderTest, monk
 
 
 @pytest.mark.parametrize("code", ["resource_unavailable", "placement_error"])
-def test_no_capacity_is_per_type_and_place(project: ProjectUnderTest, code: str) -> None:
+def test_no_capacity_is_per_type_and_location(project: ProjectUnderTest, code: str) -> None:
     project.emulator.faults.no_capacity("cx23", "nbg1", code=code)
-    refused = project.ask("POST", "/servers", ORDER)
-    assert (refused.status, refused.code) == (STATUS_OF_CODE[code], code)
+    answer = project.request("POST", "/servers", ORDER)
+    assert (answer.status, answer.code) == (STATUS_OF_CODE[code], code)
     assert project.create(location="fsn1")["location"]["name"] == "fsn1"
     assert project.create(server_type="cx33", name="bigger")["name"] == "bigger"
-    (kind,) = project.ask("GET", "/server_types?name=cx23").json["server_types"]
+    (kind,) = project.request("GET", "/server_types?name=cx23").json["server_types"]
     assert {place["name"]: place["available"] for place in kind["locations"]} == {
         "fsn1": True,
         "nbg1": False,
@@ -74,96 +72,96 @@ def test_no_capacity_is_per_type_and_place(project: ProjectUnderTest, code: str)
     assert project.create(name="again")["name"] == "again"
 
 
-def test_a_shortage_may_end_by_itself_and_need_not_be_announced(project: ProjectUnderTest) -> None:
+def test_no_capacity_can_expire_and_be_unannounced(project: ProjectUnderTest) -> None:
     project.emulator.faults.no_capacity("*", "*", is_announced=False, for_s=60)
-    assert project.ask("POST", "/servers", ORDER).code == "resource_unavailable"
-    (kind,) = project.ask("GET", "/server_types?name=cx23").json["server_types"]
+    assert project.request("POST", "/servers", ORDER).code == "resource_unavailable"
+    (kind,) = project.request("GET", "/server_types?name=cx23").json["server_types"]
     assert all(place["available"] for place in kind["locations"])
     project.clock.advance(60)
     assert project.create()["name"] == "worker-1"
 
 
-def test_a_deletion_may_be_denied_although_the_server_is_there(project: ProjectUnderTest) -> None:
+def test_deletion_of_existing_server_can_be_denied(project: ProjectUnderTest) -> None:
     server_id = project.running()
     project.emulator.faults.next_delete("not_found")
-    assert project.ask("DELETE", f"/servers/{server_id}").status == 404
+    assert project.request("DELETE", f"/servers/{server_id}").status == 404
     assert project.status(server_id) == "running"
 
 
-def test_a_deletion_may_time_out_and_have_happened(project: ProjectUnderTest) -> None:
+def test_deletion_can_time_out_after_taking_effect(project: ProjectUnderTest) -> None:
     server_id = project.running()
     project.emulator.faults.next_delete(times_out_after_taking_effect=True)
     with pytest.raises(NoAnswer):
-        project.ask("DELETE", f"/servers/{server_id}")
+        project.request("DELETE", f"/servers/{server_id}")
     project.clock.advance(1)
-    assert project.ask("DELETE", f"/servers/{server_id}").status == 404
+    assert project.request("DELETE", f"/servers/{server_id}").status == 404
 
 
-def test_a_list_that_lags_shows_what_was(project: ProjectUnderTest) -> None:
+def test_lagging_list_shows_an_earlier_state(project: ProjectUnderTest) -> None:
     old = project.running(name="old")
     project.emulator.faults.list_lags(by_s=10)
     project.clock.advance(10)
     new = project.create(name="new")["id"]
-    project.ask("DELETE", f"/servers/{old}")
+    project.request("DELETE", f"/servers/{old}")
     project.clock.advance(5)
     assert project.listed() == ["old"]
     assert len(project.listed("/primary_ips")) == 2
     assert project.listed("/servers?name=new") == []
-    assert project.status(new) == "initializing"  # one by its number is always up to date
-    assert project.ask("GET", f"/servers/{old}").status == 404
+    assert project.status(new) == "initializing"  # a single server is always up to date
+    assert project.request("GET", f"/servers/{old}").status == 404
     project.clock.advance(5)
-    assert project.ask("GET", "/servers?name=new").json["servers"][0]["status"] == "initializing"
+    assert project.request("GET", "/servers?name=new").json["servers"][0]["status"] == "initializing"
     project.clock.advance(7)
     assert project.listed() == ["new"]
     assert project.status(new) == "running"
-    assert project.ask("GET", "/servers").json["servers"][0]["status"] == "starting"
+    assert project.request("GET", "/servers").json["servers"][0]["status"] == "starting"
     project.emulator.faults.list_lags(by_s=0)
-    assert project.ask("GET", "/servers").json["servers"][0]["status"] == "running"
+    assert project.request("GET", "/servers").json["servers"][0]["status"] == "running"
 
 
-def test_a_burst_of_failures_ends_after_so_many(project: ProjectUnderTest) -> None:
+def test_burst_ends_after_its_times(project: ProjectUnderTest) -> None:
     project.emulator.faults.burst(times=3)
-    assert [project.ask("GET", "/servers").status for _ in range(4)] == [503, 503, 503, 200]
+    assert [project.request("GET", "/servers").status for _ in range(4)] == [503, 503, 503, 200]
     project.emulator.faults.burst(times=1000, code="bad_gateway", for_s=5)
-    assert project.ask("GET", "/servers").status == 502
+    assert project.request("GET", "/servers").status == 502
     project.clock.advance(5)
-    assert project.ask("GET", "/servers").status == 200
+    assert project.request("GET", "/servers").status == 200
 
 
-def test_the_second_page_of_a_list_can_fail(project: ProjectUnderTest) -> None:
+def test_second_page_of_a_list_can_fail(project: ProjectUnderTest) -> None:
     project.emulator.faults.next_list("unavailable", skip=1)
-    assert [project.ask("GET", "/servers").status for _ in range(3)] == [200, 503, 200]
+    assert [project.request("GET", "/servers").status for _ in range(3)] == [200, 503, 200]
 
 
 @pytest.mark.parametrize("code", ["locked", "conflict", "unauthorized", "forbidden", "rate_limit_exceeded", "timeout"])
-def test_any_published_code_can_be_had(project: ProjectUnderTest, code: str) -> None:
+def test_any_published_code_can_be_injected(project: ProjectUnderTest, code: str) -> None:
     project.emulator.faults.next_create(code)
-    refused = project.ask("POST", "/servers", ORDER)
-    assert (refused.status, refused.code) == (STATUS_OF_CODE[code], code)
+    answer = project.request("POST", "/servers", ORDER)
+    assert (answer.status, answer.code) == (STATUS_OF_CODE[code], code)
     assert project.create()
 
 
-def test_a_failure_may_come_after_the_effect(project: ProjectUnderTest) -> None:
+def test_failure_can_follow_the_effect(project: ProjectUnderTest) -> None:
     project.emulator.faults.next_create("server_error", takes_effect=True)
-    assert project.ask("POST", "/servers", ORDER).status == 500
+    assert project.request("POST", "/servers", ORDER).status == 500
     assert project.listed() == ["worker-1"]
 
 
-def test_the_rate_limit_can_be_used_up(project: ProjectUnderTest) -> None:
+def test_rate_limit_can_be_drained(project: ProjectUnderTest) -> None:
     project.emulator.faults.drain_rate_limit()
-    assert project.ask("GET", "/servers").status == 429
+    assert project.request("GET", "/servers").status == 429
     project.clock.advance(1)
-    assert project.ask("GET", "/servers").status == 200
+    assert project.request("GET", "/servers").status == 200
 
 
-def test_the_account_may_refuse_more_servers(project: ProjectUnderTest) -> None:
+def test_server_limit_can_be_lowered(project: ProjectUnderTest) -> None:
     project.emulator.faults.server_limit(0)
-    assert project.ask("POST", "/servers", ORDER).code == "resource_limit_exceeded"
+    assert project.request("POST", "/servers", ORDER).code == "resource_limit_exceeded"
     project.emulator.faults.server_limit(None)
     assert project.create()
 
 
-def test_a_server_may_boot_slowly_or_run_with_nothing_in_it(project: ProjectUnderTest) -> None:
+def test_server_can_start_its_program_late_or_never(project: ProjectUnderTest) -> None:
     project.emulator.faults.next_boot(extra_s=100)
     project.emulator.faults.next_boot(is_dead=True)
     slow, dead = project.create(name="slow")["id"], project.create(name="dead")["id"]
@@ -178,48 +176,47 @@ def test_a_server_may_boot_slowly_or_run_with_nothing_in_it(project: ProjectUnde
     assert set(project.host.running) == {slow}
 
 
-def test_an_action_may_fail_after_it_was_accepted(project: ProjectUnderTest) -> None:
+def test_accepted_action_can_fail(project: ProjectUnderTest) -> None:
     faults = project.emulator.faults
-    net = project.sdk.networks.create(name="inside", ip_range="10.0.0.0/16")
-    net.add_subnet(NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central"))
     faults.next_action("start_server")
     faults.next_action("attach_to_network", code="no_subnet_available")
-    answered = project.ask("POST", "/servers", {**ORDER, "networks": [net.id]})
+    answered = project.request("POST", "/servers", {**ORDER, "networks": [project.network()]})
     assert answered.status == 201
     server_id = answered.json["server"]["id"]
     project.clock.advance(60)
     assert project.status(server_id) == "off"
-    assert project.ask("GET", f"/servers/{server_id}").json["server"]["private_net"] == []
-    actions = {each["command"]: each for each in project.ask("GET", f"/servers/{server_id}/actions").json["actions"]}
+    assert project.request("GET", f"/servers/{server_id}").json["server"]["private_net"] == []
+    actions = {
+        each["command"]: each for each in project.request("GET", f"/servers/{server_id}/actions").json["actions"]
+    }
     assert {command: each["status"] for command, each in actions.items()} == {
         "create_server": "success",
         "start_server": "error",
         "attach_to_network": "error",
     }
     assert actions["attach_to_network"]["error"]["code"] == "no_subnet_available"
-    project.ask("POST", f"/servers/{server_id}/actions/poweron")
+    project.request("POST", f"/servers/{server_id}/actions/poweron")
     project.clock.advance(60)
     assert project.status(server_id) == "running"
     faults.next_action("delete_server")
-    assert project.ask("DELETE", f"/servers/{server_id}").status == 200
+    assert project.request("DELETE", f"/servers/{server_id}").status == 200
     project.clock.advance(60)
     assert project.status(server_id) == "running"
     assert project.emulator.bill()["servers"][0]["deleted"] is None
-    with pytest.raises(ValueError, match="reboot_server does not fail here"):
+    with pytest.raises(ValueError, match="reboot_server cannot fail here"):
         faults.next_action("reboot_server")
 
 
-def test_a_crashed_server_looks_as_if_it_ran(project: ProjectUnderTest) -> None:
+def test_crashed_server_still_reports_running(project: ProjectUnderTest) -> None:
     server_id = project.running()
     project.emulator.crash(server_id)
     assert (project.status(server_id), project.host.running) == ("running", {})
-    project.ask("POST", f"/servers/{server_id}/actions/reset")
-    project.settled()
+    project.request("POST", f"/servers/{server_id}/actions/reset")
+    project.settle_all()
     assert project.host.is_running(server_id)
 
 
-def test_time_passes_in_order_however_late_one_looks(project: ProjectUnderTest) -> None:
-    """One look an hour later finds every change at its own moment."""
+def test_late_settle_applies_each_change_at_its_own_time(project: ProjectUnderTest) -> None:
     server = project.create()
     project.clock.advance(3600)
     project.emulator.settle()
@@ -234,17 +231,17 @@ def test_time_passes_in_order_however_late_one_looks(project: ProjectUnderTest) 
 # ----------------------------------------------------------------------------------------------------- over HTTP
 
 
-def _script(project: ProjectUnderTest, **fault: Any) -> tuple[int, Any]:
+def _inject(project: ProjectUnderTest, **fault: Any) -> tuple[int, Any]:
     answered = project.emulator.handle("POST", "/_emulator/faults", [], {}, json.dumps(fault).encode())
     return answered.status, json.loads(answered.body)
 
 
-def test_faults_are_scripted_over_http_too(project: ProjectUnderTest) -> None:
-    status, shown = _script(project, fault="next_create", times_out_after_taking_effect=True, times=2)
+def test_faults_can_be_injected_over_http(project: ProjectUnderTest) -> None:
+    status, shown = _inject(project, fault="next_create", times_out_after_taking_effect=True, times=2)
     assert (status, shown["scripted"][0]["times"]) == (200, 2)
     with pytest.raises(NoAnswer):
-        project.ask("POST", "/servers", ORDER)
-    assert _script(project, fault="no_capacity", server_type="cx23", location="nbg1")[0] == 200
+        project.request("POST", "/servers", ORDER)
+    assert _inject(project, fault="no_capacity", server_type="cx23", location="nbg1")[0] == 200
     cleared = project.emulator.handle("DELETE", "/_emulator/faults", [], {}, b"")
     assert json.loads(cleared.body)["scripted"] == json.loads(cleared.body)["no_capacity"] == []
 
@@ -252,17 +249,17 @@ def test_faults_are_scripted_over_http_too(project: ProjectUnderTest) -> None:
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [
-        ({"fault": "explode"}, "say which fault: one of next, "),
-        ({"fault": "next_create"}, "next_create: say what happens"),
+        ({"fault": "explode"}, "unknown fault 'explode': use one of next, "),
+        ({"fault": "next_create"}, "next_create: give exactly one outcome"),
         ({"fault": "next_create", "colour": 1}, "next_create: got an unexpected keyword"),
-        ({"fault": "next", "code": "nonsense"}, "next: nonsense is no published error code"),
+        ({"fault": "next", "code": "nonsense"}, "next: nonsense is not a published error code"),
     ],
 )
-def test_a_fault_that_makes_no_sense_says_why(project: ProjectUnderTest, fault: Any, problem: str) -> None:
-    status, refused = _script(project, **fault)
+def test_invalid_fault_is_refused_with_a_reason(project: ProjectUnderTest, fault: Any, problem: str) -> None:
+    status, answer = _inject(project, **fault)
     assert status == 422
-    assert refused["error"].startswith(problem)
+    assert answer["error"].startswith(problem)
 
 
-def test_every_fault_that_is_offered_is_there() -> None:
-    assert all(callable(getattr(HetznerFaults, name)) for name in METHODS)
+def test_every_offered_fault_is_a_method() -> None:
+    assert all(callable(getattr(HetznerFaults, name)) for name in HetznerFaults.METHODS)

@@ -1,4 +1,4 @@
-"""The bill, to the micro."""
+"""The bill of the emulated Hetzner project, exact to the micro."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -34,19 +34,19 @@ CX23_MONTH, IPV4_MONTH = 3_490_000, 500_000
         (-HOUR, 1),
     ],
 )
-def test_every_started_hour_counts(lived: timedelta, hours: int) -> None:
+def test_every_started_hour_is_billed(lived: timedelta, hours: int) -> None:
     started = datetime(2030, 6, 10, 12, 34, 56, tzinfo=UTC)
     assert hours_by_month(started, started + lived, HOUR) == [hours]
 
 
-def test_an_hour_belongs_to_the_month_in_which_it_starts() -> None:
+def test_hour_belongs_to_the_month_in_which_it_starts() -> None:
     started = datetime(2030, 1, 31, 22, 30, tzinfo=UTC)
     assert hours_by_month(started, datetime(2030, 2, 1, 0, 30, tzinfo=UTC), HOUR) == [2]
     assert hours_by_month(started, datetime(2030, 2, 1, 0, 31, tzinfo=UTC), HOUR) == [2, 1]
     assert hours_by_month(started, datetime(2030, 3, 1, 0, 30, tzinfo=UTC), HOUR) == [2, 28 * 24]
 
 
-def test_months_are_counted_as_if_hour_by_hour() -> None:
+def test_monthly_counts_equal_counting_hour_by_hour() -> None:
     started, hour = datetime(2031, 11, 30, 23, 17, tzinfo=UTC), timedelta(minutes=47)
     ended = started + timedelta(days=100)
     by_month: dict[tuple[int, int], int] = {}
@@ -57,10 +57,10 @@ def test_months_are_counted_as_if_hour_by_hour() -> None:
     assert hours_by_month(started, ended, hour) == list(by_month.values())
 
 
-def test_a_server_costs_its_started_hours_and_its_address(project: ProjectUnderTest) -> None:
+def test_server_is_billed_with_its_primary_ip(project: ProjectUnderTest) -> None:
     server_id = project.running()
     project.clock.advance(3600 - 8)
-    project.ask("DELETE", f"/servers/{server_id}")
+    project.request("DELETE", f"/servers/{server_id}")
     project.clock.advance(86_400)
     bill = project.emulator.bill()
     (line,) = bill["servers"]
@@ -70,26 +70,26 @@ def test_a_server_costs_its_started_hours_and_its_address(project: ProjectUnderT
     assert line["deleted"] == "2030-01-01T01:00:00+00:00"
 
 
-def test_a_second_too_late_costs_another_hour(project: ProjectUnderTest) -> None:
+def test_one_second_over_the_hour_bills_another_hour(project: ProjectUnderTest) -> None:
     server_id = project.running()
     project.clock.advance(3600 - 8 + 1)
-    project.ask("DELETE", f"/servers/{server_id}")
+    project.request("DELETE", f"/servers/{server_id}")
     assert project.emulator.ledger.micros_of_server(server_id, project.clock.now) == 2 * (CX23 + IPV4)
 
 
-def test_a_server_that_is_off_costs_the_same(project: ProjectUnderTest) -> None:
+def test_server_that_is_off_costs_the_same(project: ProjectUnderTest) -> None:
     server_id = project.running()
-    project.ask("POST", f"/servers/{server_id}/actions/poweroff")
+    project.request("POST", f"/servers/{server_id}/actions/poweroff")
     project.clock.advance(10 * 3600 - 8)
     assert project.emulator.bill()["total_micros"] == 10 * (CX23 + IPV4)
 
 
-def test_without_ipv4_there_is_no_address_to_pay(project: ProjectUnderTest) -> None:
+def test_server_without_ipv4_has_no_address_cost(project: ProjectUnderTest) -> None:
     project.create(public_net={"enable_ipv4": False})
     assert project.emulator.bill()["total_micros"] == CX23
 
 
-def test_no_month_costs_more_than_its_price(project: ProjectUnderTest) -> None:
+def test_monthly_price_caps_the_bill(project: ProjectUnderTest) -> None:
     project.create()
     project.clock.now = datetime(2030, 1, 27, tzinfo=UTC)
     # 624 hours would be 3,494,400: just above the price of a month.
@@ -102,29 +102,29 @@ def test_no_month_costs_more_than_its_price(project: ProjectUnderTest) -> None:
     assert project.emulator.bill()["total_micros"] == 2 * (CX23_MONTH + IPV4_MONTH)
 
 
-def test_an_address_that_is_left_behind_goes_on_costing(project: ProjectUnderTest) -> None:
+def test_leftover_primary_ip_is_still_billed(project: ProjectUnderTest) -> None:
     server_id = project.running()
-    ip_id = project.ask("GET", f"/servers/{server_id}").json["server"]["public_net"]["ipv4"]["id"]
-    project.ask("PUT", f"/primary_ips/{ip_id}", {"auto_delete": False})
-    project.ask("DELETE", f"/servers/{server_id}")
+    ip_id = project.request("GET", f"/servers/{server_id}").json["server"]["public_net"]["ipv4"]["id"]
+    project.request("PUT", f"/primary_ips/{ip_id}", {"auto_delete": False})
+    project.request("DELETE", f"/servers/{server_id}")
     project.clock.advance(10 * 3600 - 8)
     (line,) = project.emulator.bill()["servers"]
     assert (line["server_micros"], line["primary_ip_micros"]) == (CX23, 10 * IPV4)
-    assert project.ask("DELETE", f"/primary_ips/{ip_id}").status == 204
+    assert project.request("DELETE", f"/primary_ips/{ip_id}").status == 204
     project.clock.advance(10 * 3600)
     assert project.emulator.bill()["total_micros"] == CX23 + 10 * IPV4
 
 
-def test_an_address_of_its_own_has_a_line_of_its_own(project: ProjectUnderTest) -> None:
-    body = {"name": "mine", "type": "ipv4", "assignee_type": "server", "location": "nbg1"}
-    ip_id = project.ask("POST", "/primary_ips", body).json["primary_ip"]["id"]
-    project.running(public_net={"ipv4": ip_id, "enable_ipv6": False})
+def test_unassigned_primary_ip_has_its_own_line(project: ProjectUnderTest) -> None:
+    location = DEFAULT_CATALOG.locations[1]
+    project.emulator.project.add_primary_ip("ipv4", location, is_auto_deleted=False, name="mine")
+    project.running(public_net={"enable_ipv4": False})
     bill = project.emulator.bill()
     assert [line["micros"] for line in bill["servers"]] == [CX23]
     assert [(line["name"], line["micros"]) for line in bill["primary_ips"]] == [("mine", IPV4)]
 
 
-def test_an_hour_can_be_shorter_for_a_demonstration() -> None:
+def test_billed_hour_can_be_shortened() -> None:
     project = ProjectUnderTest(Contract.find_or_none(), HetznerEmulatorSettings(billing_hour_s=60))
     server_id = project.running()
     project.clock.advance(52)
@@ -135,8 +135,8 @@ def test_an_hour_can_be_shorter_for_a_demonstration() -> None:
     assert clock == {"now": "2030-01-01T00:01:01+00:00", "billing_hour_s": 60.0}
 
 
-def test_what_is_published_is_what_is_billed(project: ProjectUnderTest) -> None:
-    """A life begins with the whole second that `created` shows, so clients can foresee the bill."""
+def test_published_creation_time_is_billed(project: ProjectUnderTest) -> None:
+    """Billing starts with the whole second that `created` shows, so clients can compute the bill."""
     project.clock.advance(0.9)
     server = project.create()
     assert server["created"] == "2030-01-01T00:00:00Z"
@@ -144,13 +144,13 @@ def test_what_is_published_is_what_is_billed(project: ProjectUnderTest) -> None:
     assert project.emulator.bill()["servers"][0]["hours"] == 2
 
 
-def test_an_end_is_billed_as_it_is_published_too(project: ProjectUnderTest) -> None:
-    """The second in which the deletion began, by its action: at 01:00:00.9 the hour is over, and no other began."""
+def test_published_deletion_time_is_billed(project: ProjectUnderTest) -> None:
+    """Billing ends with the second of the deletion's `started`: at 01:00:00.9 no second hour has begun."""
     server_id = project.running()
     project.clock.advance(3600 - 8 + 0.9)
-    action = project.ask("DELETE", f"/servers/{server_id}").json["action"]
+    action = project.request("DELETE", f"/servers/{server_id}").json["action"]
     assert action["started"] == "2030-01-01T01:00:00Z"
-    project.settled()
+    project.settle_all()
     (line,) = project.emulator.bill()["servers"]
     assert (line["deleted"], line["hours"]) == ("2030-01-01T01:00:00+00:00", 1)
     assert line["micros"] == CX23 + IPV4
@@ -179,9 +179,7 @@ PUBLISHED = _published()
     since=st.datetimes(datetime(2030, 1, 1), datetime(2030, 3, 31)).map(lambda naive: naive.replace(tzinfo=UTC)),
     hours=st.one_of(st.integers(0, 1_500), st.integers(610, 630)),
 )
-def test_we_reckon_as_the_vendor_does_also_where_a_month_is_capped(
-    choice: Choice, has_ipv4: bool, since: datetime, hours: int
-) -> None:
+def test_windlass_cost_equals_the_emulated_bill(choice: Choice, has_ipv4: bool, since: datetime, hours: int) -> None:
     """Server and address reach their caps in different hours."""
     ledger, until = HetznerBill(3600.0), since + hours * HOUR
     rates = DEFAULT_CATALOG.server_type(choice.server_type)

@@ -1,4 +1,4 @@
-"""Pods that are processes of this host: their program, a real OpenSSH server, hardware that is read, nothing left."""
+"""Pods as local processes: the program, a real OpenSSH server, emulated hardware, and complete clean-up."""
 
 import json
 import os
@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from support.postgres_servers import run_aside, wait_until
-from support.runpod_contract import Contract, Judged
+from support.runpod_contract import CheckedEmulator, Contract
 from windlass_emulators.http import Emulator
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.containers import Container, Mount
@@ -79,7 +79,7 @@ def wait_said(host: RealPodHost, text: str) -> str:
     return next(line for line in said(host) if text in line)
 
 
-# ----------------------------------------------------------------------------------------------------- its program
+# ----------------------------------------------------------------------------------------------------- program
 
 
 @pytest.mark.parametrize(
@@ -92,19 +92,21 @@ def wait_said(host: RealPodHost, text: str) -> str:
         ("example/worker:1", "it's broken", {}, "/bin/sh -c it's broken"),
     ],
 )  # fmt: skip
-def test_what_a_pod_runs(image: str, args: str, env: Mapping[str, str], command: str | None) -> None:
+def test_program_depends_on_image_args_and_join_data(
+    image: str, args: str, env: Mapping[str, str], command: str | None
+) -> None:
     words = program_of(replace(PLAIN, image=image, args=args, env=env))
     assert (None if words is None else " ".join(words)) == command
 
 
-def test_an_image_makes_its_join_file_of_one_variable_or_of_three() -> None:
+def test_join_file_is_built_from_one_or_three_variables() -> None:
     assert join_document({"WINDLASS_JOIN": '{"a": 1}'}) == '{"a": 1}'
     three = {"WINDLASS_URL": JOIN["url"], "WINDLASS_WORKER_ID": JOIN["worker_id"]}
     assert join_document(three) is None
     assert json.loads(join_document({**three, "WINDLASS_JOIN_TOKEN": JOIN["join_token"]}) or "") == JOIN
 
 
-def test_a_worker_image_starts_the_worker_with_its_join_file(host: RealPodHost) -> None:
+def test_worker_image_starts_the_worker_with_its_join_file(host: RealPodHost) -> None:
     env = {"WINDLASS_JOIN": json.dumps(JOIN)}
     host.start(replace(PLAIN, env=env))
     join = host.folder / "pod1" / "root" / "etc" / "windlass" / "join.json"
@@ -113,11 +115,11 @@ def test_a_worker_image_starts_the_worker_with_its_join_file(host: RealPodHost) 
     init = json.loads((host.folder / "pod1" / "init.json").read_text())
     assert init["command"] == [sys.executable, "-m", "windlass", "worker", "--join", str(join)]
     assert "WINDLASS_JOIN" not in init["environment"]
-    wait_said(host, "the program ended with")
+    wait_said(host, "the program exited with")
     wait_until(lambda: not host.is_running("pod1"), TIMEOUT_S, "ending with its program")
 
 
-def test_a_pods_environment_is_its_own_and_the_machines(host: RealPodHost) -> None:
+def test_pod_environment_has_no_emulator_variables(host: RealPodHost) -> None:
     mount = Mount("/workspace", 100, 1.0, "vol1")
     env = {"COLOUR": "red", "DATA": "/workspace"}
     host.start(replace(PLAIN, args="sh -c 'env; sleep 600'", env=env, mounts=[mount]))
@@ -130,22 +132,22 @@ def test_a_pods_environment_is_its_own_and_the_machines(host: RealPodHost) -> No
     assert all(datetime.fromisoformat(line.at).tzinfo for line in host.log("pod1"))
 
 
-def test_a_pod_with_nothing_to_run_says_so(host: RealPodHost) -> None:
+def test_pod_without_a_program_logs_the_reason(host: RealPodHost) -> None:
     host.start(replace(PLAIN, tcp_ports=[]))
-    assert "nothing runs here" in (host.folder / "pod1" / "machine.log").read_text()
+    assert "nothing to run" in (host.folder / "pod1" / "machine.log").read_text()
     assert not host.is_running("pod1")
     host.start(replace(PLAIN, args="/no/such/program"))
     wait_said(host, "cannot start /no/such/program")
 
 
-def test_a_program_may_fail_on_script(host: RealPodHost) -> None:
-    host.start(replace(PLAIN, args="sleep 600", luck=PodFaults(program_fails="CUDA out of luck")))
-    wait_said(host, "the program ended with 1")
-    assert "CUDA out of luck" in said(host)
+def test_program_failure_can_be_injected(host: RealPodHost) -> None:
+    host.start(replace(PLAIN, args="sleep 600", faults=PodFaults(program_fails="CUDA out of memory")))
+    wait_said(host, "the program exited with 1")
+    assert "CUDA out of memory" in said(host)
 
 
-def test_a_pod_is_asked_to_stop_then_made_to_and_everything_in_it_ends(host: RealPodHost) -> None:
-    """Also what left its session and lost its parent."""
+def test_stopping_pod_gets_sigterm_then_sigkill(host: RealPodHost) -> None:
+    """Including a process that left its session and lost its parent."""
     script = "trap '' TERM; setsid sh -c 'sleep 600 & echo child=$!' ; echo up; while :; do sleep 600; done"
     host.start(replace(PLAIN, args=shlex.join(["sh", "-c", script])))
     wait_said(host, "up")
@@ -158,7 +160,7 @@ def test_a_pod_is_asked_to_stop_then_made_to_and_everything_in_it_ends(host: Rea
     wait_until(lambda: not _is_alive(orphan), TIMEOUT_S, "ending its orphan")
 
 
-def test_a_program_that_listens_ends_well(host: RealPodHost) -> None:
+def test_program_can_end_on_sigterm(host: RealPodHost) -> None:
     host.start(replace(PLAIN, args="sh -c \"trap 'echo bye; exit 0' TERM; echo up; sleep 600 & wait\""))
     wait_said(host, "up")
     host.stop("pod1")
@@ -166,7 +168,7 @@ def test_a_program_that_listens_ends_well(host: RealPodHost) -> None:
     assert "bye" in said(host)
 
 
-def test_a_disk_is_empty_at_every_start_but_mounts_are_kept(host: RealPodHost) -> None:
+def test_disk_is_empty_at_every_start_but_mounts_are_kept(host: RealPodHost) -> None:
     mounts = [Mount("/workspace", 100, 1.0, "vol1"), Mount("/own", 20, 1.0, None)]
     container = replace(PLAIN, args="sleep 600", mounts=mounts)
     host.start(container)
@@ -185,11 +187,11 @@ def test_a_disk_is_empty_at_every_start_but_mounts_are_kept(host: RealPodHost) -
     assert not (host.volume_folder("vol1") / "file").exists()
 
 
-# ---------------------------------------------------------------------------------------------------- its hardware
+# ---------------------------------------------------------------------------------------------------- hardware
 
 
 def _in_pod(host: RealPodHost, container: Container, code: str) -> dict[str, Any]:
-    """What Python in a pod finds out."""
+    """The JSON that Python code prints in a pod."""
     environment = json.loads((host.folder / container.pod_id / "init.json").read_text())["environment"]
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
@@ -209,11 +211,11 @@ GPU_READING = (
         ({}, {"vram_total_mb": 46_068, "vram_used_mb": 4}),
         ({"gpu_count": 2}, {"vram_total_mb": 92_136, "vram_used_mb": 8}),
         ({"gpu_count": 0}, {"vram_total_mb": 0, "vram_used_mb": 0}),
-        ({"gpu_name": None, "gpu_count": 0}, {}),
+        ({"faults": PodFaults(has_no_driver=True)}, {}),
     ],
-    ids=["one GPU", "two GPUs", "a driver and no GPU", "a CPU pod"],
+    ids=["one GPU", "two GPUs", "a driver and no GPU", "no driver"],
 )
-def test_a_worker_reads_the_memory_of_an_emulated_gpu(
+def test_worker_reads_the_memory_of_an_emulated_gpu(
     host: RealPodHost, changes: dict[str, Any], vitals: dict[str, int]
 ) -> None:
     container = replace(PLAIN, args="sleep 600", **changes)
@@ -221,7 +223,7 @@ def test_a_worker_reads_the_memory_of_an_emulated_gpu(
     assert _in_pod(host, container, GPU_READING) == vitals
 
 
-def test_hardware_changes_under_a_running_pod(host: RealPodHost) -> None:
+def test_hardware_can_change_while_a_pod_runs(host: RealPodHost) -> None:
     usage = "import json, shutil; print(json.dumps(shutil.disk_usage('/workspace')._asdict()))"
     container = replace(PLAIN, args="sleep 600", mounts=[Mount("/workspace", 100, 95.0, "vol1")])
     host.start(container)
@@ -245,10 +247,10 @@ def test_hardware_changes_under_a_running_pod(host: RealPodHost) -> None:
         ("(test -d /workspace)", "(test -d ROOT/workspace)"),
     ],
 )
-def test_paths_of_the_pod_are_mapped_in_a_command(tmp_path: Path, command: str, mapped: str) -> None:
+def test_pod_paths_are_mapped_in_ssh_commands(tmp_path: Path, command: str, mapped: str) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "made").touch()
-    assert session.mapped(command, str(tmp_path), ["/workspace"]) == mapped.replace("ROOT", str(tmp_path))
+    assert session.map_paths(command, str(tmp_path), ["/workspace"]) == mapped.replace("ROOT", str(tmp_path))
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ class Done:
 
 
 class Shell:
-    """OpenSSH's own client."""
+    """Runs commands in a pod with OpenSSH's client."""
 
     def __init__(self, host: RealPodHost, keys: Keys, port: int) -> None:
         self._target = f"{host.user}@{host.address}"
@@ -293,7 +295,7 @@ def log_in(host: RealPodHost, keys: Keys, container: Container) -> Shell:
 
 
 @needs_sshd
-def test_one_can_log_in_and_check_what_matters(host: RealPodHost, keys: Keys) -> None:
+def test_ssh_session_sees_the_emulated_hardware(host: RealPodHost, keys: Keys) -> None:
     mount = Mount("/workspace", 100, 95.0, "vol1")
     shell = log_in(host, keys, replace(PLAIN, mounts=[mount], env={"COLOUR": "red"}))
     query = "nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits"
@@ -306,14 +308,14 @@ def test_one_can_log_in_and_check_what_matters(host: RealPodHost, keys: Keys) ->
     assert volume.split()[1:] == ["97656250", "92773438", "4882813", "95%", "/workspace"]
     assert (free, whole.split()[-1]) == ("4769", "/")
     assert shell.run("command -v windlass python3 && ! mountpoint -q /elsewhere && df /no/such/place").status == 1
-    # The container's environment is not a login's, as in a real pod.
+    # As in a real pod, a login does not have the container's environment.
     assert shell.run("echo ${COLOUR-none}; . /etc/rp_environment; echo $COLOUR").out == "none\nred\n"
     assert shell.run("echo ${DATABASE_URL-none}; cat", stdin="hello").out == "none\nhello"
     assert shell.run("exit 7").status == 7
 
 
 @needs_sshd
-def test_what_is_started_over_ssh_stays_and_ends_with_the_pod(host: RealPodHost, keys: Keys) -> None:
+def test_process_started_over_ssh_ends_with_the_pod(host: RealPodHost, keys: Keys) -> None:
     shell = log_in(host, keys, replace(PLAIN, mounts=[Mount("/workspace", 100, 1.0, "vol1")]))
     script = host.volume_folder("vol1") / "start.sh"
     script.write_text('echo "$$ in $PWD" > started.part && mv started.part started && exec sleep 600\n')
@@ -330,7 +332,7 @@ def test_what_is_started_over_ssh_stays_and_ends_with_the_pod(host: RealPodHost,
 
 
 @needs_sshd
-def test_only_the_key_that_was_given_opens(host: RealPodHost, keys: Keys, tmp_path: Path) -> None:
+def test_ssh_accepts_the_given_key_only(host: RealPodHost, keys: Keys, tmp_path: Path) -> None:
     shell = log_in(host, keys, PLAIN)
     assert shell.run("true").status == 0
     other = tmp_path / "other"
@@ -342,7 +344,7 @@ def test_only_the_key_that_was_given_opens(host: RealPodHost, keys: Keys, tmp_pa
 
 
 @needs_sshd
-def test_a_pod_that_is_started_again_has_another_host_key(host: RealPodHost, keys: Keys) -> None:
+def test_restarted_pod_has_a_new_host_key(host: RealPodHost, keys: Keys) -> None:
     first = log_in(host, keys, PLAIN)
     assert first.run("true").status == 0
     host.stop("pod1", is_sudden=True)
@@ -354,10 +356,9 @@ def test_a_pod_that_is_started_again_has_another_host_key(host: RealPodHost, key
 
 @needs_sshd
 @pytest.mark.parametrize(
-    ("luck", "changes", "command", "status", "words"),
+    ("faults", "changes", "command", "status", "words"),
     [
         (PodFaults(), {"gpu_count": 0}, "nvidia-smi", 6, "No devices were found"),
-        (PodFaults(), {"gpu_name": None, "gpu_count": 0}, "nvidia-smi", 127, "not found"),
         (PodFaults(has_no_driver=True), {}, "nvidia-smi", 127, "not found"),
         (PodFaults(has_no_mount=True), {"mounts": []}, "mountpoint /workspace", 32, "is not a mountpoint"),
         (PodFaults(disk_free_gb=0.5), {}, "df -BM --output=avail / | tail -1 | grep -qx 477", 0, ""),
@@ -365,20 +366,20 @@ def test_a_pod_that_is_started_again_has_another_host_key(host: RealPodHost, key
         (PodFaults(ssh_failures={"start.sh": "line 3: oops"}), {}, "bash /workspace/start.sh", 1, "line 3: oops"),
     ],
 )  # fmt: skip
-def test_every_check_can_fail_on_script(
-    host: RealPodHost, keys: Keys, luck: PodFaults, changes: dict[str, Any], command: str, status: int, words: str
+def test_ssh_command_failures_can_be_injected(
+    host: RealPodHost, keys: Keys, faults: PodFaults, changes: dict[str, Any], command: str, status: int, words: str
 ) -> None:
-    done = log_in(host, keys, replace(PLAIN, luck=luck, **changes)).run(command)
+    done = log_in(host, keys, replace(PLAIN, faults=faults, **changes)).run(command)
     assert done.status == status
     assert words in done.out + done.errors
 
 
 @needs_sshd
-def test_ssh_may_answer_late_or_never(host: RealPodHost, keys: Keys) -> None:
+def test_ssh_can_answer_late_or_never(host: RealPodHost, keys: Keys) -> None:
     env = {"PUBLIC_KEY": keys.public}
     container = replace(PLAIN, env=env, args="sleep 600")
-    never = host.start(replace(container, luck=PodFaults(has_no_ssh=True)))[22]
-    late = host.start(replace(container, pod_id="pod2", luck=PodFaults(ssh_after_s=1.0)))[22]
+    never = host.start(replace(container, faults=PodFaults(has_no_ssh=True)))[22]
+    late = host.start(replace(container, pod_id="pod2", faults=PodFaults(ssh_after_s=1.0)))[22]
     assert not _answers(late)
     began = time.monotonic()
     wait_until(lambda: _answers(late), TIMEOUT_S, "answering")
@@ -386,13 +387,13 @@ def test_ssh_may_answer_late_or_never(host: RealPodHost, keys: Keys) -> None:
     assert not _answers(never)
 
 
-def test_nobody_can_log_in_without_a_key_or_a_port(host: RealPodHost, keys: Keys) -> None:
+def test_ssh_needs_a_key_and_a_port(host: RealPodHost, keys: Keys) -> None:
     without_key = host.start(replace(PLAIN, args="sleep 600"))[22]
     assert host.start(replace(PLAIN, pod_id="pod2", tcp_ports=[], env={"PUBLIC_KEY": keys.public})) == {}
     assert not _answers(without_key)
 
 
-# ------------------------------------------------------------------------------------------------- the whole of it
+# ------------------------------------------------------------------------------------------------- over HTTP
 
 
 @dataclass(frozen=True)
@@ -412,19 +413,19 @@ def served(host: RealPodHost) -> Iterator[Served]:
     )
     emulator = RunpodEmulator(lambda: datetime.now(UTC), settings, host)
     contract = Contract.find_or_none()
-    face: Emulator = emulator if contract is None else Judged(emulator, contract)
+    api: Emulator = emulator if contract is None else CheckedEmulator(emulator, contract)
     headers = {"Authorization": "Bearer any"}
-    with serving(face) as address, httpx.Client(base_url=f"{address}/v2", headers=headers, timeout=TIMEOUT_S) as client:
+    with serving(api) as address, httpx.Client(base_url=f"{address}/v2", headers=headers, timeout=TIMEOUT_S) as client:
         yield Served(emulator, host, client)
 
 
 @needs_sshd
-def test_a_pod_is_rented_prepared_over_ssh_and_returned_over_real_http(served: Served, keys: Keys) -> None:
+def test_pod_is_created_used_over_ssh_and_deleted_over_http(served: Served, keys: Keys) -> None:
     client = served.client
-    client.put("/account/ssh-keys", json={"keys": [keys.public.strip()]}).raise_for_status()
     volume = client.post("/network-volumes", json={"name": "d", "size": 100, "dataCenter": "EU-RO-1"}).json()
     order = {
-        "name": "gpu-1", "image": "runpod/pytorch:1", "gpu": {"id": GPU}, "ports": ["22/tcp"], "startSsh": True,
+        "name": "gpu-1", "image": "runpod/pytorch:1", "gpu": {"id": GPU}, "ports": ["22/tcp"],
+        "env": {"PUBLIC_KEY": keys.public.strip()},
         "mounts": {"network": [{"volumeId": volume["id"], "path": "/workspace"}]},
     }  # fmt: skip
     pod_id = client.post("/pods", json=order).json()["id"]
@@ -442,16 +443,7 @@ def test_a_pod_is_rented_prepared_over_ssh_and_returned_over_real_http(served: S
     wait_until(lambda: not _answers(direct["port"]), TIMEOUT_S, "going away")
 
 
-def test_logs_are_streamed_over_real_http(served: Served) -> None:
-    order = {"name": "gpu-1", "image": "i", "gpu": {"id": GPU}, "args": "sh -c 'echo loaded; sleep 600'"}
-    pod_id = served.client.post("/pods", json=order).json()["id"]
-    wait_until(lambda: "loaded" in served.client.get(f"/pods/{pod_id}/logs").text, TIMEOUT_S, "saying it")
-    answered = served.client.get(f"/pods/{pod_id}/logs", params={"source": "container", "tail": 1})
-    assert answered.headers["content-type"] == "text/event-stream"
-    assert json.loads(answered.text.partition("data: ")[2])["line"] == "loaded"
-
-
-def test_a_request_that_nobody_answers_is_a_time_out_over_real_http(served: Served) -> None:
+def test_injected_time_out_over_http(served: Served) -> None:
     served.emulator.faults.next_create(times_out_after_taking_effect=True)
     order = {"name": "gpu-1", "image": "i", "gpu": {"id": GPU}}
     with pytest.raises(httpx.ReadTimeout):
@@ -486,8 +478,8 @@ def command(tmp_path: Path) -> Iterator[Command]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_pods_end_with_the_emulator_however_it_ends(command: Command, tmp_path: Path, number: int) -> None:
-    """Also what left its session and lost its parent."""
+def test_pods_end_with_the_emulator(command: Command, tmp_path: Path, number: int) -> None:
+    """Including a process that left its session and lost its parent."""
     assert command.first_line.startswith("Runpod, emulated: http://127.0.0.1:")
     script = "setsid sh -c 'sleep 600 & echo $! > orphan' ; touch up; sleep 600"
     order = {"name": "gpu-1", "image": "i", "gpu": {"id": GPU}, "args": shlex.join(["sh", "-c", script])}
@@ -507,7 +499,7 @@ def test_pods_end_with_the_emulator_however_it_ends(command: Command, tmp_path: 
 # ---------------------------------------------------------------------------------------------------- a real worker
 
 
-def test_a_worker_in_a_pod_works_and_tells_the_memory_of_its_emulated_gpu(host: RealPodHost, dsn: str) -> None:
+def test_worker_in_pod_reports_emulated_gpu_memory(host: RealPodHost, dsn: str) -> None:
     args = shlex.join(["windlass", "worker", "--queue", "renders", "--exec", "cat", "--heartbeat-interval", "0.2"])
     container = replace(PLAIN, args=args, env={"DATABASE_URL": dsn})
     host.start(container)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support.api_fixture import open_api
 from support.postgres_servers import do_without
-from windlass.policy.alerts import ADVICE
+from windlass.model.alert import ADVICE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -144,7 +144,7 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "creation unclear",
         "machine not deleted",
         "machines unknown",
-        "holding",
+        "hold: ",
     }
     for seed in range(MAX_ROUGH):
         history = HetznerHistory(rough(seed))

@@ -36,6 +36,7 @@ from windlass.simulator.scenario import Scenario, Surroundings
 from windlass.simulator.workers import WorkerHabits
 
 CX23, IPV4 = 5_600, 800
+SUBNET = NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central")
 PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f me"
 
 # ------------------------------------------------------------------------------------------------------------ create
@@ -44,8 +45,7 @@ PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFB
 @virtually
 async def test_a_server_is_what_was_asked_for_and_what_it_costs_is_known() -> None:
     bed = Bed()
-    network = bed.client.networks.create(name="inside", ip_range="10.0.0.0/16")
-    network.add_subnet(NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central"))
+    network = bed.client.networks.create(name="inside", ip_range="10.0.0.0/16", subnets=[SUBNET])
     provider = bed.provider(network_id=network.id, labels={"team": "a"})
     machine = await provider.create(request_for(slot=3))
     (server,) = bed.servers.values()
@@ -88,8 +88,7 @@ async def test_an_hour_of_a_minute_costs_as_much_as_an_hour() -> None:
 @virtually
 async def test_without_a_public_address_there_is_none_to_pay() -> None:
     bed = Bed()
-    network = bed.client.networks.create(name="inside", ip_range="10.0.0.0/16")
-    network.add_subnet(NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central"))
+    network = bed.client.networks.create(name="inside", ip_range="10.0.0.0/16", subnets=[SUBNET])
     machine = await bed.provider(network_id=network.id, is_ipv4_on=False).create(request_for())
     assert machine.price_micros_per_hour == 5_600
     assert bed.emulator.project.primary_ips == {}
@@ -640,8 +639,7 @@ async def test_a_deletion_is_found_among_many_actions() -> None:
 @virtually
 async def test_a_server_whose_start_failed_has_exited_and_one_without_its_network_has_no_private_address() -> None:
     bed = Bed(boot_s=0)
-    network = bed.client.networks.create(name="inside", ip_range="10.0.0.0/16")
-    network.add_subnet(NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central"))
+    network = bed.client.networks.create(name="inside", ip_range="10.0.0.0/16", subnets=[SUBNET])
     provider = bed.provider(network_id=network.id, list_reuse_s=0.0)
     bed.faults.next_action("start_server")
     await provider.create(request_for(0))
@@ -730,8 +728,7 @@ async def test_primary_ips_of_others_and_of_living_servers_stay() -> None:
     bed = Bed()
     provider = bed.provider(list_reuse_s=0.0, is_ipv6_on=True)
     await provider.create(request_for())
-    mine = {"type": "ipv4", "name": "mine", "location": "nbg1", "assignee_type": "server", "auto_delete": False}
-    alone = bed.client.request("POST", "/primary_ips", json=mine)["primary_ip"]["id"]
+    alone = bed.add_primary_ip("mine").id
     for _ in range(40):
         await provider.list_machines()
         await asyncio.sleep(30)
@@ -768,16 +765,12 @@ def test_the_address_of_every_server_of_ours_is_labelled_whoever_had_it_made(who
 @virtually
 async def test_an_address_that_a_person_gave_to_a_server_of_ours_stays_theirs() -> None:
     bed = Bed(boot_s=0, delete_s=0, action_s=0)
-    mine = {"type": "ipv4", "name": "mine", "location": "nbg1", "assignee_type": "server", "auto_delete": False}
-    theirs = bed.client.request("POST", "/primary_ips", json=mine)["primary_ip"]["id"]
+    theirs = bed.add_primary_ip("mine")
     await asyncio.sleep(600)
     machine = await bed.provider().create(request_for())
-    server = bed.client.servers.get_by_id(int(machine.id))
-    server.power_off()
-    bed.client.primary_ips.unassign(server.public_net.primary_ipv4)
-    bed.client.request(
-        "POST", f"/primary_ips/{theirs}/actions/assign", json={"assignee_id": server.id, "assignee_type": "server"}
-    )
+    server = bed.servers[int(machine.id)]
+    bed.emulator.project.primary_ips[server.ipv4_id].server_id = None
+    server.ipv4_id, theirs.server_id = theirs.id, server.id
     provider = bed.provider(list_reuse_s=0.0)
     for _ in range(20):
         await _tended(provider)
@@ -785,9 +778,8 @@ async def test_an_address_that_a_person_gave_to_a_server_of_ours_stays_theirs() 
     await provider.delete(machine)
     await asyncio.sleep(600)
     await _tended(provider)
-    address = bed.emulator.project.primary_ips[theirs]
-    assert address.labels == {}
-    assert len(bed.asked("GET", f"/primary_ips/{theirs}")) <= 5
+    assert theirs.labels == {}
+    assert len(bed.asked("GET", f"/primary_ips/{theirs.id}")) <= 5
 
 
 @virtually
@@ -896,8 +888,7 @@ async def test_everything_it_asks_is_as_the_vendor_published_it() -> None:
     bed = Bed(is_judged=True)
     key = bed.client.ssh_keys.create(name="me", public_key=PUBLIC_KEY)
     firewall = bed.client.firewalls.create(name="wall").firewall
-    network = bed.client.networks.create(name="inside", ip_range="10.0.0.0/16")
-    network.add_subnet(NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central"))
+    network = bed.client.networks.create(name="inside", ip_range="10.0.0.0/16", subnets=[SUBNET])
     provider = bed.provider(
         network_id=network.id, ssh_keys=[key.name, str(key.id)], firewall_ids=[firewall.id], list_reuse_s=0.0
     )
@@ -913,7 +904,7 @@ async def test_everything_it_asks_is_as_the_vendor_published_it() -> None:
     account = bed.account()
     remarks = [remark async for remark in examine(account, "this", {"red": HetznerSettings()}, network.id)]
     assert [remark.do for remark in remarks] == ["", "", "", ""]
-    assert getattr(bed.front, "judged", 0) > 12
+    assert getattr(bed.front, "checked", 0) > 12
 
 
 @virtually

@@ -144,7 +144,7 @@ def test_told_to_stop_it_lets_everybody_go_and_ends() -> None:
         assert await bed.workers() == []
         assert [cloud.billed() for cloud in bed.clouds.values()] == [[], []]
         codes = {worker.code for worker in await bed.store.workers(include_terminated=True)}
-        assert codes == {"WOUND_DOWN"}
+        assert codes == {"SHUT_DOWN"}
         assert [cloud.closed for cloud in bed.clouds.values()] == [1, 1]
 
     in_a_bed(live)

@@ -55,7 +55,7 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "machine not prepared",
         "preparation unclear",
         "machines unknown",
-        "holding",
+        "hold: ",
     }
     for seed in range(MAX_ROUGH):
         history = RunpodHistory(rough(seed))

@@ -106,7 +106,6 @@ async def test_a_pod_comes_from_a_template_where_one_is_named() -> None:
 @virtually
 async def test_a_pod_that_is_to_be_prepared_lets_us_in() -> None:
     bed = Bed(is_judged=True)
-    bed.client.put("/account/ssh-keys", json={"keys": ["ssh-ed25519 AAAA somebody"]})
     await bed.provider(public_key="ssh-ed25519 OURS", env={"PUBLIC_KEY": "ssh-ed25519 MINE"}).create(request_for())
     (pod,) = bed.pods.values()
     assert pod.config.env["PUBLIC_KEY"] == "ssh-ed25519 OURS\nssh-ed25519 MINE"

@@ -1,8 +1,7 @@
-"""Hetzner's published contract as a judge, and the emulator behind the vendor's own client without a network.
+"""Hetzner's published contract, and the emulator behind the vendor's own client without a network.
 
-- `Contract.find()`: the vendor's OpenAPI document, or a skip that says where it is looked for. `find_or_none()`.
-- `Judged(emulator, contract)`: an emulator like the one it wraps; every request and answer that passes is checked.
-- `client_of(emulator)`: the `hcloud` SDK in this process, in virtual time; what nobody answers is a ReadTimeout.
+- `Contract`, `CheckedEmulator`: see vendor_contract.
+- `client_of(emulator)`: the `hcloud` SDK in this process, in virtual time. NoAnswer becomes a ReadTimeout.
 """
 
 from typing import Any
@@ -13,10 +12,10 @@ import requests
 from requests.adapters import BaseAdapter
 
 from support import vendor_contract
-from support.vendor_contract import Judged
+from support.vendor_contract import CheckedEmulator
 from windlass_emulators.http import Emulator, NoAnswer
 
-__all__ = ["Contract", "InProcess", "Judged", "client_of"]
+__all__ = ["CheckedEmulator", "Contract", "InProcessTransport", "client_of"]
 
 BASE = "/v1"
 
@@ -27,27 +26,20 @@ class Contract(vendor_contract.Contract):
     unpublished = frozenset(
         {
             *(("GET", "/v1/actions", name) for name in ("page", "per_page", "sort", "status")),
-            *(("GET", f"/v1/{kind}", "sort") for kind in ("server_types", "locations", "datacenters", "isos")),
+            *(("GET", f"/v1/{kind}", "sort") for kind in ("server_types", "locations")),
         }
     )
 
     def as_documented(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Hetzner's own clients name things by number where the document wants a string, and leave out the assignee's
-        type where there is no assignee."""
-        if (method, path) == ("POST", "/v1/primary_ips"):
-            return {"assignee_type": "server", **body}
+        """Hetzner's own clients send ids as numbers where the document requires strings."""
         if (method, path) == ("POST", "/v1/servers"):
-            named = {
-                name: str(body[name]) for name in ("image", "server_type", "location", "datacenter") if name in body
-            }
+            named = {name: str(body[name]) for name in ("image", "server_type", "location") if name in body}
             return {**body, **named, "ssh_keys": [str(key) for key in body.get("ssh_keys") or []]}
-        if path.endswith("/actions/rebuild"):
-            return {**body, "image": str(body.get("image"))}
         return body
 
 
-class InProcess(BaseAdapter):
-    """Requests go to the emulator itself: no socket, no thread, no time."""
+class InProcessTransport(BaseAdapter):
+    """Sends requests directly to the emulator: no socket, no thread, no waiting."""
 
     def __init__(self, emulator: Emulator) -> None:
         super().__init__()
@@ -79,5 +71,5 @@ class InProcess(BaseAdapter):
 
 def client_of(emulator: Emulator) -> hcloud.Client:
     client = hcloud.Client("any", api_endpoint=f"http://hetzner.test{BASE}", poll_interval=0, timeout=5)
-    client._client._session.mount("http://", InProcess(emulator))
+    client._client._session.mount("http://", InProcessTransport(emulator))
     return client

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import requests
 
-from support.hetzner_contract import Contract, InProcess, Judged, client_of
+from support.hetzner_contract import CheckedEmulator, Contract, InProcessTransport, client_of
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
 from windlass.providers.hetzner.account import HetznerAccount
@@ -21,6 +21,7 @@ from windlass.providers.hetzner.provider import HetznerProvider
 from windlass.simulator.loop import run, virtual_now
 from windlass.simulator.processes import start_outside
 from windlass_emulators.hetzner import HetznerEmulator
+from windlass_emulators.hetzner.project import PrimaryIp
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
 from windlass_emulators.http import Emulator
 
@@ -68,7 +69,7 @@ class Bed:
     def __init__(self, *, is_judged: bool = False, **settings: Any) -> None:
         self.emulator = HetznerEmulator(virtual_now, HetznerEmulatorSettings(**settings))
         self.faults = self.emulator.faults
-        self.front: Emulator = Judged(self.emulator, Contract.find()) if is_judged else self.emulator
+        self.front: Emulator = CheckedEmulator(self.emulator, Contract.find()) if is_judged else self.emulator
         self.rng = Random(1)  # noqa: S311
 
     def account(self, token: str = "any", limiter: HetznerLimiter | None = None) -> HetznerAccount:  # noqa: S107
@@ -78,7 +79,7 @@ class Bed:
             timeout_s=TIMEOUT_S,
             limiter=limiter,
             run=Network(self.rng),
-            adapter=InProcess(self.front),
+            adapter=InProcessTransport(self.front),
             rng=self.rng,
         )
 
@@ -107,6 +108,12 @@ class Bed:
     @property
     def servers(self) -> dict[int, Any]:
         return self.emulator.project.servers
+
+    def add_primary_ip(self, name: str) -> PrimaryIp:
+        """An unassigned address in nbg1, which a person created."""
+        project = self.emulator.project
+        location = next(each for each in project.catalog.locations if each.name == "nbg1")
+        return project.add_primary_ip("ipv4", location, is_auto_deleted=False, name=name)
 
 
 def request_for(slot: int = 0, fleet: str = "red") -> MachineRequest:

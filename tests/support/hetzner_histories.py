@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import requests
 
-from support.hetzner_contract import InProcess
+from support.hetzner_contract import InProcessTransport
 from support.hetzner_fixture import ENDPOINT, TIMEOUT_S, Network
 from windlass.model.hetzner import HOUR_S, HetznerSettings
 from windlass.model.machine import MachineRequest
@@ -98,7 +98,7 @@ class HetznerCloud(SimulatedCloud):
         return sum(ledger._micros(line, until, is_gross=False) for line in lines)
 
 
-class Project(InProcess):
+class Project(InProcessTransport):
     """The emulated project, what goes wrong with it, and whose machine each server is."""
 
     def __init__(self, clouds: dict[str, HetznerCloud], hour_s: int, rng: Random) -> None:
@@ -118,7 +118,7 @@ class Project(InProcess):
         cloud = self._cloud_of(request, method, path)
         lag_s, self.emulator.faults.lag_s = self.emulator.faults.lag_s, 0.0
         # Meant for a request that was refused.
-        self.emulator.faults.action_troubles.clear()
+        self.emulator.faults.action_faults.clear()
         breaks = self._draw(method, path, cloud) if cloud is not None and not self.is_calm else None
         if breaks == "late":
             delay_s = self.rng.uniform(0.0, MAX_LATE_S)
@@ -237,7 +237,7 @@ class Project(InProcess):
                 if self.rng.random() < 0.5:  # in the console, so there is an action
                     self.emulator.project.act("delete_server", [("server", id_)], 0.0)
                 self.emulator.project.begin_deletion(server)
-                self.emulator.project._remove_server(server)
+                self.emulator.project.remove_server(server)
                 server.power_changes += 1  # what was on its way is void
 
     def turn_off(self, machine_id: str) -> None:

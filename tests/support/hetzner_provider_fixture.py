@@ -6,7 +6,7 @@ from typing import Any
 import requests
 from requests.adapters import BaseAdapter
 
-from support.hetzner_contract import InProcess, client_of
+from support.hetzner_contract import InProcessTransport, client_of
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import Machine, MachineState
 from windlass.ports.provider import Provider
@@ -27,10 +27,10 @@ class HetznerWorld:
         self._accounts: list[HetznerAccount] = []
 
     def provider(self, *, fleet: str = "fleet", windlass: str = "this") -> Provider:
-        return self._provider(fleet, windlass, InProcess(self._emulator))
+        return self._provider(fleet, windlass, InProcessTransport(self._emulator))
 
     def provider_that_refuses(self) -> Provider:
-        return self._provider("fleet", "this", InProcess(self._emulator), image="no-such-image")
+        return self._provider("fleet", "this", InProcessTransport(self._emulator), image="no-such-image")
 
     def provider_without_answer(self) -> Provider:
         return self._provider("fleet", "this", _Unplugged())

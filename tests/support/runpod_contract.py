@@ -1,7 +1,7 @@
-"""Runpod's published contract as a judge, and the emulator behind httpx without a network.
+"""Runpod's published contract, and the emulator behind httpx without a network.
 
-- `Contract.find()`, `Judged`: as in vendor_contract.
-- `client_of(emulator)`: httpx in this process, in virtual time; what nobody answers is a ReadTimeout.
+- `Contract`, `CheckedEmulator`: see vendor_contract.
+- `client_of(emulator)`: httpx in this process, in virtual time. NoAnswer becomes a ReadTimeout.
 """
 
 import re
@@ -12,10 +12,10 @@ import httpx
 from openapi_schema_validator import OAS31Validator
 
 from support import vendor_contract
-from support.vendor_contract import Judged
+from support.vendor_contract import CheckedEmulator
 from windlass_emulators.http import Emulator, NoAnswer, Response
 
-__all__ = ["Contract", "InProcess", "Judged", "client_of"]
+__all__ = ["CheckedEmulator", "Contract", "InProcessTransport", "client_of"]
 
 _WINDOWS = ("minute", "hour", "day")
 
@@ -26,7 +26,7 @@ class Contract(vendor_contract.Contract):
     validator = OAS31Validator
 
     def check_headers(self, response: Response, described: dict[str, Any], what: str) -> None:
-        """The rate limit as structured fields, wherever the document promises it."""
+        """The rate limit as structured fields, wherever the document has it."""
         promised = described.get("headers", {})
         if "RateLimit" in promised:
             parts = [rf'"{name}";r=\d+;t=\d+' for name in _WINDOWS]
@@ -38,8 +38,8 @@ class Contract(vendor_contract.Contract):
             assert response.headers.get("Retry-After", "").isdecimal(), what
 
 
-class InProcess(httpx.BaseTransport, httpx.AsyncBaseTransport):
-    """Requests go to the emulator itself: no socket, no thread, no time."""
+class InProcessTransport(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Sends requests directly to the emulator: no socket, no thread, no waiting."""
 
     def __init__(self, emulator: Emulator) -> None:
         self._emulator = emulator
@@ -61,5 +61,7 @@ class InProcess(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
 def client_of(emulator: Emulator) -> httpx.Client:
     return httpx.Client(
-        transport=InProcess(emulator), base_url="http://runpod.test/v2", headers={"Authorization": "Bearer any"}
+        transport=InProcessTransport(emulator),
+        base_url="http://runpod.test/v2",
+        headers={"Authorization": "Bearer any"},
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from support.runpod_contract import Contract, InProcess, Judged, client_of
+from support.runpod_contract import CheckedEmulator, Contract, InProcessTransport, client_of
 from windlass.model.auth import JOIN_PREFIX
 from windlass.model.machine import MachineRequest
 from windlass.model.runpod import RunpodSettings
@@ -73,7 +73,7 @@ class Bed:
     def __init__(self, *, is_judged: bool = False, **settings: Any) -> None:
         self.host = VirtualPodHost()
         self.emulator = RunpodEmulator(virtual_now, RunpodEmulatorSettings(**settings), self.host)
-        self.front: Emulator = Judged(self.emulator, Contract.find()) if is_judged else self.emulator
+        self.front: Emulator = CheckedEmulator(self.emulator, Contract.find()) if is_judged else self.emulator
         self.rng = Random(1)  # noqa: S311
 
     @property
@@ -81,7 +81,7 @@ class Bed:
         return self.emulator.faults
 
     def account(self, key: str = "any", limiter: RunpodLimiter | None = None) -> RunpodAccount:
-        transport = Network(InProcess(self.front), self.rng)
+        transport = Network(InProcessTransport(self.front), self.rng)
         return RunpodAccount(
             key, endpoint=ENDPOINT, timeout_s=TIMEOUT_S, limiter=limiter, transport=transport, rng=self.rng
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from support.runpod_contract import InProcess
+from support.runpod_contract import InProcessTransport
 from support.runpod_fixture import ENDPOINT, IMAGE, TIMEOUT_S, URL, Network
 from windlass.model.errors import NotPrepared
 from windlass.model.machine import MachineRequest, Preparation
@@ -85,7 +85,7 @@ class RunpodCloud(SimulatedCloud):
         super().exited(machine_id)
 
 
-class Pods(InProcess):
+class Pods(InProcessTransport):
     """The emulated account, what goes wrong with it, and whose machine each pod is."""
 
     def __init__(self, clouds: dict[str, RunpodCloud], rng: Random, fate: Random) -> None:
@@ -126,7 +126,7 @@ class Pods(InProcess):
             response = super().handle_request(request)
         finally:
             faults.lag_s = 0.0
-            faults.idle_deletions = 0
+            faults.ineffective_deletions = 0
             self.look()
         if breaks == "answer lost":
             raise httpx.ReadError("Connection reset by peer", request=request)
@@ -215,8 +215,8 @@ class Pods(InProcess):
             if id_ not in self.entries:
                 _, fleet, worker_id = pod.config.env["WINDLASS_POD"].split("/")
                 slot = int(worker_id.split("-")[-2])
-                self.begins_with = pod.luck
-                self.told |= {name for name in ("has_no_gpu", "never_has_runtime") if getattr(pod.luck, name)}
+                self.begins_with = pod.faults
+                self.told |= {name for name in ("has_no_gpu", "never_has_runtime") if getattr(pod.faults, name)}
                 self.entries[id_] = self.clouds[fleet].begin(MachineRequest(worker_id, fleet, slot))
         for id_, entry in self.entries.items():
             if id_ not in pods:

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from support.runpod_contract import InProcess, client_of
+from support.runpod_contract import InProcessTransport, client_of
 from windlass.model.machine import Machine, MachineState
 from windlass.model.runpod import RunpodSettings
 from windlass.ports.provider import Provider
@@ -25,10 +25,10 @@ class RunpodWorld:
         self._emulator = RunpodEmulator(lambda: self._now, RunpodEmulatorSettings(**AT_ONCE, **PLENTY))  # type: ignore[arg-type]
 
     def provider(self, *, fleet: str = "fleet", windlass: str = "this") -> Provider:
-        return self._provider(fleet, windlass, InProcess(self._emulator))
+        return self._provider(fleet, windlass, InProcessTransport(self._emulator))
 
     def provider_that_refuses(self) -> Provider:
-        return self._provider("fleet", "this", InProcess(self._emulator), choices=["NVIDIA Abacus"])
+        return self._provider("fleet", "this", InProcessTransport(self._emulator), choices=["NVIDIA Abacus"])
 
     def provider_without_answer(self) -> Provider:
         return self._provider("fleet", "this", _Unplugged())

@@ -1,7 +1,7 @@
-"""A vendor's published OpenAPI document as a judge of an emulator.
+"""A vendor's published OpenAPI document as the reference for an emulator.
 
-- `Contract.find()`: the document, or a skip that says where it is looked for. `find_or_none()`.
-- `Judged(emulator, contract)`: an emulator like the one it wraps; every request and answer that passes is checked.
+- `Contract.find()` returns the document, or skips the test and reports where it searched. `find_or_none()` never skips.
+- `CheckedEmulator(emulator, contract)` wraps an emulator and checks every request and response that passes through.
 """
 
 import json
@@ -26,14 +26,14 @@ _FOLDERS = [
 
 
 class Contract:
-    """What the vendor says about requests and answers."""
+    """The published rules for requests and responses."""
 
-    # The document's file, what stands before its paths in a request.
+    # The file name of the document, and the prefix of its paths in requests.
     spec: ClassVar[str]
     base: ClassVar[str] = ""
     served: ClassVar[str]
     _found: ClassVar[dict[str, "Contract"]] = {}
-    # What the vendor's own clients ask for though it is not in the document: (method, path, parameter).
+    # Parameters that the vendor's own clients send although they are not published: (method, path, parameter).
     unpublished: ClassVar[frozenset[tuple[str, str, str]]] = frozenset()
     validator: ClassVar[type[OAS30Validator] | type[OAS31Validator]] = OAS30Validator
 
@@ -46,7 +46,7 @@ class Contract:
             for method, operation in methods.items()
             if method in ("get", "post", "put", "patch", "delete")
         }
-        # Fixed words before placeholders: /servers/actions is no server.
+        # Paths without placeholders first: /servers/actions is not a server.
         ordered = sorted(paths, key=lambda path: path.count("{"))
         self._patterns = [(path, re.compile(re.sub(r"\{[^}]+\}", "[^/]+", path))) for path in ordered]
         self._validators: dict[int, Any] = {}
@@ -55,12 +55,12 @@ class Contract:
     def find(cls) -> Self:
         contract = cls.find_or_none()
         if contract is None:
-            pytest.skip(f"no {cls.spec} in {_FOLDERS[-1]}, nor in WINDLASS_SPECS: nothing to judge the emulator by")
+            pytest.skip(f"no {cls.spec} in {_FOLDERS[-1]}, nor in WINDLASS_SPECS: cannot check the emulator")
         return contract
 
     @classmethod
     def find_or_none(cls) -> Self | None:
-        """The same one for all tests: what it compiles is worth keeping."""
+        """Shared by all tests, because compiling the validators is slow."""
         document = _document(cls.spec)
         if document is None:
             return None
@@ -115,11 +115,11 @@ class Contract:
         self.check_headers(response, described, f"{status} of {method} {path}")
 
     def as_documented(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """A request as the document wants it, where that is stricter than the API."""
+        """The request body in the form that the document requires, where it is stricter than the API."""
         return body
 
     def check_headers(self, response: Response, described: dict[str, Any], what: str) -> None:
-        """Nothing, where the vendor does not say."""
+        """Vendors with published response headers override this."""
 
     def _operation(self, method: str, path: str) -> dict[str, Any]:
         place = path.removeprefix(self.base)
@@ -131,7 +131,7 @@ class Contract:
 
     def _check(self, schema: dict[str, Any], value: object, what: str) -> None:
         if id(schema) not in self._validators:
-            # References are looked up in the whole document.
+            # Resolve references in the whole document.
             whole = {**schema, "components": self._document.get("components", {})}
             self._validators[id(schema)] = self.validator(whole, format_checker=self.validator.FORMAT_CHECKER)
         errors = [
@@ -149,7 +149,7 @@ class Contract:
 
 
 def _as_typed(schema: dict[str, Any], value: str) -> object:
-    """What a text in a query means. One that is not of its type stays a text, and is complained about."""
+    """The typed value of a query parameter. A value of the wrong type stays a string and fails the check."""
     match schema.get("type"):
         case "integer" if re.fullmatch(r"-?\d+", value):
             return int(value)
@@ -168,13 +168,13 @@ def _document(spec: str) -> dict[str, Any] | None:
     return None
 
 
-class Judged:
-    """Fails the test when a request or an answer is not as published. Refused requests need not be."""
+class CheckedEmulator:
+    """Fails the test when a request or a response is not as published. Refused requests are not checked."""
 
     def __init__(self, emulator: Emulator, contract: Contract) -> None:
         self.emulator = emulator
         self._contract = contract
-        self.judged = 0
+        self.checked = 0
 
     def handle(
         self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes
@@ -184,7 +184,7 @@ class Judged:
             if response.status < 400:
                 self._contract.check_request(method, path, query, body)
             self._contract.check_response(method, path, response)
-            self.judged += 1
+            self.checked += 1
         return response
 
     def settle(self) -> None:
@@ -194,12 +194,12 @@ class Judged:
         return self.emulator.next_due()
 
 
-class Witnessed(Judged):
-    """What the contract complains about is kept: to the server behind HTTP it would be just another error."""
+class RecordingEmulator(CheckedEmulator):
+    """Keeps the violations, because the HTTP server would turn the failed assertion into a response."""
 
     def __init__(self, emulator: Emulator, contract: Contract) -> None:
         super().__init__(emulator, contract)
-        self.complaints: list[str] = []
+        self.violations: list[str] = []
 
     def handle(
         self, method: str, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str], body: bytes
@@ -207,5 +207,5 @@ class Witnessed(Judged):
         try:
             return super().handle(method, path, query, headers, body)
         except AssertionError as error:
-            self.complaints.append(str(error))
+            self.violations.append(str(error))
             raise

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from windlass.model.alert import Alert, AlertInputs, FleetAlertInputs, Severity
+from windlass.model.alert import ADVICE, Alert, AlertInputs, FleetAlertInputs, Severity
 from windlass.model.cycle import Fleet
 from windlass.model.snapshot import Hold
 from windlass.policy import stages
-from windlass.policy.alerts import ADVICE, firing
+from windlass.policy.alerts import evaluate_alerts
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 GRACE_S = 60.0
@@ -40,7 +40,7 @@ def watched(
         for key in keys
     ]
     since = NOW - timedelta(seconds=5) if is_settling else None
-    fleets = (FleetAlertInputs(fleet, **{"told": {}, **seen}),)
+    fleets = (FleetAlertInputs(fleet, **{"raised": {}, **seen}),)
     return AlertInputs(NOW, leaderless_s, fleets, dead or {}, tuple(told), since)
 
 
@@ -48,22 +48,22 @@ LONG_AGO = NOW - timedelta(hours=1)
 
 
 def codes(seen: AlertInputs, allowed: int = 0) -> list[tuple[str, str]]:
-    return [(problem.key, problem.severity.value) for problem in firing(seen, allowed, GRACE_S)]
+    return [(problem.key, problem.severity.value) for problem in evaluate_alerts(seen, allowed, GRACE_S)]
 
 
 CASES: dict[str, tuple[AlertInputs, list[tuple[str, str]]]] = {
     "all is well": (watched(), []),
-    "a slot is failed": (watched(told={"SLOT_FAILED 3": "slot 3"}), [("SLOT_FAILED 3", "critical")]),
-    "restarts": (watched(told={"SLOT_RESTARTS 3": "x"}), [("SLOT_RESTARTS 3", "warning")]),
-    "all workers crashed": (watched(told={"ALL_CRASHED": "x"}), [("ALL_CRASHED", "critical")]),
-    "near the limit": (watched(told={"NEAR_MAX": "41 of 50"}), [("NEAR_MAX", "warning")]),
-    "a budget is spent": (watched(told={"BUDGET today": "x"}), [("BUDGET today", "critical")]),
+    "a slot is failed": (watched(raised={"SLOT_FAILED 3": "slot 3"}), [("SLOT_FAILED 3", "critical")]),
+    "restarts": (watched(raised={"SLOT_RESTARTS 3": "x"}), [("SLOT_RESTARTS 3", "warning")]),
+    "all workers crashed": (watched(raised={"ALL_CRASHED": "x"}), [("ALL_CRASHED", "critical")]),
+    "near the limit": (watched(raised={"NEAR_MAX": "41 of 50"}), [("NEAR_MAX", "warning")]),
+    "a budget is spent": (watched(raised={"BUDGET today": "x"}), [("BUDGET today", "critical")]),
     "three of a kind are told apart": (
-        watched(told={f"VRAM_STALE w{number}": "x" for number in range(3)}),
+        watched(raised={f"VRAM_STALE w{number}": "x" for number in range(3)}),
         [("VRAM_STALE w0", "warning"), ("VRAM_STALE w1", "warning"), ("VRAM_STALE w2", "warning")],
     ),
     "a thousand of a kind are one": (
-        watched(told={f"VRAM_STALE w{number}": "x" for number in range(1_000)} | {"NEAR_MAX": "x"}),
+        watched(raised={f"VRAM_STALE w{number}": "x" for number in range(1_000)} | {"NEAR_MAX": "x"}),
         [("NEAR_MAX", "warning"), ("VRAM_STALE", "warning")],
     ),
     "two provider errors": (watched(provider_errors={"create": 2, "list": 2}), []),
@@ -76,7 +76,7 @@ CASES: dict[str, tuple[AlertInputs, list[tuple[str, str]]]] = {
         watched(replace(FLEET, hold=Hold("WAS_AWAY", "x", NOW, is_total=True))), [("WAS_AWAY", "critical")],
     ),
     "a hold that the plan tells anyway": (
-        watched(replace(FLEET, hold=Hold("BUDGET", "x", NOW)), told={"BUDGET today": "x"}),
+        watched(replace(FLEET, hold=Hold("BUDGET", "x", NOW)), raised={"BUDGET today": "x"}),
         [("BUDGET today", "critical")],
     ),
     "dead letters": (watched(dead={"a": 1, "b": 0}), [("DEAD_LETTERS a", "warning")]),
@@ -86,16 +86,18 @@ CASES: dict[str, tuple[AlertInputs, list[tuple[str, str]]]] = {
         watched(replace(FLEET, planned_at=LONG_AGO)), [("UNATTENDED", "warning")],
     ),
     "what an old plan told is the last that is known": (
-        watched(replace(FLEET, planned_at=LONG_AGO, hold=Hold("NO_CAPACITY", "none", NOW)), told={"NEAR_MAX": "x"}),
+        watched(replace(FLEET, planned_at=LONG_AGO, hold=Hold("NO_CAPACITY", "none", NOW)), raised={"NEAR_MAX": "x"}),
         [("NEAR_MAX", "warning"), ("NO_CAPACITY", "warning"), ("UNATTENDED", "warning")],
     ),
     "a fleet that was wound down": (
-        watched(replace(FLEET, planned_at=LONG_AGO, next_plan_in_s=None), told={"NEAR_MAX": "x"}, leaderless_s=GRACE_S),
+        watched(
+            replace(FLEET, planned_at=LONG_AGO, next_plan_in_s=None), raised={"NEAR_MAX": "x"}, leaderless_s=GRACE_S,
+        ),
         [],
     ),
     "the first look of a process": (
         watched(
-            replace(FLEET, planned_at=LONG_AGO), told={"BUDGET today": "x"}, already=("NEAR_MAX",), is_settling=True,
+            replace(FLEET, planned_at=LONG_AGO), raised={"BUDGET today": "x"}, already=("NEAR_MAX",), is_settling=True,
         ),
         [("NEAR_MAX", "warning")],
     ),
@@ -106,7 +108,7 @@ CASES: dict[str, tuple[AlertInputs, list[tuple[str, str]]]] = {
         [("SLOT_FAILED 3", "warning")],
     ),
     "its first look after the first cycle": (
-        watched(told={"BUDGET today": "x"}, already=("NEAR_MAX",), is_settling=True), [("BUDGET today", "critical")],
+        watched(raised={"BUDGET today": "x"}, already=("NEAR_MAX",), is_settling=True), [("BUDGET today", "critical")],
     ),
     "its first look while nobody leads": (watched(leaderless_s=GRACE_S, is_settling=True), []),
     "its first look while nobody leads, as was told": (
@@ -114,15 +116,15 @@ CASES: dict[str, tuple[AlertInputs, list[tuple[str, str]]]] = {
     ),
     "a fourth of a kind": (
         watched(
-            told={f"VRAM_STALE w{number}": "x" for number in range(4)}, already=("VRAM_STALE w1", "VRAM_STALE w9"),
+            raised={f"VRAM_STALE w{number}": "x" for number in range(4)}, already=("VRAM_STALE w1", "VRAM_STALE w9"),
         ),
         [("VRAM_STALE", "warning"), ("VRAM_STALE w1", "warning")],
     ),
     "two of many are left": (
-        watched(told={"VRAM_STALE w1": "x", "VRAM_STALE w2": "x"}, already=("VRAM_STALE", "VRAM_STALE w1")),
+        watched(raised={"VRAM_STALE w1": "x", "VRAM_STALE w2": "x"}, already=("VRAM_STALE", "VRAM_STALE w1")),
         [("VRAM_STALE", "warning"), ("VRAM_STALE w1", "warning")],
     ),
-    "one that has no others": (watched(told={"NEAR_MAX": "x"}, already=("NEAR_MAX",)), [("NEAR_MAX", "warning")]),
+    "one that has no others": (watched(raised={"NEAR_MAX": "x"}, already=("NEAR_MAX",)), [("NEAR_MAX", "warning")]),
     "dead letters of many queues": (
         watched(dead={f"q{number}": 1 for number in range(1_000)}, of_all=("DEAD_LETTERS q7",)),
         [("DEAD_LETTERS", "warning"), ("DEAD_LETTERS q7", "warning")],
@@ -137,7 +139,7 @@ def test_what_is_the_matter(seen: AlertInputs, expected: list[tuple[str, str]]) 
 
 def test_many_of_a_kind_are_named_by_the_first_few_and_their_number() -> None:
     told = {f"SLOT_FAILED {number}": f"slot {number} is failed" for number in range(12)}
-    (problem,) = firing(watched(told=told), 0, GRACE_S)
+    (problem,) = evaluate_alerts(watched(raised=told), 0, GRACE_S)
     assert problem.reason == "12 at once (0, 1, 2, ...): slot 0 is failed"
 
 
@@ -145,12 +147,12 @@ def test_many_of_a_kind_are_named_by_the_first_few_and_their_number() -> None:
     ("told", "reason"),
     [
         ({"SLOT_FAILED 10": "x", "SLOT_FAILED 2": "y"}, "2 at once (2, 10): y"),
-        ({"SLOT_FAILED 2": "y"}, "1 is left (2): y"),
+        ({"SLOT_FAILED 2": "y"}, "1 left (2): y"),
         ({"SLOT_FAILED": "y"}, "y"),
     ],
 )
 def test_those_that_are_left_of_many_are_named(told: dict[str, str], reason: str) -> None:
-    (problem,) = firing(watched(told=told, already=("SLOT_FAILED",)), 0, GRACE_S)
+    (problem,) = evaluate_alerts(watched(raised=told, already=("SLOT_FAILED",)), 0, GRACE_S)
     assert (problem.key, problem.reason) == ("SLOT_FAILED", reason)
 
 

@@ -153,10 +153,9 @@ def test_where_idle_workers_are_kept(unit_s: int, poll_s: float, is_kept: bool) 
 )
 def test_when_a_worker_can_leave_an_hour(lived_s: float, opens_s: float, boundary_s: float) -> None:
     """Cycles of 10 s: 3 cycles and 30 s for the deletion before the boundary, 1 cycle and 30 s at the latest."""
-    departure = billing.next_departure(3600, T0, after(seconds=lived_s), 10.0)
+    departure = billing.next_window(3600, T0, after(seconds=lived_s), 10.0)
     assert departure.opens == after(seconds=opens_s)
     assert departure.boundary == after(seconds=boundary_s)
-    assert departure.closes == after(seconds=boundary_s - 40)
 
 
 @always
@@ -167,11 +166,12 @@ def test_a_departure_is_always_in_time_and_late_in_its_unit(
     if not billing.is_worth_waiting(unit_s, poll_s):
         return
     now = since + lived
-    departure = billing.next_departure(unit_s, since, now, poll_s)
-    assert departure.opens < departure.closes < departure.boundary
-    assert now <= departure.closes, "what is left of it is enough for a cycle and the deletion"
+    departure = billing.next_window(unit_s, since, now, poll_s)
+    closes = departure.boundary - timedelta(seconds=poll_s + min(30.0, unit_s / 20))
+    assert departure.opens < closes < departure.boundary
+    assert now <= closes, "enough time is left for a cycle and the deletion"
     assert (departure.boundary - since) % timedelta(seconds=unit_s) == timedelta(0)
-    assert departure.closes - departure.opens >= timedelta(seconds=2 * poll_s) - timedelta.resolution
+    assert closes - departure.opens >= timedelta(seconds=2 * poll_s) - timedelta.resolution
     lead = departure.boundary - departure.opens
     assert lead < timedelta(seconds=unit_s)
     if poll_s <= 10 and unit_s == 3600:
@@ -181,12 +181,10 @@ def test_a_departure_is_always_in_time_and_late_in_its_unit(
 def windows(*boundaries_s: float, per_s: float | None, unit_s: int = 3600) -> list[float]:
     """How long before its boundary each may go."""
     leaving = [
-        billing.next_departure(unit_s, after(seconds=at - unit_s), after(seconds=at - unit_s), 10.0)
-        for at in boundaries_s
+        billing.next_window(unit_s, after(seconds=at - unit_s), after(seconds=at - unit_s), 10.0) for at in boundaries_s
     ]
-    found = billing.one_after_another(unit_s, leaving, per_s)
+    found = billing.stagger_windows(unit_s, leaving, per_s)
     assert [each.boundary for each in found] == [each.boundary for each in leaving]
-    assert [each.closes for each in found] == [each.closes for each in leaving]
     return [(each.boundary - each.opens).total_seconds() for each in found]
 
 

@@ -1,4 +1,4 @@
-"""What a machine is told at its first boot: what is in it, what never is, and what is refused before money is spent."""
+"""The user data of a machine: its content, secrets, invalid settings, hostile values, custom templates."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ TOKEN = "wjt_3f1c9a"
 URL = "https://control.example.org:8443"
 EVERYTHING = BootstrapSettings(
     has_docker=True,
-    # Seed 001's list.
+    # The original Hetzner autoscaler's list.
     images=("python:3.11-slim", "python:3.10-slim", "rgrid/python:3.11-datascience", "rgrid/ffmpeg:latest"),
     packages=("git", "build-essential"),
     requirements=("--extra-index-url https://pypi.example.org/simple", "ray[default]==2.49.0", "app==1.2"),
@@ -47,14 +47,14 @@ def unit(content: dict[str, Any], name: str = "windlass-worker") -> list[str]:
     return written(content)[f"/etc/systemd/system/{name}.service"].splitlines()
 
 
-# -------------------------------------------------------------------------------------------------------- what is in it
+# ------------------------------------------------------------------------------------------------------------- content
 
 
-def test_the_document_begins_with_the_line_that_cloud_init_looks_for() -> None:
+def test_document_begins_with_cloud_config_header() -> None:
     assert render_user_data(BootstrapSettings(), request(), URL).startswith("#cloud-config\n")
 
 
-def test_the_join_file_holds_the_id_the_address_and_the_token_and_only_root_may_read_it() -> None:
+def test_join_file_has_id_url_and_token_and_mode_0600() -> None:
     content = rendered(BootstrapSettings())
     (file,) = [file for file in content["write_files"] if file["path"] == "/etc/windlass/join.json"]
     assert json.loads(file["content"]) == {"worker_id": "renders-3-00c0ffee00", "url": URL, "join_token": TOKEN}
@@ -62,11 +62,11 @@ def test_the_join_file_holds_the_id_the_address_and_the_token_and_only_root_may_
     assert "encoding" not in file
 
 
-def test_the_token_stands_in_the_join_file_and_nowhere_else() -> None:
+def test_join_token_is_only_in_join_file() -> None:
     assert render_user_data(EVERYTHING, request(), URL).count(TOKEN) == 1
 
 
-def test_without_wishes_there_is_only_what_a_worker_needs() -> None:
+def test_default_document_has_only_required_files() -> None:
     content = rendered(BootstrapSettings())
     assert set(content) == {"ssh_pwauth", "package_update", "packages", "write_files", "runcmd"}
     assert content["ssh_pwauth"] is False
@@ -80,7 +80,7 @@ def test_without_wishes_there_is_only_what_a_worker_needs() -> None:
     assert content["runcmd"] == [["sh", "/usr/local/lib/windlass/boot.sh", "windlass"]]
 
 
-def test_what_the_fleet_wishes_arrives_unchanged() -> None:
+def test_fleet_settings_arrive_unchanged() -> None:
     content = rendered()
     files = written(content)
     assert content["packages"][2:] == ["docker.io", "git", "build-essential"]
@@ -90,7 +90,7 @@ def test_what_the_fleet_wishes_arrives_unchanged() -> None:
     assert files["/usr/local/lib/windlass/setup/002.sh"] == EVERYTHING.setup[1] + "\n"
 
 
-def test_the_worker_runs_as_a_user_without_rights_and_is_not_restarted_after_its_end() -> None:
+def test_worker_unit_is_unprivileged_and_respects_exit_code_3() -> None:
     lines = unit(rendered(BootstrapSettings(), stop_timeout_s=89.5))
     assert "ExecStart=/opt/windlass/bin/windlass worker --join /etc/windlass/join.json" in lines
     assert "User=windlass" in lines
@@ -98,17 +98,17 @@ def test_the_worker_runs_as_a_user_without_rights_and_is_not_restarted_after_its
     assert "WorkingDirectory=/var/lib/windlass" in lines
     assert "RestartPreventExitStatus=3" in lines
     assert "PrivateTmp=yes" in lines
-    # The drain, and a little for the end of the process.
+    # The drain time plus STOP_MARGIN_S.
     assert "TimeoutStopSec=120" in lines
     assert not [line for line in lines if "docker" in line or "ray" in line]
 
 
-def test_docker_and_the_worker_meet_in_the_same_tmp() -> None:
+def test_worker_with_docker_shares_tmp() -> None:
     lines = unit(rendered(BootstrapSettings(has_docker=True)))
     assert {"PrivateTmp=no", "SupplementaryGroups=docker", "After=docker.service"} <= set(lines)
 
 
-def test_a_machine_joins_ray_only_when_the_fleet_asks_for_it() -> None:
+def test_ray_unit_exists_only_with_ray_address() -> None:
     assert "/etc/systemd/system/windlass-ray.service" not in written(rendered(BootstrapSettings()))
     (start,) = [line for line in unit(rendered(), "windlass-ray") if line.startswith("ExecStart=")]
     assert start == (
@@ -120,7 +120,7 @@ def test_a_machine_joins_ray_only_when_the_fleet_asks_for_it() -> None:
 PEM = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
 
 
-def test_an_authority_of_ones_own_is_written_beside_the_join_file_which_names_it(tmp_path: Path) -> None:
+def test_ca_certificate_is_written_and_named_in_join_file(tmp_path: Path) -> None:
     (tmp_path / "authority.pem").write_text(PEM)
     files = written(rendered(BootstrapSettings(ca_file=tmp_path / "authority.pem")))
     assert files["/etc/windlass/ca.pem"] == PEM
@@ -131,50 +131,52 @@ def test_an_authority_of_ones_own_is_written_beside_the_join_file_which_names_it
     "content",
     [
         pytest.param(None, id="no file"),
-        pytest.param(b"", id="an empty file"),
+        pytest.param(b"", id="empty file"),
         pytest.param(b"\x30\x82\xff", id="no PEM"),
-        pytest.param(f"{PEM}-----BEGIN RSA PRIVATE KEY-----\nhunter2\n".encode(), id="its key beside it"),
+        pytest.param(f"{PEM}-----BEGIN RSA PRIVATE KEY-----\nhunter2\n".encode(), id="with private key"),
     ],
 )
-def test_what_is_no_authority_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_invalid_ca_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "authority.pem").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"authority.pem .*bootstrap.ca_file") as caught:
+    with pytest.raises(ConfigError, match=r"authority.pem.*bootstrap.ca_file") as caught:
         rendered(BootstrapSettings(ca_file=tmp_path / "authority.pem"))
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_full_document_leaves_room_for_setup_commands() -> None:
+def test_full_document_leaves_room_for_setup_commands() -> None:
     assert len(render_user_data(EVERYTHING, request(), URL)) < MAX_USER_DATA_BYTES * 0.6
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------- invalid input
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "message"),
     [
-        pytest.param({"images": ["a"]}, "has_docker is false", id="images without Docker"),
-        pytest.param({"ray_num_cpus": 2}, "ray_address is not", id="CPUs for no Ray"),
-        pytest.param({"ray_address": "h:1"}, "none of the requirements installs Ray", id="Ray that nobody installs"),
-        pytest.param({"ray_address": "h:1", "requirements": ["ray-tools"]}, "installs Ray", id="another package"),
-        pytest.param({"ray_address": "h", "requirements": ["ray"]}, "pattern", id="a head without a port"),
-        pytest.param({"ray_address": "h:1 --head", "requirements": ["ray"]}, "pattern", id="options after the head"),
-        pytest.param({"ray_address": "h:1\n", "requirements": ["ray"]}, "pattern", id="a line's end after the head"),
-        pytest.param({"has_docker": True, "images": ["--all"]}, "no name of a Docker image", id="an option as image"),
-        pytest.param({"has_docker": True, "images": ["a b"]}, "no name of a Docker image", id="two images in one"),
-        pytest.param({"packages": ["-y"]}, "no name of an Ubuntu package", id="an option as package"),
-        pytest.param({"packages": ["git\ncurl"]}, "no name of an Ubuntu package", id="two packages in one"),
+        pytest.param({"images": ["a"]}, "images requires has_docker", id="images without Docker"),
+        pytest.param({"ray_num_cpus": 2}, "ray_num_cpus requires ray_address", id="CPUs without Ray"),
+        pytest.param({"ray_address": "h:1"}, "ray_address requires Ray", id="Ray not installed"),
+        pytest.param(
+            {"ray_address": "h:1", "requirements": ["ray-tools"]}, "requires Ray", id="package with similar name"
+        ),
+        pytest.param({"ray_address": "h", "requirements": ["ray"]}, "pattern", id="head without port"),
+        pytest.param({"ray_address": "h:1 --head", "requirements": ["ray"]}, "pattern", id="option after the head"),
+        pytest.param({"ray_address": "h:1\n", "requirements": ["ray"]}, "pattern", id="line break after the head"),
+        pytest.param({"has_docker": True, "images": ["--all"]}, "not a valid Docker image name", id="option as image"),
+        pytest.param({"has_docker": True, "images": ["a b"]}, "not a valid Docker image name", id="two images in one"),
+        pytest.param({"packages": ["-y"]}, "not a valid Ubuntu package name", id="option as package"),
+        pytest.param({"packages": ["git\ncurl"]}, "not a valid Ubuntu package name", id="two packages in one"),
         pytest.param({"requirements": ["a\nb"]}, "one line", id="two requirements in one"),
-        pytest.param({"requirements": [" "]}, "one line", id="an empty requirement"),
-        pytest.param({"setup": [""]}, "an empty command", id="an empty command"),
-        pytest.param({"setup": ["a\0"]}, "control characters", id="a zero byte in a command"),
-        pytest.param({"user": "Robert'); drop"}, "pattern", id="no user's name"),
-        pytest.param({"docker": True}, "Extra inputs", id="a key that is none"),
+        pytest.param({"requirements": [" "]}, "one line", id="empty requirement"),
+        pytest.param({"setup": [""]}, "command is empty", id="empty command"),
+        pytest.param({"setup": ["a\0"]}, "control characters", id="zero byte in command"),
+        pytest.param({"user": "Robert'); drop"}, "pattern", id="invalid user name"),
+        pytest.param({"docker": True}, "Extra inputs", id="unknown key"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(given: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValidationError, match=sentence):
+def test_invalid_settings_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         BootstrapSettings.model_validate(given)
 
 
@@ -196,7 +198,7 @@ def test_settings_that_cannot_be_meant_are_refused(given: dict[str, Any], senten
         'https://control.example.org/"',
     ],
 )
-def test_an_address_that_cannot_be_used_is_refused_and_not_repeated(url: str) -> None:
+def test_invalid_url_is_refused_and_not_quoted(url: str) -> None:
     with pytest.raises(BadInput) as caught:
         render_user_data(BootstrapSettings(), request(), url)
     assert "https://host:port" in str(caught.value)
@@ -204,27 +206,27 @@ def test_an_address_that_cannot_be_used_is_refused_and_not_repeated(url: str) ->
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.2:8080", "https://[fd00::2]:8443/", "https://example.org/windlass"])
-def test_an_address_is_written_without_the_slash_at_its_end(url: str) -> None:
+def test_trailing_slash_of_url_is_removed(url: str) -> None:
     content = yaml.safe_load(render_user_data(BootstrapSettings(), request(), url))
     assert json.loads(written(content)["/etc/windlass/join.json"])["url"] == url.rstrip("/")
 
 
 @pytest.mark.parametrize("token", [None, "", "a b", "a\nb"])
-def test_a_machine_without_a_token_is_not_described(token: str | None) -> None:
+def test_request_without_valid_join_token_is_refused(token: str | None) -> None:
     with pytest.raises(BadInput, match="has no join token"):
         render_user_data(BootstrapSettings(), request(token=token), URL)
 
 
 @pytest.mark.parametrize("name", ["fleet:a-0-00", "x" * 70, "a-0-"])
-def test_a_worker_that_ray_cannot_label_is_refused_before_it_is_hired(name: str) -> None:
+def test_worker_id_that_is_no_ray_label_is_refused(name: str) -> None:
     render_user_data(BootstrapSettings(), request(name), URL)
     with pytest.raises(BadInput, match="label of a Ray node"):
         render_user_data(EVERYTHING, request(name), URL)
 
 
-def test_a_document_that_no_machine_would_take_is_refused() -> None:
+def test_document_over_size_limit_is_refused() -> None:
     settings = BootstrapSettings(setup=("true # " + "x" * MAX_USER_DATA_BYTES,))
-    with pytest.raises(ConfigError, match=r"bytes of user data and a machine takes 32,768: move setup commands"):
+    with pytest.raises(ConfigError, match=r"bytes of user data, more than the limit of 32,768: move setup commands"):
         render_user_data(settings, request(), URL)
 
 
@@ -237,7 +239,7 @@ def test_a_document_that_no_machine_would_take_is_refused() -> None:
 @example("\\{{ \\\\{%")
 @example("'\"\n---\n...\n#: - &*!|>%@`")
 @example("\x00\x7f\x85\u2028\ufeff\U0001f600")
-def test_any_text_comes_back_from_yaml_as_it_went_in(text: str) -> None:
+def test_quoted_text_survives_yaml_round_trip(text: str) -> None:
     found = quoted(text)
     assert yaml.safe_load(f"- {found}\n") == [text]
     assert found.isascii()
@@ -247,9 +249,7 @@ def test_any_text_comes_back_from_yaml_as_it_went_in(text: str) -> None:
 
 
 @given(st.lists(st.text(), max_size=3), st.lists(st.text(), max_size=3))
-def test_hostile_commands_and_requirements_arrive_unchanged_or_are_refused(
-    setup: list[str], requirements: list[str]
-) -> None:
+def test_hostile_settings_arrive_unchanged_or_are_refused(setup: list[str], requirements: list[str]) -> None:
     try:
         settings = BootstrapSettings(setup=tuple(setup), requirements=tuple(requirements))
     except ValidationError:
@@ -266,7 +266,7 @@ TOKENS = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size
 
 
 @given(NAMES | st.text(), URLS | st.text().map("https://".__add__) | st.text(), TOKENS | st.text())
-def test_hostile_ids_addresses_and_tokens_arrive_unchanged_or_are_refused(name: str, url: str, token: str) -> None:
+def test_hostile_requests_arrive_unchanged_or_are_refused(name: str, url: str, token: str) -> None:
     try:
         document = render_user_data(EVERYTHING, MachineRequest(name, "renders", 0, token), url)
     except BadInput:
@@ -278,7 +278,7 @@ def test_hostile_ids_addresses_and_tokens_arrive_unchanged_or_are_refused(name: 
     }
 
 
-# --------------------------------------------------------------------------------------------------- one's own template
+# ---------------------------------------------------------------------------------------------------- custom templates
 
 
 def with_template(tmp_path: Path, text: str) -> str:
@@ -287,7 +287,7 @@ def with_template(tmp_path: Path, text: str) -> str:
     return render_user_data(BootstrapSettings(template=file), request(), URL)
 
 
-def test_a_template_may_extend_ours(tmp_path: Path) -> None:
+def test_custom_template_may_extend_default(tmp_path: Path) -> None:
     document = with_template(
         tmp_path,
         """{% extends "windlass" %}
@@ -311,51 +311,63 @@ ca_certs:
 JOIN = 'write_files:\n  - {path: /etc/windlass/join.json, permissions: "0600", content: {{ join_json | yaml }}}\n'
 
 
-def test_a_template_may_be_all_ones_own(tmp_path: Path) -> None:
+def test_custom_template_may_stand_alone(tmp_path: Path) -> None:
     assert TOKEN in with_template(tmp_path, "#cloud-config\n" + JOIN)
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
-        pytest.param("# mine\n#cloud-config\n" + JOIN, "does not begin with the line #cloud-config", id="header late"),
-        pytest.param("#cloud-config\n{{ databse }}", "cannot be rendered ('databse' is undefined)", id="unknown name"),
-        pytest.param("#cloud-config\n{{ x | yaml }}", "cannot be rendered ('x' is undefined)", id="unknown, quoted"),
-        pytest.param("#cloud-config\n{% if %}", "is no template (line 2: ", id="no template"),
-        pytest.param('#cloud-config\n{% extends "ours" %}', "cannot be rendered (", id="extends another"),
-        pytest.param("#cloud-config\n{{ slot / 0 }}", "cannot be rendered (", id="an arithmetic error"),
-        pytest.param("#cloud-config\n{{ settings | yaml }}", "cannot be rendered (", id="no value to quote"),
+        pytest.param(
+            "# mine\n#cloud-config\n" + JOIN, "does not begin with the line #cloud-config", id="header not first"
+        ),
+        pytest.param(
+            "#cloud-config\n{{ databse }}", "cannot be rendered ('databse' is undefined)", id="undefined variable"
+        ),
+        pytest.param(
+            "#cloud-config\n{{ x | yaml }}", "cannot be rendered ('x' is undefined)", id="undefined variable, quoted"
+        ),
+        pytest.param("#cloud-config\n{% if %}", "has a syntax error in line 2: ", id="syntax error"),
+        pytest.param('#cloud-config\n{% extends "ours" %}', "cannot be rendered (", id="extends unknown template"),
+        pytest.param("#cloud-config\n{{ slot / 0 }}", "cannot be rendered (", id="arithmetic error"),
+        pytest.param("#cloud-config\n{{ settings | yaml }}", "cannot be rendered (", id="value that cannot be quoted"),
         pytest.param(
             "#cloud-config\n" + JOIN + "\nx: '{% raw %}{{ WORKER }}{% endraw %}'\n",
-            "left a placeholder in line 5",
-            id="a placeholder that is left",
+            "leaves a placeholder in line 5",
+            id="placeholder left",
         ),
-        pytest.param("#cloud-config\nx: [{{ join_json }}\n", "does not make YAML (line", id="no YAML"),
+        pytest.param("#cloud-config\nx: [{{ join_json }}\n", "does not render YAML (line", id="not YAML"),
         pytest.param("#cloud-config\nx: 1\n", "does not write /etc/windlass/join.json", id="no join file"),
-        pytest.param("#cloud-config\n- 1\n", "does not write /etc/windlass/join.json", id="a list"),
+        pytest.param("#cloud-config\n- 1\n", "does not write /etc/windlass/join.json", id="list"),
         pytest.param(
-            "#cloud-config\n" + JOIN.replace("0600", "0644"), "does not write /etc/windlass/join.json", id="readable"
+            "#cloud-config\n" + JOIN.replace("0600", "0644"),
+            "does not write /etc/windlass/join.json",
+            id="readable join file",
         ),
         pytest.param(
             "#cloud-config\n" + JOIN.replace("join_json", "('{}' ~ join_json)"),
             "does not write /etc/windlass/join.json",
-            id="a damaged join file",
+            id="damaged join file",
         ),
         pytest.param(
-            "#cloud-config\n" + JOIN + f"x: {'y' * MAX_USER_DATA_BYTES}\n", "and a machine takes 32,768", id="too long"
+            "#cloud-config\n" + JOIN + f"x: {'y' * MAX_USER_DATA_BYTES}\n",
+            "more than the limit of 32,768",
+            id="too long",
         ),
     ],
 )
-def test_a_template_that_would_cost_money_for_nothing_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+def test_unusable_template_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         with_template(tmp_path, text)
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
     assert "mine.j2" in str(caught.value)
     assert TOKEN not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["missing.j2", ".", "binary.j2"])
-def test_a_template_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+def test_unreadable_template_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "binary.j2").write_bytes(b"#cloud-config\n\xff")
-    with pytest.raises(WindlassError, match="the bootstrap template .* cannot be "):
+    with pytest.raises(
+        WindlassError, match=r"cannot read the bootstrap template|the bootstrap template .* cannot be rendered"
+    ):
         render_user_data(BootstrapSettings(template=tmp_path / name), request(), URL)

@@ -120,7 +120,7 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
         ),
         pytest.param(
             "[fleets.a]\nhandler = 'app.generate'",
-            "fleets.a.handler (from windlass.toml) is 'app.generate': this does not name a function: write",
+            "fleets.a.handler (from windlass.toml) is 'app.generate': not a function name: write",
             id="a handler without a function",
         ),
         pytest.param(
@@ -504,9 +504,13 @@ def test_an_address_that_would_give_tokens_away_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        pytest.param('engine = "ray"', "engine is 'ray', which provider 'local' cannot do", id="on plain processes"),
         pytest.param(
-            'provider = "ray-local"\nis_inline = true\nhandler = "a:b"', "is_inline goes without", id="inline"
+            'engine = "ray"', "engine is 'ray', which provider 'local' does not support", id="on plain processes"
+        ),
+        pytest.param(
+            'provider = "ray-local"\nis_inline = true\nhandler = "a:b"',
+            "is_inline cannot be used with an engine",
+            id="inline",
         ),
         pytest.param(
             "[fleets.x.ray]\nnum_cpus = 2", 'ray is set and engine is not: set engine = "ray"', id="no engine"

@@ -31,7 +31,7 @@ from windlass.model.overview import Burn, FleetOverview, Leader, OpenAlert, Over
 from windlass.model.snapshot import Hold, QueueView, Snapshot
 from windlass.model.task import Task, TaskStatus, TaskSummary
 from windlass.model.worker import WorkerKind, WorkerStatus
-from windlass.policy.alerts import LOOK_INTERVAL_S, RESOLVE_AFTER_S
+from windlass.policy.alerts import EVALUATION_INTERVAL_S, RESOLVE_AFTER_S
 from windlass.policy.plan import plan
 
 NOW = datetime(2026, 11, 15, 18, 30, tzinfo=UTC)
@@ -260,7 +260,7 @@ def test_each_condition_is_listed_once_with_advice(seen: Overview, expected: str
 
 
 def test_unconfirmed_alert_is_shown_as_past() -> None:
-    lately, seen_at = NOW - timedelta(seconds=2 * LOOK_INTERVAL_S), NOW - timedelta(seconds=RESOLVE_AFTER_S - 20)
+    lately, seen_at = NOW - timedelta(seconds=2 * EVALUATION_INTERVAL_S), NOW - timedelta(seconds=RESOLVE_AFTER_S - 20)
     alert = OpenAlert(1, "renders", "ALL_CRASHED", "critical", "all 3 workers crashed", lately, lately, None)
     (item,) = attention_items(overview(standing(fleet(), alerts=(alert,))))
     assert (item.what, item.is_critical) == ("Fleet renders: all 3 workers crashed.", True)
@@ -291,7 +291,7 @@ def test_restart_that_abandons_machines_warns_about_billing() -> None:
     for alerts in ((), (alert,)):
         (item,) = attention_items(overview(standing(held, alerts=alerts)))
         assert (item.restart_fleet, item.abandons_machines) == ("renders", True)
-        assert item.advice.endswith("give them up with `windlass restart FLEET`: they may still be charged.")
+        assert item.advice.endswith("abandon them with `windlass restart FLEET`: they may still be charged.")
     # The confirmation of the button says so.
     operator = PageContext(NOW, "1", Viewer(is_operator=True))
     for now, expected in ((held, 2), (fleet(hold=Hold("FAILURE_RATE", "5 of 6 failed", NOW)), 0)):

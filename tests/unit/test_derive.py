@@ -12,7 +12,7 @@ from windlass.model.machine import Machine, ProviderTraits
 from windlass.model.node import NodeState, NodeView
 from windlass.model.snapshot import Snapshot, WorkerView
 from windlass.policy.derive import Lifecycle, Presence, WorkerState, derive_worker_state
-from windlass.policy.planning_context import begin
+from windlass.policy.planning_context import build_context
 
 ALL_CODES = {
     "STALE_HEARTBEAT_ACTIVE_TASK",
@@ -196,19 +196,19 @@ LIFECYCLES = (
         "heard of, without a word about its GPU, is initializing",
         worker(),
         Lifecycle.ACTIVE_INITIALIZING,
-        flags={"is_vram_reported": False, "is_booting": True, "is_healthy": False},
+        flags={"is_booting": True, "is_healthy": False},
     ),
     Case(
         "heard of with zero GPU memory has no GPU",
         worker(vram_mb=0),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
-        flags={"is_vram_reported": True, "is_gpu_broken": False, "is_healthy": False},
+        flags={"is_healthy": False},
     ),
     Case(
         "heard of with GPU memory is ready",
         worker(vram_mb=24_000),
         Lifecycle.ACTIVE_READY,
-        flags={"is_healthy": True, "is_booting": False, "is_stale": False, "is_heartbeat_recent": True},
+        flags={"is_healthy": True, "is_booting": False, "is_stale": False},
     ),
     Case(
         "without a GPU in the fleet a heartbeat is all it takes to be ready",
@@ -251,7 +251,7 @@ TERMINATIONS = (
         worker(status="spawning", created=90, node=node("absent", since=61)),
         Lifecycle.NODE_JOINING,
         "NODE_NOT_JOINED",
-        "Booted, but never joined its cluster (61s)",
+        "Booted, but never joined its Ray cluster (61s)",
         fleet=RAY,
     ),
     Case(
@@ -259,7 +259,7 @@ TERMINATIONS = (
         worker(node=node("dead", note="missed its health checks")),
         Lifecycle.NODE_DEAD,
         "NODE_DEAD",
-        "Its node is dead: missed its health checks",
+        "Its Ray node is dead: missed its health checks",
         fleet=RAY,
     ),
     # ---- seed 003's rows
@@ -295,7 +295,6 @@ TERMINATIONS = (
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
         "GPU_NOT_DETECTED",
         "GPU not detected (VRAM=0) after 301s",
-        flags={"is_gpu_broken": True, "is_vram_reported": True},
     ),
     Case("003: no GPU yet is waited for", worker(created=300, vram_mb=0), Lifecycle.ACTIVE_GPU_NOT_DETECTED),
     Case(
@@ -307,7 +306,6 @@ TERMINATIONS = (
         "one look at its GPU in vain is nothing, however long it has worked",
         worker(created=7200, claimed=7000, running=(task(),), vram_mb=0, vram_lost=1),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
-        flags={"is_gpu_broken": False},
     ),
     Case(
         "a GPU that was there and is gone has its whole time to come back",
@@ -320,7 +318,6 @@ TERMINATIONS = (
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
         "GPU_NOT_DETECTED",
         "GPU not detected (VRAM=0) after 301s",
-        flags={"is_gpu_broken": True},
     ),
     Case(
         "003: ready, tasks waiting for it all the while, and never claimed one",
@@ -330,7 +327,7 @@ TERMINATIONS = (
         "GPU ready but never claimed tasks (181s)",
         queued=1,
         unclaimed=181,
-        flags={"is_not_claiming": True, "has_ever_claimed": False, "is_healthy": False},
+        flags={"is_healthy": False},
     ),
     Case(
         "003: ready for an hour without a task proves nothing, once it does not claim",
@@ -357,7 +354,7 @@ TERMINATIONS = (
         worker(created=3600, vram_mb=24_000),
         Lifecycle.ACTIVE_READY,
         queued=1,
-        flags={"is_not_claiming": False, "unclaimed_since": NOW},
+        flags={"unclaimed_since": NOW},
     ),
     Case(
         "resumed after an hour's pause: it gets its time to claim",
@@ -373,7 +370,6 @@ TERMINATIONS = (
         Lifecycle.ACTIVE_READY,
         queued=1,
         unclaimed=400,
-        flags={"has_ever_claimed": True},
     ),
     Case(
         "003: never a word about its GPU while tasks wait",
@@ -429,7 +425,7 @@ TERMINATIONS = (
         worker(created=9000, activated=601, heartbeat=None),
         Lifecycle.SPAWNING_SCRIPT_PENDING,
         "NO_HEARTBEAT",
-        "No heartbeat received with tasks queued (601s after it announced itself)",
+        "No heartbeat received with tasks queued (601s after it registered)",
         queued=1,
     ),
     Case(
@@ -437,7 +433,7 @@ TERMINATIONS = (
         worker(activated=601, heartbeat=None),
         Lifecycle.SPAWNING_SCRIPT_PENDING,
         "NO_HEARTBEAT",
-        "No heartbeat received (601s after it announced itself)",
+        "No heartbeat received (601s after it registered)",
     ),
     Case(
         "a long boot is not silence: that is counted from when it announced itself",
@@ -655,7 +651,7 @@ CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, orphan_grace
 
 
 def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:
-    return begin(seen, config).states["w0"].presence
+    return build_context(seen, config).states["w0"].presence
 
 
 @pytest.mark.parametrize(
@@ -749,12 +745,12 @@ def test_what_a_list_says_about_a_machine(seen: Snapshot, expected: Presence) ->
 
 def test_what_must_last_is_remembered_from_cycle_to_cycle() -> None:
     seen = snapshot(worker(), queued=1, idle=90, unclaimed={"w0": ago(50)})
-    state = begin(seen, LOCAL).planner_state
+    state = build_context(seen, LOCAL).planner_state
     assert state.health.idle_since == {"w0": NOW - timedelta(seconds=90)}
     assert state.health.unclaimed_since == {"w0": NOW - timedelta(seconds=50)}
 
 
 def test_what_no_longer_holds_is_forgotten() -> None:
     seen = snapshot(worker(running=(task(),)), state={"idle_since": {"w0": ago(9)}, "unclaimed_since": {"w0": ago(9)}})
-    state = begin(seen, LOCAL).planner_state
+    state = build_context(seen, LOCAL).planner_state
     assert (state.health.idle_since, state.health.unclaimed_since) == ({}, {})

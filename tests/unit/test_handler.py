@@ -1,4 +1,4 @@
-"""What a handler's author meets: how handlers are found, and what a task lets them say."""
+"""The interface for handler authors: loading handlers, reporting progress, formatting errors."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, truncate_error
-from windlass.worker.handler import RunningTask, kept_exception, load_handler
+from windlass.worker.handler import RunningTask, format_exception, load_handler
 
 MODULES = {
     "good.py": "def handler(task): return 1\nclass Box:\n    @staticmethod\n    def inner(task): return 2\n",
@@ -18,7 +18,7 @@ MODULES = {
     "package/__init__.py": "",
     "package/good.py": "def handler(task): return 5\n",
     "package/bad.py": "from package import nothing_like_it\n",
-    "package/stranger.py": "import a_module_that_nobody_has.deep\n",
+    "package/stranger.py": "import a_missing_module.deep\n",
     "syntax.py": "def (:\n",
     "odd.py": "value = 1\nnothing = None\ndef none(): ...\ndef two(task, other): ...\n",
     "exits.py": "import sys\nsys.exit(1)\n",
@@ -48,87 +48,87 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("package.good:handler", 5),
     ],
 )
-def test_a_handler_is_found_from_the_folder_we_are_in(spec: str, result: int) -> None:
+def test_handler_is_loaded_from_current_folder(spec: str, result: int) -> None:
     handler: Any = load_handler(spec)
     assert handler(None) == result
 
 
 @pytest.mark.parametrize(
-    ("spec", "sentence"),
+    ("spec", "message"),
     [
-        ("nowhere:handler", "Run it from the folder that holds nowhere.py, or set --chdir (chdir of its fleet)."),
-        ("nowhere:handler", "No module named 'nowhere')."),
-        ("package.nowhere:handler", "Run it from the folder that holds package/, or set --chdir (chdir of its fleet)."),
-        ("package.nowhere.deep:handler", "Run it from the folder that holds package/, or set --chdir"),
-        ("package.stranger:handler", "Install a_module_that_nobody_has in this environment."),
-        ("package.bad:handler", "cannot import package.bad:handler: ImportError: cannot import name 'nothing_like_it'"),
-        ("syntax:handler", "cannot import syntax:handler: SyntaxError: "),
-        ("exits:handler", "cannot import exits:handler: SystemExit: 1. Fix the module first."),
-        ("good", "'good' does not name a handler: write package.module:function."),
+        ("nowhere:handler", "Run from the folder that contains nowhere.py, or set --chdir (in a fleet: chdir)."),
+        ("nowhere:handler", "cannot import handler nowhere:handler: No module named 'nowhere'."),
+        ("package.nowhere:handler", "Run from the folder that contains package/, or set --chdir (in a fleet: chdir)."),
+        ("package.nowhere.deep:handler", "Run from the folder that contains package/, or set --chdir"),
+        ("package.stranger:handler", "Install a_missing_module in this environment."),
+        ("package.bad:handler", "package.bad:handler: ImportError: cannot import name 'nothing_like_it'"),
+        ("syntax:handler", "cannot import handler syntax:handler: SyntaxError: "),
+        ("exits:handler", "cannot import handler exits:handler: SystemExit: 1. Fix the module first."),
+        ("good", "'good' does not name a handler. Write package.module:function."),
         ("good:", "'good:' does not name a handler"),
         (":handler", "':handler' does not name a handler"),
-        ("good:nothing", "cannot find nothing in good: check the name after the colon."),
-        ("good:Box.nothing", "cannot find Box.nothing in good: check the name after the colon."),
+        ("good:nothing", "cannot find nothing in good. Check the name after the colon."),
+        ("good:Box.nothing", "cannot find Box.nothing in good. Check the name after the colon."),
         ("odd:nothing", "cannot find nothing in odd"),
-        ("odd:value", "odd:value is not callable: a handler is a function that takes the task."),
-        ("odd:none", "odd:none does not take one argument: a handler is a function of the task."),
-        ("odd:two", "odd:two does not take one argument: a handler is a function of the task."),
+        ("odd:value", "odd:value is not callable. A handler is a function that takes the task."),
+        ("odd:none", "odd:none does not take one argument. A handler takes the task."),
+        ("odd:two", "odd:two does not take one argument. A handler takes the task."),
     ],
 )
-def test_a_handler_that_cannot_be_found_is_refused_with_what_to_do(spec: str, sentence: str) -> None:
-    with pytest.raises(HandlerNotFound) as refused:
+def test_handler_that_cannot_be_loaded_gives_helpful_error(spec: str, message: str) -> None:
+    with pytest.raises(HandlerNotFound) as caught:
         load_handler(spec)
-    assert sentence in str(refused.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("fraction", "note", "told"),
+    ("fraction", "note", "expected"),
     [
         (0.5, "half", [(0.5, "half")]),
         (0.5, None, [(0.5, None)]),
         (-1, None, [(0.0, None)]),
         (7, None, [(1.0, None)]),
         (float("inf"), None, [(1.0, None)]),
-        (float("nan"), "a loss that exploded", []),
+        (float("nan"), "a diverged loss", []),
         (True, 42, [(1.0, "42")]),
         (0, "x" * 1000, [(0.0, "x" * MAX_NOTE_CHARACTERS)]),
     ],
 )
-def test_progress_is_a_number_from_0_to_1_and_a_short_text_whatever_a_handler_says(
-    fraction: float, note: Any, told: list[tuple[float, str | None]]
+def test_progress_is_clamped_and_note_truncated(
+    fraction: float, note: Any, expected: list[tuple[float, str | None]]
 ) -> None:
-    heard: list[tuple[float, str | None]] = []
-    task = RunningTask(1, "q", None, 1, 3, "token", _report=lambda *report: heard.append(report))
+    reports: list[tuple[float, str | None]] = []
+    task = RunningTask(1, "q", None, 1, 3, "token", _report=lambda *report: reports.append(report))
     task.progress(fraction, note)
-    assert heard == told
+    assert reports == expected
 
 
-def test_of_a_long_error_both_ends_are_kept() -> None:
+def test_truncated_error_keeps_both_ends() -> None:
     assert truncate_error("cause") == "cause"
-    kept = truncate_error("what: " + "x" * 10_000_000 + "cause")
-    assert kept.startswith("what: x")
-    assert " ... " in kept
-    assert kept.endswith("xcause")
-    assert len(kept) == MAX_ERROR_CHARACTERS
+    text = truncate_error("what: " + "x" * 10_000_000 + "cause")
+    assert text.startswith("what: x")
+    assert " ... " in text
+    assert text.endswith("xcause")
+    assert len(text) == MAX_ERROR_CHARACTERS
 
 
-def deep_down(frames: int, message: str) -> None:
-    # By two names, for Python tells of the same line only three times.
+def raise_deep(frames: int, message: str) -> None:
+    # Two functions, because a traceback shows a repeated line only three times.
     if frames:
-        deeper_down(frames - 1, message)
+        call_raise_deep(frames - 1, message)
     raise ValueError(message)
 
 
-def deeper_down(frames: int, message: str) -> None:
-    deep_down(frames, message)
+def call_raise_deep(frames: int, message: str) -> None:
+    raise_deep(frames, message)
 
 
-@pytest.mark.parametrize("frames", [0, 100], ids=["at once", "deep down"])
-def test_an_exception_with_a_long_message_keeps_its_type_and_where_it_began(frames: int) -> None:
+@pytest.mark.parametrize("frames", [0, 100], ids=["shallow stack", "deep stack"])
+def test_exception_with_long_message_keeps_type_and_start(frames: int) -> None:
     with pytest.raises(ValueError) as raised:
-        deep_down(frames, "it begins " + "x" * 3_000_000 + " it ends")
-    kept = kept_exception(raised.value)
-    assert len(kept) <= MAX_ERROR_CHARACTERS
-    assert kept.startswith("Traceback (most recent call last):\n")
-    assert "\nValueError: it begins xxx" in kept
-    assert kept.endswith("xxx it ends\n")
+        raise_deep(frames, "it begins " + "x" * 3_000_000 + " it ends")
+    text = format_exception(raised.value)
+    assert len(text) <= MAX_ERROR_CHARACTERS
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert "\nValueError: it begins xxx" in text
+    assert text.endswith("xxx it ends\n")

@@ -10,7 +10,7 @@ import pytest
 import requests
 from hcloud import APIException
 
-from support.hetzner_contract import InProcess
+from support.hetzner_contract import InProcessTransport
 from windlass.model.errors import Throttled
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
@@ -24,7 +24,7 @@ from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 LIMIT_S = 20.0
 
 
-class Slow(InProcess):
+class Slow(InProcessTransport):
     """Creations are answered when the test says so."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How a machine becomes a worker, over a real connection: what it keeps, what it forgets, what it refuses."""
+"""Joining a control plane over a real connection: tokens, retries, invalid join files, TLS."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ async def plane(clock: Any) -> AsyncIterator[Plane]:
 
 
 @asynccontextmanager
-async def on_a_port(plane: Plane, port: int = 0) -> AsyncIterator[int]:
+async def served(plane: Plane, port: int = 0) -> AsyncIterator[int]:
     listener = listen("127.0.0.1", port)
     port = listener.getsockname()[1]
     async with serving(plane.app, listener):
@@ -45,9 +45,9 @@ def write_join_file(folder: Path, **content: Any) -> Path:
     return path
 
 
-async def test_joining_leaves_a_token_of_its_own_and_no_join_token(plane: Plane, tmp_path: Path) -> None:
+async def test_join_saves_worker_token_and_removes_join_token(plane: Plane, tmp_path: Path) -> None:
     join_token = await plane.hire()
-    async with on_a_port(plane) as port:
+    async with served(plane) as port:
         url = f"http://127.0.0.1:{port}"
         path = write_join_file(tmp_path, worker_id="w0", url=url + "/", join_token=join_token, note="kept")
         credentials, tls, order = await join(path)
@@ -56,38 +56,38 @@ async def test_joining_leaves_a_token_of_its_own_and_no_join_token(plane: Plane,
         assert SECRET not in repr(order)
         assert credentials.token not in repr(credentials)
         assert json.loads(path.read_text()) == {"worker_id": "w0", "url": url + "/", "note": "kept"}
-        own = tmp_path / "join.json.token"
-        assert is_token(own.read_text(), WORKER_PREFIX)
-        for file in (path, own):
+        token_file = tmp_path / "join.json.token"
+        assert is_token(token_file.read_text(), WORKER_PREFIX)
+        for file in (path, token_file):
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        assert set(tmp_path.iterdir()) == {path, own}  # noqa: ASYNC240
+        assert set(tmp_path.iterdir()) == {path, token_file}  # noqa: ASYNC240
 
-        # A restart goes on with it.
+        # A restart uses the saved token.
         again, _, order_again = await join(path)
         assert (again, order_again) == (credentials, order)
 
 
-async def test_a_machine_that_never_got_its_answer_joins_all_the_same(plane: Plane, tmp_path: Path) -> None:
+async def test_machine_whose_join_answer_was_lost_joins_again(plane: Plane, tmp_path: Path) -> None:
     join_token = await plane.hire()
-    async with on_a_port(plane) as port:
+    async with served(plane) as port:
         path = write_join_file(tmp_path, worker_id="w0", url=f"http://127.0.0.1:{port}", join_token=join_token)
         first, _, _ = await join(path)
-        # As if it had died before it could take note: the token it made up was on disk before it asked.
+        # As if the machine had died before the answer. Its worker token was saved before the first call.
         write_join_file(tmp_path, worker_id="w0", url=f"http://127.0.0.1:{port}", join_token=join_token)
         second, _, _ = await join(path)
         assert second == first
 
 
-async def test_a_control_plane_that_is_away_is_waited_for(plane: Plane, tmp_path: Path) -> None:
+async def test_join_is_retried_while_control_plane_is_unavailable(plane: Plane, tmp_path: Path) -> None:
     join_token = await plane.hire()
-    async with on_a_port(plane) as port:
+    async with served(plane) as port:
         pass
     path = write_join_file(tmp_path, worker_id="w0", url=f"http://127.0.0.1:{port}", join_token=join_token)
     joining = asyncio.create_task(join(path))
     while not (tmp_path / "join.json.token").exists():
         await asyncio.sleep(0)
-    plane.store.trouble = DatabaseUnavailable("away")
-    async with on_a_port(plane, port):
+    plane.store.trouble = DatabaseUnavailable("unavailable")
+    async with served(plane, port):
         while not plane.store.refusals:
             await asyncio.sleep(0)
         plane.store.trouble = None
@@ -95,8 +95,8 @@ async def test_a_control_plane_that_is_away_is_waited_for(plane: Plane, tmp_path
     assert credentials.worker_id == "w0"
 
 
-async def test_the_calls_of_a_worker_go_over_one_connection_that_is_kept() -> None:
-    """A handshake for every heartbeat of every worker would be most of what the control plane does."""
+async def test_calls_of_a_worker_share_one_connection() -> None:
+    """A handshake per heartbeat would be most of the control plane's load."""
     connections, calls = 0, 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -120,17 +120,17 @@ async def test_the_calls_of_a_worker_go_over_one_connection_that_is_kept() -> No
     assert (calls, connections) == (5, 1)
 
 
-async def test_it_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_join_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "JOIN_TIMEOUT_S", 0.0)
     path = write_join_file(tmp_path, worker_id="w0", url="http://127.0.0.1:1", join_token=JOIN_TOKEN)
     with pytest.raises(ControlPlaneUnavailable, match=r"joining as w0: the control plane at http://127"):
         await join(path)
 
 
-async def test_a_machine_that_is_not_wanted_is_told_so_at_once(plane: Plane, tmp_path: Path) -> None:
+async def test_join_of_terminated_worker_is_refused_without_retry(plane: Plane, tmp_path: Path) -> None:
     join_token = await plane.hire()
     await plane.end()
-    async with on_a_port(plane) as port:
+    async with served(plane) as port:
         url = f"http://127.0.0.1:{port}"
         path = write_join_file(tmp_path, worker_id="w0", url=url, join_token=join_token)
         with pytest.raises(TokenRefused, match="worker w0 has ended"):
@@ -141,44 +141,50 @@ async def test_a_machine_that_is_not_wanted_is_told_so_at_once(plane: Plane, tmp
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         pytest.param("{", "is not JSON", id="no JSON"),
         pytest.param("[]", "is not a JSON object", id="a list"),
-        pytest.param("{}", "has no worker_id", id="nobody"),
-        pytest.param('{"worker_id": "w"}', "has no url", id="nowhere"),
-        pytest.param('{"worker_id": "w", "url": "example.com"}', "is not an address", id="no address"),
+        pytest.param("{}", "has no worker_id", id="no worker id"),
+        pytest.param('{"worker_id": "w"}', "has no url", id="no url"),
+        pytest.param('{"worker_id": "w", "url": "example.com"}', "is not an address", id="no scheme"),
         pytest.param('{"worker_id": "w", "url": "ftp://example.com"}', "is not an address", id="another protocol"),
-        pytest.param('{"worker_id": "w", "url": "http://example.com"}', "is http to example.com", id="plain text"),
-        pytest.param('{"worker_id": "w", "url": "http://8.8.8.8:80"}', "is http to 8.8.8.8", id="plain text afar"),
-        pytest.param('{"worker_id": "w", "url": "https://u:p@h"}', "leave out user", id="a password"),
-        pytest.param('{"worker_id": "w", "url": "http://10.0.0.2", "join_token": "x"}', "begins with wlj_", id="token"),
-        pytest.param('{"worker_id": "w", "url": "http://10.0.0.2"}', "it cannot join", id="no token at all"),
+        pytest.param(
+            '{"worker_id": "w", "url": "http://example.com"}', "is http to example.com", id="http to a public name"
+        ),
+        pytest.param(
+            '{"worker_id": "w", "url": "http://8.8.8.8:80"}', "is http to 8.8.8.8", id="http to a public address"
+        ),
+        pytest.param('{"worker_id": "w", "url": "https://u:p@h"}', "leave out user", id="password in the url"),
+        pytest.param(
+            '{"worker_id": "w", "url": "http://10.0.0.2", "join_token": "x"}', "begin with wlj_", id="invalid token"
+        ),
+        pytest.param('{"worker_id": "w", "url": "http://10.0.0.2"}', "cannot join", id="no token"),
         pytest.param(
             json.dumps({"worker_id": "w", "url": "https://h", "join_token": JOIN_TOKEN, "ca_file": "missing"}),
-            "cannot be read",
+            "cannot read the certificates",
             id="no certificates",
         ),
     ],
 )
-async def test_a_join_file_is_refused_in_one_sentence(tmp_path: Path, content: str, sentence: str) -> None:
+async def test_invalid_join_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "join.json"
     path.write_text(content)
-    with pytest.raises(BadInput) as refusal:
+    with pytest.raises(BadInput) as caught:
         await join(path)
-    assert sentence in str(refusal.value)
-    assert JOIN_TOKEN not in str(refusal.value)
+    assert message in str(caught.value)
+    assert JOIN_TOKEN not in str(caught.value)
 
 
-def test_a_join_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="cannot be read"):
+def test_missing_join_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot read the join file"):
         read_join_file(tmp_path / "missing")
 
 
 @pytest.mark.parametrize(
     "url", ["https://example.com", "https://example.com:8443/windlass", "http://10.0.0.2:80", "http://[fd00::1]:80"]
 )
-def test_https_goes_anywhere_and_http_within_a_private_network(tmp_path: Path, url: str) -> None:
+def test_https_is_allowed_anywhere_and_http_in_private_networks(tmp_path: Path, url: str) -> None:
     path = write_join_file(tmp_path, worker_id="w", url=url, join_token=JOIN_TOKEN)
     assert read_join_file(path).url == url
 
@@ -188,9 +194,9 @@ def test_https_goes_anywhere_and_http_within_a_private_network(tmp_path: Path, u
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an authority of our own, for localhost; its key is beside it."""
+    """A self-signed certificate for localhost, with its key in the same folder."""
     if shutil.which("openssl") is None:
-        pytest.skip("no openssl: install it to see that certificates are checked")
+        pytest.skip("openssl is not installed")
     path = tmp_path_factory.mktemp("tls") / "cert.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", path.with_suffix(".key")]
@@ -201,11 +207,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def behind_tls(port: int, certificate: Path) -> AsyncIterator[int]:
-    """A proxy that does nothing but encrypt, as stands before a control plane on a public address."""
+    """A TLS proxy, as in front of a control plane on a public address."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, certificate.with_suffix(".key"))
 
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65_536):
             writer.write(data)
             await writer.drain()
@@ -213,7 +219,7 @@ async def behind_tls(port: int, certificate: Path) -> AsyncIterator[int]:
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(pass_on(reader, inner_writer), pass_on(inner_reader, writer), return_exceptions=True)
+        await asyncio.gather(forward(reader, inner_writer), forward(inner_reader, writer), return_exceptions=True)
 
     server = await asyncio.start_server(connect, "localhost", 0, ssl=context)
     try:
@@ -222,12 +228,12 @@ async def behind_tls(port: int, certificate: Path) -> AsyncIterator[int]:
         server.close()
 
 
-async def test_over_https_the_control_plane_must_prove_who_it_is(
+async def test_https_verifies_certificate_of_control_plane(
     plane: Plane, tmp_path: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "JOIN_TIMEOUT_S", 0.0)
     join_token = await plane.hire()
-    async with on_a_port(plane) as inner, behind_tls(inner, certificate) as port:
+    async with served(plane) as inner, behind_tls(inner, certificate) as port:
         content = {"worker_id": "w0", "url": f"https://localhost:{port}", "join_token": join_token}
         with pytest.raises(ControlPlaneUnavailable, match="certificate verify failed"):
             await join(write_join_file(tmp_path, **content))
@@ -236,8 +242,8 @@ async def test_over_https_the_control_plane_must_prove_who_it_is(
             assert await transport.order() == order
 
 
-def test_whoever_imports_the_transport_finds_no_module_missing_that_was_not() -> None:
-    """What makes requests faster in a worker's own process is nobody else's business."""
-    look = "import sys, windlass.worker.http_transport; print('sniffio' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=True)
+def test_importing_transport_does_not_mark_sniffio_missing() -> None:
+    """Only a worker's own process may mark it as missing."""
+    code = "import sys, windlass.worker.http_transport; print('sniffio' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

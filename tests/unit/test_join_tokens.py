@@ -1,4 +1,4 @@
-"""Join tokens as the control loop makes them: for machines that need one, once, and nowhere but on the machine."""
+"""Join tokens as the control loop creates them: one per remote machine, and stored only as a hash."""
 
 import json
 from random import Random
@@ -16,7 +16,7 @@ from windlass.store.memory.auth import MemoryAuthStore
 TOKEN = hash_of("token")
 
 
-class Cloud:
+class RecordingProvider:
     def __init__(self, *, is_remote: bool) -> None:
         self.traits = ProviderTraits(is_remote=is_remote)
         self.requests: list[MachineRequest] = []
@@ -34,17 +34,17 @@ class Cloud:
     async def close(self) -> None: ...
 
 
-async def hired(clock: Any, *, is_remote: bool) -> tuple[MemoryAuthStore, list[MachineRequest]]:
-    store, cloud = MemoryAuthStore(clock, None, Random(1)), Cloud(is_remote=is_remote)  # noqa: S311
+async def spawn_workers(clock: Any, *, is_remote: bool) -> tuple[MemoryAuthStore, list[MachineRequest]]:
+    store, provider = MemoryAuthStore(clock, None, Random(1)), RecordingProvider(is_remote=is_remote)  # noqa: S311
     config = FleetConfig(queues=("q",), handler="app:work", max_workers=2, spawn_timeout_s=50, policy="threshold")
     await store.enqueue_many(new_task("q") for _ in range(50))
-    await FleetCycle("f", config, store, cloud, Candidate("ann", 30.0), Random(7)).run()  # noqa: S311
-    assert cloud.requests
-    return store, cloud.requests
+    await FleetCycle("f", config, store, provider, Candidate("ann", 30.0), Random(7)).run()  # noqa: S311
+    assert provider.requests
+    return store, provider.requests
 
 
-async def test_a_remote_machine_is_made_with_a_join_token_of_its_own(clock: Any) -> None:
-    store, requests = await hired(clock, is_remote=True)
+async def test_each_remote_machine_gets_its_own_join_token(clock: Any) -> None:
+    store, requests = await spawn_workers(clock, is_remote=True)
     tokens = [request.join_token or "" for request in requests]
     assert all(is_token(token, JOIN_PREFIX) for token in tokens)
     assert len(set(tokens)) == len(tokens)
@@ -52,14 +52,14 @@ async def test_a_remote_machine_is_made_with_a_join_token_of_its_own(clock: Any)
         assert await store.activate(request.name, hash_of(token), hash_of(request.name)) is Activation.ACTIVATED
 
 
-async def test_a_join_token_is_good_for_as_long_as_a_worker_may_take_to_start(clock: Any) -> None:
-    store, (request, *_) = await hired(clock, is_remote=True)
+async def test_join_token_expires_after_spawn_timeout(clock: Any) -> None:
+    store, (request, *_) = await spawn_workers(clock, is_remote=True)
     clock.advance(50 + CALL_TIMEOUT_S)
     assert await store.activate(request.name, hash_of(request.join_token or ""), TOKEN) is Activation.EXPIRED
 
 
-async def test_nothing_that_is_kept_or_shown_holds_a_join_token(clock: Any) -> None:
-    store, (request, *_) = await hired(clock, is_remote=True)
+async def test_join_token_is_never_stored_or_shown(clock: Any) -> None:
+    store, (request, *_) = await spawn_workers(clock, is_remote=True)
     shown = [repr(request), repr(await store.events()), repr(await store.workers()), repr(await store.cycles("f"))]
     shown.append(repr(store._tables.workers.rows))
     shown.append(json.dumps([cycle.summary for cycle in await store.cycles("f")]))
@@ -67,13 +67,13 @@ async def test_nothing_that_is_kept_or_shown_holds_a_join_token(clock: Any) -> N
     assert not [text for text in shown if request.join_token in text]
 
 
-async def test_a_machine_that_speaks_to_the_database_needs_none(clock: Any) -> None:
-    store, requests = await hired(clock, is_remote=False)
+async def test_local_machine_gets_no_join_token(clock: Any) -> None:
+    store, requests = await spawn_workers(clock, is_remote=False)
     assert [request.join_token for request in requests] == [None] * len(requests)
     assert await store.activate(requests[0].name, TOKEN, TOKEN) is Activation.UNKNOWN
 
 
-async def test_the_same_chance_gives_the_same_tokens_so_that_simulations_repeat(clock: Any) -> None:
-    _, first = await hired(clock, is_remote=True)
-    _, second = await hired(clock, is_remote=True)
+async def test_same_seed_gives_same_tokens(clock: Any) -> None:
+    _, first = await spawn_workers(clock, is_remote=True)
+    _, second = await spawn_workers(clock, is_remote=True)
     assert first == second

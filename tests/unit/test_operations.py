@@ -1,7 +1,6 @@
 """Results of operations by the state of the task, worker or fleet, over the memory store."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from random import Random
 
@@ -14,6 +13,7 @@ from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
 from windlass.model.outcome import Intent
+from windlass.model.snapshot import Cadence, PlannerState
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.operations import OperationOutcome, OperationResult
@@ -30,7 +30,7 @@ async def store() -> MemoryControlStore:
     observed = await store.observe(LEADER, "gpu", FleetConfig(queues=("renders",), max_workers=3))
     assert not isinstance(observed, Standby)
     term, snapshot = observed
-    plan = Plan((Spawn(0, "wanted"),), replace(snapshot.planner_state, planned_at=NOW), "spawn 1")
+    plan = Plan((Spawn(0, "wanted"),), PlannerState(cadence=Cadence(planned_at=NOW)), "spawn 1")
     await store.commit_plan(LEADER, term, snapshot, plan, (Intent("w0", 0, "wanted", 30.0),))
     await store.register(Registration("manual", ("renders",), fleet="other"))
     return store

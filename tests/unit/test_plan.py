@@ -37,13 +37,13 @@ from windlass.model.action import (
     Requeue,
     Spawn,
 )
-from windlass.model.cost import Bill, Tariff
+from windlass.model.cost import Bill, Spending, Tariff
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits
 from windlass.model.node import NodeState, NodeView
 from windlass.model.snapshot import Hold, RunningView, SlotView, Snapshot
 from windlass.model.worker import WorkerStatus
-from windlass.policy.plan import STAGES, plan
+from windlass.policy.plan import plan
 
 CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, orphan_grace_s=60)
 
@@ -57,25 +57,45 @@ def alerts(planned: Plan) -> list[str]:
     return [alert.code for alert in of_kind(planned.actions, RaiseAlert)]
 
 
-def test_the_stages_stand_in_the_seeds_order() -> None:
-    assert [stage.__name__ for stage in STAGES] == [
-        "keep_provider",
-        "promote",
-        "brake",
-        "doubt_strays",
-        "find_machines",
-        "fail_broken",
-        "fail_slots",
-        "requeue_orphans",
-        "clean_up",
-        "end_drained",
-        "keep_budget",
-        "scale",
-        "end_strays",
-        "prepare",
-        "grow_storage",
-        "warn",
-    ]
+# -------------------------------------------------------------------------------------------------- order of the stages
+
+
+def test_provider_change_stops_every_later_stage() -> None:
+    """hold_on_provider_change comes first: its total hold stops failures, deletions and spawns alike."""
+    silent_elsewhere = worker("a", heartbeat=999, provider="hetzner")
+    failed = worker("b", 1, "error", provider="local")
+    planned = plan(snapshot(silent_elsewhere, failed, queued=9), LOCAL)
+    assert kinds(planned) == ["alert"]
+
+
+def test_failure_counts_for_its_slot_and_its_machine_in_the_same_plan() -> None:
+    """fail_slots and delete_failed come after fail_workers and read its failures."""
+    slots = (SlotView(0, False, tuple(ago(n) for n in range(5))),)
+    planned = plan(snapshot(worker(heartbeat=999), slots=slots), LOCAL)
+    assert kinds(planned) == ["fail", "fail_slot", "delete", "alert"]
+
+
+def test_spent_budget_stops_spawning_in_the_same_plan() -> None:
+    """apply_budget comes before scale."""
+    spending = (Spending("EUR", 0, 5_000_000, 0),)
+    planned = plan(snapshot(queued=9, spending=spending), fleet(budget_per_day=5))
+    assert of_kind(planned.actions, Spawn) == []
+    assert planned.hold is not None
+    assert planned.hold.code == "BUDGET"
+
+
+def test_tasks_of_a_failed_worker_are_spawned_for_in_the_same_plan() -> None:
+    """scale comes after the failures and deletions: their tasks are queued again and their slots are free."""
+    planned = plan(snapshot(worker(heartbeat=999, running=(task(),))), LOCAL)
+    assert kinds(planned) == ["fail", "delete", "spawn"]
+
+
+def test_machine_of_a_draining_worker_is_not_prepared() -> None:
+    """prepare_machines comes after scale, which may drain the worker."""
+    traits = ProviderTraits(has_prepare_step=True)
+    booting = worker(status="spawning", heartbeat=None, created=5)
+    assert kinds(plan(snapshot(booting, traits=traits), LOCAL)) == ["prepare"]
+    assert kinds(plan(snapshot(booting, traits=traits, is_shutting_down=True), LOCAL)) == ["drain"]
 
 
 # ---------------------------------------------------------------------------------- 000 and 002: the state transitions
@@ -174,7 +194,7 @@ def test_a_broken_worker_fails_with_its_code_and_its_machine_is_deleted() -> Non
             "w0",
             "m-w0",
             "STALE_HEARTBEAT_ACTIVE_TASK",
-            "cleaning up: Stale heartbeat with active tasks (601s old)",
+            "failed: Stale heartbeat with active tasks (601s old)",
         ),
     )
 
@@ -216,7 +236,9 @@ def test_a_failed_slot_stays_empty_until_a_person_says_so() -> None:
 def test_vram_gone_quiet_is_told_once_and_fails_nobody() -> None:
     seen = snapshot(worker(vram_mb=1, vram=121, running=(task(),)))
     planned = plan(seen, GPU)
-    assert planned.actions == (RaiseAlert("VRAM_STALE", "no word about its GPU's memory for too long", "w0"),)
+    assert planned.actions == (
+        RaiseAlert("VRAM_STALE", "worker w0 has not reported its GPU memory for over 120 s", "w0"),
+    )
     assert plan(apply(planned, seen, GPU), GPU).actions == ()
 
 
@@ -321,15 +343,15 @@ def test_an_unanswered_creation_is_adopted_when_its_machine_is_found_and_doubles
     listed = (machine("w0", id_="second", created=5), machine("w0", id_="first", created=9))
     planned = plan(snapshot(unanswered, machines=listed, queued=1, traits=CLOUD), LOCAL)
     assert planned.actions == (
-        Adopt("w0", "first", "found for a creation that was never answered"),
-        DeleteOrphan("second", "w0", "a double of first"),
+        Adopt("w0", "first", "found for an unanswered create call"),
+        DeleteOrphan("second", "w0", "duplicate of first"),
     )
 
 
 def test_a_price_that_was_not_known_when_the_machine_was_made_is_taken_from_the_list() -> None:
     listed = machine("w0", price_micros_per_hour=6_400, currency="EUR")
     planned = plan(snapshot(worker(), machines=(listed,), traits=CLOUD), LOCAL)
-    assert planned.actions == (RecordPrice("w0", "m-w0", "what its machine costs is known now"),)
+    assert planned.actions == (RecordPrice("w0", "m-w0", "price of its machine is known now"),)
     known = replace(worker(), bill=Bill(Tariff(6_400, "EUR"), ago(100)))
     assert plan(snapshot(known, machines=(listed,), traits=CLOUD), LOCAL).actions == ()
 
@@ -434,7 +456,7 @@ def test_when_too_many_fall_silent_at_once_nothing_is_touched(count: int, of: in
         assert kinds(planned) == ["alert"]
         assert planned.hold is not None
         assert (planned.hold.code, planned.hold.is_total) == ("TOO_MANY_DEAD", True)
-        assert planned.decision == f"holding: {count} of {of} workers fell silent at once"
+        assert planned.decision == f"hold: {count} of {of} workers fell silent at once"
     else:
         assert len(of_kind(planned.actions, Fail)) == count
 
@@ -492,7 +514,7 @@ def test_a_list_that_shrank_sharply_is_doubted_three_times_as_long_and_holds_hir
             assert [alert.code for alert in planned.actions] == ["LIST_SHRANK"]
             assert planned.hold is not None
             assert planned.hold.code == "LIST_SHRANK"
-            assert "would hire" in planned.decision
+            assert "would spawn" in planned.decision
 
 
 def test_a_list_in_doubt_settles_no_unanswered_creation() -> None:
@@ -609,7 +631,7 @@ def test_a_fleet_at_rest_stays_at_rest() -> None:
 def test_an_empty_fleet_with_nothing_to_do_does_nothing(config: FleetConfig) -> None:
     planned = plan(snapshot(machines=machines_of(())), config)
     assert planned.actions == ()
-    assert planned.decision == "steady: 0 waiting, 0 of 0 workers busy: 0 needed"
+    assert planned.decision == "queue empty, no workers"
 
 
 @pytest.mark.parametrize("running", [(), (task(),)], ids=["idle", "at work"])
@@ -647,9 +669,9 @@ def test_a_fleet_that_is_wound_down_lets_everybody_hired_go_at_once_and_hires_no
     planned = plan(snapshot(*views, is_shutting_down=True, **seen), config)
     drains = of_kind(planned.actions, Drain)
     assert [drain.worker_id for drain in drains] == ["busy", "idle", "paused", "starting"]
-    assert {drain.code for drain in drains} == {"WOUND_DOWN"}
+    assert {drain.code for drain in drains} == {"SHUT_DOWN"}
     assert not of_kind(planned.actions, Spawn)
-    assert planned.decision == "winding down: 5 left, letting 4 go"
+    assert planned.decision == "shutting down: 5 left, drain 4"
 
 
 # ------------------------------------------------------------------------------------------------------------- strays
@@ -675,7 +697,7 @@ def test_machines_without_a_worker_are_ended_unless_they_are_most_of_all(count: 
     if not ended:
         assert planned.hold is not None
         assert (planned.hold.code, planned.hold.is_total) == ("TOO_MANY_ORPHANS", False)
-        assert "is this the right database? They are ended at 13:00:00 UTC" in only(planned, RaiseAlert).reason
+        assert "they are deleted at 13:00:00 UTC" in only(planned, RaiseAlert).reason
 
 
 def test_machines_that_have_exited_are_no_reason_to_doubt() -> None:
@@ -749,7 +771,7 @@ def test_while_machines_of_another_provider_are_there_nothing_is_touched(before:
         return
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == ("OTHER_PROVIDER", True)
-    assert f"its provider is {now} now, and 3 of its workers are of {before}" in only(planned, RaiseAlert).reason
+    assert f"provider is {now}, but 3 workers run on machines of {before}" in only(planned, RaiseAlert).reason
 
 
 def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account() -> None:
@@ -759,7 +781,10 @@ def test_a_provider_that_lists_no_machine_of_those_who_speak_is_another_account(
     planned = plan(snapshot(*views, machines=(), traits=lagging, state=state), GPU)
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
-    assert "Is it the key of another account?" in only(planned, RaiseAlert).reason
+    assert (
+        "local lists none of the fleet's machines (m-a), but 1 of its workers send heartbeats"
+        in only(planned, RaiseAlert).reason
+    )
     # One that is listed: the account is the right one.
     again = plan(snapshot(*views, machines=machines_of(views[:1]), traits=lagging, state=state), GPU)
     assert again.hold is None
@@ -814,7 +839,7 @@ def test_a_key_that_has_changed_is_on_trial_until_a_machine_is_listed_with_it() 
     planned = plan(seen, fleet(max_workers=9))
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == ("OTHER_ACCOUNT", True)
-    assert "has changed, and the new one lists none of its machines (m-a)" in only(planned, RaiseAlert).reason
+    assert "changed, and the new one lists none of the fleet's machines (m-a)" in only(planned, RaiseAlert).reason
     assert (kinds(planned), planned.planner_state.account.key_hash) == (["alert"], "old")
     # Without a list nobody knows; there is nothing to tell yet.
     unlisted = plan(replace(seen, machines=None), fleet(max_workers=9))
@@ -863,7 +888,7 @@ def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(
     seen = snapshot(*leaving, machines=(), traits=cloud, state=state, queued=9)
     held = plan(seen, fleet(max_workers=9))
     assert held.hold is not None
-    assert "lists none of its machines (m-w0, m-w1, m-w2 and 2 more): put the key back" in held.hold.reason
+    assert "lists none of the fleet's machines (m-w0, m-w1, m-w2 and 2 more)" in held.hold.reason
     assert held.planner_state.account.key_hash == state["key_hash"]
     # Said before they were missed, of slots, not to all of them yet, or while no list can be had: nothing is given up.
     staying = (replace(leaving[0], status=WorkerStatus.ACTIVE, terminating_at=None), *leaving[1:])
@@ -882,7 +907,7 @@ def test_machines_of_another_account_are_given_up_by_a_person_who_knows_of_them(
     left = [alert for alert in of_kind(given_up.actions, RaiseAlert) if alert.code == "ABANDONED"]
     assert [alert.worker_id for alert in left] == [view.id for view in leaving]
     assert left[0].reason == (
-        "m-w0 was given up by hand: the key for local does not list it, and where it was rented it may still be charged"
+        "m-w0 was abandoned by hand: the key for local does not list it, and its former account may still be charged"
     )
     # Nobody is asked again for those who take their time to leave.
     memory_then = given_up.planner_state
@@ -900,7 +925,7 @@ def test_a_choice_that_the_provider_refuses_is_told_once_an_hour_while_another_i
     planned = plan(snapshot(traits=traits), GPU)
     (alert,) = of_kind(planned.actions, RaiseAlert)
     assert (alert.code, alert.about) == ("CHOICE_REFUSED", "L40S in SECURE")
-    assert alert.reason.endswith("are hired instead: not in your plan (403)")
+    assert alert.reason.endswith("uses its other choices: not in your plan (403)")
     again = plan(snapshot(traits=traits, state={"alerts": {"CHOICE_REFUSED L40S in SECURE": ago(3599)}}), GPU)
     assert of_kind(again.actions, RaiseAlert) == []
 

@@ -52,7 +52,7 @@ def test_an_idle_worker_is_kept_until_shortly_before_its_hour_ends(policy: str, 
     planned = plan(seen(paid("w0", 0, lived)), fleet(policy=policy))
     assert let_go(planned) == ["w0"] * goes
     if not goes:
-        assert "1 kept, as the first is paid until" in planned.decision
+        assert "1 idle kept, first billed until" in planned.decision
 
 
 def known_pace(*gaps_s: float) -> dict[str, Any]:
@@ -113,19 +113,19 @@ def test_who_has_to_stay_keeps_nobody_waiting_for_its_turn() -> None:
 
 def test_the_reason_says_how_long_it_was_idle_and_when_its_hour_ends() -> None:
     (drain,) = of_kind(plan(seen(paid("w0", 0, 3541)), fleet()).actions, Drain)
-    assert (drain.code, drain.reason) == ("BILLING_HOUR_END", "idle 41 s, its hour ends in 59 s, nothing waits")
+    assert (drain.code, drain.reason) == ("BILLING_HOUR_END", "idle 41 s, billing hour ends in 59 s, queue empty")
 
 
 def test_a_unit_that_is_no_hour_is_not_called_one() -> None:
     traits = ProviderTraits(billing_unit_s=600)
     (drain,) = of_kind(plan(seen(paid("w0", 0, 550), traits=traits), fleet()).actions, Drain)
-    assert drain.reason == "idle 41 s, its paid time ends in 50 s, nothing waits"
+    assert drain.reason == "idle 41 s, billing period ends in 50 s, queue empty"
 
 
 def test_where_seconds_are_paid_idle_workers_go_after_their_time_out_as_ever() -> None:
     planned = plan(seen(paid("w0", 0, 120, tariff=replace(TARIFF, unit_s=1)), traits=ProviderTraits()), fleet())
     (drain,) = of_kind(planned.actions, Drain)
-    assert (drain.code, drain.reason) == ("IDLE", "idle 41 s; 0 waiting, 0 of 1 workers busy: 0 needed")
+    assert (drain.code, drain.reason) == ("IDLE", "idle 41 s, 0 queued, 0 busy, 1 idle, 0 wanted")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -246,7 +246,7 @@ def test_a_spent_budget_stops_hiring(settings: dict[str, Any], spending: tuple[S
     assert set(kinds(planned)) == {"alert"}
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.reason, planned.hold.is_total) == ("BUDGET", reason, False)
-    assert planned.decision.startswith(f"holding ({reason}), would hire 4")
+    assert planned.decision.startswith(f"hold: {reason}; would spawn 4")
 
 
 @pytest.mark.parametrize(
@@ -292,22 +292,20 @@ def test_nobody_is_hired_whom_the_budget_cannot_pay() -> None:
     config = fleet(budget_per_day="5", max_workers=9)
     planned = plan(seen(paid("w0", 0, 100, claimed=50, running=(task(),)), queued=9, spending=spent(day=1)), config)
     assert len(of_kind(planned.actions, Spawn)) == 3
-    assert planned.decision.endswith("(5 fewer than wanted: the budget has room for no more)")
+    assert planned.decision.endswith("; budget leaves no room for more")
     starting = [worker(f"s{n}", n + 1, "spawning", created=1, heartbeat=None, machine_id=None) for n in range(3)]
     traits = replace(HOURLY, creation_lateness_s=60)
     again = plan(seen(paid("w0", 0, 100), *starting, queued=9, spending=spent(day=1), traits=traits), config)
     assert again.actions == ()
     assert again.hold is not None
-    assert again.hold.reason == "EUR 2.00 of 5.00 spent today, which leaves too little for another worker"
+    assert again.hold.reason == "EUR 2.00 of 5.00 spent today, too little left for another worker"
 
 
 def test_as_long_as_no_price_is_known_one_worker_is_hired_to_learn_it() -> None:
     config = fleet(budget_per_day="5")
     first = plan(seen(queued=9), config)
     assert kinds(first) == ["spawn"]
-    assert first.decision.endswith(
-        "fewer than wanted: what one costs is not known yet, and the budget waits for the first to tell)"
-    )
+    assert first.decision.endswith("; price unknown, the first machine shows it")
     on_its_way = worker("s0", 0, "spawning", created=1, heartbeat=None, machine_id=None)
     traits = replace(HOURLY, creation_lateness_s=60)
     assert plan(seen(on_its_way, queued=9, traits=traits), config).actions == ()

@@ -53,11 +53,8 @@ def test_a_fleet_whose_hirings_mostly_fail_hires_nobody(failed: int, of: int, is
         assert kinds(planned) == ["alert"]
         assert planned.hold is not None
         assert planned.hold.code == "FAILURE_RATE"
-        assert (
-            planned.hold.reason
-            == f"{failed} of {of} workers hired lately have failed; nobody is hired until 12:05:00 UTC"
-        )
-        assert planned.decision.startswith("holding (")
+        assert planned.hold.reason == f"failure rate {failed} of {of} in 5 min; no spawns until 12:05:00 UTC"
+        assert planned.decision.startswith("hold: ")
         assert not planned.hold.is_total
     else:
         assert kinds(planned) == ["spawn"]
@@ -68,18 +65,18 @@ def test_what_breaks_in_this_very_plan_counts() -> None:
     planned = plan(snapshot(*views, queued=5, launches=launches(0, 5)), LOCAL)
     assert set(kinds(planned)) == {"fail", "delete", "alert"}
     assert planned.hold is not None
-    assert "5 workers in a row broke before they had done anything, the last one with " in planned.hold.reason
+    assert "5 workers in a row failed before they proved to work, last " in planned.hold.reason
 
 
 def test_the_hold_says_why_the_last_one_broke() -> None:
     failure = RecentFailure(
         "w1", "MACHINE_GONE", "Its process exited with code 2; its log ends: cannot find nope in app.", NOW
     )
-    for state, what in (({}, "5 of 5 workers hired lately have failed"), (tripped(until=10), "workers keep breaking")):
+    for state, what in (({}, "failure rate 5 of 5 in 5 min"), (tripped(until=10), "workers keep failing")):
         planned = plan(snapshot(queued=5, launches=launches(5, 5), last_failure=failure, state=state), LOCAL)
         assert planned.hold is not None
-        why = "the last one with MACHINE_GONE (Its process exited with code 2; its log ends: cannot find nope in app); "
-        assert planned.hold.reason.startswith(f"{what}, {why}nobody is hired until "), planned.hold.reason
+        why = "last MACHINE_GONE (Its process exited with code 2; its log ends: cannot find nope in app); "
+        assert planned.hold.reason.startswith(f"{what}, {why}no spawns until "), planned.hold.reason
         assert "cannot find nope in app" in of_kind(planned.actions, RaiseAlert)[0].reason
 
 
@@ -97,7 +94,7 @@ def test_the_guard_lets_nobody_be_hired_but_still_lets_idle_workers_go() -> None
 def test_a_person_may_try_one_worker_while_the_guard_holds() -> None:
     told = tripped(until=100) | {"alerts": {"FAILURE_RATE": NOW}}
     planned = plan(snapshot(queued=9, requested=3, state=told), LOCAL)
-    assert [spawn.reason for spawn in of_kind(planned.actions, Spawn)] == ["asked for by hand"]
+    assert [spawn.reason for spawn in of_kind(planned.actions, Spawn)] == ["3 requested by a person"]
     starting = worker(status="spawning", created=5, heartbeat=None)
     assert plan(snapshot(starting, queued=9, requested=2, state=told), LOCAL).actions == ()
 
@@ -276,7 +273,7 @@ def test_a_slot_that_keeps_breaking_is_given_up_after_five_restarts_in_five_minu
     for _ in range(100):
         world.cycle()
     assert world.spawns() == 6
-    assert world.plans[-1].decision.endswith("(1 fewer than wanted: no free slot)")
+    assert world.plans[-1].decision.endswith("; no free slot")
 
 
 @pytest.mark.parametrize("policy", ["threshold", "buffered", "clear-time"])

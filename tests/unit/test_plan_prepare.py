@@ -8,7 +8,7 @@ from windlass.model.machine import ProviderTraits
 from windlass.model.snapshot import Hold, Snapshot, WorkerView
 from windlass.policy.derive import Lifecycle
 from windlass.policy.plan import plan
-from windlass.policy.planning_context import begin
+from windlass.policy.planning_context import build_context
 
 PREPARING = ProviderTraits(60, 120, 60, is_remote=True, has_prepare_step=True)
 FLEET = fleet(min_workers=0, max_workers=4)
@@ -24,7 +24,7 @@ def seen(view: WorkerView, state: str = "running", **rest: object) -> Snapshot:
 
 def test_a_machine_that_runs_is_prepared() -> None:
     planned = plan(seen(new()), FLEET)
-    assert of_kind(planned.actions, Prepare) == [Prepare("w0", "m-w0", "its machine runs")]
+    assert of_kind(planned.actions, Prepare) == [Prepare("w0", "m-w0", "its machine is running")]
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_the_lifecycle_follows_the_preparation() -> None:
         (new(), "running", Lifecycle.SPAWNING_SCRIPT_PENDING),
         (new(prepared=1), "running", Lifecycle.SPAWNING_SCRIPT_RUNNING),
     ):
-        assert begin(seen(view, state), FLEET).states["w0"].lifecycle is lifecycle
+        assert build_context(seen(view, state), FLEET).states["w0"].lifecycle is lifecycle

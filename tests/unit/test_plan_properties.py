@@ -25,10 +25,10 @@ from windlass.model.cost import Spending
 from windlass.model.machine import MachineState
 from windlass.model.snapshot import WorkerView
 from windlass.model.worker import WorkerStatus
-from windlass.policy.billing import cost, is_worth_waiting, next_departure
+from windlass.policy.billing import cost, is_worth_waiting, next_window
 from windlass.policy.budget import budgets
 from windlass.policy.plan import plan
-from windlass.policy.planning_context import begin
+from windlass.policy.planning_context import build_context
 
 # The same scenes in every run: a failure in CI is a failure at home.
 always = settings(
@@ -138,7 +138,7 @@ def test_an_unknown_list_deletes_no_stray_and_closes_no_row_whose_machine_may_ex
 @given(scenes())
 def test_a_healthy_worker_at_work_is_neither_failed_nor_deleted(scene: DemoScenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
-    states = begin(scene.snapshot, scene.fleet).states
+    states = build_context(scene.snapshot, scene.fleet).states
     at_work = {
         id_
         for id_, state in states.items()
@@ -147,7 +147,7 @@ def test_a_healthy_worker_at_work_is_neither_failed_nor_deleted(scene: DemoScena
     ended = {action.worker_id for action in planned.actions if isinstance(action, Fail | Delete)}
     assert not at_work & ended
     drained = {drain.worker_id: drain.code for drain in of_kind(planned.actions, Drain)}
-    may_be = ("OVER_MAX", "WOUND_DOWN")
+    may_be = ("OVER_MAX", "SHUT_DOWN")
     assert all(drained.get(id_, "OVER_MAX") in may_be for id_ in at_work)
 
 
@@ -155,7 +155,7 @@ def test_a_healthy_worker_at_work_is_neither_failed_nor_deleted(scene: DemoScena
 @given(scenes())
 def test_a_draining_worker_that_is_heard_and_at_work_lives_until_its_deadline(scene: DemoScenario) -> None:
     deleted = {action.worker_id for action in of_kind(plan(scene.snapshot, scene.fleet).actions, Delete)}
-    for id_, state in begin(scene.snapshot, scene.fleet).states.items():
+    for id_, state in build_context(scene.snapshot, scene.fleet).states.items():
         worker = state.worker
         is_at_work = worker.status is WorkerStatus.TERMINATING and state.has_active_task
         if not is_at_work or id_ not in deleted:
@@ -175,7 +175,7 @@ def test_a_draining_worker_that_is_heard_and_at_work_lives_until_its_deadline(sc
 @given(scenes())
 def test_a_worker_started_by_hand_is_never_drained_and_ends_only_when_it_is_over(scene: DemoScenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
-    states = begin(scene.snapshot, scene.fleet).states
+    states = build_context(scene.snapshot, scene.fleet).states
     for action in planned.actions:
         state = states.get(getattr(action, "worker_id", None) or "")
         if state is None or state.is_managed:
@@ -243,17 +243,20 @@ def staying_after(scene: DemoScenario, planned: Plan) -> int:
 @always
 @given(scenes())
 def test_nobody_is_let_go_for_want_of_work_while_its_time_is_paid(scene: DemoScenario) -> None:
-    unit_s, pace_s = scene.snapshot.traits.billing_unit_s, begin(scene.snapshot, scene.fleet).pace_s
-    is_kept = is_worth_waiting(unit_s, pace_s)
+    unit_s, cycle_interval_s = (
+        scene.snapshot.traits.billing_unit_s,
+        build_context(scene.snapshot, scene.fleet).cycle_interval_s,
+    )
+    is_kept = is_worth_waiting(unit_s, cycle_interval_s)
     views = {view.id: view for view in scene.snapshot.workers}
     for drain in of_kind(plan(scene.snapshot, scene.fleet).actions, Drain):
-        assert drain.code in ("OVER_MAX", "WOUND_DOWN", "BILLING_HOUR_END" if is_kept else "IDLE")
+        assert drain.code in ("OVER_MAX", "SHUT_DOWN", "BILLING_HOUR_END" if is_kept else "IDLE")
         if drain.code != "BILLING_HOUR_END":
             continue
         view = views[drain.worker_id]
         assert not view.running, "at work, it is never ended for billing"
-        departure = next_departure(unit_s, view.machine_at or view.created_at, scene.snapshot.now, pace_s)
-        assert departure.opens <= scene.snapshot.now <= departure.closes
+        departure = next_window(unit_s, view.machine_at or view.created_at, scene.snapshot.now, cycle_interval_s)
+        assert departure.opens <= scene.snapshot.now < departure.boundary
 
 
 @always
@@ -287,7 +290,7 @@ def test_a_spent_budget_is_a_stop_whatever_waits(scene: DemoScenario) -> None:
         assert is_spent
         assert scene.fleet.budget_action == "drain"
     ended = {action.worker_id for action in planned.actions if isinstance(action, Fail | Delete)}
-    for id_, state in begin(scene.snapshot, scene.fleet).states.items():
+    for id_, state in build_context(scene.snapshot, scene.fleet).states.items():
         if state.is_healthy and state.has_active_task and state.worker.status is not WorkerStatus.TERMINATING:
             assert id_ not in ended, "at work, it has until its deadline"
 

@@ -25,8 +25,8 @@ def test_a_refusal_of_the_whole_fleet_is_a_hold_and_an_alert_in_the_vendors_word
     assert of_kind(planned.actions, RaiseAlert)[0] == RaiseAlert(code, LIMIT)
     assert planned.hold is not None
     assert (planned.hold.code, planned.hold.is_total) == (code, False)
-    assert planned.hold.reason == f"{LIMIT}; nobody is hired until 12:04:59 UTC"
-    assert planned.decision.startswith("holding (")
+    assert planned.hold.reason == f"{LIMIT}; no spawns until 12:04:59 UTC"
+    assert planned.decision.startswith("hold: ")
 
 
 def test_after_the_pause_one_worker_is_tried() -> None:
@@ -135,5 +135,5 @@ def test_a_rented_fleet_near_its_maximum_is_told_of_once(
     seen = snapshot(*views, traits=ProviderTraits(is_remote=is_remote))
     planned = plan(seen, fleet(max_workers=maximum))
     alerts = of_kind(planned.actions, RaiseAlert)
-    assert alerts == ([RaiseAlert("NEAR_MAX", f"{hired} of at most {maximum} workers are hired")] if is_told else [])
+    assert alerts == ([RaiseAlert("NEAR_MAX", f"{hired} workers, max_workers {maximum}")] if is_told else [])
     assert plan(replace(seen, planner_state=planned.planner_state), fleet(max_workers=maximum)).actions == ()

@@ -9,7 +9,7 @@ from support.snapshots import GPU, LOCAL, NOW, ago, fleet, of_kind, snapshot, ta
 from windlass.model.action import AttemptRefund, Delete, Fail, RaiseAlert, Spawn
 from windlass.model.snapshot import FailureStreak
 from windlass.policy.plan import plan
-from windlass.policy.quarantine import blame
+from windlass.policy.quarantine import quarantine_reason
 
 # Three tasks failed on it within a minute, while three others completed forty and failed once.
 DEAD = FailureStreak("w0", ago(60), (11, 12, 13), {12: "w1"}, (), others=3, others_completed=40, others_failed=1)
@@ -45,13 +45,14 @@ DEAD = FailureStreak("w0", ago(60), (11, 12, 13), {12: "w1"}, (), others=3, othe
     ],
 )
 def test_who_is_to_blame(changes: dict[str, Any], settings: dict[str, Any], is_to_blame: bool) -> None:
-    assert (blame(replace(DEAD, **changes), fleet(GPU, **settings)) is not None) is is_to_blame
+    assert (quarantine_reason(replace(DEAD, **changes), fleet(GPU, **settings)) is not None) is is_to_blame
 
 
 def test_the_evidence_is_told_in_words() -> None:
-    assert blame(DEAD, LOCAL) == (
-        "3 different tasks in a row failed on it (the last: 11, 12, 13); others completed 1 of them since (12 by w1); "
-        "meanwhile 3 other workers completed 40 tasks and 1 attempts of theirs failed"
+    assert quarantine_reason(DEAD, LOCAL) == (
+        "3 different tasks in a row failed on it (newest: 11, 12, 13); "
+        "other workers completed 1 of them since (12 by w1); "
+        "in the same time 3 other workers completed 40 tasks and failed 1 attempts"
     )
 
 
@@ -86,7 +87,7 @@ def test_with_nobody_to_compare_with_one_worker_an_hour_is_replaced_to_see() -> 
     # Each task gets its attempts back for this once, or what fails everywhere would be tried for ever.
     assert (failed.worker_id, failed.evidence) == ("w0", LONELY)
     assert failed.attempt_refund == AttemptRefund(LONELY.since, is_trial=True)
-    assert failed.reason.endswith("nobody else completed any task meanwhile: another is tried")
+    assert failed.reason.endswith("no other worker completed a task in the same time: replaced as a trial")
     # Who was spared is told of, and nobody else goes within the hour.
     assert [(alert.code, alert.worker_id) for alert in of_kind(planned.actions, RaiseAlert)] == [
         ("TASKS_FAILING", "w1")

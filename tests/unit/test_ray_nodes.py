@@ -232,7 +232,7 @@ class Bench:
             await self.database.wait()
         return verdict
 
-    async def begin(self, payload: object = None, timeout_s: float | None = None) -> "asyncio.Task[Outcome]":
+    async def build_context(self, payload: object = None, timeout_s: float | None = None) -> "asyncio.Task[Outcome]":
         claim = Claim(1, uuid4(), "q", json.dumps(payload), 1, 3, timeout_s, 0, NOW)
         running = asyncio.create_task(self.executor.run(claim, lambda _fraction, _note: None))
         await turns()
@@ -251,7 +251,7 @@ async def is_over(running: "asyncio.Task[Outcome]") -> Outcome:
 
 async def test_a_task_that_no_node_of_the_fleet_could_ever_hold_fails_at_once() -> None:
     bench = Bench(hired("n1"))
-    outcome = await is_over(await bench.begin({"ray_resources": {"num_cpus": 8}}))
+    outcome = await is_over(await bench.build_context({"ray_resources": {"num_cpus": 8}}))
     assert isinstance(outcome, AttemptFailure)
     assert (outcome.code, outcome.retry) == ("BAD_RESOURCES", False)
     assert "CPU 8" in outcome.error
@@ -261,10 +261,10 @@ async def test_a_task_that_no_node_of_the_fleet_could_ever_hold_fails_at_once() 
 async def test_amounts_that_ray_refuses_fail_the_tasks_that_ask_for_them_and_no_other() -> None:
     bench = Bench(foreign(node("id-1")))
     bench.ray.refusals[frozen({"CPU": 1.0, "TPU": 3.0})] = ValueError("TPU must be 1, 2 or a multiple of 4")
-    neighbour = await bench.begin()
+    neighbour = await bench.build_context()
     claim = await bench.seats.arrive(bench.ray.seats[0], "id-1")
     assert claim is not None
-    outcome = await is_over(await bench.begin({"ray_resources": {"resources": {"TPU": 3}}}))
+    outcome = await is_over(await bench.build_context({"ray_resources": {"resources": {"TPU": 3}}}))
     assert isinstance(outcome, AttemptFailure)
     assert (outcome.code, outcome.retry) == ("BAD_RESOURCES", False)
     assert "CPU 1, TPU 3 (TPU must be 1, 2 or" in outcome.error
@@ -278,26 +278,26 @@ async def test_a_seat_that_ray_cannot_take_at_all_is_not_its_tasks_fault() -> No
     bench = Bench(hired("n1"))
     bench.ray.refusals[ONE_CPU] = RuntimeError("the driver is not connected")
     with pytest.raises(NotBegun, match="not connected") as given_back:
-        await is_over(await bench.begin())
+        await is_over(await bench.build_context())
     assert given_back.value.delay_s > 0
     del bench.ray.refusals[ONE_CPU]
-    await bench.begin()
+    await bench.build_context()
     assert len(bench.ray.seats) == 1
 
 
 async def test_a_task_that_a_larger_node_might_hold_is_given_back_for_a_while() -> None:
     with pytest.raises(NotBegun, match="memory") as given_back:
-        await is_over(await Bench(hired("n1")).begin({"ray_resources": {"memory_mb": 1 << 20}}))
+        await is_over(await Bench(hired("n1")).build_context({"ray_resources": {"memory_mb": 1 << 20}}))
     assert MISFIT_DELAY_S <= given_back.value.delay_s <= 1.5 * MISFIT_DELAY_S
 
 
 async def test_of_tasks_that_wait_for_a_cluster_to_grow_only_the_margin_does() -> None:
     bench = Bench(foreign(node("id-1")))
     large = {"ray_resources": {"num_cpus": 8}}
-    waiting = [await bench.begin(large) for _ in range(2)]
+    waiting = [await bench.build_context(large) for _ in range(2)]
     bench.seats.look()
     with pytest.raises(NotBegun):
-        await is_over(await bench.begin(large))
+        await is_over(await bench.build_context(large))
     assert not any(running.done() for running in waiting)
     assert (len(bench.ray.seats), bench.ray.called_back) == (2, [])
     for running in waiting:
@@ -313,20 +313,20 @@ async def test_of_tasks_that_wait_for_a_cluster_to_grow_only_the_margin_does() -
 async def test_tasks_that_never_fit_take_the_margin_of_their_like_and_of_no_queue() -> None:
     settings = RaySettings(margin=2, num_gpus=1)
     bench = Bench(foreign(node("id-1"), settings=settings))
-    absurd = [await bench.begin({"ray_resources": {"num_cpus": 1e6 + number}}) for number in range(2)]
+    absurd = [await bench.build_context({"ray_resources": {"num_cpus": 1e6 + number}}) for number in range(2)]
     with pytest.raises(NotBegun) as given_back:
-        await is_over(await bench.begin({"ray_resources": {"num_cpus": 1e7}}))
+        await is_over(await bench.build_context({"ray_resources": {"num_cpus": 1e7}}))
     assert given_back.value.delay_s >= MISFIT_DELAY_S
-    usual = [await bench.begin() for _ in range(2)]
+    usual = [await bench.build_context() for _ in range(2)]
     with pytest.raises(NotBegun):
-        await is_over(await bench.begin())
+        await is_over(await bench.build_context())
     assert not any(running.done() for running in (*absurd, *usual))
     assert len(bench.ray.seats) == 4
 
 
 async def test_a_seat_runs_one_attempt_after_another_each_placed_before_it_begins() -> None:
     bench = Bench(hired("n1"))
-    running = [await bench.begin() for _ in range(3)]
+    running = [await bench.build_context() for _ in range(3)]
     first, second, _third = bench.ray.seats
     claim = await bench.seats.arrive(first, "id-n1")
     tokens = []
@@ -348,7 +348,7 @@ async def test_a_seat_runs_one_attempt_after_another_each_placed_before_it_begin
 async def test_after_its_time_a_seat_gets_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.ray.seat_pool.SEAT_S", 0.0)
     bench = Bench(hired("n1"))
-    running = [await bench.begin() for _ in range(2)]
+    running = [await bench.build_context() for _ in range(2)]
     claim = await bench.seats.arrive(bench.ray.seats[0], "id-n1")
     assert claim is not None
     assert await bench.seats.finish(bench.ray.seats[0], claim.token, AttemptSuccess("1")) is None
@@ -359,7 +359,7 @@ async def test_after_its_time_a_seat_gets_nothing_more(monkeypatch: pytest.Monke
 
 async def test_who_names_no_seat_of_ours_or_no_attempt_of_its_own_gets_and_changes_nothing() -> None:
     bench = Bench(hired("n1"))
-    running = [await bench.begin() for _ in range(2)]
+    running = [await bench.build_context() for _ in range(2)]
     first, second = bench.ray.seats
     claim = await bench.seats.arrive(first, "id-n1")
     assert claim is not None
@@ -373,7 +373,7 @@ async def test_who_names_no_seat_of_ours_or_no_attempt_of_its_own_gets_and_chang
 
 async def test_a_seat_that_dies_costs_the_attempt_that_ran_and_no_other() -> None:
     bench = Bench(hired("n1"))
-    ran, waits = await bench.begin(), await bench.begin()
+    ran, waits = await bench.build_context(), await bench.build_context()
     first, second = bench.ray.seats
     assert await bench.seats.arrive(first, "id-n1") is not None
     bench.ray.part(first, AttemptFailure("CHILD_DIED", "killed"))
@@ -390,7 +390,7 @@ async def test_a_seat_that_dies_costs_the_attempt_that_ran_and_no_other() -> Non
 
 async def test_an_attempt_whose_seat_dies_while_the_database_is_asked_has_not_begun() -> None:
     bench = Bench(hired("n1"))
-    running, bench.database = await bench.begin(), asyncio.Event()
+    running, bench.database = await bench.build_context(), asyncio.Event()
     first = bench.ray.seats[0]
     arriving = asyncio.create_task(bench.seats.arrive(first, "id-n1"))
     await turns()
@@ -408,7 +408,7 @@ async def test_an_attempt_whose_seat_dies_while_the_database_is_asked_has_not_be
 @pytest.mark.parametrize("is_told_to_run", [False, True], ids=["before", "after it was told what to run"])
 async def test_an_attempt_that_a_node_cannot_run_goes_to_another(is_told_to_run: bool) -> None:
     bench = Bench(hired("n1", "n2"))
-    running = await bench.begin()
+    running = await bench.build_context()
     if is_told_to_run:
         assert await bench.seats.arrive(bench.ray.seats[0], "id-n1") is not None
     bench.ray.part(bench.ray.seats[0], NoHandler("no handler there", "id-n1"))
@@ -424,7 +424,7 @@ async def test_an_attempt_that_a_node_cannot_run_goes_to_another(is_told_to_run:
 
 async def test_a_handler_that_no_node_has_is_the_end() -> None:
     bench = Bench(hired("n1", "n2"))
-    running = await bench.begin()
+    running = await bench.build_context()
     for number, name in enumerate(("n1", "n2")):
         bench.ray.part(bench.ray.seats[number], NoHandler(f"no handler on {name}", f"id-{name}"))
         await turns()
@@ -435,7 +435,7 @@ async def test_a_handler_that_no_node_has_is_the_end() -> None:
 
 async def test_a_handler_that_only_the_nodes_of_some_tasks_lack_is_not_the_end_of_the_others() -> None:
     bench = Bench(foreign(node("id-small"), node("id-large", cpus=8.0)))
-    running, large = await bench.begin(), await bench.begin({"ray_resources": {"num_cpus": 8}})
+    running, large = await bench.build_context(), await bench.build_context({"ray_resources": {"num_cpus": 8}})
     assert await bench.seats.arrive(bench.ray.seats[0], "id-small") is not None
     bench.ray.part(bench.ray.seats[1], NoHandler("no handler there", "id-large"))
     await turns()
@@ -450,7 +450,7 @@ async def test_a_handler_that_only_the_nodes_of_some_tasks_lack_is_not_the_end_o
 
 async def test_a_node_that_the_database_bars_gets_no_attempt_and_no_further_seat() -> None:
     bench = Bench(hired("n1", "n2"), NodeVerdict.BARRED)
-    running = await bench.begin()
+    running = await bench.build_context()
     assert await bench.seats.arrive(bench.ray.seats[0], "id-n1") is None
     assert bench.ray.closed[bench.ray.seats[1]] == {"id-n1"}
     bench.verdict = NodeVerdict.PLACED
@@ -460,7 +460,7 @@ async def test_a_node_that_the_database_bars_gets_no_attempt_and_no_further_seat
 
 async def test_an_attempt_whose_claim_is_gone_is_given_back() -> None:
     bench = Bench(hired("n1"), NodeVerdict.LOST)
-    running = await bench.begin()
+    running = await bench.build_context()
     assert await bench.seats.arrive(bench.ray.seats[0], "id-n1") is None
     with pytest.raises(NotBegun):
         await is_over(running)
@@ -469,7 +469,7 @@ async def test_an_attempt_whose_claim_is_gone_is_given_back() -> None:
 
 async def test_a_seat_on_a_node_that_was_not_seen_yet_waits_for_the_next_look() -> None:
     bench = Bench(hired("n1"))
-    await bench.begin()
+    await bench.build_context()
     arriving = asyncio.create_task(bench.seats.arrive(bench.ray.seats[0], "id-n2"))
     await turns()
     assert not arriving.done()
@@ -482,7 +482,7 @@ async def test_a_seat_on_a_node_that_was_not_seen_yet_waits_for_the_next_look() 
 async def test_when_nodes_are_gone_who_waits_is_given_back_at_once() -> None:
     """Its queue is then seen by whoever hires."""
     bench = Bench(hired("n1"))
-    running = await bench.begin()
+    running = await bench.build_context()
     bench.nodes.see([], {})
     bench.seats.look()
     with pytest.raises(NotBegun) as given_back:
@@ -497,7 +497,7 @@ async def test_an_attempt_on_a_node_that_ray_has_given_up_is_over() -> None:
     """Also where Ray hears nothing of its end, because the node was only cut off; and nodes are looked at meanwhile."""
     bench = Bench(hired("n1"))
     bench.ray.may_end.clear()
-    running = await bench.begin()
+    running = await bench.build_context()
     assert await bench.seats.arrive(bench.ray.seats[0], "id-n1") is not None
     bench.seats.look()
     bench.nodes.see([], {})
@@ -512,7 +512,7 @@ async def test_an_attempt_on_a_node_that_ray_has_given_up_is_over() -> None:
 
 async def test_an_attempt_that_is_being_placed_on_a_node_that_is_lost_goes_to_another() -> None:
     bench = Bench(hired("n1", "n2"))
-    running, bench.database = await bench.begin(), asyncio.Event()
+    running, bench.database = await bench.build_context(), asyncio.Event()
     arriving = asyncio.create_task(bench.seats.arrive(bench.ray.seats[0], "id-n1"))
     await turns()
     bench.nodes.see([one for one in bench.nodes.alive.values() if one.node_id != "id-n1"], {})
@@ -530,7 +530,7 @@ async def test_an_attempt_that_is_being_placed_on_a_node_that_is_lost_goes_to_an
 async def test_seats_that_wait_when_a_node_is_lost_are_replaced_and_who_waits_goes_on_waiting() -> None:
     """Ray may be about to place them there, and would wait for that node."""
     bench = Bench(hired("n1", "n2"))
-    running, now = await bench.begin(), asyncio.get_running_loop().time()
+    running, now = await bench.build_context(), asyncio.get_running_loop().time()
     bench.seats.look(stuck_since=now - 60)
     assert len(bench.ray.seats) == 1
     bench.seats.look(stuck_since=now + 60)
@@ -545,7 +545,7 @@ async def test_seats_that_wait_when_a_node_is_lost_are_replaced_and_who_waits_go
 
 async def test_a_seat_that_loads_the_handler_is_let_be_for_as_long_as_its_node_lives() -> None:
     bench = Bench(hired("n1", "n2"))
-    running, later = await bench.begin(), asyncio.get_running_loop().time() + 60
+    running, later = await bench.build_context(), asyncio.get_running_loop().time() + 60
     first = bench.ray.seats[0]
     bench.seats.loading(first, "id-n1")
     bench.seats.loading("made up", "id-n1")
@@ -556,7 +556,7 @@ async def test_a_seat_that_loads_the_handler_is_let_be_for_as_long_as_its_node_l
     await bench.seats.finish(first, claim.token, AttemptSuccess("1"))
     assert await is_over(running) == AttemptSuccess("1")
     # Nor if nobody waits any more; but it goes with its node.
-    unwanted = await bench.begin()
+    unwanted = await bench.build_context()
     second = bench.ray.seats[1]
     bench.seats.loading(second, "id-n1")
     unwanted.cancel()
@@ -572,7 +572,7 @@ async def test_a_seat_that_loads_the_handler_is_let_be_for_as_long_as_its_node_l
 
 async def test_the_time_limit_counts_from_the_beginning_and_ends_the_seat() -> None:
     bench = Bench(hired("n1"))
-    running, innocent = await bench.begin(timeout_s=0.05), await bench.begin()
+    running, innocent = await bench.build_context(timeout_s=0.05), await bench.build_context()
     first, hung_up = bench.ray.seats[0], asyncio.Event()
     bench.ray.may_end.clear()
     claim = await bench.seats.arrive(first, "id-n1", hung_up.set)
@@ -593,7 +593,7 @@ async def test_the_time_limit_counts_from_the_beginning_and_ends_the_seat() -> N
 
 async def test_an_attempt_that_is_not_wanted_any_more_is_ended_with_its_seat_and_one_that_waits_without() -> None:
     bench = Bench(hired("n1"))
-    sits, waits = await bench.begin(), await bench.begin()
+    sits, waits = await bench.build_context(), await bench.build_context()
     first, second = bench.ray.seats
     assert await bench.seats.arrive(first, "id-n1") is not None
     for running in (waits, sits):
@@ -608,7 +608,7 @@ async def test_an_attempt_that_is_not_wanted_any_more_is_ended_with_its_seat_and
 async def test_when_ray_starts_nothing_at_all_who_waits_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.ray.seat_pool.MAX_SEATS_IN_VAIN", 3)
     bench = Bench(hired("n1"))
-    running = await bench.begin()
+    running = await bench.build_context()
     for number in range(3):
         assert not running.done()
         bench.ray.part(bench.ray.seats[number], AttemptFailure("ENGINE_ERROR", "no process can be started"))

@@ -18,12 +18,12 @@ def wheel() -> Wheel:
     return built
 
 
-def test_the_same_files_give_the_same_bytes() -> None:
+def test_wheel_is_reproducible() -> None:
     assert wheel() == wheel()
     assert wheel().sha256 == hashlib.sha256(wheel().content).hexdigest()
 
 
-def test_everything_the_program_needs_is_in_it_and_nothing_that_was_left_lying() -> None:
+def test_wheel_has_all_source_files_and_no_caches() -> None:
     archive = zipfile.ZipFile(io.BytesIO(wheel().content))
     names = archive.namelist()
     root = Path(windlass.__file__).parent
@@ -34,7 +34,7 @@ def test_everything_the_program_needs_is_in_it_and_nothing_that_was_left_lying()
     assert len(names) == len(set(names))
 
 
-def test_its_record_has_the_hash_of_every_file() -> None:
+def test_record_has_hash_of_every_file() -> None:
     archive = zipfile.ZipFile(io.BytesIO(wheel().content))
     record = f"windlass-{wheel().version}.dist-info/RECORD"
     lines = [line.split(",") for line in archive.read(record).decode().splitlines()]
@@ -48,23 +48,23 @@ def test_its_record_has_the_hash_of_every_file() -> None:
         assert (digest, int(size)) == (f"sha256={expected}", len(content))
 
 
-def test_pip_installs_it_and_it_runs(tmp_path: Path) -> None:
+def test_wheel_installs_with_pip_and_runs(tmp_path: Path) -> None:
     built = wheel()
     file = tmp_path / built.filename
     file.write_bytes(built.content)
-    place = tmp_path / "installed"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", place, file]
+    target = tmp_path / "installed"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, file]
     subprocess.run(install, check=True, timeout=100)
-    assert (place / "bin" / "windlass").exists()
-    # Not from where the tests' own is found.
+    assert (target / "bin" / "windlass").exists()
+    # With a PYTHONPATH that has only the installed copy.
     code = "import windlass, windlass.store.migrate as m; print(windlass.__file__, len(m.MIGRATIONS))"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(place)},
+        env={"PYTHONPATH": str(target)},
         cwd=tmp_path,
         check=True,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.stdout.startswith(str(place))
+    assert done.stdout.startswith(str(target))

@@ -1,4 +1,4 @@
-"""The three ways to run a handler, without a database: each attempt ends as an outcome, or at once when cancelled."""
+"""The three ways to run a handler, without a database: every attempt gives an outcome, or ends when cancelled."""
 
 import asyncio
 import json
@@ -26,13 +26,13 @@ from windlass.worker.inline import InlineExecutor
 from windlass.worker.isolated import IsolatedExecutor
 
 HANDLERS = Path(__file__).parent.parent / "e2e"
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
-async def until(is_so: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, what
+async def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out: {what}"
         await asyncio.sleep(0.01)
 
 
@@ -41,7 +41,7 @@ def claim(payload: Any = None, timeout_s: float | None = None) -> Claim:
 
 
 async def run(executor: Executor, payload: Any = None, timeout_s: float | None = None) -> Outcome:
-    return await asyncio.wait_for(executor.run(claim(payload, timeout_s), lambda *_: None), PATIENCE_S)
+    return await asyncio.wait_for(executor.run(claim(payload, timeout_s), lambda *_: None), TIMEOUT_S)
 
 
 def failure(outcome: Outcome) -> AttemptFailure:
@@ -59,99 +59,96 @@ async def isolated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IsolatedExe
     await executor.start()
     yield executor
     await executor.close()
-    assert living_children() == []
+    assert live_children() == []
 
 
-def living_children() -> list[psutil.Process]:
-    """But for the servers that other tests of this session have started."""
+def live_children() -> list[psutil.Process]:
+    """Without the database servers that other tests of this session have started."""
     found = psutil.Process().children(recursive=True)
     return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and p.name() not in ("postgres", "pgbouncer")]
 
 
 def child_pid(executor: IsolatedExecutor) -> int:
-    group = executor._children[0]._group
-    assert group is not None
-    return group.pid
+    (pid,) = executor.child_pids
+    return pid
 
 
-async def test_a_cancelled_attempt_loses_its_process_and_the_next_one_gets_another(
+async def test_cancelled_attempt_is_killed_and_next_gets_new_process(
     isolated: IsolatedExecutor, tmp_path: Path
 ) -> None:
     pid = child_pid(isolated)
     file = tmp_path / "pid"
     attempt = asyncio.create_task(run(isolated, {"how": "hang with another group", "file": str(file)}))
-    await until(file.exists, "the handler runs")
+    await wait_until(file.exists, "the handler runs")
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
-    assert living_children() == []
+    assert live_children() == []
     assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
     assert child_pid(isolated) != pid
 
 
-async def test_an_attempt_can_be_cancelled_while_its_new_process_starts(isolated: IsolatedExecutor) -> None:
+async def test_attempt_can_be_cancelled_while_its_process_starts(isolated: IsolatedExecutor) -> None:
     failure(await run(isolated, {"how": "os._exit"}))
     attempt = asyncio.create_task(run(isolated, {"how": "nothing"}))
-    await until(living_children, "a new process starts")
+    await wait_until(live_children, "a new process starts")
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
-    assert living_children() == []
+    assert live_children() == []
     assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
 
 
-async def test_a_process_that_died_or_flooded_while_idle_costs_no_attempt(
+async def test_child_that_died_or_flooded_while_idle_fails_no_attempt(
     isolated: IsolatedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(5):
         os.kill(child_pid(isolated), signal.SIGKILL)
-        await until(lambda: isolated._children[0]._link.is_lost, "its death is noticed")
+        await wait_until(lambda: not isolated.child_pids, "the death is noticed")
         assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
     monkeypatch.setattr(process, "MAX_OUTPUT_BYTES", 1 << 20)
     assert await run(isolated, {"how": "flood after the end"}) == AttemptSuccess('"done"')
-    group = isolated._children[0]._group
-    assert group is not None
-    await until(lambda: group.breach, "it has flooded")
+    await wait_until(lambda: not isolated.child_pids, "the output limit")
     assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
 
 
-UNREADABLE_IN_PYTHON = pytest.mark.parametrize(
-    ("payload", "words"),
+UNPARSABLE_PAYLOADS = pytest.mark.parametrize(
+    ("payload", "message"),
     [("1" * 5_001, "Exceeds the limit"), ("[" * 6_000 + "]" * 6_000, "recursion depth")],
     ids=["a number of 5,001 digits", "6,000 nested arrays"],
 )
 
 
-@UNREADABLE_IN_PYTHON
-async def test_a_payload_that_python_cannot_read_ends_its_task_and_not_the_warm_process(
-    isolated: IsolatedExecutor, payload: str, words: str
+@UNPARSABLE_PAYLOADS
+async def test_unparsable_payload_fails_task_but_keeps_child(
+    isolated: IsolatedExecutor, payload: str, message: str
 ) -> None:
     pid = child_pid(isolated)
     attempt = isolated.run(replace(claim(), payload=payload), lambda *_: None)
-    found = failure(await asyncio.wait_for(attempt, PATIENCE_S))
+    found = failure(await asyncio.wait_for(attempt, TIMEOUT_S))
     assert (found.code, found.retry) == ("BAD_PAYLOAD", False)
-    assert words in found.error
+    assert message in found.error
     assert await run(isolated, {"how": "nothing"}) == AttemptSuccess('{"how":"nothing"}')
     assert child_pid(isolated) == pid
 
 
-async def test_what_is_answered_before_a_death_counts(isolated: IsolatedExecutor) -> None:
+async def test_answer_before_death_of_child_counts(isolated: IsolatedExecutor) -> None:
     for _ in range(3):
         assert await run(isolated, {"how": "die after the answer"}) == AttemptSuccess('"answered"')
-        await until(lambda: isolated._children[0]._link.is_lost, "its death is noticed")
+        await wait_until(lambda: not isolated.child_pids, "the death is noticed")
 
 
-async def test_a_time_limit_that_strikes_in_the_moment_of_death_leaves_no_guard_behind(
+async def test_timeout_during_death_of_child_leaves_no_guard(
     isolated: IsolatedExecutor,
 ) -> None:
-    # Around the time it takes to die and to be described.
+    # Around the time that dying and describing it takes.
     for limit_s in (0.001, 0.005, 0.01, 0.02, 0.05):
         code = failure(await run(isolated, {"how": "os._exit"}, timeout_s=limit_s)).code
         assert code in ("TIMEOUT", "CHILD_DIED")
-        assert living_children() == []
+        assert live_children() == []
 
 
-async def test_a_process_that_cannot_be_started_is_a_handler_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_child_that_cannot_be_started_raises_handler_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     executor = IsolatedExecutor("handlers:misbehave")
     fds = psutil.Process().num_fds()
@@ -160,10 +157,10 @@ async def test_a_process_that_cannot_be_started_is_a_handler_not_found(monkeypat
     assert psutil.Process().num_fds() == fds
 
 
-async def test_many_processes_that_cannot_start_fail_as_one_and_leave_nothing(
+async def test_failed_start_of_many_children_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # Some fail at once, the others are still starting then.
+    # One fails at once while the others are still starting.
     first = tmp_path / "first"
     first.touch()
     (tmp_path / "fails_once.py").write_text(
@@ -172,14 +169,14 @@ async def test_many_processes_that_cannot_start_fail_as_one_and_leave_nothing(
     )
     monkeypatch.chdir(tmp_path)
     executor = IsolatedExecutor("fails_once:handler", concurrency=4)
-    with pytest.raises(HandlerNotFound, match="cannot import fails_once:handler: ValueError: the cause"):
+    with pytest.raises(HandlerNotFound, match="cannot import handler fails_once:handler: ValueError: the cause"):
         await executor.start()
-    assert living_children() == []
+    assert live_children() == []
     await executor.close()
     assert capfd.readouterr().err == ""
 
 
-async def test_many_attempts_at_once_each_have_their_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_attempts_have_separate_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HANDLERS)
     executor = IsolatedExecutor("handlers:who", concurrency=3)
     await executor.start()
@@ -199,7 +196,7 @@ async def command(text: str, payload: Any = None, timeout_s: float | None = None
     await executor.start()
     outcome = await run(executor, payload, timeout_s)
     await executor.close()
-    assert living_children() == []
+    assert live_children() == []
     return outcome
 
 
@@ -214,16 +211,16 @@ async def command(text: str, payload: Any = None, timeout_s: float | None = None
         ("sh -c 'sleep 600 & echo 1'", "1"),
         ("sh -c 'exec 0<&-; echo 1'", "1"),
     ],
-    ids=["json in, json out", "no output", "white space", "environment", "stderr", "background", "closed stdin"],
+    ids=["JSON in and out", "no output", "white space", "environment", "stderr", "background process", "closed stdin"],
 )
-async def test_a_command_that_exits_with_0_succeeds_with_what_it_printed(text: str, result: str) -> None:
+async def test_command_with_exit_code_0_returns_its_output(text: str, result: str) -> None:
     assert await command(text, {"a": "Grüße"}) == AttemptSuccess(result)
 
 
-async def test_a_command_that_may_not_be_executed_is_refused_with_what_to_do(tmp_path: Path) -> None:
+async def test_command_without_execute_permission_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "e.sh"
     script.write_text("#!/bin/sh\ncat\n")
-    with pytest.raises(HandlerNotFound, match=f"'{script}' is not executable: run `chmod \\+x {script}`"):
+    with pytest.raises(HandlerNotFound, match=f"'{script}' is not executable. Run `chmod \\+x {script}`"):
         await command(str(script))
     script.chmod(0o755)
     assert await command(str(script), 1) == AttemptSuccess("1")
@@ -236,21 +233,21 @@ async def test_a_command_that_may_not_be_executed_is_refused_with_what_to_do(tmp
         ("false", "HANDLER_ERROR", "the command exited with code 1"),
         ("sh -c 'kill -SEGV $$'", "HANDLER_ERROR", "the command was killed by SIGSEGV"),
         ("echo hello", "BAD_RESULT", "the command's output is not JSON"),
-        (r"""printf '{"name":"M\374ller"}'""", "BAD_RESULT", 'output is not UTF-8, as JSON is (byte 10): {"name":"M'),
+        (r"""printf '{"name":"M\374ller"}'""", "BAD_RESULT", 'output is not UTF-8 (byte 10): {"name":"M'),
         ("echo NaN", "BAD_RESULT", "the command's result cannot be written as JSON"),
         (r"""printf '"\\u0000"'""", "BAD_RESULT", "contains a NUL character"),
         ("cat /dev/zero", "BAD_RESULT", "the result has more than 1,048,576 bytes"),
         ("python3 -c \"print('[' * 100000)\"", "BAD_RESULT", "the command's output is not JSON"),
-        ("sh -c 'cat /dev/zero >&2'", "OUTPUT_LIMIT", "more than 1 MiB were printed in one attempt"),
-        ("sh -c 'sleep 600 & sleep 600'", "TIMEOUT", "ran longer than its limit of 0.3 s"),
+        ("sh -c 'cat /dev/zero >&2'", "OUTPUT_LIMIT", "the attempt printed more than 1 MiB"),
+        ("sh -c 'sleep 600 & sleep 600'", "TIMEOUT", "exceeded its time limit of 0.3 s"),
         (
             'python3 -c "import time; x = bytes(1) * (200 << 20); time.sleep(600)"',
             "MEMORY_LIMIT",
-            "MiB of memory were used and 100 MiB are allowed",
+            "MiB of memory; the limit is 100 MiB",
         ),
     ],
 )
-async def test_a_command_that_fails_says_how(
+async def test_failed_command_has_code_and_message(
     monkeypatch: pytest.MonkeyPatch, text: str, code: str, message: str
 ) -> None:
     monkeypatch.setattr(process, "MAX_OUTPUT_BYTES", 1 << 20)
@@ -261,20 +258,20 @@ async def test_a_command_that_fails_says_how(
     assert message in outcome.error
 
 
-async def test_a_command_need_not_read_a_large_payload() -> None:
+async def test_command_need_not_read_large_payload() -> None:
     assert await command("sh -c 'echo 1'", "x" * 1_000_000) == AttemptSuccess("1")
     assert failure(await command("sh -c 'exit 2'", "x" * 1_000_000)).error == "the command exited with code 2"
 
 
-async def test_a_cancelled_command_is_ended_with_all_it_started() -> None:
+async def test_cancelled_command_is_killed_with_descendants() -> None:
     executor = CommandExecutor("sh -c 'sleep 600 & setsid sleep 600 & wait'")
     await executor.start()
     attempt = asyncio.create_task(run(executor))
-    await until(lambda: len(living_children()) >= 4, "the command, its guard and two more run")
+    await wait_until(lambda: len(live_children()) >= 4, "the command, its guard and two more run")
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
-    assert living_children() == []
+    assert live_children() == []
 
 
 # --------------------------------------------------------------------------------------------------------- inline
@@ -307,8 +304,12 @@ async def _interrupts(_task: RunningTask) -> None:
     raise KeyboardInterrupt
 
 
-async def _gives_up(_task: RunningTask) -> None:
+async def _raises_do_not_retry(_task: RunningTask) -> None:
     raise DoNotRetry
+
+
+async def _raises_memory_error(_task: RunningTask) -> None:
+    raise MemoryError
 
 
 async def _awaits_something_cancelled(_task: RunningTask) -> None:
@@ -327,10 +328,11 @@ async def _sleeps(_task: RunningTask) -> None:
 
 INLINE_FAILURES = [
     (_raises, "HANDLER_ERROR", "ValueError: the cause"),
+    (_raises_memory_error, "OUT_OF_MEMORY", "MemoryError"),
     (_raises_timeout, "HANDLER_ERROR", "TimeoutError: its own"),
     (_exits, "HANDLER_ERROR", "the handler called sys.exit(3)"),
     (_interrupts, "HANDLER_ERROR", "KeyboardInterrupt"),
-    (_gives_up, "DO_NOT_RETRY", "the handler said: do not retry"),
+    (_raises_do_not_retry, "DO_NOT_RETRY", "the handler raised DoNotRetry"),
     (_awaits_something_cancelled, "HANDLER_ERROR", "CancelledError"),
     (_returns_nan, "BAD_RESULT", "cannot be written as JSON"),
 ]
@@ -339,11 +341,11 @@ INLINE_FAILURES = [
 @pytest.mark.parametrize(
     ("handler", "code", "message", "timeout_s"),
     [
-        *((*case, timeout_s) for case in INLINE_FAILURES for timeout_s in (PATIENCE_S, None)),
-        (_sleeps, "TIMEOUT", "ran longer than its limit of 0.2 s", 0.2),
+        *((*case, timeout_s) for case in INLINE_FAILURES for timeout_s in (TIMEOUT_S, None)),
+        (_sleeps, "TIMEOUT", "exceeded its time limit of 0.2 s", 0.2),
     ],
 )
-async def test_an_inline_handler_that_fails_says_how(
+async def test_failed_inline_handler_has_code_and_message(
     handler: Callable[[RunningTask], Any], code: str, message: str, timeout_s: float | None
 ) -> None:
     outcome = failure(await inline(handler, timeout_s))
@@ -352,22 +354,22 @@ async def test_an_inline_handler_that_fails_says_how(
     assert outcome.retry == (code != "DO_NOT_RETRY")
 
 
-@UNREADABLE_IN_PYTHON
-async def test_a_payload_that_python_cannot_read_is_the_same_failure_inline(payload: str, words: str) -> None:
+@UNPARSABLE_PAYLOADS
+async def test_unparsable_payload_fails_task_inline(payload: str, message: str) -> None:
     executor = InlineExecutor(_succeeds)
     await executor.start()
     found = failure(await executor.run(replace(claim(), payload=payload), lambda *_: None))
     assert (found.code, found.retry) == ("BAD_PAYLOAD", False)
-    assert words in found.error
+    assert message in found.error
 
 
-async def test_an_inline_handler_succeeds_with_what_it_returns() -> None:
+async def test_inline_handler_returns_its_result() -> None:
     assert await inline(_succeeds) == AttemptSuccess("1")
     assert await inline(_succeeds, timeout_s=5) == AttemptSuccess("1")
 
 
 @pytest.mark.parametrize("timeout_s", [5, None])
-async def test_a_cancelled_inline_handler_ends(timeout_s: float | None) -> None:
+async def test_cancelled_inline_handler_ends(timeout_s: float | None) -> None:
     attempt = asyncio.create_task(inline(_sleeps, timeout_s))
     await asyncio.sleep(0)
     attempt.cancel()
@@ -375,6 +377,6 @@ async def test_a_cancelled_inline_handler_ends(timeout_s: float | None) -> None:
         await attempt
 
 
-async def test_a_sync_handler_is_refused_inline() -> None:
-    with pytest.raises(HandlerNotFound, match="is not an async function, and --inline runs only those"):
+async def test_sync_handler_is_refused_inline() -> None:
+    with pytest.raises(HandlerNotFound, match="is not an async function, which --inline requires"):
         await InlineExecutor(lambda task: task).start()

@@ -1,5 +1,4 @@
-"""What a worker says about GPUs: nothing without a driver, unless one is needed; zero if it is broken, sums otherwise,
-never a wait."""
+"""GPU figures of a worker: missing, broken, late and hanging drivers, and sums over all GPUs."""
 
 import threading
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture(autouse=True)
-def short_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_sample_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "SAMPLE_INTERVAL_S", 0.01)
 
 
@@ -27,20 +26,20 @@ def vitals_after_start(*, is_needed: bool = False) -> dict[str, int]:
         reader.stop()
 
 
-@pytest.mark.parametrize(("is_needed", "said"), [(False, {}), (True, {"vram_total_mb": 0, "vram_used_mb": 0})])
-def test_without_the_nvml_library_nothing_is_said_but_where_a_gpu_is_needed(
-    monkeypatch: pytest.MonkeyPatch, is_needed: bool, said: dict[str, int]
+@pytest.mark.parametrize(("is_needed", "expected"), [(False, {}), (True, {"vram_total_mb": 0, "vram_used_mb": 0})])
+def test_missing_nvml_library_reports_zero_only_if_gpu_is_needed(
+    monkeypatch: pytest.MonkeyPatch, is_needed: bool, expected: dict[str, int]
 ) -> None:
     def init() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", init)
-    assert vitals_after_start(is_needed=is_needed) == said
+    assert vitals_after_start(is_needed=is_needed) == expected
 
 
-def test_a_driver_that_comes_late_and_a_gpu_that_goes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_driver_and_vanished_gpu_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED]
-    cards = [SimpleNamespace(total=24 * MIB, used=5 * MIB)]
+    gpus = [SimpleNamespace(total=24 * MIB, used=5 * MIB)]
     changed = threading.Semaphore(0)
 
     def init() -> None:
@@ -48,23 +47,23 @@ def test_a_driver_that_comes_late_and_a_gpu_that_goes_are_noticed(monkeypatch: p
             raise pynvml.NVMLError(errors.pop(0))
 
     monkeypatch.setattr(pynvml, "nvmlInit", init)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(cards))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(gpus))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda index, **_: cards[index])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda index, **_: gpus[index])
     reader = GpuReader(is_needed=True, on_change=changed.release)
     try:
         reader.start()
         assert changed.acquire(timeout=30)
         assert reader.shows_gpu
         assert reader.vitals() == {"vram_total_mb": 24, "vram_used_mb": 5}
-        cards.clear()
+        gpus.clear()
         assert changed.acquire(timeout=30)
         assert not reader.shows_gpu
     finally:
         reader.stop()
 
 
-def test_on_this_machine_which_has_no_driver_nothing_is_said() -> None:
+def test_real_machine_without_driver_reports_nothing() -> None:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError_LibraryNotFound:
@@ -73,7 +72,7 @@ def test_on_this_machine_which_has_no_driver_nothing_is_said() -> None:
         pytest.skip("this machine has an NVIDIA driver")
 
 
-def test_a_driver_that_does_not_start_counts_as_no_memory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_that_is_not_loaded_reports_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     def init() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
@@ -85,16 +84,16 @@ def test_a_driver_that_does_not_start_counts_as_no_memory_at_all(monkeypatch: py
     assert vitals_after_start() == {"vram_total_mb": 0, "vram_used_mb": 0}
 
 
-def test_the_memory_of_all_gpus_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = [SimpleNamespace(total=24 * MIB, used=5 * MIB), SimpleNamespace(total=48 * MIB, used=7 * MIB)]
+def test_memory_of_all_gpus_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [SimpleNamespace(total=24 * MIB, used=5 * MIB), SimpleNamespace(total=48 * MIB, used=7 * MIB)]
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(cards))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(gpus))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda index, **_: cards[index])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda index, **_: gpus[index])
     assert vitals_after_start() == {"vram_total_mb": 72, "vram_used_mb": 12}
 
 
-def test_an_old_driver_is_asked_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_driver_is_read_with_version_1_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def memory(_index: int, version: int | None = None) -> SimpleNamespace:
         if version is not None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -107,10 +106,10 @@ def test_an_old_driver_is_asked_in_its_own_way(monkeypatch: pytest.MonkeyPatch) 
     assert vitals_after_start() == {"vram_total_mb": 24, "vram_used_mb": 5}
 
 
-def test_a_driver_that_hangs_holds_nobody_up_and_what_it_once_said_is_forgotten(
+def test_hanging_driver_blocks_nothing_and_old_sample_expires(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    is_hanging, may_go_on = threading.Event(), threading.Event()
+    is_hanging, may_continue = threading.Event(), threading.Event()
     calls = 0
 
     def count() -> int:
@@ -118,7 +117,7 @@ def test_a_driver_that_hangs_holds_nobody_up_and_what_it_once_said_is_forgotten(
         calls += 1
         if calls > 1:
             is_hanging.set()
-            may_go_on.wait(30)
+            may_continue.wait(30)
         return 0
 
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
@@ -132,24 +131,24 @@ def test_a_driver_that_hangs_holds_nobody_up_and_what_it_once_said_is_forgotten(
         assert reader.vitals() == {}
     finally:
         reader.stop()
-        may_go_on.set()
+        may_continue.set()
 
 
-@pytest.mark.parametrize(("is_needed", "said"), [(False, {}), (True, {"vram_total_mb": 0, "vram_used_mb": 0})])
-def test_a_driver_that_hangs_at_the_very_first_look_is_no_gpu_where_one_is_needed(
-    monkeypatch: pytest.MonkeyPatch, is_needed: bool, said: dict[str, int]
+@pytest.mark.parametrize(("is_needed", "expected"), [(False, {}), (True, {"vram_total_mb": 0, "vram_used_mb": 0})])
+def test_driver_hanging_at_first_read_counts_as_no_gpu_if_needed(
+    monkeypatch: pytest.MonkeyPatch, is_needed: bool, expected: dict[str, int]
 ) -> None:
-    may_go_on = threading.Event()
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: may_go_on.wait(30))
-    monkeypatch.setattr(gpu, "FIRST_LOOK_S", 0.01)
+    may_continue = threading.Event()
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: may_continue.wait(30))
+    monkeypatch.setattr(gpu, "FIRST_SAMPLE_TIMEOUT_S", 0.01)
     reader = GpuReader(is_needed=is_needed)
     try:
         reader.start()
-        # It may be slow: within its time nothing is said.
+        # It may only be slow, so nothing is reported within SAMPLE_VALID_S.
         assert reader.vitals() == {}
         monkeypatch.setattr(gpu, "SAMPLE_VALID_S", 0.0)
-        assert reader.vitals() == said
+        assert reader.vitals() == expected
         assert not reader.shows_gpu
     finally:
         reader.stop()
-        may_go_on.set()
+        may_continue.set()

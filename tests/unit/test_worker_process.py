@@ -1,4 +1,4 @@
-"""Process groups: they end whole, keep their limits, and leave nothing behind."""
+"""Process groups: the whole group ends, limits are enforced, and no process or file stays open."""
 
 import asyncio
 import os
@@ -15,13 +15,13 @@ from windlass.worker import process
 from windlass.worker.nonblocking_stderr import NonblockingWriter, standard_error
 from windlass.worker.process import ProcessGroup, describe_exit, start_group
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
-async def until(is_so: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, what
+async def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out: {what}"
         await asyncio.sleep(0.01)
 
 
@@ -40,12 +40,12 @@ async def pid_in(file: Path) -> int:
     def content() -> str:
         return file.read_text() if file.exists() else ""
 
-    await until(lambda: content().endswith("\n"), "a pid is written")
+    await wait_until(lambda: content().endswith("\n"), "process id written")
     return int(content())
 
 
 @pytest.mark.parametrize(
-    ("returncode", "words"),
+    ("returncode", "text"),
     [
         (0, "exited with code 0"),
         (3, "exited with code 3"),
@@ -54,31 +54,31 @@ async def pid_in(file: Path) -> int:
         (-200, "was killed by signal 200"),
     ],
 )
-def test_an_exit_is_told_in_words(returncode: int, words: str) -> None:
-    assert describe_exit(returncode) == words
+def test_exit_code_is_described(returncode: int, text: str) -> None:
+    assert describe_exit(returncode) == text
 
 
-async def test_the_exit_is_noticed_although_a_forked_process_holds_the_pipes(tmp_path: Path) -> None:
+async def test_exit_is_noticed_while_forked_process_holds_pipes(tmp_path: Path) -> None:
     group = await start(f"sleep 600 & echo $! > {tmp_path}/pid; exit 3")
-    assert await asyncio.wait_for(group.wait(), PATIENCE_S) == 3
+    assert await asyncio.wait_for(group.wait(), TIMEOUT_S) == 3
     await group.end()
     assert not is_alive(await pid_in(tmp_path / "pid"))
 
 
-async def test_the_exit_is_noticed_although_an_escaped_process_holds_the_pipes(tmp_path: Path) -> None:
+async def test_exit_is_noticed_while_escaped_process_holds_pipes(tmp_path: Path) -> None:
     group = await start(
         f"setsid sh -c 'echo $$ > {tmp_path}/pid; exec sleep 600' & while [ ! -s {tmp_path}/pid ]; "
         "do sleep 0.01; done; exit 4"
     )
     try:
-        assert await asyncio.wait_for(group.wait(), PATIENCE_S) == 4
+        assert await asyncio.wait_for(group.wait(), TIMEOUT_S) == 4
     finally:
-        # Out of reach, as the module says: a session of its own, and no parent.
+        # The group cannot reach it: it has its own session and no parent.
         os.kill(await pid_in(tmp_path / "pid"), signal.SIGKILL)
         await group.end()
 
 
-async def test_killing_reaches_every_descendant_however_it_detached_itself(tmp_path: Path) -> None:
+async def test_kill_reaches_detached_descendants(tmp_path: Path) -> None:
     forms = {"plain": "", "group": "set -m;", "session": "setsid"}
     script = "".join(
         f"{prefix} sh -c 'echo $$ > {tmp_path}/{name}; exec sleep 600' & " for name, prefix in forms.items()
@@ -91,14 +91,15 @@ async def test_killing_reaches_every_descendant_however_it_detached_itself(tmp_p
     await group.end()
 
 
-async def test_ending_goes_on_when_the_one_who_asked_is_cancelled() -> None:
+async def test_end_completes_although_caller_is_cancelled() -> None:
+    fds = psutil.Process().num_fds()
     group = await start("sleep 600")
     pid = group.pid
-    exit_reason = asyncio.create_task(group.end())
+    ending = asyncio.create_task(group.end())
     await asyncio.sleep(0)
-    exit_reason.cancel()
-    await until(lambda: not is_alive(pid) and not guards(), "the process and its guard are gone")
-    await until(group._started.is_closing, "and its pipes are closed")
+    ending.cancel()
+    await wait_until(lambda: not is_alive(pid) and not guards(), "the process and its guard are gone")
+    await wait_until(lambda: psutil.Process().num_fds() <= fds, "its pipes are closed")
 
 
 def guards() -> list[psutil.Process]:
@@ -106,13 +107,13 @@ def guards() -> list[psutil.Process]:
     return [p for p in mine if "windlass-guard" in p.cmdline()]
 
 
-async def test_the_guard_outlasts_a_service_managers_sigterm() -> None:
+async def test_guard_survives_sigterm() -> None:
     group = await start("sleep 600")
-    # A process that has only just been executed has no command line yet.
-    await until(guards, "a guard")
+    # A process that has just started may have no command line yet.
+    await wait_until(guards, "a guard")
     (guard,) = guards()
-    # A shell sets its traps after it has started.
-    await until(lambda: _ignores(guard.pid, signal.SIGTERM), "the guard has set its traps")
+    # The shell sets its traps after its start.
+    await wait_until(lambda: _ignores(guard.pid, signal.SIGTERM), "the guard has set its traps")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         guard.send_signal(number)
     group_pid = group.pid
@@ -127,7 +128,7 @@ def _ignores(pid: int, number: signal.Signals) -> bool:
     return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
 
 
-async def test_many_groups_leave_no_file_and_no_process_behind() -> None:
+async def test_many_groups_leak_no_file_or_process() -> None:
     async def once() -> None:
         group = await start("echo output; exit 0", max_answer_bytes=100)
         group.write_all(b"input")
@@ -142,26 +143,26 @@ async def test_many_groups_leave_no_file_and_no_process_behind() -> None:
     assert (me.num_fds(), len(me.children())) == before
 
 
-async def test_output_that_nobody_can_read_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_standard_error_does_not_end_process(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    nobody_reads = NonblockingWriter(writing)
-    monkeypatch.setattr(process, "standard_error", nobody_reads)
+    closed_pipe = NonblockingWriter(writing)
+    monkeypatch.setattr(process, "standard_error", closed_pipe)
     try:
         group = await start("for n in 1 2 3; do echo line $n; done")
         assert await group.wait() == 0
         assert group.tail() == "line 1\nline 2\nline 3"
         await group.end()
-        assert nobody_reads.drain(PATIENCE_S)
+        assert closed_pipe.drain(TIMEOUT_S)
     finally:
         os.close(writing)
 
 
-async def test_who_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_reader_gets_all_output(monkeypatch: pytest.MonkeyPatch) -> None:
     size, got = 40_000_000, 0
     reading, writing = os.pipe()
-    slowly_read = NonblockingWriter(writing)
-    monkeypatch.setattr(process, "standard_error", slowly_read)
+    slow_pipe = NonblockingWriter(writing)
+    monkeypatch.setattr(process, "standard_error", slow_pipe)
 
     def read() -> None:
         nonlocal got
@@ -174,9 +175,9 @@ async def test_who_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) 
     try:
         group = await start(f"head -c {size} /dev/zero >&2")
         assert await group.wait() == 0
-        await until(lambda: group._output_bytes == size, "all is printed")
+        await wait_until(lambda: group.output_bytes == size, "all output")
         await group.end()
-        assert await asyncio.to_thread(slowly_read.drain, PATIENCE_S)
+        assert await asyncio.to_thread(slow_pipe.drain, TIMEOUT_S)
     finally:
         os.close(writing)
         reader.join()
@@ -184,37 +185,40 @@ async def test_who_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) 
     assert got == size
 
 
-async def test_too_much_output_is_the_end_and_the_count_begins_anew_with_each_attempt(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+async def test_output_limit_applies_per_attempt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process, "MAX_OUTPUT_BYTES", 1 << 20)
     some = "head -c 900000 /dev/zero >&2"
-    group = await start(f"{some}; read word; {some}; read word; cat /dev/zero >&2", max_answer_bytes=10)
-    await until(lambda: group._output_bytes == 900_000, "the first attempt's output is read")
+    wait = "while [ ! -e {} ]; do sleep 0.01; done"
+    first, second = tmp_path / "first", tmp_path / "second"
+    group = await start(f"{some}; {wait.format(first)}; {some}; {wait.format(second)}; cat /dev/zero >&2")
+    await wait_until(lambda: group.output_bytes == 900_000, "the first attempt's output is read")
     group.begin_attempt()
-    stdin = group._started.get_pipe_transport(0)
-    assert isinstance(stdin, asyncio.WriteTransport)
-    stdin.write(b"\n")
-    await until(lambda: group._output_bytes == 900_000, "the second attempt's output is read")
-    assert group.breach is None
-    stdin.write(b"\n")
+    first.touch()
+    await wait_until(lambda: group.output_bytes == 900_000, "the second attempt's output is read")
+    assert group.limit_failure is None
+    second.touch()
     assert await group.wait() == -signal.SIGKILL
-    assert group.breach is not None
-    assert group.breach.code == "OUTPUT_LIMIT"
+    assert group.limit_failure is not None
+    assert group.limit_failure.code == "OUTPUT_LIMIT"
     await group.end()
-    assert standard_error.drain(PATIENCE_S)
+    assert standard_error.drain(TIMEOUT_S)
     assert len(capfd.readouterr().err) <= 3 << 20
 
 
-async def test_an_answer_that_is_too_long_is_cut_off() -> None:
+async def test_answer_over_limit_fails() -> None:
     group = await start("cat /dev/zero", max_answer_bytes=1000)
     assert await group.wait() == -signal.SIGKILL
-    assert group.breach is not None
-    assert (group.breach.code, group.breach.error) == ("BAD_RESULT", "the result has more than 1,000 bytes")
+    assert group.limit_failure is not None
+    assert (group.limit_failure.code, group.limit_failure.error) == (
+        "BAD_RESULT",
+        "the result has more than 1,000 bytes",
+    )
     await group.end()
 
 
-async def test_an_attempt_does_not_answer_for_the_memory_of_the_one_before_it(
+async def test_memory_of_previous_attempt_does_not_fail_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process, "MEMORY_CHECK_INTERVAL_S", 0.01)
@@ -225,12 +229,12 @@ async def test_an_attempt_does_not_answer_for_the_memory_of_the_one_before_it(
         nonlocal measured
         measured += 1
         if measured < 10:
-            group.begin_attempt()  # while it is being measured
+            group.begin_attempt()  # during the measurement
         return 1000
 
     monkeypatch.setattr(group, "_memory_bytes", measure)
     assert await group.wait() == -signal.SIGKILL
     assert measured >= 10
-    assert group.breach is not None
-    assert group.breach.code == "MEMORY_LIMIT"
+    assert group.limit_failure is not None
+    assert group.limit_failure.code == "MEMORY_LIMIT"
     await group.end()

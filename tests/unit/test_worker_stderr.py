@@ -1,4 +1,4 @@
-"""Standard error: a reader that stands still holds up nobody, and is told what it has missed."""
+"""Standard error: a stalled reader blocks no writer, and a line says how much output is missing."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ import pytest
 from windlass.worker import nonblocking_stderr as stderr
 from windlass.worker.nonblocking_stderr import NonblockingWriter
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -27,38 +27,38 @@ def read(fd: int, size: int) -> bytes:
     return content
 
 
-@pytest.mark.parametrize("is_blocking", [True, False], ids=["as usual", "made non-blocking by who shares it"])
-def test_who_does_not_read_misses_what_there_is_no_room_for_and_is_told_so(
+@pytest.mark.parametrize("is_blocking", [True, False], ids=["blocking descriptor", "non-blocking descriptor"])
+def test_output_over_limit_is_dropped_with_notice(
     pipe: tuple[int, int], is_blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stderr, "MAX_WAITING_BYTES", 1_000_000)
+    monkeypatch.setattr(stderr, "MAX_QUEUED_BYTES", 1_000_000)
     reading, writing = pipe
     os.set_blocking(writing, is_blocking)
-    outlet = NonblockingWriter(writing)
+    writer = NonblockingWriter(writing)
     line = b"x" * 99_999 + b"\n"
     for _ in range(10):
-        outlet.write(line)
+        writer.write(line)
     for _ in range(3):
-        outlet.write(b"too much")
-    assert not outlet.drain(0.01)
+        writer.write(b"too much")
+    assert not writer.drain(0.01)
     assert read(reading, 1_000_000) == line * 10
-    told = b"windlass: 24 bytes of output are missing here: nobody read standard error in time.\n"
-    assert read(reading, len(told)) == told
-    assert outlet.drain(PATIENCE_S)
-    outlet.write(b"and on it goes\n")
-    assert read(reading, 15) == b"and on it goes\n"
+    notice = b"windlass: 24 bytes of output are missing here: standard error was not read in time.\n"
+    assert read(reading, len(notice)) == notice
+    assert writer.drain(TIMEOUT_S)
+    writer.write(b"more output...\n")
+    assert read(reading, 15) == b"more output...\n"
 
 
-def test_a_forked_process_writes_its_own_lines_and_not_ours_again(pipe: tuple[int, int]) -> None:
+def test_fork_does_not_repeat_queued_output(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    outlet = NonblockingWriter(writing)
-    outlet.write(b"ours\n")
-    assert outlet.drain(PATIENCE_S)
+    writer = NonblockingWriter(writing)
+    writer.write(b"ours\n")
+    assert writer.drain(TIMEOUT_S)
     before = threading.active_count()
     if (pid := os.fork()) == 0:
-        outlet.begin_anew()  # as the process's own outlet does at each fork
-        outlet.write(b"theirs\n")
-        os._exit(0 if outlet.drain(PATIENCE_S) else 1)
+        writer.reset()  # as `standard_error` does at each fork
+        writer.write(b"theirs\n")
+        os._exit(0 if writer.drain(TIMEOUT_S) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert read(reading, 12) == b"ours\ntheirs\n"
     assert threading.active_count() == before

@@ -1,4 +1,4 @@
-"""What a worker tells of storage: a real file system's figures, or the sum of what is in a part of a very large one."""
+"""Storage figures of a worker: those of the file system, or the sum of all files on an oversized one."""
 
 import os
 import threading
@@ -35,7 +35,7 @@ def measured(reader: StorageReader) -> dict[str, int | None]:
     return reader.vitals()
 
 
-def test_it_is_what_the_file_system_says(read: Callable[[Path], StorageReader]) -> None:
+def test_usage_is_that_of_the_file_system(read: Callable[[Path], StorageReader]) -> None:
     vitals = measured(read(Path("/")))
     whole = os.statvfs("/")
     size = whole.f_blocks * whole.f_frsize
@@ -46,7 +46,7 @@ def test_it_is_what_the_file_system_says(read: Callable[[Path], StorageReader]) 
     assert 0 < free <= size - used + 10**9
 
 
-def test_of_a_file_system_larger_than_any_volume_what_is_in_it_is_added_up(
+def test_files_on_oversized_file_system_are_summed(
     tmp_path: Path, read: Callable[[Path], StorageReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "MAX_VOLUME_BYTES", 1)
@@ -55,7 +55,7 @@ def test_of_a_file_system_larger_than_any_volume_what_is_in_it_is_added_up(
     for folder in ("", "deep", "deep/er"):
         (tmp_path / folder / "file").write_bytes(os.urandom(100_000))
     (tmp_path / "loop").symlink_to(tmp_path)
-    # A file of many names, as package managers make them, takes its place once.
+    # Hard links, as package managers create them, count once.
     for number in range(20):
         (tmp_path / "deep" / f"name {number}").hardlink_to(tmp_path / "file")
     used = measured(read(tmp_path))["storage_used_bytes"]
@@ -63,21 +63,21 @@ def test_of_a_file_system_larger_than_any_volume_what_is_in_it_is_added_up(
     assert 300_000 <= used < 400_000
 
 
-def test_what_is_not_mounted_is_not_measured(
+def test_path_that_is_no_mount_point_is_not_measured(
     tmp_path: Path, read: Callable[[Path], StorageReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = threading.Semaphore(0)
+    checks = threading.Semaphore(0)
     is_mounted = False
 
-    def look(_path: str) -> bool:
-        looks.release()
+    def check(_path: str) -> bool:
+        checks.release()
         return is_mounted
 
-    monkeypatch.setattr(os.path, "ismount", look)
-    # A folder that is there and not mounted is a part of the machine's own disk.
+    monkeypatch.setattr(os.path, "ismount", check)
+    # A folder that is not a mount point is part of the machine's own disk.
     reader = read(tmp_path)
     for _ in range(3):
-        assert looks.acquire(timeout=10)
+        assert checks.acquire(timeout=10)
     assert reader.vitals() == UNKNOWN
     is_mounted = True
     assert measured(reader) != UNKNOWN

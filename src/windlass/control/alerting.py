@@ -22,7 +22,7 @@ from windlass.control.summary import Summary
 from windlass.model.alert import AlertInputs, Message
 from windlass.model.cycle import SLOW_CYCLE_S
 from windlass.model.errors import DatabaseUnavailable, DeliveredInPart, NotDelivered, WindlassError
-from windlass.policy.alerts import LOOK_INTERVAL_S, PROVIDER_ERRORS, RESOLVE_AFTER_S, firing
+from windlass.policy.alerts import EVALUATION_INTERVAL_S, PROVIDER_ERRORS_TO_ALERT, RESOLVE_AFTER_S, evaluate_alerts
 from windlass.policy.backoff import retry_delay_s
 from windlass.ports.alerts import AlertStore, Notifier
 
@@ -115,7 +115,7 @@ class AlertManager:
     async def _go_on(self) -> None:
         while True:
             await self._look_and_send(is_waited_for=False)
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(EVALUATION_INTERVAL_S)
 
     async def tell_once(self, limit_s: float) -> None:
         """One look, and what is due is sent, for whoever goes away afterwards. Raises nothing. What has not arrived
@@ -147,7 +147,7 @@ class AlertManager:
         watched = await self._store.alert_inputs()
         settling_since = self._note_look(watched)
         watched = replace(_with_errors(watched, self._errors_in_a_row()), settling_since=settling_since)
-        found = firing(watched, self._dead_letters_allowed, self._leader_grace_s)
+        found = evaluate_alerts(watched, self._dead_letters_allowed, self._leader_grace_s)
         problems = [problem for problem in found if problem.code not in self._ignored]
         changes = await self._store.record_alerts(problems, tuple(self._notifiers), RESOLVE_AFTER_S)
         for kind, fleet, code, reason in changes:
@@ -170,7 +170,9 @@ class AlertManager:
         for alert in watched.open:
             if alert.code == "PROVIDER_ERRORS" and alert.fleet is not None:
                 call = alert.key.removeprefix(alert.code).lstrip()
-                self._streaks.setdefault(alert.fleet, {}).setdefault(call, ErrorStreak(PROVIDER_ERRORS, self._clock()))
+                self._streaks.setdefault(alert.fleet, {}).setdefault(
+                    call, ErrorStreak(PROVIDER_ERRORS_TO_ALERT, self._clock())
+                )
 
     def _errors_in_a_row(self) -> dict[str, dict[str, int]]:
         """By fleet and call, those that are not yet forgotten."""

@@ -15,7 +15,7 @@ from windlass.model.event import Event
 from windlass.model.task import MAX_TASK_ID, Task, TaskStatus
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.policy.derive import WorkerState
-from windlass.policy.planning_context import begin
+from windlass.policy.planning_context import build_context
 from windlass.policy.stages.failure_rate import CODE as FAILURE_RATE
 from windlass.ports.control import MAX_AHEAD, Operations
 from windlass.ports.store import Store
@@ -208,7 +208,7 @@ def explain_worker(worker: Worker, events: Sequence[Event], *, cycle: CycleDetai
 def _judged(worker_id: str, cycle: CycleDetail | None) -> WorkerState | None:
     if cycle is None or cycle.snapshot.settings is None:
         return None
-    return begin(cycle.snapshot, cycle.snapshot.settings).states.get(worker_id)
+    return build_context(cycle.snapshot, cycle.snapshot.settings).states.get(worker_id)
 
 
 def _details(state: WorkerState, known_reason: str | None) -> str:

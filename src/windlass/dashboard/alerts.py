@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from windlass.dashboard.filters import counted, duration
-from windlass.model.alert import Severity
+from windlass.model.alert import ADVICE, Severity
 from windlass.model.overview import FleetOverview, OpenAlert, Overview
 from windlass.operations import OTHER_ACCOUNT
-from windlass.policy.alerts import ADVICE, LOOK_INTERVAL_S, RESOLVE_AFTER_S
+from windlass.policy.alerts import EVALUATION_INTERVAL_S, RESOLVE_AFTER_S
 
 # Advice for codes without advice of their own.
 DEFAULT_ADVICE = "it resolves when the cause is gone"
 # Codes whose condition ends with a restart of the fleet.
 RESOLVED_BY_RESTART = ("FAILURE_RATE", "SLOT_FAILED", OTHER_ACCOUNT)
 # Alerts are evaluated at every interval. One that three evaluations did not confirm may be outdated.
-CONFIRMED_WITHIN = timedelta(seconds=3 * LOOK_INTERVAL_S)
+CONFIRMED_WITHIN = timedelta(seconds=3 * EVALUATION_INTERVAL_S)
 UNCONFIRMED = f"Not confirmed since then. It resolves after {RESOLVE_AFTER_S:g} s without confirmation"
 RETRY_ADVICE = "Review the errors, fix the cause, then retry."
 FAILED_TASKS = "/tasks?which=failed"

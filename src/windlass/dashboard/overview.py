@@ -88,7 +88,7 @@ def _card(overview: FleetOverview, samples: Sequence[Sample], now: datetime) -> 
         state, label = "paused", "paused"
     elif fleet.planned_at is None:
         state, label = "queued", "unmanaged"
-    elif decision.startswith("spawn"):
+    elif decision.startswith(("spawn", "waiting to spawn")):
         state, label = "spawning", "spawning"
     else:
         state, label = "steady", "running"

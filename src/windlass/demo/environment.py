@@ -36,7 +36,7 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 NOTE_WIDTH = 160
 # How decisions begin that change nothing.
-QUIET = ("steady", "full")
+QUIET = ("no change", "at max_workers", "queue empty")
 QUERIES = read_queries("windlass.demo", "demo.sql")
 Tell = Callable[[str], None]
 _LINK = re.compile(r"^dashboard: (\S+)$", re.MULTILINE)
@@ -144,8 +144,8 @@ class DemoNarrator:
 
     def _is_news(self, kind: str, decision: str) -> bool:
         """That nothing changes is news once; and once more when somebody is kept for what is paid."""
-        before, self._last_decision = self._last_decision, (kind, " kept, as " in decision)
-        return kind not in QUIET or before != self._last_decision
+        before, self._last_decision = self._last_decision, (kind, " idle kept" in decision)
+        return not kind.startswith(QUIET) or before != self._last_decision
 
     @property
     def took_s(self) -> float:

@@ -1,4 +1,4 @@
-"""What a plan can ask for. Each action prints as a sentence and carries its reason in words."""
+"""Actions that a plan can request, each with its reason, and the plan itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from windlass.model.snapshot import FailureStreak, Hold, PlannerState
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """A spawning worker has been heard: it is active."""
+    """A spawning worker sent a heartbeat and becomes active."""
 
     worker_id: str
     reason: str
@@ -20,30 +20,29 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRefund:
-    """What failed on a worker since then failed because of it: no task's attempt there counts as one, and what it has
-    at hand is given back as if never taken."""
+    """Attempts on a worker since this moment do not count for their tasks: the worker was at fault. Its running tasks
+    are released without an attempt."""
 
     since: datetime
-    # Nobody has done better yet, and perhaps nobody can: a task is acquitted once in this way, and then stands for
-    # itself.
+    # No other worker has done better yet, so the tasks may be at fault: each gets such a refund once.
     is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A worker is broken: status error, and its tasks go to others at once."""
+    """A worker failed: it gets status error, and its tasks are requeued at once."""
 
     worker_id: str
     code: str
     reason: str
-    # How tasks fared on it and on others, where that speaks against it.
+    # How tasks did on it and on other workers, if that shows that it is at fault.
     evidence: FailureStreak | None = None
     attempt_refund: AttemptRefund | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Tasks that run in the name of a worker that is no longer live go to others."""
+    """Requeue running tasks of a worker that is no longer live."""
 
     worker_id: str
     reason: str
@@ -51,7 +50,7 @@ class Requeue:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """A worker takes no new tasks and ends when it has none, or when its fleet's `stop_timeout_s` is over."""
+    """A worker claims no more tasks and terminates when it has none left, or after the fleet's `stop_timeout_s`."""
 
     worker_id: str
     code: str
@@ -60,7 +59,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """End a worker's machine; when the provider says that it is gone, the worker is terminated and its slot free."""
+    """Delete a worker's machine. When the provider confirms it, the worker is terminated and its slot is free."""
 
     worker_id: str
     machine_id: str | None
@@ -70,18 +69,18 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """A machine was found for a worker whose creation was never answered."""
+    """A machine was found for a worker whose create call was never answered."""
 
     worker_id: str
     machine_id: str
     reason: str
-    # It starts the worker's program by itself.
+    # The machine starts the worker's program by itself.
     is_prepared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class RecordPrice:
-    """What a worker's machine costs was not known when it was made, and is now: it has been charged for all along."""
+    """The price of a worker's machine is known now. It was unknown at creation and applies since then."""
 
     worker_id: str
     machine_id: str
@@ -90,7 +89,7 @@ class RecordPrice:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """A machine runs: look it over, and start its worker's program. Harmless if somebody else has begun it."""
+    """Check a running machine and start its worker's program. Idempotent."""
 
     worker_id: str
     machine_id: str
@@ -99,7 +98,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class DeleteOrphan:
-    """End a machine that carries our tags and belongs to no worker."""
+    """Delete a machine that has Windlass tags and no worker."""
 
     machine_id: str
     name: str
@@ -108,7 +107,7 @@ class DeleteOrphan:
 
 @dataclass(frozen=True, slots=True)
 class GrowVolume:
-    """Storage that a fleet's machines share gets larger. To a size, not by one: asked for twice, it grows once."""
+    """Grow the fleet's shared volume to a size. Absolute, so that a repeated request grows it once."""
 
     volume_id: str
     size_gb: int
@@ -117,7 +116,7 @@ class GrowVolume:
 
 @dataclass(frozen=True, slots=True)
 class FailSlot:
-    """A slot's restarts are used up: nothing is put into it until `windlass restart`."""
+    """A slot exceeded its restarts. It stays empty until `windlass restart`."""
 
     slot: int
     reason: str
@@ -125,7 +124,7 @@ class FailSlot:
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """Hire a worker into a free slot."""
+    """Spawn a worker into a free slot."""
 
     slot: int
     reason: str
@@ -133,12 +132,12 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class RaiseAlert:
-    """Tell a person: when a cause appears, and every hour while it lasts."""
+    """Raise an alert when its condition begins to hold, and every hour while it does."""
 
     code: str
     reason: str
     worker_id: str | None = None
-    # What it is about, where that is no worker: a slot, an hour. Empty: the fleet.
+    # The subject if it is not a worker: a slot, a budget period. Empty: the fleet.
     about: str = ""
 
 
@@ -178,7 +177,7 @@ _ADAPTERS: dict[str, TypeAdapter[Action]] = {kind: TypeAdapter(action) for actio
 
 
 def actions_to_plain(actions: Sequence[Action]) -> list[dict[str, Any]]:
-    """Actions as stored with their cycle and printed: each with its kind."""
+    """Actions as stored with their cycle, each with its kind."""
     kinds = ((action, ACTION_KINDS[type(action)]) for action in actions)
     return [{"kind": kind, **_ADAPTERS[kind].dump_python(action, mode="json")} for action, kind in kinds]
 
@@ -192,13 +191,13 @@ def actions_from_plain(actions: Sequence[dict[str, Any]]) -> tuple[Action, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a cycle should do, in order, and what the next one should remember."""
+    """Everything a cycle should do, in order, and the planner state for the next one."""
 
     actions: tuple[Action, ...]
     planner_state: PlannerState
-    # The scaling decision in words: "hiring 3: 41 waiting, 5 workers". There is one even when nothing is done.
+    # The scaling decision with its numbers: "spawn 3: 41 queued, 0 free slots, target 5". Never empty.
     decision: str
-    # A cap, a hold, or machines still on their way out left a part of the decision to a later cycle.
+    # A cap, a hold or machines that are not deleted yet postponed a part of the decision to a later cycle.
     is_cut_short: bool = False
 
     @property

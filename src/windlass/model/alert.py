@@ -1,4 +1,4 @@
-"""What is the matter, and what a person is told of it."""
+"""Alerts: their inputs, codes with severity and advice, and the messages that notifiers send."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,15 +9,78 @@ from windlass.model.cycle import Fleet
 
 
 class Severity(StrEnum):
-    WARNING = "warning"  # somebody should look, today
-    CRITICAL = "critical"  # work does not get done, or money is spent for nothing, now
+    WARNING = "warning"  # needs attention today
+    CRITICAL = "critical"  # work stands still, or money is wasted, now
+
+
+# Codes that cannot wait until tomorrow. A total hold is always critical.
+CRITICAL_CODES = frozenset(
+    {
+        "ALL_CRASHED",
+        "BUDGET",
+        "DENIED",
+        "ENGINE_SILENT",
+        "FAILURE_RATE",
+        "INVALID_REQUEST",
+        "LIMIT_REACHED",
+        "LIST_SHRANK",
+        "NOT_DELETED",
+        "NO_LEADER",
+        "OTHER_ACCOUNT",
+        "OTHER_PROVIDER",
+        "PROVIDER_ERRORS",
+        "SLOT_FAILED",
+        "STORAGE_FULL",
+        "TOO_MANY_DEAD",
+        "TOO_MANY_ORPHANS",
+    }
+)
+
+# The second sentence of an alert: what to do first. docs/operations.md has the rest under the same codes.
+ADVICE = {
+    "ALL_CRASHED": "check the log of one of them: a bad release, image or host fails all at once",
+    "BUDGET": "raise the fleet's budget, or wait for the next hour, day or month",
+    "BUDGET_NEAR": "check `windlass cost`, and raise the budget in time if the work is worth it",
+    "CHOICE_REFUSED": "check whether the account may use it, or remove it from the fleet's list: others may cost more",
+    "DEAD_LETTERS": "review `windlass tasks list --status failed`, fix the cause, then run `windlass tasks retry`",
+    "DENIED": "create a new token with read and write permission: the provider rejects the current one",
+    "ENGINE_SILENT": "check that `windlass up` runs with this fleet and that Ray's head responds",
+    "FAILURE_RATE": "find the cause with `windlass explain FLEET`, fix it, then run `windlass restart FLEET`",
+    "INVALID_REQUEST": "correct the fleet's settings: the provider rejects the request",
+    "KEY_CHANGED": "check that the provider's API responds and that the new key is valid: no action is taken before",
+    "LIMIT_REACHED": "add funds if the balance is used up; otherwise raise the account's limit or lower max_workers",
+    "LIST_SHRANK": "check the provider's console: the machines are gone, or the list is incomplete",
+    "LIST_UNKNOWN": "check that the provider's API responds and that the token is still valid",
+    "NEAR_MAX": "raise max_workers, and the account's limit, if the queue will keep growing",
+    "NOT_DELETED": "check what the provider answered and delete the machine by hand: it is still billed",
+    "NO_CAPACITY": "add other machine types or locations to the fleet's list, or wait",
+    "NO_LEADER": "start `windlass up`; if it is running, check its log and the database",
+    "OTHER_ACCOUNT": "restore the key that created the machines, or abandon them with `windlass restart FLEET`: "
+    "they may still be charged",
+    "OTHER_PROVIDER": "restore the fleet's former provider until its machines are gone, or use a new fleet",
+    "PROVIDER_ERRORS": "check the provider's status page, and the log for its answers",
+    "PROVIDER_PAUSE": "wait until the pause ends; if it comes again, check what else uses the account's key so often",
+    "PROVISIONING_TIMEOUT": "check the machine's console or log: it was created and never became ready",
+    "SLOT_FAILED": "check the log of its last worker, fix the cause, then run `windlass restart FLEET`",
+    "SLOT_RESTARTS": "check the log of its last worker before max_restarts is reached",
+    "STORAGE_DOUBTED": "check that volume_path is where the network volume is mounted on that worker's machine",
+    "STORAGE_FULL": "delete files from the network volume, or move the fleet to a new one",
+    "STORAGE_NOT_GROWN": "check in the provider's console why the network volume does not grow: balance, limit, rights",
+    "STORAGE_UNKNOWN": "check that the key may read the network volume and that workers mount it at volume_path",
+    "TASKS_FAILING": "check the errors of its last tasks: the worker, the tasks, or the handler may be at fault",
+    "TOO_MANY_DEAD": "check that workers can reach the database: they fell silent together",
+    "TOO_MANY_ORPHANS": "check that this is the right database: it does not know these machines",
+    "UNATTENDED": "check that the leader's windlass.toml has this fleet; without it, the fleet is shut down",
+    "VRAM_STALE": "check the worker: its GPU stopped responding",
+    "WAS_AWAY": "nothing to do: live workers send a heartbeat within two intervals",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """Something that is the matter now. `key` tells it from others of the same code: "SLOT_FAILED 3"."""
+    """A condition that holds now. `key` distinguishes alerts of the same code: "SLOT_FAILED 3"."""
 
-    # None: it concerns all fleets.
+    # None: all fleets.
     fleet: str | None
     key: str
     code: str
@@ -27,30 +90,28 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class FleetAlertInputs:
-    """A fleet, as far as it may be the matter."""
-
     fleet: Fleet
-    # What its last plan had to tell: key to reason.
-    told: Mapping[str, str]
-    # Workers that were made, lately, and did not come to work.
+    # Alerts of the fleet's last plan: key to reason.
+    raised: Mapping[str, str]
+    # Recently created workers that never became ready.
     provisioning_timeouts: tuple[str, ...] = ()
-    # Of the provider's calls, how many of a kind went wrong in a row: call to count.
+    # Provider call to the number of consecutive errors.
     provider_errors: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AlertInputs:
-    """All that alerts are judged by."""
+    """Everything that alert rules depend on."""
 
     now: datetime
-    # For how long nobody has led; None while somebody does, or where nobody ever did.
+    # How long there has been no leader. None: there is one, or there never was.
     leaderless_s: float | None
     fleets: tuple[FleetAlertInputs, ...]
-    # Queue to how many of its tasks were given up in the last hour; cancelled ones were not.
+    # Queue to tasks that failed permanently in the last hour, without cancelled ones.
     dead_letters: Mapping[str, int]
-    # What people were told is the matter, and not yet that it is over.
+    # Alerts that fired and did not resolve yet.
     open: tuple[Alert, ...] = ()
-    # Since when it has been looked, while that is short: a fleet without a cycle since then may get one yet.
+    # Start of the evaluation, while that is recent: a fleet without a cycle since then may get one soon.
     settling_since: datetime | None = None
 
     @property
@@ -65,12 +126,12 @@ class MessageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one receiver is told of one alert. It may come twice, with the same id."""
+    """One alert for one notifier. It may be delivered twice, with the same id."""
 
     id: int
     notifier: str
     kind: MessageKind
-    # This one included.
+    # Delivery attempts, including this one.
     attempts: int
     alert_id: int
     fleet: str | None
@@ -82,5 +143,5 @@ class Message:
 
     @property
     def title(self) -> str:
-        what = "resolved" if self.kind is MessageKind.RESOLVED else self.severity.value
-        return f"[{what}] {self.code}" + (f" in fleet {self.fleet}" if self.fleet is not None else "")
+        state = "resolved" if self.kind is MessageKind.RESOLVED else self.severity.value
+        return f"[{state}] {self.code}" + (f" in fleet {self.fleet}" if self.fleet is not None else "")

@@ -1,4 +1,4 @@
-"""What machines cost: how a provider counts, what it has charged, and what that was for. Money is in integer micros."""
+"""Costs: tariffs, bills, and what each part of a bill was for. Money is in integer micros."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -7,34 +7,34 @@ from typing import NamedTuple
 
 
 class PricePart(NamedTuple):
-    """What is charged by itself: a server, its address."""
+    """A part of a price with its own monthly cap: a server, its IP address."""
 
     price_micros_per_hour: int
-    # At most this much for the units that begin in one calendar month (UTC).
+    # Cap for the units that begin in one calendar month (UTC).
     price_micros_per_month: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tariff:
-    """How a provider counts: whole units of time from the machine's creation on, each charged when it begins."""
+    """Whole units of time from the machine's creation, each charged when it begins."""
 
     price_micros_per_hour: int
     currency: str
     # 3600: per started hour.
     unit_s: int = 1
-    # Where a month costs no more than so much: what the price is made of, each part with its own limit.
+    # The parts of the price if they have monthly caps. Empty: no cap.
     parts: tuple[PricePart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """A machine as its provider charges for it."""
+    """What a provider charges for one machine."""
 
     tariff: Tariff
     since: datetime
-    # When the provider said that it was gone. None: it is there.
+    # When the provider confirmed the deletion. None: the machine exists.
     until: datetime | None = None
-    # What began before this is in the ledger.
+    # Units that began before this moment are in the ledger.
     settled_until: datetime | None = None
 
 
@@ -42,14 +42,14 @@ class ChargeKind(StrEnum):
     TASK = "task"
     BOOT = "boot"  # from the machine's creation until the worker was ready
     IDLE = "idle"
-    TAIL = "tail"  # from the machine's end to the end of what is paid
-    # Only in estimates: paid, and not lived through yet.
+    TAIL = "tail"  # from the machine's deletion to the end of its billing period
+    # Only in estimates: charged, but still in the future.
     AHEAD = "ahead"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Time that a worker spent on one attempt of a task. Without an end, it still does."""
+    """Time that a worker spent on one attempt of a task. No end: it still runs."""
 
     task_id: int
     queue: str
@@ -59,19 +59,19 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BillingAccount:
-    """A worker whose bill is not closed, with what it did in the time that is not."""
+    """A worker whose bill is open, and what it did in the open time."""
 
     worker_id: str
     fleet: str
     bill: Bill
-    # When it was first of use. None: never yet.
+    # When it was first ready. None: never.
     ready_at: datetime | None
     spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """A part of what was paid for the time from `from_at` to `until_at`, and what that part was for."""
+    """A part of the charge for the time from `from_at` to `until_at`, and what it was for."""
 
     worker_id: str
     fleet: str
@@ -86,18 +86,18 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What to write into the ledger for a worker. It holds only while the account is as it was read."""
+    """Ledger entries for a worker. Valid only while the account is unchanged since it was read."""
 
     account: BillingAccount
     settled_until: datetime
-    # When there will be more to close. None: never, it is over.
+    # When there is more to close. None: never, the bill is closed.
     settle_at: datetime | None
     charges: tuple[Charge, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """What a fleet has spent in this hour, on this day and in this month (UTC)."""
+    """What a fleet has spent in the present hour, day and month (UTC)."""
 
     currency: str
     hour_micros: int = 0
@@ -107,9 +107,9 @@ class Spending:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What was spent on something (`key`: a day, a fleet, a queue, a worker, a task), by what it was for.
+    """Costs of one `key` (a day, fleet, queue, worker or task) by kind.
 
-    Without a key: it was for none of them, as the boot of a worker is for no queue.
+    No key: costs that belong to none of them. The boot of a worker, for example, belongs to no queue.
     """
 
     key: str | None
@@ -119,7 +119,7 @@ class Cost:
     idle_micros: int = 0
     tail_micros: int = 0
     ahead_micros: int = 0
-    # A part of it may change: it is not settled yet.
+    # A part is not settled yet and may change.
     is_estimate: bool = False
 
     @property
@@ -128,16 +128,16 @@ class Cost:
 
     @property
     def wasted_share(self) -> float | None:
-        """Of what is used up, the part that was for no task."""
+        """The share of the used-up costs that was for no task."""
         used = self.total_micros - self.ahead_micros
         return (used - self.task_micros) / used if used else None
 
 
-# ---------------------------------------------------------------------------------------------- the books' calendar
+# ---------------------------------------------------------------------------------------------- ledger calendar
 
 
 def hour_of(moment: datetime) -> datetime:
-    """When its hour began, by UTC: no bill knows of summer time."""
+    """Start of the hour in UTC: bills ignore daylight saving time."""
     return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
 
 

@@ -1,7 +1,7 @@
-"""How a fleet is run: its limits, its patience, its policy. One table per fleet in windlass.toml.
+"""Settings of a fleet: one table per fleet in windlass.toml.
 
-Defaults depend on the provider, because a process starts in a second and a GPU pod in minutes. The names in
-`json_schema_extra` are the environment variables that set the value for the fleet called `default`.
+Some defaults depend on the provider: a process starts in a second, a GPU pod in minutes. `env` names the environment
+variables that set a value for the fleet called `default`. The descriptions appear in --help and docs/configuration.md.
 """
 
 import re
@@ -22,13 +22,13 @@ from windlass.model.task import check_queue_name
 from windlass.model.worker import MAX_CONCURRENCY, MAX_COUNT
 
 _HANDLER = re.compile(r"[\w.]+:[\w.]+")
-# What is done again and again, be it a cycle or a heartbeat, leaves the database this long for others.
+# Shortest interval of cycles and heartbeats, to limit the load on the database.
 MIN_INTERVAL_S = 0.05
-# So many restarts of a slot are remembered: a limit beyond that would never be reached.
+# Restarts that are stored per slot. A higher limit would never be reached.
 MAX_RESTARTS = 100
-# Ten years: whoever means for ever means less, and moments stay within what clocks can say.
+# Ten years. Longer durations would overflow dates.
 MAX_SECONDS = 315_360_000.0
-# What differs between providers; everything else has one default for all.
+# Defaults that differ between providers.
 PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
     "local": {
         "min_workers": 0,
@@ -38,7 +38,7 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "heartbeat_timeout_s": 30.0,
         "spawn_timeout_s": 30.0,
         "stop_timeout_s": 30.0,
-        # A process starts in a second and costs nothing: nobody need wait, or be kept, for another's sake.
+        # A process starts in a second and costs nothing: no reason to wait before spawning or draining.
         "min_scaling_interval_s": 0.0,
         "spawn_grace_s": 0.0,
         "scale_down_grace_s": 0.0,
@@ -52,12 +52,12 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "heartbeat_interval_s": 10.0,
         "heartbeat_timeout_s": 120.0,
         "spawn_timeout_s": 120.0,
-        # Paid hours keep idle servers anyway; what the queue needs is hired at once.
+        # Billing hours keep idle servers anyway, so there is no reason to delay spawning.
         "min_scaling_interval_s": 0.0,
         "spawn_grace_s": 0.0,
         "scale_down_grace_s": 0.0,
     },
-    # Raylets of this host: processes as of local, but they start Ray, which takes some seconds.
+    # Processes of this host, like local, but starting Ray takes some seconds.
     "ray-local": {
         "engine": "ray",
         "min_workers": 0,
@@ -71,9 +71,9 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "spawn_grace_s": 0.0,
         "scale_down_grace_s": 0.0,
     },
-    # The nodes of a cluster that others run: nobody is hired, so nothing of the rest matters.
+    # An existing Ray cluster: no worker is spawned, so scaling settings have no effect.
     "ray": {"engine": "ray", "heartbeat_interval_s": 5.0, "heartbeat_timeout_s": 30.0, "stop_timeout_s": 30.0},
-    # A pod takes minutes to start and costs from its first second: patience, and no haste either way.
+    # A pod takes minutes to start and is billed from its first second: long timeouts, slow scaling.
     "runpod": {
         "policy": "buffered",
         "concurrency": 1,
@@ -84,7 +84,7 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "heartbeat_interval_s": 20.0,
         "heartbeat_timeout_s": 600.0,
         "spawn_timeout_s": 600.0,
-        # A GPU that hangs is common and dear. Elsewhere tasks take the time they take, unless somebody sets a limit.
+        # A GPU that hangs is common and expensive. Other providers have no limit unless it is set.
         "stuck_timeout_s": 1200.0,
         "stop_timeout_s": 600.0,
     },
@@ -101,7 +101,7 @@ def _setting(default: Any, description: str, *, env: str | None = None, **constr
 
 
 def within_ten_years(value: Any, info: ValidationInfo) -> Any:
-    """For every field of a model: one that is a duration must be within reason."""
+    """Validator for every field of a model: durations are at most ten years."""
     is_duration = info.field_name is not None and info.field_name.endswith("_s")
     if is_duration and value is not None and value > MAX_SECONDS:
         raise ValueError(f"at most {MAX_SECONDS:.0f} seconds, which is ten years")
@@ -112,199 +112,213 @@ class FleetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     provider: Literal["local", "hetzner", "runpod", "ray-local", "ray"] = _setting(
-        "local", "Who rents the machines. `ray`: nobody, tasks run on a Ray cluster that is there already."
+        "local", "Provider of the machines. `ray`: none, tasks run on an existing Ray cluster."
     )
     engine: Literal["ray"] | None = _setting(
-        None, "`ray`: tasks are placed by Ray on the fleet's machines. Without it: workers claim for themselves."
+        None, "`ray`: Ray places tasks on the fleet's machines. Unset: workers claim tasks themselves."
     )
-    queues: tuple[str, ...] = _setting(("default",), "The queues its workers serve.", min_length=1)
-    policy: Literal["threshold", "buffered", "clear-time"] = _setting("buffered", "How many workers are wanted.")
+    queues: tuple[str, ...] = _setting(("default",), "Queues that the fleet's workers serve.", min_length=1)
+    policy: Literal["threshold", "buffered", "clear-time"] = _setting(
+        "buffered", "Scaling policy: how many workers are wanted."
+    )
 
     # --- what a worker runs
-    handler: str | None = _setting(None, "Python function that takes the task, as package.module:function.")
-    exec: str | None = _setting(None, "Command to run per task instead: JSON on stdin, JSON on stdout.")
-    is_inline: bool = _setting(False, "Run an async handler in the worker's own loop: fast, but unprotected.")
-    concurrency: int = _setting(1, "Tasks a worker runs at the same time. A GPU runs one.", ge=1, le=MAX_CONCURRENCY)
-    chdir: Path | None = _setting(None, "The folder its workers work in.")
-    env: dict[str, str] = _setting({}, "Added to the environment of its workers.")
+    handler: str | None = _setting(None, "Python function that handles a task, as package.module:function.")
+    exec: str | None = _setting(None, "Command to run per task instead of a handler: JSON on stdin, JSON on stdout.")
+    is_inline: bool = _setting(
+        False, "Run an async handler in the worker's own event loop: fast, but without isolation."
+    )
+    concurrency: int = _setting(
+        1, "Tasks that a worker runs at the same time. A GPU worker runs one.", ge=1, le=MAX_CONCURRENCY
+    )
+    chdir: Path | None = _setting(None, "Working directory of the workers.")
+    env: dict[str, str] = _setting({}, "Environment variables added for the workers.")
 
     # --- how many
-    min_workers: int = _setting(0, "Never fewer than this.", env="MIN_ACTIVE_GPUS", ge=0, le=MAX_COUNT)
+    min_workers: int = _setting(0, "Minimum number of workers.", env="MIN_ACTIVE_GPUS", ge=0, le=MAX_COUNT)
     max_workers: int = _setting(
-        10, "Never more than this, whatever happens.", env="RGRID_MAX_WORKERS MAX_ACTIVE_GPUS", ge=1, le=MAX_COUNT
+        10, "Maximum number of workers and machines.", env="RGRID_MAX_WORKERS MAX_ACTIVE_GPUS", ge=1, le=MAX_COUNT
     )
-    max_changes_per_cycle: int = _setting(10, "Hired, or let go, at once at the most.", ge=1, le=MAX_COUNT)
+    max_changes_per_cycle: int = _setting(
+        10, "Maximum number of workers spawned, or drained, per cycle.", ge=1, le=MAX_COUNT
+    )
     tasks_per_worker: float = _setting(
         3.0,
-        "threshold: hire when more tasks than this wait for each worker.",
+        "threshold: spawn when more tasks than this are queued per worker.",
         env="TASKS_PER_GPU_THRESHOLD",
         ge=0.001,
         le=1_000_000,
     )
     idle_buffer: int = _setting(
         0,
-        "buffered: idle workers kept ready beyond what the queue needs.",
+        "buffered: idle workers kept in addition to what the queue needs.",
         env="MACHINES_TO_KEEP_IDLE",
         ge=0,
         le=MAX_COUNT,
     )
     scale_up_multiplier: float = _setting(
         1.0,
-        "buffered: workers for each that the tasks at hand and waiting need.",
+        "buffered: factor on the number of workers that queued and running tasks need.",
         env="SCALE_UP_MULTIPLIER",
         gt=0,
         le=1_000,
     )
     scale_down_multiplier: float = _setting(
         0.9,
-        "buffered: let go only when those needed are at most this share of those there.",
+        "buffered: drain only if the needed workers are at most this share of the existing ones.",
         env="SCALE_DOWN_MULTIPLIER",
         gt=0,
         le=1,
     )
-    clear_time_s: float = _setting(300.0, "clear-time: a queue that clears within this time needs nobody new.", gt=0)
+    clear_time_s: float = _setting(300.0, "clear-time: spawn no worker if the queue clears within this time.", gt=0)
 
-    # --- at what price, in the currency in which its machines are paid
-    budget_per_hour: Decimal | None = _setting(None, "At most this much for each hour of the clock (UTC).", gt=0)
-    budget_per_day: Decimal | None = _setting(None, "At most this much for each day (UTC).", gt=0)
-    budget_per_month: Decimal | None = _setting(None, "At most this much for each month (UTC).", gt=0)
+    # --- budgets, in the currency of the machines
+    budget_per_hour: Decimal | None = _setting(None, "Budget per clock hour (UTC).", gt=0)
+    budget_per_day: Decimal | None = _setting(None, "Budget per day (UTC).", gt=0)
+    budget_per_month: Decimal | None = _setting(None, "Budget per month (UTC).", gt=0)
     budget_action: Literal["warn", "stop-spawning", "drain"] = _setting(
-        "stop-spawning", "When a budget is spent: say so; also hire nobody; also let everybody go."
+        "stop-spawning",
+        "When a budget is spent: `warn` only alerts, `stop-spawning` also stops spawning, `drain` also drains all.",
     )
 
-    # --- when
+    # --- intervals
     poll_interval_s: float = _setting(
-        30.0, "From one cycle to the next; 0.05 at the least.", env="ORCHESTRATOR_POLL_SEC", ge=MIN_INTERVAL_S
+        30.0, "Time between cycles, at least 0.05.", env="ORCHESTRATOR_POLL_SEC", ge=MIN_INTERVAL_S
     )
     min_scaling_interval_s: float = _setting(
-        45.0, "At least this long between two hirings.", env="MIN_SCALING_INTERVAL_SEC", ge=0
+        45.0, "Minimum time between two spawns.", env="MIN_SCALING_INTERVAL_SEC", ge=0
     )
     spawn_grace_s: float = _setting(
         180.0,
-        "Nobody is let go while a worker is starting, nor for this long after one was hired; "
-        "but at the end of a paid hour, whoever is spare.",
+        "No idle worker drains while another starts, or for this long after a spawn, "
+        "except at the end of its billing period.",
         env="SPAWNING_GRACE_PERIOD_SEC",
         ge=0,
     )
     scale_down_grace_s: float = _setting(
-        60.0, "Too many workers for this long before one is let go.", env="SCALE_DOWN_GRACE_PERIOD_SEC", ge=0
+        60.0, "Time with too many workers before one drains.", env="SCALE_DOWN_GRACE_PERIOD_SEC", ge=0
     )
     idle_timeout_s: float = _setting(
-        30.0, "Idle for this long before a worker above need is let go.", env="GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC", ge=0
+        30.0, "Idle time before an unneeded worker drains.", env="GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC", ge=0
     )
 
-    # --- patience
+    # --- timeouts
     heartbeat_interval_s: float = _setting(
-        20.0, "How often a worker says that it lives; 0.05 at the least.", ge=MIN_INTERVAL_S
+        20.0, "Time between heartbeats of a worker, at least 0.05.", ge=MIN_INTERVAL_S
     )
     heartbeat_timeout_s: float = _setting(
-        600.0, "Silent for longer than this, a worker is broken.", env="GPU_IDLE_TIMEOUT_SEC", gt=0
+        600.0, "A worker without a heartbeat for longer than this has failed.", env="GPU_IDLE_TIMEOUT_SEC", gt=0
     )
     promotion_threshold_s: float | None = _setting(
         None,
-        "A heartbeat younger than this makes a spawning worker active. Without it: three cycles, at least 60 s.",
+        "A spawning worker with a heartbeat younger than this becomes active. Unset: three cycles, at least 60 s.",
         env="HEARTBEAT_PROMOTION_THRESHOLD_SEC",
         gt=0,
     )
-    spawn_timeout_s: float = _setting(600.0, "From hiring to the first heartbeat.", env="SPAWNING_TIMEOUT_SEC", gt=0)
+    spawn_timeout_s: float = _setting(
+        600.0, "Maximum time from the machine's creation to the first heartbeat.", env="SPAWNING_TIMEOUT_SEC", gt=0
+    )
     startup_grace_s: float = _setting(
         600.0,
-        "From start to the first word about its GPU, while tasks wait; twice as long while none do.",
+        "Maximum time from start to the first GPU report while tasks are queued. Doubled while none are.",
         env="STARTUP_GRACE_PERIOD_SEC",
         gt=0,
     )
     not_claiming_timeout_s: float = _setting(
-        180.0, "Ready, tasks waiting, and never claimed one for this long.", env="READY_NOT_CLAIMING_TIMEOUT_SEC", gt=0
+        180.0,
+        "A ready worker that claims no task for this long while tasks are queued has failed.",
+        env="READY_NOT_CLAIMING_TIMEOUT_SEC",
+        gt=0,
     )
     gpu_not_detected_timeout_s: float = _setting(
         300.0,
-        "A GPU of zero memory for this long, without a break, is broken.",
+        "A GPU that reports zero memory for this long has failed.",
         env="GPU_NOT_DETECTED_TIMEOUT_SEC",
         gt=0,
     )
     vram_stale_s: float = _setting(
-        120.0, "Word about the GPU's memory older than this is a warning.", env="GPU_HEALTH_CHECK_TIMEOUT_SEC", gt=0
+        120.0, "A GPU memory report older than this raises a warning.", env="GPU_HEALTH_CHECK_TIMEOUT_SEC", gt=0
     )
     stuck_timeout_s: float | None = _setting(
         None,
-        "A task without a limit of its own that runs for longer is stuck, and its worker broken. Without it: no limit.",
+        "A worker whose task runs longer than this, and has no timeout of its own, has failed. Unset: no limit.",
         env="TASK_STUCK_TIMEOUT_SEC",
         gt=0,
     )
     stop_timeout_s: float = _setting(
-        600.0, "A worker that is let go may finish for this long.", env="GRACEFUL_SHUTDOWN_TIMEOUT_SEC", ge=0
+        600.0, "Time that a draining worker has to finish its tasks.", env="GRACEFUL_SHUTDOWN_TIMEOUT_SEC", ge=0
     )
-    has_gpu: bool = _setting(False, "Its workers must report a GPU with memory.")
+    has_gpu: bool = _setting(False, "Workers must report a GPU with memory.")
 
-    # --- when things break
+    # --- failures
     max_failure_rate: float = _setting(
         0.8,
-        "More hirings than this share failed in the window: hire nobody.",
+        "Stop spawning if more than this share of the workers spawned in the window failed.",
         env="MAX_WORKER_FAILURE_RATE",
         gt=0,
         le=1,
     )
-    failure_window_s: float = _setting(300.0, "The window of the failure rate.", env="FAILURE_WINDOW_MINUTES", gt=0)
+    failure_window_s: float = _setting(300.0, "Window of the failure rate.", env="FAILURE_WINDOW_MINUTES", gt=0)
     min_spawns_for_rate: int = _setting(
         5,
-        "Fewer hirings than this in the window say nothing about the failure rate.",
+        "Minimum number of spawns in the window for the failure rate to count.",
         env="MIN_WORKERS_FOR_RATE_CHECK",
         ge=1,
         le=MAX_COUNT,
     )
     max_restarts: int = _setting(
-        5, "Restarts of a slot in the restart window; one more and it is failed. At most 100.", ge=1, le=MAX_RESTARTS
+        5, "Restarts of a slot in the restart window; with one more the slot fails. At most 100.", ge=1, le=MAX_RESTARTS
     )
-    restart_window_s: float = _setting(300.0, "The window of the restart limit.", gt=0)
+    restart_window_s: float = _setting(300.0, "Window of the restart limit.", gt=0)
 
     quarantine_min_failures: int = _setting(
         3,
-        "Different tasks that fail on a worker, and none completed between, before it is suspected.",
+        "Different tasks in a row that must fail on a worker before it is compared with others.",
         ge=2,
         le=MAX_COUNT,
     )
     quarantine_max_chance: float = _setting(
         0.001,
-        "A worker is replaced when such a row of failures would happen to the others with at most this probability.",
+        "A worker is replaced if its failures would happen on the others with at most this probability.",
         gt=0,
         lt=1,
     )
 
-    # --- storage that its workers share, and how their program is started: for providers that have such things
+    # --- provisioning and shared storage, for providers that support them
     auto_start_worker: bool = _setting(
         False,
-        "Runpod: look pods over by SSH and start their workers. Without it: the image does. No effect elsewhere.",
+        "Runpod: check pods by SSH and start their workers. Unset: the image starts them. No effect elsewhere.",
         env="AUTO_START_WORKER_PROCESS",
     )
     storage_check_interval_cycles: int = _setting(
         10,
-        "Runpod: cycles from one look at the network volume to the next. No effect elsewhere.",
+        "Runpod: cycles between checks of the network volume. No effect elsewhere.",
         env="STORAGE_CHECK_INTERVAL_CYCLES",
         ge=1,
     )
     storage_min_free_gb: int = _setting(
         50,
-        "Runpod: a network volume with less free than this grows. No effect elsewhere.",
+        "Runpod: the network volume grows if less than this is free. No effect elsewhere.",
         env="STORAGE_MIN_FREE_GB",
         ge=0,
     )
     storage_max_percent_used: int = _setting(
         85,
-        "Runpod: a network volume of which more than this is used grows. No effect elsewhere.",
+        "Runpod: the network volume grows if more than this is used. No effect elsewhere.",
         env="STORAGE_MAX_PERCENT_USED",
         gt=0,
         le=100,
     )
     storage_expansion_increment_gb: int = _setting(
         50,
-        "Runpod: by how much a network volume grows. No effect elsewhere.",
+        "Runpod: size of one growth step of the network volume. No effect elsewhere.",
         env="STORAGE_EXPANSION_INCREMENT_GB",
         gt=0,
     )
 
     bootstrap: BootstrapSettings = BootstrapSettings()
 
-    # --- providers' own
+    # --- provider settings
     hetzner: HetznerSettings = HetznerSettings()
     runpod: RunpodSettings = RunpodSettings()
     ray: RaySettings = RaySettings()
@@ -321,14 +335,14 @@ class FleetConfig(BaseModel):
     @field_validator("queues", mode="before")
     @classmethod
     def _from_one_line(cls, queues: Any) -> Any:
-        """The environment has only text: names, separated by commas."""
+        """From an environment variable: names separated by commas."""
         return [name.strip() for name in queues.split(",")] if isinstance(queues, str) else queues
 
     @field_validator("handler")
     @classmethod
     def _names_a_function(cls, handler: str | None) -> str | None:
         if handler is not None and not _HANDLER.fullmatch(handler):
-            raise ValueError("this does not name a function: write package.module:function")
+            raise ValueError("not a function name: write package.module:function")
         return handler
 
     @field_validator("queues")
@@ -355,12 +369,12 @@ class FleetConfig(BaseModel):
         if self.heartbeat_timeout_s < 3 * self.heartbeat_interval_s:
             raise ValueError(
                 f"heartbeat_timeout_s is {self.heartbeat_timeout_s:g} and heartbeat_interval_s is "
-                f"{self.heartbeat_interval_s:g}: at least three beats must fit, or one lost packet costs a worker"
+                f"{self.heartbeat_interval_s:g}: set at least three intervals, or one lost packet fails a worker"
             )
         if self.promotion_threshold_s is not None and self.promotion_threshold_s < 2 * self.heartbeat_interval_s:
             raise ValueError(
                 f"promotion_threshold_s is {self.promotion_threshold_s:g} and heartbeat_interval_s is "
-                f"{self.heartbeat_interval_s:g}: below two beats a healthy worker may never be promoted"
+                f"{self.heartbeat_interval_s:g}: below two intervals a healthy worker may never be promoted"
             )
         if self.provider != "hetzner" and self.hetzner != HetznerSettings():
             raise ValueError(f'hetzner is set and provider is {self.provider!r}: set provider = "hetzner"')
@@ -374,7 +388,7 @@ class FleetConfig(BaseModel):
         if self.handler is not None and self.exec is not None:
             raise ValueError("both handler and exec are set: a worker runs one of them")
         if self.is_inline and self.exec is not None:
-            raise ValueError("is_inline goes with handler: a command cannot run inside the worker")
+            raise ValueError("is_inline needs handler: a command cannot run inside the worker")
         if self.is_inline is False and self.has_gpu and self.concurrency > 1:
             raise ValueError(
                 f"concurrency is {self.concurrency} and has_gpu is set: a GPU runs exactly one task at a time"
@@ -383,12 +397,12 @@ class FleetConfig(BaseModel):
 
     @property
     def node_offer(self) -> RaySettings | None:
-        """What each of its Ray nodes is started with. None: they are others'."""
+        """Resources of each Ray node of the fleet. None: the cluster is not ours."""
         if self.provider == "ray":
             return None
         if self.provider != "ray-local":
             return self.ray
-        # Many nodes share this host: each offers what its tasks need, not all there is.
+        # Several nodes share this host: each offers what its tasks need, not all of the host.
         return self.ray.offered(self.queues, self.concurrency)
 
     def _check_engine(self) -> None:
@@ -400,9 +414,9 @@ class FleetConfig(BaseModel):
             return
         if self.provider in ("local", "runpod"):
             other = ' (provider = "ray-local" starts Ray\'s nodes on this host)' if self.provider == "local" else ""
-            raise ValueError(f"engine is 'ray', which provider {self.provider!r} cannot do{other}")
+            raise ValueError(f"engine is 'ray', which provider {self.provider!r} does not support{other}")
         if self.is_inline:
-            raise ValueError("is_inline goes without an engine: Ray runs handlers in its own processes")
+            raise ValueError("is_inline cannot be used with an engine: Ray runs handlers in its own processes")
         for name in self.ray.queues:
             if name not in self.queues:
                 raise ValueError(f"ray.queues names {name}, which is not among the fleet's queues")
@@ -412,7 +426,7 @@ class FleetConfig(BaseModel):
 
     @property
     def is_of_this_host(self) -> bool:
-        """Whether its machines are processes here."""
+        """Its machines are processes of this host."""
         return self.provider in ("local", "ray-local")
 
     @property
@@ -423,14 +437,14 @@ class FleetConfig(BaseModel):
 
 
 def with_changes(settings: FleetConfig, changes: Sequence[str]) -> FleetConfig:
-    """The same with other values, each as name=value. BadInput for what is no setting of a fleet."""
+    """The settings with changes, each as name=value. BadInput if a name or value is invalid."""
     if not changes:
         return settings
     given: dict[str, Any] = {}
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals or name not in FleetConfig.model_fields:
-            raise BadInput(f"{change[:100]!r} is no setting of a fleet: write name=value, such as max_workers=3.")
+            raise BadInput(f"{change[:100]!r} is not a fleet setting: write name=value, for example max_workers=3.")
         given[name] = value
     try:
         return FleetConfig.model_validate(settings.model_dump() | given)

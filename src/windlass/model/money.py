@@ -1,15 +1,15 @@
-"""Money: integer micros of a currency. A decimal number comes in and goes out as text; nothing is ever a float."""
+"""Money: integer micros of a currency. Decimals are parsed from and printed as text, never as floats."""
 
 from decimal import Decimal, InvalidOperation
 
 MICROS = 1_000_000
 _CENTS = 10_000
-# Below a cent this many digits that are not zero tell two amounts apart.
+# Significant digits of amounts below a cent.
 _DIGITS = 3
 
 
 def to_micros(amount: Decimal | str) -> int:
-    """The micros of an amount such as "9.20". Raises ValueError for what is no amount, or finer than a micro."""
+    """Micros of an amount such as "9.20". Raises ValueError if it is not an amount or has more than six decimals."""
     try:
         micros = Decimal(amount) * MICROS
         whole = int(micros)
@@ -21,7 +21,7 @@ def to_micros(amount: Decimal | str) -> int:
 
 
 def amount(micros: int) -> str:
-    """For people: 9.20, 1204.00, 0.0123, 0.000012. Rounded where more digits would say nothing."""
+    """As text: 9.20, 1204.00, 0.0123, 0.000012. Small amounts have three significant digits."""
     sign, micros = ("-", -micros) if micros < 0 else ("", micros)
     decimals = 2
     if 0 < micros < _CENTS:

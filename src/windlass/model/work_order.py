@@ -1,6 +1,6 @@
-"""A work order: what a machine that has joined is to do, and how. The control plane hands it out.
+"""The work order: the settings that a machine gets from the control plane after it joined.
 
-Its environment may hold secrets. It is never printed, stored or logged.
+Its environment may contain secrets, so it is never printed, stored or logged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from windlass.model.ray import RaySettings
 
 @dataclass(frozen=True, slots=True)
 class RayHead:
-    """The cluster that nodes join. `env` lets them in: it is a secret."""
+    """The cluster that nodes join. `env` contains its credentials."""
 
     address: str
     ray_version: str
@@ -23,7 +23,7 @@ class RayHead:
 
 @dataclass(frozen=True, slots=True)
 class RayOrder:
-    """Be a node of this cluster, and claim nothing. Its versions are to be the machine's own."""
+    """Run as a node of this cluster and claim nothing. The machine must have the same versions."""
 
     address: str
     ray_version: str
@@ -41,16 +41,16 @@ class WorkOrder:
     lease_s: float
     drain_timeout_s: float
     max_payload_bytes: int
-    # Of the control plane; a worker should run the same.
+    # Version of the control plane, which the worker should have too.
     version: str
     handler: str | None = None
     exec: str | None = None
     is_inline: bool = False
-    # On the machine.
+    # A path on the machine.
     chdir: str | None = None
-    # Without a GPU that answers, claim nothing.
+    # Claim nothing while no GPU responds.
     needs_gpu: bool = False
-    # Storage that the fleet's machines share, where it is mounted: how much of it is used is told with heartbeats.
+    # Mount point of the storage that the fleet's machines share. Heartbeats report its usage.
     storage_path: str | None = None
     timeout_s: float | None = None
     memory_limit_mb: int | None = None
@@ -69,8 +69,8 @@ def work_order(
     version: str,
     ray_head: RayHead | None = None,
 ) -> WorkOrder:
-    """`queues` are those the worker was hired for: a worker keeps what it was started with. `ray_head`: what machines
-    of a fleet with that engine join."""
+    """`queues`: those the worker was spawned with, which it keeps. `ray_head`: the cluster, if the engine is Ray."""
+    head = ray_head if fleet.engine == "ray" else None
     return WorkOrder(
         worker_id=worker_id,
         fleet=fleet_name,
@@ -89,12 +89,6 @@ def work_order(
         storage_path=fleet.runpod.volume_path if fleet.runpod.network_volume_id is not None else None,
         timeout_s=defaults.timeout_s,
         memory_limit_mb=defaults.memory_limit_mb,
-        env={**fleet.env, **(ray_head.env if ray_head is not None and fleet.engine == "ray" else {})},
-        ray=_ray_order(fleet, ray_head),
+        env={**fleet.env, **(head.env if head is not None else {})},
+        ray=RayOrder(head.address, head.ray_version, head.python_version, fleet.ray) if head is not None else None,
     )
-
-
-def _ray_order(fleet: FleetConfig, head: RayHead | None) -> RayOrder | None:
-    if head is None or fleet.engine != "ray":
-        return None
-    return RayOrder(head.address, head.ray_version, head.python_version, fleet.ray)

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from windlass.model.alert import Message, MessageKind
-from windlass.policy.alerts import ADVICE
+from windlass.model.alert import ADVICE, Message, MessageKind
 
 
 def to_plain(message: Message) -> dict[str, Any]:

@@ -1,24 +1,24 @@
-"""When time is paid for, and what it costs. Pure, in integers: no float touches money or the moment a unit begins.
+"""Billing periods: what they cost, and when a worker must terminate to avoid another one.
+
+Pure, in integers: neither money nor the start of a period is ever a float.
 
 A provider counts whole units from the machine's creation and charges each when it begins:
 
-    units(t)    ceil((t - since) / unit)                       that begin before t; at least one for a machine that was
-    charged(t)  sum over calendar months (UTC) of
-                min(price * units of that month * unit / 3600, monthly cap)
-                of each part of the price that has a cap of its own
+    units(t)    ceil((t - since) / unit)                 units that begin before t; at least one for every machine
+    charged(t)  sum over calendar months (UTC) of min(price * units of that month * unit / 3600, monthly cap),
+                for each part of the price that has its own cap
 
-An idle worker of a fleet that pays by long units is worth keeping until what is paid is nearly used up: it costs
-nothing more and claims what comes. Then it must go in time. From the cycle that lets it go to the end of its machine:
+Where units are long, an idle worker is kept until its paid unit is nearly used up: it costs nothing more and can claim
+tasks. To avoid the next unit it must drain within this window:
 
-    boundary - 3 cycles - call   the window opens: from here on it may be let go
-    boundary - 1 cycle - call    the window closes: let go now, it would be paid for again, so it stays for another unit
-    one cycle later              the cycle that finds it drained (an idle worker drains at once) asks for its deletion
-    call                         what the provider takes for that, with room for a second try
+    boundary - 3 cycles - call   the window opens
+    boundary - 1 cycle - call    the window closes; a later drain would be billed again, so the worker stays
+    one cycle later              the next cycle finds the worker drained (an idle one drains at once) and deletes it
+    call                         time for the deletion and one retry
     boundary                     the next unit begins
 
-A cycle is here the time that there really is between two of them. The window is two wide, so that one cycle that fails
-or is late does not cost a unit. Where a provider deletes only so many machines a second, the windows of those who end
-together open earlier, one after another.
+A cycle is the real time between two cycles. The window is two cycles wide, so that one failed or late cycle does not
+cost a unit. If the provider limits deletions per second, windows that end together open earlier, one after another.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,35 +30,35 @@ from windlass.model.cost import Bill, Tariff, hour_of, month_of, next_month
 HOUR = timedelta(hours=1)
 _SECONDS_PER_HOUR = 3600
 _INSTANT = timedelta.resolution
-# Shorter units are as good as seconds: nothing is gained by staying to the end of one.
+# Shorter units count as seconds: keeping a worker to the end of one saves nothing.
 LONG_UNIT_S = 30
-# What a deletion may take, and be tried again, before the next unit begins. Units of seconds (in rehearsals) come with
-# providers that are as quick, so it is never more than a twentieth of a unit.
+# Time for a deletion and one retry before the next unit begins. At most a twentieth of a unit: simulated providers with
+# units of seconds delete as fast.
 DELETE_CALL_S = 30.0
 _CALL_SHARE = 20
 WINDOW_OPENS_CYCLES = 3
 WINDOW_CLOSES_CYCLES = 1
-# Of a unit, the most that is given up so that many can be deleted in time: ten minutes of an hour. Beyond that, paying
-# for some of them again costs less than sending all of them away so early.
+# Share of a unit that is given up at most so that many machines can be deleted in time: ten minutes of an hour. Beyond
+# that, another unit for some of them costs less than draining all of them so early.
 MAX_EARLY_SHARE = 1 / 6
 
 
-# ------------------------------------------------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------------------------------------------------------- cost
 
 
 def units_begun(tariff: Tariff, since: datetime, before: datetime) -> int:
-    """How many units begin before this moment."""
+    """Units that begin before this moment."""
     return max(0, -(-(before - since) // timedelta(seconds=tariff.unit_s)))
 
 
 def unit_end(unit_s: int, since: datetime, now: datetime) -> datetime:
-    """When the unit ends that lasts now. Where it begins the one before has ended."""
+    """End of the current unit. At a boundary: the end of the unit that begins there."""
     unit = timedelta(seconds=unit_s)
     return since + (max(0, (now - since) // unit) + 1) * unit
 
 
 def charged(tariff: Tariff, since: datetime, before: datetime) -> int:
-    """The micros of all units that begin before this moment."""
+    """Micros for all units that begin before this moment."""
     total = 0
     begins = month_of(since)
     while begins < before:
@@ -70,19 +70,19 @@ def charged(tariff: Tariff, since: datetime, before: datetime) -> int:
 
 
 def cost(tariff: Tariff, since: datetime, until: datetime) -> int:
-    """Of a machine's whole life. One that was there for no time at all has begun a unit too."""
+    """Micros for a machine's whole life. Even a machine that lived for no time has begun one unit."""
     return charged(tariff, since, max(until, since + _INSTANT))
 
 
 def charged_between(bill: Bill, since: datetime, now: datetime) -> int:
-    """Of a bill, what has begun from a moment until now and is not in the ledger yet."""
+    """Micros of a bill for units that began from `since` until now and are not in the ledger yet."""
     ends = max(min(bill.until or now, now), bill.since + _INSTANT)
     begins = max(since, bill.settled_until or bill.since)
     return charged(bill.tariff, bill.since, ends) - charged(bill.tariff, bill.since, min(begins, ends))
 
 
 def _price(tariff: Tariff, units: int) -> int:
-    """Rounded once for all units of a month, so that the rounding of single units never adds up."""
+    """Rounded once for all units of a month, so that rounding errors of single units do not add up."""
     if not tariff.parts:
         return _rounded(tariff.price_micros_per_hour * units * tariff.unit_s)
     parts = ((_rounded(hour * units * tariff.unit_s), month) for hour, month in tariff.parts)
@@ -90,18 +90,18 @@ def _price(tariff: Tariff, units: int) -> int:
 
 
 def _rounded(micro_seconds: int) -> int:
-    """Micros per hour times seconds, in micros."""
+    """Micros-per-hour times seconds, converted to micros."""
     return (2 * micro_seconds + _SECONDS_PER_HOUR) // (2 * _SECONDS_PER_HOUR)
 
 
-# ------------------------------------------------------------------------------------------------- closing the books
+# ------------------------------------------------------------------------------------------------------ ledger periods
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Paid time that is closed as a whole: all units of a machine that begin in the same hour of the clock (UTC).
+    """The billing period that the ledger closes as a whole: all units of a machine that begin in one UTC hour.
 
-    For a machine paid by the hour that is one unit. What a day or a month cost is then a sum of whole periods.
+    For a machine billed by the hour that is one unit. Days and months are sums of whole periods.
     """
 
     from_at: datetime
@@ -110,7 +110,7 @@ class Period:
 
 
 def periods(bill: Bill) -> Iterator[Period]:
-    """Those that are not in the ledger, oldest first. Endless for a machine that is still there."""
+    """Periods that are not in the ledger, oldest first. Endless for a machine that still exists."""
     tariff, since = bill.tariff, bill.since
     ends = None if bill.until is None else max(bill.until, since + _INSTANT)
     begins = bill.settled_until or since
@@ -123,49 +123,45 @@ def periods(bill: Bill) -> Iterator[Period]:
         begins = until
 
 
-# ------------------------------------------------------------------------------------------------------- when to leave
+# --------------------------------------------------------------------------------------------------- when to terminate
 
 
 @dataclass(frozen=True, slots=True)
 class TerminationWindow:
-    """The next occasion for a worker to be let go so that its machine is gone before another unit begins."""
+    """From `opens` on, a worker may drain so that its machine is deleted before the unit that begins at `boundary`."""
 
     opens: datetime
-    closes: datetime
     boundary: datetime
 
 
 def is_worth_waiting(unit_s: int, cycle_s: float) -> bool:
-    """Whether idle workers are kept for what is paid. Not where the way out takes longer than a unit."""
+    """Idle workers are kept for the rest of their unit. Not if units are short or draining takes longer than one."""
     return unit_s >= LONG_UNIT_S and _lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES) < unit_s
 
 
-def next_departure(unit_s: int, since: datetime, now: datetime, cycle_s: float) -> TerminationWindow:
+def next_window(unit_s: int, since: datetime, now: datetime, cycle_s: float) -> TerminationWindow:
     """The window that is open, or opens next."""
-    opens = timedelta(seconds=_lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES))
-    closes = timedelta(seconds=_lead_s(unit_s, cycle_s, WINDOW_CLOSES_CYCLES))
     boundary = unit_end(unit_s, since, now)
-    if now > boundary - closes:
+    if now > boundary - timedelta(seconds=_lead_s(unit_s, cycle_s, WINDOW_CLOSES_CYCLES)):
         boundary += timedelta(seconds=unit_s)
-    return TerminationWindow(boundary - opens, boundary - closes, boundary)
+    return TerminationWindow(boundary - timedelta(seconds=_lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES)), boundary)
 
 
-def one_after_another(
-    unit_s: int, leaving: Sequence[TerminationWindow], deletions_per_s: float | None
+def stagger_windows(
+    unit_s: int, windows: Sequence[TerminationWindow], deletions_per_s: float | None
 ) -> list[TerminationWindow]:
-    """The same for workers that may all leave, in the order in which they would: whoever has others behind it that end
-    at about the same time may go early enough for all of them to be deleted in time."""
+    """The windows of workers that may all drain, in drain order, opened early enough to delete all in time."""
     if deletions_per_s is None:
-        return list(leaving)
-    turn, earliest = timedelta(seconds=1 / deletions_per_s), timedelta(seconds=MAX_EARLY_SHARE * unit_s)
+        return list(windows)
+    step, earliest = timedelta(seconds=1 / deletions_per_s), timedelta(seconds=MAX_EARLY_SHARE * unit_s)
     found: list[TerminationWindow] = []
-    # From the last to the first: by when the deletion of the one after must have begun.
+    # From the last to the first: when the deletion of the next one must have begun.
     next_begins: datetime | None = None
-    for departure in reversed(leaving):
-        ends = departure.boundary if next_begins is None else min(departure.boundary, next_begins)
-        next_begins = ends - turn
-        opens = max(departure.opens - (departure.boundary - ends), departure.boundary - earliest)
-        found.append(replace(departure, opens=min(departure.opens, opens)))
+    for window in reversed(windows):
+        ends = window.boundary if next_begins is None else min(window.boundary, next_begins)
+        next_begins = ends - step
+        opens = max(window.opens - (window.boundary - ends), window.boundary - earliest)
+        found.append(replace(window, opens=min(window.opens, opens)))
     return found[::-1]
 
 

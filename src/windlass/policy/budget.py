@@ -1,7 +1,7 @@
-"""What a fleet has spent of what it may spend. Pure, in integer micros.
+"""How much of a fleet's budgets is spent. Pure, in integer micros.
 
-Spent is what providers have charged: every unit of time that has begun, whether or not the ledger has closed it. Hours,
-days and months are those of the calendar, by UTC, and a unit belongs to where it begins.
+Spent is what providers have charged: every billing period that has begun, whether or not the ledger has closed it.
+Hours, days and months are calendar units in UTC. A billing period belongs to the one in which it begins.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from windlass.model.money import amount, to_micros, with_currency
 from windlass.model.snapshot import Snapshot
 from windlass.policy.billing import charged_between, cost
 
-# From this share on a person is told, so that there is time to do something about it.
+# An alert fires from this share of a budget, while there is time to react.
 NEAR_PERCENT = 80
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How one limit stands."""
+    """One limit in one currency, and what is spent of it."""
 
     when: str
     currency: str
@@ -42,7 +42,7 @@ class Budget:
 
 
 def budgets(snapshot: Snapshot, fleet: FleetConfig) -> list[Budget]:
-    """One for each limit and currency, the one that is nearest to its end first. None without limits or prices."""
+    """One per limit and currency, the most used first. Empty without limits or prices."""
     now = snapshot.now
     limits = [
         (to_micros(limit), since, when, field)
@@ -67,30 +67,26 @@ def budgets(snapshot: Snapshot, fleet: FleetConfig) -> list[Budget]:
     return sorted(found, key=lambda budget: -budget.spent_micros * 10**6 // budget.limit_micros)
 
 
-def has_budget(fleet: FleetConfig) -> bool:
-    limits = (fleet.budget_per_hour, fleet.budget_per_day, fleet.budget_per_month)
-    return any(limit is not None for limit in limits)
+def affordable_spawns(snapshot: Snapshot, fleet: FleetConfig, found: list[Budget]) -> int | None:
+    """How many more workers the budgets allow. None: no limit, or machines without a price.
 
-
-def affordable(snapshot: Snapshot, fleet: FleetConfig, found: list[Budget]) -> int | None:
-    """How many more workers the budgets have room for: each costs a unit at the highest price known, and so does each
-    of those hired whose price is not known yet. As long as no price is known, one, which will tell it. None: no limit,
-    or machines that have no price."""
-    if not has_budget(fleet):
+    A worker costs one billing period at the highest known price, and so does each spawned worker without a known price.
+    While no price is known, one worker is allowed: its machine shows the price.
+    """
+    if not any((fleet.budget_per_hour, fleet.budget_per_day, fleet.budget_per_month)):
         return None
     prices: dict[str, int] = {}
     for bill in _bills(snapshot):
         price = cost(bill.tariff, bill.since, bill.since)
         prices[bill.tariff.currency] = max(price, prices.get(bill.tariff.currency, 0))
-    unknown = [worker for worker in snapshot.workers if worker.slot is not None and worker.bill is None]
-    if not snapshot.traits.is_remote and any(worker.machine_id is not None for worker in unknown):
+    unpriced = [worker for worker in snapshot.workers if worker.slot is not None and worker.bill is None]
+    if not snapshot.traits.is_remote and any(worker.machine_id is not None for worker in unpriced):
         return None
-    rooms = [budget.left_micros // prices[budget.currency] for budget in found if prices.get(budget.currency)]
-    return max(0, min(rooms, default=1) - len(unknown)) if rooms or not prices else None
+    counts = [budget.left_micros // prices[budget.currency] for budget in found if prices.get(budget.currency)]
+    return max(0, min(counts, default=1) - len(unpriced)) if counts or not prices else None
 
 
 def is_price_known(snapshot: Snapshot) -> bool:
-    """Whether any machine has told what one costs."""
     return bool(_bills(snapshot))
 
 

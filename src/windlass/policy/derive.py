@@ -1,11 +1,11 @@
-"""What a worker is, and why. The one place that says so; everything else matches on its answer.
+"""Derives a worker's lifecycle state and, if it must be terminated, the error code and reason.
 
-Health is derived from times and lists in every cycle and never stored. Missing knowledge is never evidence: without
-a complete list of machines no machine is gone. What must have been so for a while, cycle after cycle, comes in as
-the moment since when it has been so, and goes out the same way for the next cycle.
+Health is derived from times and lists in every cycle and is never stored. Missing information is never evidence:
+without a complete machine list no machine counts as gone. Conditions that must hold for a while are passed in as the
+moment since when they have held, and returned the same way for the next cycle.
 
-A worker that a person started (without a slot) is judged by its silence alone: what it serves, what it runs on and
-for how long its tasks may take is that person's business.
+A worker that a person started (no slot) fails only by silence. Its queues, machine and task durations are that
+person's responsibility.
 """
 
 from dataclasses import dataclass
@@ -15,47 +15,51 @@ from enum import StrEnum
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
 from windlass.model.node import NodeState
-from windlass.model.snapshot import RunningView, WorkerView
+from windlass.model.snapshot import WorkerView
 from windlass.model.worker import LIVE, WorkerStatus
 from windlass.policy.quarantine import QUARANTINED
 
-# A task's own limit is kept by its worker; only a worker that fails at that is stuck, and this is its time to act.
+# A worker enforces each task's own timeout itself. It counts as stuck only if it is late by this much.
 TASK_LIMIT_MARGIN_S = 60.0
-# Whoever lives this long after its first claim works. A bad image, or a bad GPU, shows sooner.
+# A worker that lives this long after its first claim has proven to work. A bad image or GPU fails sooner.
 PROOF_S = 60.0
-# An engine's amounts are sums of decimal fractions: less than this is nothing.
-LEAST_USE = 0.001
-# Whoever finds nothing to claim works if it has lived for this many times as long as one may go without claiming.
+# A worker without tasks has proven to work if it lived for this many times not_claiming_timeout_s.
 PROOF_WITHOUT_TASKS = 2
-# Nothing waits for it, and it has not said a word of its GPU for this many times as long as it may take to start: it is
-# paid for, and will be of no use when something does wait.
-GRACES_WITHOUT_TASKS = 2
+# Ray's amounts are sums of decimal fractions. Smaller amounts are rounding errors.
+MIN_RAY_USAGE = 0.001
+# Without queued tasks, a worker may stay without a GPU report for this many times startup_grace_s. Longer, it costs
+# money and would not be ready when a task arrives.
+STARTUP_GRACES_WITHOUT_TASKS = 2
 
 
 class Lifecycle(StrEnum):
     # no heartbeat yet
-    SPAWNING_POD_PENDING = "spawning_pod_pending"  # its machine does not run yet
-    SPAWNING_SCRIPT_PENDING = "spawning_script_pending"  # its machine runs, the worker's program was not started
-    SPAWNING_SCRIPT_RUNNING = "spawning_script_running"  # started, not heard of yet
-    # heard of, where an engine places tasks
-    NODE_JOINING = "node_joining"  # its engine has not seen it yet
-    NODE_DEAD = "node_dead"  # its engine has given it up, whatever its heartbeat says
-    # heard of
-    ACTIVE_INITIALIZING = "active_initializing"  # no word about its GPU yet
-    ACTIVE_GPU_NOT_DETECTED = "active_gpu_not_detected"  # a GPU of zero memory
+    SPAWNING_POD_PENDING = "spawning_pod_pending"  # the machine is not running
+    SPAWNING_SCRIPT_PENDING = "spawning_script_pending"  # the machine runs, the worker's program was not started
+    SPAWNING_SCRIPT_RUNNING = "spawning_script_running"  # the program was started
+    # heartbeats, in fleets with an engine
+    NODE_JOINING = "node_joining"  # the node has not joined the Ray cluster
+    NODE_DEAD = "node_dead"  # Ray declared the node dead, whatever its heartbeat says
+    # heartbeats
+    ACTIVE_INITIALIZING = "active_initializing"  # no GPU report yet
+    ACTIVE_GPU_NOT_DETECTED = "active_gpu_not_detected"  # the GPU reports zero memory
     ACTIVE_READY = "active_ready"
-    ACTIVE_STALE = "active_stale"  # not heard of for too long
-    CRASHED = "crashed"  # its machine, or process, is known to be gone, whatever its heartbeat says
-    TERMINATING = "terminating"  # finishes what it has, then ends
-    # over
+    ACTIVE_STALE = "active_stale"  # the last heartbeat is too old
+    CRASHED = "crashed"  # the machine or process is known to be gone, whatever the heartbeat says
+    TERMINATING = "terminating"  # finishes its tasks, then terminates
+    # ended
     ERROR = "error"
     TERMINATED = "terminated"
 
 
-# Tuples and not sets: looking for a member of an enum in a set calls its hash function, which is slow.
+# Tuples, not sets: a lookup in a set calls the enum's slow hash function.
 SPAWNING = (Lifecycle.SPAWNING_POD_PENDING, Lifecycle.SPAWNING_SCRIPT_PENDING, Lifecycle.SPAWNING_SCRIPT_RUNNING)
+BOOTING = (*SPAWNING, Lifecycle.NODE_JOINING)
 PROMOTABLE = (Lifecycle.ACTIVE_INITIALIZING, Lifecycle.ACTIVE_GPU_NOT_DETECTED, Lifecycle.ACTIVE_READY)
 NOT_READY = (Lifecycle.ACTIVE_INITIALIZING, Lifecycle.ACTIVE_GPU_NOT_DETECTED)
+ENDED = (Lifecycle.ERROR, Lifecycle.TERMINATED, Lifecycle.TERMINATING)
+
+Failure = tuple[str, str]  # error code and reason
 
 
 class Presence(StrEnum):
@@ -63,53 +67,41 @@ class Presence(StrEnum):
 
     PRESENT = "present"
     EXITED = "exited"  # listed, but it will never run again
-    MISSING = "missing"  # not in a complete list, for longer than the provider's lists may lag
-    NEVER = "never"  # its creation was never answered, and no machine appeared in all the time one could
+    MISSING = "missing"  # missing from complete lists for longer than the provider's lists may lag
+    NEVER = "never"  # the create call was never answered, and no machine appeared within creation_lateness_s
     UNKNOWN = "unknown"
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """A worker at one moment: every judgement made, nothing left to conclude. Not frozen, as WorkerView is not."""
+    """A worker at one moment, with every conclusion drawn. Not frozen, for the same reason as WorkerView."""
 
     worker: WorkerView
     lifecycle: Lifecycle
     presence: Presence
     is_managed: bool  # False: a person started it
-    # Or runs, as its engine says, what others placed there: tasks and actors of another's handler.
-    has_active_task: bool
-    # Since its program was started, or since it was hired.
-    effective_age_s: float
+    has_active_task: bool  # also true if Ray reports work of others on its node
     heartbeat_age_s: float | None
-    # Since when cycles have seen it idle, and for how long it has been: by its own word where it gave one.
+    # First of the consecutive cycles that saw it idle, and its idle time: as the worker reports it, if it does.
     idle_since: datetime | None
     idle_s: float | None  # None while it has a task
-    # Since when tasks have waited for it while it has never claimed one. None when it is not so.
+    # First of the consecutive cycles that saw queued tasks while this worker has never claimed one.
     unclaimed_since: datetime | None
-
-    is_heartbeat_recent: bool
-    is_vram_reported: bool
     is_vram_stale: bool
-    is_gpu_broken: bool
-    is_not_claiming: bool
     is_stale: bool
-    # On its way, and of no use yet.
-    is_booting: bool
-    # What it is made of works: it has got through its first tasks, or could have taken any for long enough.
-    is_proven: bool
-
+    is_booting: bool  # not ready yet, but expected to be
+    is_proven: bool  # it got through its first tasks, or was ready for long enough
     should_promote: bool
-    should_terminate: bool
+    code: str | None  # the error code if the worker must be terminated
     reason: str | None
-    code: str | None
+
+    @property
+    def should_terminate(self) -> bool:
+        return self.code is not None
 
     @property
     def has_heartbeat(self) -> bool:
         return self.heartbeat_age_s is not None
-
-    @property
-    def has_ever_claimed(self) -> bool:
-        return self.worker.first_claimed_at is not None
 
     @property
     def is_healthy(self) -> bool:
@@ -126,50 +118,52 @@ def derive_worker_state(
     *,
     idle_since: datetime | None = None,
     unclaimed_since: datetime | None = None,
-    blamed: str | None = None,
+    quarantine_reason: str | None = None,
 ) -> WorkerState:
-    """Everything there is to say about a worker. `queued`: tasks that wait in the queues its fleet serves.
-
-    `idle_since`, `unclaimed_since`: what the last cycle's state of it said. `blamed`: why it is to blame for
-    the tasks that failed on it, if it is.
-    """
+    """`queued`: tasks in the fleet's queues. `idle_since`, `unclaimed_since`: values of the previous cycle's state."""
     heartbeat_age_s = _age_s(worker.last_heartbeat, now)
     age_s = (now - (worker.prepared_at or worker.created_at)).total_seconds()
     is_silent = heartbeat_age_s is not None and heartbeat_age_s > _silence_limit_s(worker, fleet)
     lifecycle = _lifecycle(worker, machine, presence, fleet, heartbeat_age_s, is_silent)
     is_recent = heartbeat_age_s is not None and heartbeat_age_s < fleet.promotion_age_s
-    is_at_work = bool(worker.running) or _is_used(worker, fleet, now)
-    idle_since = None if is_at_work else idle_since or now
-    has_worked = worker.first_claimed_at is not None or bool(worker.running)
-    # Where nobody places tasks, who gets none is not to blame.
-    is_dispatched = fleet.engine is None or not _is_engine_silent(worker, fleet, now)
-    is_unclaimed = queued > 0 and not has_worked and is_dispatched and _is_unclaimed(worker, lifecycle)
+    has_claimed = worker.first_claimed_at is not None or bool(worker.running)
+
+    has_active_task = bool(worker.running) or _has_ray_usage(worker, fleet, now)
+    idle_since = None if has_active_task else idle_since or now
+
+    # A ready worker that never claims is unremarkable for a moment and a failure after not_claiming_timeout_s. In a
+    # fleet with an engine it counts only while the dispatcher, which places the tasks, reports.
+    is_able = lifecycle in (Lifecycle.ACTIVE_READY, Lifecycle.ACTIVE_INITIALIZING) and not worker.is_paused
+    is_dispatched = fleet.engine is None or not _is_node_report_old(worker, fleet, now)
+    is_unclaimed = queued > 0 and not has_claimed and is_able and is_dispatched and worker.slot is not None
     unclaimed_since = (unclaimed_since or now) if is_unclaimed else None
-    code, reason = _trouble(worker, machine, presence, lifecycle, fleet, now, queued, age_s, unclaimed_since, blamed)
+
+    failure = _failure_reason(
+        worker, machine, presence, lifecycle, fleet, now, queued, age_s, unclaimed_since, quarantine_reason
+    )
+    code, reason = failure or (None, None)
+
+    # A worker without a GPU report after startup_grace_s is no longer expected to become ready.
+    is_booting = lifecycle in BOOTING or (lifecycle in NOT_READY and age_s <= fleet.startup_grace_s)
+    is_proven = _is_proven(worker, lifecycle, fleet) and code != "GPU_READY_NOT_CLAIMING" and quarantine_reason is None
     return WorkerState(
         worker=worker,
         lifecycle=lifecycle,
         presence=presence,
         is_managed=worker.slot is not None,
-        has_active_task=is_at_work,
-        effective_age_s=age_s,
+        has_active_task=has_active_task,
         heartbeat_age_s=heartbeat_age_s,
         idle_since=idle_since,
         idle_s=None if idle_since is None else _idle_s(worker, idle_since, now),
         unclaimed_since=unclaimed_since,
-        is_heartbeat_recent=is_recent,
-        is_vram_reported=worker.vram_at is not None,
         is_vram_stale=worker.vram_at is not None and (now - worker.vram_at).total_seconds() > fleet.vram_stale_s,
-        is_gpu_broken=code == "GPU_NOT_DETECTED",
-        is_not_claiming=code == "GPU_READY_NOT_CLAIMING",
-        # A worker that finishes its last tasks can fall silent too; a crashed one is worse than silent.
+        # A draining worker can be stale too. A crashed one is reported as crashed.
         is_stale=is_silent and worker.status in LIVE and lifecycle is not Lifecycle.CRASHED,
-        is_booting=not has_worked and _is_booting(lifecycle, fleet, age_s),
-        is_proven=_is_proven(worker, lifecycle, fleet) and code != "GPU_READY_NOT_CLAIMING" and blamed is None,
+        is_booting=not has_claimed and is_booting,
+        is_proven=is_proven,
         should_promote=worker.status is WorkerStatus.SPAWNING and is_recent and lifecycle in PROMOTABLE,
-        should_terminate=code is not None,
-        reason=reason,
         code=code,
+        reason=reason,
     )
 
 
@@ -209,13 +203,13 @@ def _lifecycle_of_node(worker: WorkerView, fleet: FleetConfig) -> Lifecycle:
         return Lifecycle.NODE_JOINING
     if worker.node.state is NodeState.DEAD:
         return Lifecycle.NODE_DEAD
-    # What a node has is its engine's word, not its own.
+    # Ray, not the worker, decides which GPUs a node has.
     if fleet.has_gpu and not worker.node.total.get("GPU"):
         return Lifecycle.ACTIVE_GPU_NOT_DETECTED
     return Lifecycle.ACTIVE_READY
 
 
-def _trouble(  # noqa: PLR0912 - one for each way to be broken
+def _failure_reason(  # noqa: PLR0912 - one branch for each way to fail
     worker: WorkerView,
     machine: Machine | None,
     presence: Presence,
@@ -225,147 +219,122 @@ def _trouble(  # noqa: PLR0912 - one for each way to be broken
     queued: int,
     age_s: float,
     unclaimed_since: datetime | None,
-    blamed: str | None,
-) -> tuple[str | None, str | None]:
-    """Why this worker must end: a code for machines and a reason in words. (None, None) if it need not."""
-    if lifecycle in (Lifecycle.ERROR, Lifecycle.TERMINATED, Lifecycle.TERMINATING):
-        return None, None
+    quarantine_reason: str | None,
+) -> Failure | None:
+    """Why this worker must be terminated, or None."""
+    if lifecycle in ENDED:
+        return None
     if lifecycle is Lifecycle.CRASHED:
-        how = machine.note if machine is not None and machine.note else "its machine is gone"
-        return "MACHINE_GONE", how[0].upper() + how[1:]
+        cause = machine.note if machine is not None and machine.note else "its machine is gone"
+        return "MACHINE_GONE", cause[0].upper() + cause[1:]
     if lifecycle is Lifecycle.ACTIVE_STALE:
-        return _stale(worker, now, queued)
+        age = f"({_age_s(worker.last_heartbeat, now):.0f}s old)"
+        if worker.running:
+            return "STALE_HEARTBEAT_ACTIVE_TASK", f"Stale heartbeat with active tasks {age}"
+        if queued:
+            return "STALE_HEARTBEAT_TASKS_QUEUED", f"Heartbeat expired with tasks queued {age}"
+        return "STALE_HEARTBEAT_IDLE", f"Heartbeat expired while idle {age}"
     if lifecycle in SPAWNING:
-        return _not_heard(worker, presence, fleet, now, queued)
+        return _startup_failure(worker, presence, fleet, now, queued)
     if worker.slot is None:
-        return None, None
+        return None
     if lifecycle in (Lifecycle.NODE_JOINING, Lifecycle.NODE_DEAD):
-        return _given_up(worker, lifecycle, fleet, now)
-    stuck = _stuck_task(worker, fleet, now)
-    if stuck is not None:
-        return "STUCK_TASK", f"Stuck task {stuck.task_id} ({(now - stuck.started_at).total_seconds():.0f}s)"
-    if blamed is not None:
-        return QUARANTINED, blamed
-    if fleet.engine is not None and _is_engine_silent(worker, fleet, now):
-        return None, None
+        return _node_failure(worker, lifecycle, fleet, now)
+
+    for task in worker.running:
+        limit_s = fleet.stuck_timeout_s if task.timeout_s is None else task.timeout_s + TASK_LIMIT_MARGIN_S
+        running_s = (now - task.started_at).total_seconds()
+        if limit_s is not None and running_s > limit_s:
+            return "STUCK_TASK", f"Stuck task {task.task_id} ({running_s:.0f}s)"
+    if quarantine_reason is not None:
+        return QUARANTINED, quarantine_reason
+    # The rest depends on the node's resources and on tasks being placed: unknown while the dispatcher does not report.
+    if fleet.engine is not None and _is_node_report_old(worker, fleet, now):
+        return None
+
     if lifecycle is Lifecycle.ACTIVE_GPU_NOT_DETECTED:
         lost_s = _age_s(worker.vram_lost_at, now)
-        # One that never had a GPU has been without for as long as it has run.
+        # A worker that never reported GPU memory has been without for its whole life.
         without_s = age_s if lost_s is None else lost_s
         if without_s > fleet.gpu_not_detected_timeout_s:
             return "GPU_NOT_DETECTED", f"GPU not detected (VRAM=0) after {without_s:.0f}s"
     unclaimed_s = _age_s(unclaimed_since, now)
     if lifecycle is Lifecycle.ACTIVE_INITIALIZING:
-        if _is_never_ready(worker, fleet, age_s, unclaimed_s):
+        has_claimed = worker.first_claimed_at is not None or bool(worker.running)
+        if unclaimed_s is not None:
+            # The queued task may have arrived just now: allow one more heartbeat to report the GPU.
+            is_late = age_s > fleet.startup_grace_s and unclaimed_s > fleet.heartbeat_interval_s
+        else:
+            is_late = not has_claimed and age_s > STARTUP_GRACES_WITHOUT_TASKS * fleet.startup_grace_s
+        if is_late:
             return "STARTUP_NEVER_READY", f"Never initialized after startup grace period ({age_s:.0f}s)"
     elif unclaimed_s is not None and unclaimed_s > fleet.not_claiming_timeout_s:
-        what = "GPU ready" if fleet.has_gpu else "Ready"
-        return "GPU_READY_NOT_CLAIMING", f"{what} but never claimed tasks ({unclaimed_s:.0f}s)"
-    return None, None
+        ready = "GPU ready" if fleet.has_gpu else "Ready"
+        return "GPU_READY_NOT_CLAIMING", f"{ready} but never claimed tasks ({unclaimed_s:.0f}s)"
+    return None
 
 
-def _is_never_ready(worker: WorkerView, fleet: FleetConfig, age_s: float, unclaimed_s: float | None) -> bool:
-    """Of one without a word about its GPU. Whoever has worked has one."""
-    if unclaimed_s is not None:
-        # The task for which it is too late may have come just now: one more beat to say that it is ready.
-        return age_s > fleet.startup_grace_s and unclaimed_s > fleet.heartbeat_interval_s
-    has_worked = worker.first_claimed_at is not None or bool(worker.running)
-    return not has_worked and age_s > GRACES_WITHOUT_TASKS * fleet.startup_grace_s
-
-
-def _stale(worker: WorkerView, now: datetime, queued: int) -> tuple[str, str]:
-    age = f"({_age_s(worker.last_heartbeat, now):.0f}s old)"
-    if worker.running:
-        return "STALE_HEARTBEAT_ACTIVE_TASK", f"Stale heartbeat with active tasks {age}"
-    if queued:
-        return "STALE_HEARTBEAT_TASKS_QUEUED", f"Heartbeat expired with tasks queued {age}"
-    return "STALE_HEARTBEAT_IDLE", f"Heartbeat expired while idle {age}"
-
-
-def _not_heard(
+def _startup_failure(
     worker: WorkerView, presence: Presence, fleet: FleetConfig, now: datetime, queued: int
-) -> tuple[str | None, str | None]:
-    """A worker without a heartbeat: on its way, or never to be heard of."""
+) -> Failure | None:
+    """For a worker without any heartbeat."""
     if worker.status is WorkerStatus.ACTIVE:
-        # It announced itself, so its boot is over and its silence is counted from there.
+        # It registered, so it has booted: its silence counts from the registration.
         age_s = (now - (worker.activated_at or worker.created_at)).total_seconds()
         if age_s > _silence_limit_s(worker, fleet):
             what = "No heartbeat received with tasks queued" if queued else "No heartbeat received"
-            return "NO_HEARTBEAT", f"{what} ({age_s:.0f}s after it announced itself)"
-        return None, None
+            return "NO_HEARTBEAT", f"{what} ({age_s:.0f}s after it registered)"
+        return None
     age_s = (now - worker.created_at).total_seconds()
     if presence is Presence.NEVER:
         return "NO_MACHINE_ID", f"No machine id, and no machine appeared for it ({age_s:.0f}s)"
     if worker.prepare_code is not None:
-        return worker.prepare_code, worker.prepare_reason or "its machine could not be prepared"
-    # Before it was made it could not boot, and providers take their time.
+        return worker.prepare_code, worker.prepare_reason or "Its machine could not be prepared"
+    # The boot counts from the machine's creation: create calls may take long themselves.
     boot_s = (now - (worker.machine_at or worker.created_at)).total_seconds()
     if boot_s > fleet.spawn_timeout_s:
         return "SPAWNING_TIMEOUT", f"Spawning timeout ({boot_s:.0f}s)"
-    return None, None
+    return None
 
 
-def _given_up(
-    worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig, now: datetime
-) -> tuple[str | None, str | None]:
-    """A node that its engine has never seen, or sees no more. An engine nobody has looked at lately says nothing."""
+def _node_failure(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig, now: datetime) -> Failure | None:
+    """For a node that Ray declared dead or that never joined. An old report proves neither."""
     node = worker.node
-    if node is None or _is_engine_silent(worker, fleet, now):
-        return None, None
+    if node is None or _is_node_report_old(worker, fleet, now):
+        return None
     if lifecycle is Lifecycle.NODE_DEAD:
-        return "NODE_DEAD", f"Its node is dead: {node.note or 'no word why'}"
-    # Not from its hiring: since it said that it had booted, as its engine was asked for it from then on.
+        return "NODE_DEAD", f"Its Ray node is dead: {node.note or 'no reason given'}"
+    # From its first heartbeat, not its creation: the dispatcher looks for the node from then on.
     waited_s = (now - node.since).total_seconds()
     if waited_s > fleet.spawn_timeout_s:
-        return "NODE_NOT_JOINED", f"Booted, but never joined its cluster ({waited_s:.0f}s)"
-    return None, None
+        return "NODE_NOT_JOINED", f"Booted, but never joined its Ray cluster ({waited_s:.0f}s)"
+    return None
 
 
-def _is_engine_silent(worker: WorkerView, fleet: FleetConfig, now: datetime) -> bool:
-    """Whether nobody has looked at its engine lately: what was last said of its node may have changed."""
-    said_at = worker.node.at if worker.node is not None else None
-    return said_at is None or (now - said_at).total_seconds() > fleet.heartbeat_timeout_s
+def _is_node_report_old(worker: WorkerView, fleet: FleetConfig, now: datetime) -> bool:
+    """The dispatcher has not reported on the worker's node within heartbeat_timeout_s."""
+    reported_at = worker.node.at if worker.node is not None else None
+    return reported_at is None or (now - reported_at).total_seconds() > fleet.heartbeat_timeout_s
 
 
-def _is_used(worker: WorkerView, fleet: FleetConfig, now: datetime) -> bool:
-    """Whether its engine says that something of its node is in use, by whomever."""
-    if worker.node is None or not worker.node.used or _is_engine_silent(worker, fleet, now):
+def _has_ray_usage(worker: WorkerView, fleet: FleetConfig, now: datetime) -> bool:
+    """Ray reports resources of the node in use, by Windlass tasks or by anything else on the cluster."""
+    if worker.node is None or not worker.node.used or _is_node_report_old(worker, fleet, now):
         return False
-    return any(amount > LEAST_USE for amount in worker.node.used.values())
-
-
-def _is_unclaimed(worker: WorkerView, lifecycle: Lifecycle) -> bool:
-    """Whether one that has never taken a task could take any. For a moment that is nothing; for long it is broken."""
-    is_able = lifecycle in (Lifecycle.ACTIVE_READY, Lifecycle.ACTIVE_INITIALIZING)
-    return is_able and worker.slot is not None and not worker.is_paused
-
-
-def _is_booting(lifecycle: Lifecycle, fleet: FleetConfig, age_s: float) -> bool:
-    if lifecycle in SPAWNING or lifecycle is Lifecycle.NODE_JOINING:
-        return True
-    # One that has no word of its GPU after all its time is no longer expected: it may be let go like any other.
-    return lifecycle in NOT_READY and age_s <= fleet.startup_grace_s
+    return any(amount > MIN_RAY_USAGE for amount in worker.node.used.values())
 
 
 def _is_proven(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig) -> bool:
-    """By what it did until it was last heard of: whatever has happened since is another matter."""
-    first, heard = worker.first_claimed_at, worker.last_heartbeat
-    if heard is None:
+    """Judged by what it did up to its last heartbeat. What happened since is a separate failure."""
+    first, beat_at = worker.first_claimed_at, worker.last_heartbeat
+    if beat_at is None:
         return False
     if first is not None:
-        is_at_its_first = any(task.started_at <= first for task in worker.running)
-        return not is_at_its_first or (heard - first).total_seconds() >= PROOF_S
+        is_first_running = any(task.started_at <= first for task in worker.running)
+        return not is_first_running or (beat_at - first).total_seconds() >= PROOF_S
     is_ready = lifecycle in (Lifecycle.ACTIVE_READY, Lifecycle.ACTIVE_STALE, Lifecycle.CRASHED)
-    lived_s = (heard - worker.activated_at).total_seconds() if worker.activated_at is not None else 0.0
+    lived_s = (beat_at - worker.activated_at).total_seconds() if worker.activated_at is not None else 0.0
     return is_ready and lived_s >= PROOF_WITHOUT_TASKS * fleet.not_claiming_timeout_s
-
-
-def _stuck_task(worker: WorkerView, fleet: FleetConfig, now: datetime) -> RunningView | None:
-    for task in worker.running:
-        limit_s = fleet.stuck_timeout_s if task.timeout_s is None else task.timeout_s + TASK_LIMIT_MARGIN_S
-        if limit_s is not None and (now - task.started_at).total_seconds() > limit_s:
-            return task
-    return None
 
 
 def _silence_limit_s(worker: WorkerView, fleet: FleetConfig) -> float:
@@ -375,12 +344,11 @@ def _silence_limit_s(worker: WorkerView, fleet: FleetConfig) -> float:
 
 
 def _idle_s(worker: WorkerView, idle_since: datetime, now: datetime) -> float:
-    """For how long it has had nothing to do."""
     since_beat_s = _age_s(worker.last_heartbeat, now)
     if worker.idle_s is None or since_beat_s is None:
-        # Cycles only sample: what it did between two of them is not known.
+        # Cycles only sample: tasks between two cycles are not seen.
         return max(0.0, (now - idle_since).total_seconds())
-    # At work when it last beat: what it did then is over by now, but since when is not known.
+    # Busy at its last heartbeat: the task has ended since, but when is unknown.
     return max(0.0, worker.idle_s + since_beat_s) if worker.idle_s > 0 else 0.0
 
 

@@ -1,6 +1,10 @@
-"""A plan in the making: the snapshot with every worker judged, and what the stages so far have decided."""
+"""State shared by the stages of one plan: the snapshot, each worker's derived state, and the results so far.
 
-from dataclasses import dataclass, field, replace
+`build_context` derives the inputs. Each field below names the stage that writes it and the stages that read it.
+A machine that is missing from a list counts as gone only if the list can be trusted: see `_presences`.
+"""
+
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -10,43 +14,47 @@ from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hold, PlannerState, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.policy.derive import Presence, WorkerState, derive_worker_state
-from windlass.policy.quarantine import QuarantineDecision, verdicts
+from windlass.policy.quarantine import QuarantineDecision, decide_quarantines
 
-# A list that lost more than half of what it had, and at least this many, is doubted before it is believed.
-SHRUNK_MIN = 3
 LIST_SHRANK = "LIST_SHRANK"
-# And this many times longer than a single absence.
-SHRUNK_PATIENCE = 3
-# Who was heard less than so many beats ago is there.
-BEATS_WHILE_SPEAKING = 2
-# So many gaps between plans, one after another, are how often there is one. A single long one was an outage.
-GAPS_OF_A_PACE = 2
-# Of the poll interval: a plan that comes sooner was brought about by something, and tells nothing of the next.
-EARLY_SHARE = 0.5
-# Whoever was told of something that lasts is reminded this often.
-ALERT_AGAIN_S = 3600.0
+# A machine list is suspect if it lacks more than half of the machines that should be in it, and at least this many.
+SUSPECT_SHRINK_MIN = 3
+# A suspect list must persist this many times longer than a single missing machine before it is accepted.
+SUSPECT_SHRINK_FACTOR = 3
+# A worker whose last heartbeat is younger than this many intervals counts as live, whatever a list says.
+ALIVE_HEARTBEATS = 2
+# Consecutive long gaps between plans that establish a longer cycle interval. A single long gap is an outage.
+GAPS_FOR_NEW_INTERVAL = 2
+# A plan that follows sooner than this share of the poll interval was triggered by an event. Its gap does not count.
+TRIGGERED_PLAN_SHARE = 0.5
+# An alert whose condition persists is raised again after this time.
+ALERT_REPEAT_S = 3600.0
 
 
 @dataclass(slots=True)
 class PlanningContext:
+    # Inputs. Set by build_context, constant afterwards.
     snapshot: Snapshot
     fleet: FleetConfig
-    planner_state: PlannerState
-    states: dict[str, WorkerState]
-    machines: dict[str, tuple[Machine, ...]]  # by the name of the worker they were made for, oldest first
-    own: dict[str, Machine]  # the one machine of each worker that has one
-    verdicts: dict[str, QuarantineDecision] = field(
-        default_factory=dict
-    )  # by worker, on those that are to blame for failures
-    actions: list[Action] = field(default_factory=list)
-    decision: str = ""
-    is_cut_short: bool = False
-    are_strays_doubted: bool = False
-    alerts: dict[str, datetime] = field(default_factory=dict)
-    # How many more workers the budget has room for; None: as many as are wanted.
-    affordable: int | None = None
-    # Why everybody is to go, if the budget is spent and says so.
-    over_budget: str | None = None
+    states: dict[str, WorkerState]  # by worker id
+    machines: dict[str, tuple[Machine, ...]]  # listed machines by the worker id they were created for, oldest first
+    own: dict[str, Machine]  # the one listed machine that belongs to each worker, by worker id
+    quarantines: dict[str, QuarantineDecision]  # by worker id, workers to replace because tasks fail on them
+
+    # Results. Every stage may add to the first four.
+    actions: list[Action]  # plan() appends what a stage returns; later stages read failed_ids, deleted_ids, FailSlot
+    planner_state: PlannerState  # changed by remember, remember_in and hold
+    alerts: dict[str, datetime]  # keys of the alerts whose condition holds, by alert and keep_alerts
+    is_cut_short: bool = False  # a limit postponed work to a later cycle: spawn_workers, drain_workers, delete_orphans
+    decision: str = ""  # written by scale
+
+    # Facts that one stage finds out for another.
+    # Written by hold_on_many_orphans, read by delete_orphans: do not delete orphaned machines in this cycle.
+    are_orphans_held: bool = False
+    # Written by apply_budget, read by scale: spawns that the budget allows. None: any number.
+    affordable_spawns: int | None = None
+    # Written by apply_budget, read by scale: why all workers must drain when their billing period ends.
+    over_budget_reason: str | None = None
 
     @property
     def now(self) -> datetime:
@@ -61,7 +69,7 @@ class PlanningContext:
         self.remember(**{group: replace(getattr(self.planner_state, group), **fields)})
 
     def hold(self, code: str, reason: str, *, is_total: bool = False) -> None:
-        """Put the brake on. The first reason of a cycle stays, unless a later one forbids more."""
+        """Stop spawning or, if total, every action. The first hold of a cycle stays unless a later one is stricter."""
         current = self.planner_state.hold
         if current is None or (is_total and not current.is_total):
             before = self.snapshot.planner_state.hold
@@ -70,22 +78,22 @@ class PlanningContext:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the brake forbids touching anything."""
+        """A total hold forbids every action on workers and machines."""
         return self.planner_state.hold is not None and self.planner_state.hold.is_total
 
     def alert(self, code: str, reason: str, *, about: str = "", worker_id: str | None = None) -> list[Action]:
-        """Tell a person, unless they know. Call it in every cycle in which the cause is there."""
+        """Raise an alert unless it was raised within ALERT_REPEAT_S. Call it every cycle while the condition holds."""
         key = f"{code} {about or worker_id or ''}".rstrip()
-        told_at = self.snapshot.planner_state.alerts.get(key)
-        is_news = told_at is None or self.age_s(told_at) >= ALERT_AGAIN_S
-        self.alerts[key] = self.now if told_at is None or is_news else told_at
-        return [RaiseAlert(code, reason, worker_id, about)] if is_news else []
+        raised_at = self.snapshot.planner_state.alerts.get(key)
+        is_due = raised_at is None or self.age_s(raised_at) >= ALERT_REPEAT_S
+        self.alerts[key] = self.now if raised_at is None or is_due else raised_at
+        return [RaiseAlert(code, reason, worker_id, about)] if is_due else []
 
     def keep_alerts(self, *codes: str) -> None:
-        """Whether the cause is still there is not known in this cycle: what a person was told of it stays."""
-        for key, told_at in self.snapshot.planner_state.alerts.items():
+        """Keep alerts of these codes open: this cycle cannot tell whether their condition still holds."""
+        for key, raised_at in self.snapshot.planner_state.alerts.items():
             if key.split(" ", 1)[0] in codes:
-                self.alerts[key] = told_at
+                self.alerts[key] = raised_at
 
     @property
     def failed_ids(self) -> set[str]:
@@ -104,13 +112,13 @@ class PlanningContext:
         return [machine for name, found in self.machines.items() if name not in self.states for machine in found]
 
     @property
-    def doubles(self) -> list[tuple[Machine, str]]:
-        """Listed machines beside the one their hired worker has, with the id of that one."""
+    def duplicates(self) -> list[tuple[Machine, str]]:
+        """Listed machines in addition to the one of their worker, each with the id of that one."""
         pairs: list[tuple[Machine, str]] = []
         for name, found in self.machines.items():
             state = self.states.get(name)
             if state is not None and len(found) == 1 and state.worker.machine_id == found[0].id:
-                continue  # as it nearly always is
+                continue  # the usual case, kept cheap
             own = self.machine_of(state.worker) if state is not None and state.is_managed else None
             keep = state.worker.machine_id if state is not None else None
             keep = keep or (own.id if own is not None else None)
@@ -119,15 +127,15 @@ class PlanningContext:
         return pairs
 
     @property
-    def pace_s(self) -> float:
-        """How far apart cycles are: as they are meant to be, or farther, if whoever runs them does so less often."""
+    def cycle_interval_s(self) -> float:
+        """Seconds between cycles: poll_interval_s, or longer if cycles really run less often."""
         gaps_s = self.planner_state.cadence.gaps_s
-        lasting_s = min(gaps_s) if len(gaps_s) == GAPS_OF_A_PACE else 0.0
+        lasting_s = min(gaps_s) if len(gaps_s) == GAPS_FOR_NEW_INTERVAL else 0.0
         return max(self.fleet.poll_interval_s, lasting_s)
 
-    def is_speaking(self, worker: WorkerView) -> bool:
-        heard_at = worker.last_heartbeat
-        return heard_at is not None and self.age_s(heard_at) < BEATS_WHILE_SPEAKING * self.fleet.heartbeat_interval_s
+    def has_recent_heartbeat(self, worker: WorkerView) -> bool:
+        beat_at = worker.last_heartbeat
+        return beat_at is not None and self.age_s(beat_at) < ALIVE_HEARTBEATS * self.fleet.heartbeat_interval_s
 
     def age_s(self, moment: datetime) -> float:
         return (self.now - moment).total_seconds()
@@ -136,23 +144,30 @@ class PlanningContext:
         return self.now + timedelta(seconds=seconds)
 
 
-def begin(snapshot: Snapshot, fleet: FleetConfig) -> PlanningContext:
-    """Judge every worker. Absence from a list becomes evidence only when the list can be believed."""
-    machines: dict[str, list[Machine]] = {}
+def build_context(snapshot: Snapshot, fleet: FleetConfig) -> PlanningContext:
+    """Derive every worker's state. The only side result is a hold if the machine list shrank suspiciously."""
+    listed: dict[str, list[Machine]] = {}
     for machine in sorted(snapshot.machines or (), key=lambda m: (m.created_at or snapshot.now, m.id)):
-        machines.setdefault(machine.name, []).append(machine)
-    # Holds are decided anew in every cycle: the cause is there, or the hold is gone.
-    before = snapshot.planner_state
-    cadence = replace(before.cadence, cycle=before.cadence.cycle + 1, gaps_s=_gaps_s(snapshot, fleet.poll_interval_s))
-    planner_state = replace(before, cadence=cadence, hold=None)
-    by_name = {name: tuple(found) for name, found in machines.items()}
-    found = ((worker.id, _machine_of(worker, by_name.get(worker.id, ()))) for worker in snapshot.workers)
+        listed.setdefault(machine.name, []).append(machine)
+    machines = {name: tuple(found) for name, found in listed.items()}
+    found = ((worker.id, _own_machine(worker, machines.get(worker.id, ()))) for worker in snapshot.workers)
     own = {worker_id: machine for worker_id, machine in found if machine is not None}
-    context = PlanningContext(snapshot, fleet, planner_state, {}, by_name, own)
+
+    before = snapshot.planner_state
+    gaps_s, planned_at = before.cadence.gaps_s, before.cadence.planned_at
+    gap_s = (snapshot.now - planned_at).total_seconds() if planned_at is not None else 0.0
+    if gap_s >= TRIGGERED_PLAN_SHARE * fleet.poll_interval_s:
+        gaps_s = (*gaps_s, gap_s)[-GAPS_FOR_NEW_INTERVAL:]
+    cadence = replace(before.cadence, cycle=before.cadence.cycle + 1, gaps_s=gaps_s)
+    # Holds are decided anew in every cycle.
+    planner_state = replace(before, cadence=cadence, hold=None)
+
+    managed = {worker.id for worker in snapshot.workers if worker.slot is not None}
+    streaks = [streak for streak in snapshot.failure_streaks if streak.worker_id in managed]
+    quarantines = decide_quarantines(streaks, fleet, before.health.quarantine_trial_at, snapshot.now)
+    context = PlanningContext(snapshot, fleet, {}, machines, own, quarantines, [], planner_state, {})
+
     presences = _presences(context)
-    hired = {worker.id for worker in snapshot.workers if worker.slot is not None}
-    failure_streaks = [suspect for suspect in snapshot.failure_streaks if suspect.worker_id in hired]
-    context.verdicts = verdicts(failure_streaks, fleet, planner_state.health.quarantine_trial_at, snapshot.now)
     for worker in snapshot.workers:
         context.states[worker.id] = derive_worker_state(
             worker,
@@ -161,29 +176,23 @@ def begin(snapshot: Snapshot, fleet: FleetConfig) -> PlanningContext:
             fleet,
             snapshot.now,
             snapshot.queue.queued,
-            idle_since=snapshot.planner_state.health.idle_since.get(worker.id),
-            unclaimed_since=snapshot.planner_state.health.unclaimed_since.get(worker.id),
-            blamed=context.verdicts[worker.id].reason if worker.id in context.verdicts else None,
+            idle_since=before.health.idle_since.get(worker.id),
+            unclaimed_since=before.health.unclaimed_since.get(worker.id),
+            quarantine_reason=quarantines[worker.id].reason if worker.id in quarantines else None,
         )
     states = context.states.values()
-    unlisted_since = (planner_state.machines.unlisted_since or snapshot.now) if snapshot.machines is None else None
-    context.remember_in("machines", unlisted_since=unlisted_since)
     context.remember_in(
         "health",
         idle_since={s.worker.id: s.idle_since for s in states if s.idle_since is not None},
         unclaimed_since={s.worker.id: s.unclaimed_since for s in states if s.unclaimed_since is not None},
     )
+    unlisted_since = (before.machines.unlisted_since or snapshot.now) if snapshot.machines is None else None
+    context.remember_in("machines", unlisted_since=unlisted_since)
     return context
 
 
-def _gaps_s(snapshot: Snapshot, poll_interval_s: float) -> tuple[float, ...]:
-    before, last = snapshot.planner_state.cadence.gaps_s, snapshot.planner_state.cadence.planned_at
-    gap_s = (snapshot.now - last).total_seconds() if last is not None else 0.0
-    return (*before, gap_s)[-GAPS_OF_A_PACE:] if gap_s >= EARLY_SHARE * poll_interval_s else before
-
-
-def _machine_of(worker: WorkerView, found: tuple[Machine, ...]) -> Machine | None:
-    """The one we know of; else the oldest that runs, or may yet; else the oldest."""
+def _own_machine(worker: WorkerView, found: tuple[Machine, ...]) -> Machine | None:
+    """The machine whose id is known. Without a known id: the oldest that has not exited, else the oldest."""
     if worker.slot is None or not found:
         return None
     if len(found) == 1:
@@ -193,76 +202,58 @@ def _machine_of(worker: WorkerView, found: tuple[Machine, ...]) -> Machine | Non
 
 
 def _presences(context: PlanningContext) -> dict[str, Presence]:
+    """What the list says about each worker's machine. Places the LIST_SHRANK hold while a suspect list is new."""
     snapshot, grace_s = context.snapshot, context.snapshot.traits.absence_grace_s
-    # A worker started by hand has no machine of ours, and one without a machine yet cannot have lost it.
+    # Workers whose machine, if it exists, must be in the list. Not those without a known machine or on another host.
+    # Not those that became known after the list was requested; where lists lag, not those that were new then.
+    host, listed_at = snapshot.traits.host, snapshot.listed_at
     expected = [
-        w for w in snapshot.workers if _is_listed_here(context, w) and _is_older_than_list(context, w.machine_at)
+        worker
+        for worker in snapshot.workers
+        if worker.machine_id is not None
+        and (host is None or worker.machine_id.startswith(f"{host}/"))
+        and (
+            worker.machine_at is None
+            or listed_at is None
+            or worker.machine_at + timedelta(seconds=grace_s) <= listed_at
+        )
     ]
-    if snapshot.machines is None:
-        if grace_s > 0:
-            _has_shrunk(
-                context, expected, snapshot.planner_state.machines.missing_since, grace_s
-            )  # the last one that was had
-        return {worker.id: _without_list(worker) for worker in snapshot.workers}
-    absent = [w for w in expected if context.machine_of(w) is None]
-    since = {w.id: snapshot.planner_state.machines.missing_since.get(w.id, snapshot.now) for w in absent}
-    context.remember_in("machines", missing_since=since)
-    is_doubted = grace_s > 0 and _has_shrunk(context, expected, since, grace_s)
-    if is_doubted:
-        grace_s *= SHRUNK_PATIENCE
-    return {w.id: _presence(context, w, since.get(w.id), grace_s, is_doubted) for w in snapshot.workers}
+    missing_since = snapshot.planner_state.machines.missing_since
+    if snapshot.machines is not None:
+        absent = [worker for worker in expected if context.machine_of(worker) is None]
+        missing_since = {worker.id: missing_since.get(worker.id, snapshot.now) for worker in absent}
+        context.remember_in("machines", missing_since=missing_since)
 
-
-def _without_list(worker: WorkerView) -> Presence:
-    return Presence.NEVER if worker.slot is not None and worker.creation == "refused" else Presence.UNKNOWN
-
-
-def _is_listed_here(context: PlanningContext, worker: WorkerView) -> bool:
-    """Whether its machine, if it lives, must be in a list that was made where we are."""
-    host = context.snapshot.traits.host
-    return worker.machine_id is not None and (host is None or worker.machine_id.startswith(f"{host}/"))
-
-
-def _is_older_than_list(context: PlanningContext, moment: datetime | None) -> bool:
-    """What became known after the list was asked for cannot be missing from it; nor, where lists may be old, what was
-    new then."""
-    listed_at, age_s = context.snapshot.listed_at, context.snapshot.traits.absence_grace_s
-    return moment is None or listed_at is None or moment + timedelta(seconds=age_s) <= listed_at
-
-
-def _has_shrunk(
-    context: PlanningContext, expected: list[WorkerView], since: dict[str, datetime], grace_s: float
-) -> bool:
-    """Whether the list lacks more than can be chance; while that is new, hiring is held. Those who were told to leave
-    may be gone with good reason."""
+    # Without a list, the last one still counts. Terminating workers are left out: their machines may be deleted.
     staying = [w for w in expected if w.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)]
-    lacking = [w for w in staying if w.id in since]
-    if len(lacking) < SHRUNK_MIN or len(lacking) * 2 <= len(staying):
-        return False
-    if any(context.age_s(since[w.id]) < grace_s * SHRUNK_PATIENCE for w in lacking):
-        context.hold(LIST_SHRANK, f"the provider's list lacks {len(lacking)} of {len(staying)} machines")
-    return True
+    lacking = [w for w in staying if w.id in missing_since]
+    is_suspect = grace_s > 0 and len(lacking) >= SUSPECT_SHRINK_MIN and len(lacking) * 2 > len(staying)
+    if is_suspect:
+        grace_s *= SUSPECT_SHRINK_FACTOR
+        if any(context.age_s(missing_since[w.id]) < grace_s for w in lacking):
+            context.hold(LIST_SHRANK, f"machine list lacks {len(lacking)} of {len(staying)} machines")
+
+    return {w.id: _presence(context, w, missing_since.get(w.id), grace_s, is_suspect) for w in snapshot.workers}
 
 
 def _presence(
-    context: PlanningContext, worker: WorkerView, missing_since: datetime | None, grace_s: float, is_doubted: bool
+    context: PlanningContext, worker: WorkerView, missing_since: datetime | None, grace_s: float, is_suspect: bool
 ) -> Presence:
+    if context.snapshot.machines is None:
+        is_never = worker.slot is not None and worker.creation == "refused"
+        return Presence.NEVER if is_never else Presence.UNKNOWN
     machine = context.machine_of(worker)
     if machine is not None:
         return Presence.EXITED if machine.state is MachineState.EXITED else Presence.PRESENT
     if worker.machine_id is None:
-        is_never = worker.slot is not None and not is_doubted and not _may_still_appear(context, worker)
+        # The create call was never answered. Its machine may still appear for creation_lateness_s, measured from when
+        # the list was requested: a slow list shows the state at that time.
+        listed_at = context.snapshot.listed_at or context.now
+        waited_s = (listed_at - worker.created_at).total_seconds()
+        may_appear = worker.creation != "refused" and waited_s < context.snapshot.traits.creation_lateness_s
+        is_never = worker.slot is not None and not is_suspect and not may_appear
         return Presence.NEVER if is_never else Presence.UNKNOWN
     if missing_since is None or context.age_s(missing_since) < grace_s:
         return Presence.UNKNOWN
-    # Whoever still speaks is not gone, whatever a list that may lag says.
-    return Presence.UNKNOWN if grace_s > 0 and context.is_speaking(worker) else Presence.MISSING
-
-
-def _may_still_appear(context: PlanningContext, worker: WorkerView) -> bool:
-    """Whether the machine of an unanswered creation could still turn up in a list."""
-    if worker.creation == "refused":
-        return False
-    # By when the list was asked for: a slow list tells what was true then, not what is true now.
-    listed_at = context.snapshot.listed_at or context.now
-    return (listed_at - worker.created_at).total_seconds() < context.snapshot.traits.creation_lateness_s
+    # A recent heartbeat outweighs a list that may lag.
+    return Presence.UNKNOWN if grace_s > 0 and context.has_recent_heartbeat(worker) else Presence.MISSING

@@ -11,7 +11,7 @@ from windlass.model.ray import RaySettings, frozen
 from windlass.model.task import Claim
 from windlass.ray.resources import needs_of
 from windlass.ray.seat_pool import SeatAttempt, Seats
-from windlass.worker.executor import AttemptFailure, Outcome, time_limit_failure
+from windlass.worker.executor import AttemptFailure, Outcome, timeout_failure
 from windlass.worker.handler import ReportProgress
 
 
@@ -40,7 +40,7 @@ class RayExecutor:
                 return await over
         except TimeoutError:
             await self._seats.end(attempt)
-            return attempt.failure or time_limit_failure(claim.timeout_s or 0)
+            return attempt.failure or timeout_failure(claim.timeout_s or 0)
         except asyncio.CancelledError:
             await asyncio.shield(asyncio.ensure_future(self._seats.end(attempt)))
             raise

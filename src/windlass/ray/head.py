@@ -111,7 +111,7 @@ async def _start_and_greet(head: HeadAddress, folder: Path, env: dict[str, str])
         env=env,
         max_output_bytes=math.inf,
         # What it has to say is in the folder's logs; here it would only drown what we say.
-        is_passed_on=False,
+        forwards_output=False,
     )
     greeting, exit_reason = asyncio.create_task(greet(head.address, START_TIMEOUT_S)), asyncio.create_task(group.wait())
     try:

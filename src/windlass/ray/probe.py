@@ -27,7 +27,7 @@ async def greet(address: str, limit_s: float) -> Versions:
         env=os.environ,
         max_answer_bytes=MAX_ANSWER_BYTES,
         max_output_bytes=math.inf,
-        is_passed_on=False,
+        forwards_output=False,
     )
     try:
         async with asyncio.timeout(limit_s + START_S):

@@ -28,7 +28,7 @@ from windlass.model.task import Claim
 from windlass.ray import wire_protocol as line
 from windlass.worker.attempt import run_handler
 from windlass.worker.command import CommandExecutor
-from windlass.worker.executor import AttemptFailure, Outcome, unreadable_payload
+from windlass.worker.executor import AttemptFailure, Outcome, bad_payload_failure
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
 CONNECT_TIMEOUT_S = 10.0
@@ -194,7 +194,7 @@ def _runner_of(job: Job) -> Callable[[Claim, ReportProgress], Outcome]:
         try:
             task = _task(claim, report)
         except (ValueError, RecursionError) as error:
-            return unreadable_payload(error)
+            return bad_payload_failure(error)
         return run_handler(handler, task, job.max_result_bytes, lambda result: _loop().run(_awaited(result)))
 
     return run

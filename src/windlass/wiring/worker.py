@@ -1,4 +1,7 @@
-"""Workers: over the database, or over HTTP, on a machine that has joined or as one that nobody hired."""
+"""Builds workers: over the database, over HTTP on a joined machine, or over HTTP with an API token.
+
+Imports of the worker package are local to the functions, because other commands must start without it.
+"""
 
 import contextlib
 import importlib.util
@@ -20,16 +23,16 @@ if TYPE_CHECKING:
     from windlass.worker.heartbeat import OpenTransport
     from windlass.worker.lifecycle import ExitReason, WorkerSettings
 
-# Of the machine's memory: what all handlers of a worker may use together when nothing else is configured.
+# Default share of the machine's memory for all handlers of a worker together.
 MEMORY_SHARE = 0.9
-# A machine that has joined waits this long for a control plane that went away before it could register.
+# How long a joined machine retries its registration while the control plane is unavailable.
 JOINED_REGISTRATION_TIMEOUT_S = 900.0
 
 
 async def run_worker(
     config: Config, settings: "WorkerSettings", *, handler: str | None, command: str | None, is_inline: bool
 ) -> "ExitReason":
-    """One worker over the database, until it is told to end."""
+    """Run a worker over the database until it is drained."""
     from windlass.worker.lifecycle import WorkerRuntime
 
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
@@ -39,9 +42,9 @@ async def run_worker(
             return PostgresStore(
                 dsn,
                 retention=config.retention,
-                # The loop and its look-out each need one connection at a time.
+                # One for the loop, one for the wait for work.
                 max_connections=2,
-                # After a lease the heartbeat gives back what it does not know of: a claim must be answered well before.
+                # After a whole lease, heartbeats release claims that the worker does not know: answer well before.
                 command_timeout_s=min(COMMAND_TIMEOUT_S, settings.lease_s / 2),
             )
 
@@ -58,8 +61,7 @@ async def run_self_registered_worker(
     command: str | None,
     is_inline: bool,
 ) -> "ExitReason":
-    """One worker over HTTP that nobody hired, until it is told to end. Raises TokenRefused if the control plane does
-    not take the API token."""
+    """Run a worker over HTTP that was not spawned until it is drained. Raises TokenRefused for an invalid API token."""
     from windlass.worker.http_transport import tls_context
     from windlass.worker.lifecycle import WorkerRuntime
     from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
@@ -71,7 +73,7 @@ async def run_self_registered_worker(
 
 
 async def run_joined_worker(join_file: Path, version: str) -> "ExitReason":
-    """One worker over HTTP, until it is told to end. Raises TokenRefused if the control plane does not want it."""
+    """Run a worker over HTTP on a joined machine until it is drained. Raises TokenRefused if it is not wanted."""
     from windlass.worker.http_transport import HttpTransport
     from windlass.worker.join import join
 
@@ -79,10 +81,10 @@ async def run_joined_worker(join_file: Path, version: str) -> "ExitReason":
     try:
         return await _run_order(order, lambda: HttpTransport(credentials, tls), version)
     except (HandlerNotFound, BadInput) as error:
-        # Whoever rented this machine cannot read its log. If nobody hears it now, the next start says it again.
+        # Report the error: the owner of a rented machine cannot read its log. If that fails, the next start repeats it.
         with contextlib.suppress(WindlassError):
             async with HttpTransport(credentials, tls) as transport:
-                await transport.cannot_start(str(error))
+                await transport.report_start_failure(str(error))
         raise
 
 
@@ -90,14 +92,14 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
     from windlass.model.config import LogsConfig, WorkerConfig
     from windlass.worker.lifecycle import WorkerRuntime, WorkerSettings
 
-    # For handlers, and for what they start.
+    # For handlers and the processes that they start.
     os.environ.update(order.env)
     if order.chdir is not None:
         try:
             os.chdir(order.chdir)
         except OSError as error:
             raise BadInput(
-                f"cannot work in {order.chdir} ({error.strerror}): check chdir of fleet {order.fleet}."
+                f"cannot change to {order.chdir}: {error.strerror}. Check chdir of fleet {order.fleet}."
             ) from None
     settings = WorkerSettings(
         queues=order.queues,
@@ -118,12 +120,12 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
     config = Config(
         max_payload_bytes=order.max_payload_bytes,
         worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb),
-        # The only setting that a fleet's `env` may bring along: a machine far away has no windlass.toml.
+        # The machine has no windlass.toml, so the fleet's `env` may contain this setting.
         logs=LogsConfig(traces_endpoint=os.environ.get("WINDLASS_LOGS__TRACES_ENDPOINT") or None),
     )
     executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
     if not order.is_inline:
-        _stop_looking_for_sniffio()
+        _mark_sniffio_missing()
     async with attempts_traced(config, settings.version) as traced:
         return await WorkerRuntime(settings, open_transport, traced(executor)).run()
 
@@ -150,9 +152,11 @@ async def _run_joined_node(
     return await Node(settings, open_transport).run()
 
 
-def _stop_looking_for_sniffio() -> None:
-    """httpcore asks for this module four times a request, and to look for it in vain takes a fifth of the request's
-    time. From now on it is known not to be there; only for a process in which nobody else's code runs."""
+def _mark_sniffio_missing() -> None:
+    """Make failed imports of sniffio cheap: httpcore tries four per request, which take a fifth of its time.
+
+    Only for processes that run no user code.
+    """
     if importlib.util.find_spec("sniffio") is None:
         sys.modules["sniffio"] = None  # type: ignore[assignment]
 
@@ -167,7 +171,7 @@ def _executor(
 
         return CommandExecutor(command, memory_limit_bytes=limit_bytes, max_result_bytes=config.max_payload_bytes)
     if handler is None:
-        raise BadInput("there is nothing to run: a worker needs a handler or a command.")
+        raise BadInput("nothing to run: a worker needs a handler or a command.")
     if is_inline:
         from windlass.worker.inline import InlineExecutor
 
@@ -183,7 +187,7 @@ def _executor(
 
 
 def _memory_bytes() -> int:
-    """The memory of this machine, or of the container we are in if that is less."""
+    """The memory of the machine, or of the container if that is less."""
     import psutil
 
     total = int(psutil.virtual_memory().total)

@@ -19,7 +19,7 @@ from windlass.model.errors import HandlerNotFound
 from windlass.model.task import Claim
 from windlass.worker.delivery import NOT_FINISHED, HeldAttempt, Outbox
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, Executor, NotBegun
-from windlass.worker.handler import kept_exception
+from windlass.worker.handler import format_exception
 
 # How long cancelled attempts may take to end. An inline handler that ignores its cancellation is not waited for again.
 CANCEL_TIMEOUT_S = 15.0
@@ -135,7 +135,7 @@ class Attempts:
             self._on_handler_lost(error)
         except Exception as error:
             # A defect of the worker, not of the handler. The claim must still end, or heartbeats would keep it forever.
-            self._outbox.add_failure(claim, AttemptFailure("WORKER_ERROR", kept_exception(error)))
+            self._outbox.add_failure(claim, AttemptFailure("WORKER_ERROR", format_exception(error)))
         del self._running[claim.token]
         self._idle_since = time.monotonic()
         self._on_end()

@@ -1,7 +1,7 @@
-"""`python -P -m windlass.worker.check_handler PACKAGE.MODULE:FUNCTION [inline]`: can a worker run it from here?
+"""Checks that a worker can import a handler: `python -P -m windlass.worker.check_handler MODULE:FUNCTION [inline]`.
 
-Exits with NOT_FOUND, and the sentence a worker would end with on standard output, if it cannot. In a process of its
-own: what importing does, and whether it ever ends, is the handler's business.
+If not, prints the worker's error message on standard output and exits with NOT_FOUND. Runs as its own process, because
+importing the module may print, hang or start threads.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ NOT_FOUND = 2
 
 
 def main(handler: str, is_inline: bool) -> None:
-    # What the module prints is not our answer.
+    # The module's own prints go to standard error; standard output is for the message.
     answer = os.dup(1)
     os.dup2(2, 1)
     code = 0
@@ -28,7 +28,7 @@ def main(handler: str, is_inline: bool) -> None:
     except HandlerNotFound as error:
         os.write(answer, str(error).encode(errors="backslashreplace"))
         code = NOT_FOUND
-    # Threads that the module began would keep Python waiting.
+    # A normal exit would wait for threads that the module started.
     os._exit(code)
 
 

@@ -1,9 +1,8 @@
-"""The child process: loads the handler once, then runs one attempt after another and stays warm.
+"""The child process of a worker: loads the handler once, then runs one attempt after another.
 
-It has no part in the queue: no connection to the database, no token, only a socket to its parent. Its environment is
-the parent's, with what the user put there; a DATABASE_URL among it is the handler's to use. Whatever goes wrong inside
-is answered as FAILED; if the process itself dies, its parent sees the socket close. A copy of it that a handler forked
-and that falls out of the handler ends at once and says nothing.
+It has no database connection and no token, only a socket to its parent, and inherits the parent's environment.
+Errors of a handler are answered as FAILED; if the process dies, the parent sees the socket close. A fork of this
+process that returns from the handler exits at once without an answer.
 """
 
 import asyncio
@@ -22,20 +21,20 @@ from typing import Any
 from windlass.model.errors import HandlerNotFound
 from windlass.worker import child_protocol as frames
 from windlass.worker.attempt import run_handler
-from windlass.worker.executor import AttemptSuccess, Outcome, unreadable_payload
+from windlass.worker.executor import AttemptSuccess, Outcome, bad_payload_failure
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
-# From the parent's end to our own. Others end us before, with all that was started here: if we were first, what made a
-# session of its own would have no parent any more by which it is found.
-END_DELAY_S = 0.5
-# More often than this nobody looks; a handler that reports every iteration costs itself nothing.
+# Delay of our exit after the parent's. The guard kills this process and its descendants meanwhile. If this process
+# exited first, descendants with a session of their own would lose the parent by which the guard finds them.
+EXIT_DELAY_S = 0.5
+# Minimum time between two progress messages, so that a handler may report every iteration.
 PROGRESS_INTERVAL_S = 0.1
 
 
 class Child:
     def __init__(self, sock: socket.socket, handler: Handler, max_result_bytes: int, runner: asyncio.Runner) -> None:
         self._sock = sock
-        # Buffered: a frame is mostly read in one call.
+        # Buffered, so that most frames are read in one call.
         self._stream = sock.makefile("rb")
         self._handler = handler
         self._max_result_bytes = max_result_bytes
@@ -47,28 +46,24 @@ class Child:
         self._send(frames.READY)
         # Ends when the parent closes the socket.
         while (frame := frames.receive(self._stream)) is not None:
-            kind, body = self._attempt(frame[1])
+            outcome = self._run(frame[1])
             if os.getpid() != self._pid:
                 os._exit(0)
-            self._send(kind, body)
+            if isinstance(outcome, AttemptSuccess):
+                self._send(frames.RESULT, (outcome.result or "null").encode())
+            else:
+                self._send(frames.FAILED, json.dumps(asdict(outcome)).encode())
 
-    def _attempt(self, described: bytes) -> tuple[int, bytes]:
-        outcome = self._outcome(described)
-        if isinstance(outcome, AttemptSuccess):
-            return frames.RESULT, (outcome.result or "null").encode()
-        return frames.FAILED, json.dumps(asdict(outcome)).encode()
-
-    def _outcome(self, described: bytes) -> Outcome:
+    def _run(self, body: bytes) -> Outcome:
         try:
-            given: dict[str, Any] = json.loads(described)
+            fields: dict[str, Any] = json.loads(body)
         except (ValueError, RecursionError) as error:
-            # All but the payload is the parent's own writing.
-            return unreadable_payload(error)
-        task = RunningTask(**given, _report=self._progress_reporter(given["claim_token"]))
-        return run_handler(self._handler, task, self._max_result_bytes, self._wait_for)
-
-    def _wait_for(self, result: Any) -> Any:
-        return self._runner.run(_awaited(result))
+            # The parent wrote everything but the payload.
+            return bad_payload_failure(error)
+        task = RunningTask(**fields, _report=self._progress_reporter(fields["claim_token"]))
+        return run_handler(
+            self._handler, task, self._max_result_bytes, lambda awaitable: self._runner.run(_wait_for(awaitable))
+        )
 
     def _progress_reporter(self, claim_token: str) -> ReportProgress:
         sent_at = 0.0
@@ -78,7 +73,7 @@ class Child:
             now = time.monotonic()
             if now - sent_at >= PROGRESS_INTERVAL_S or fraction >= 1.0:
                 sent_at = now
-                # With its token: a thread that outlives its attempt must not speak for the next one.
+                # The token identifies the attempt: a thread may outlive its attempt and report during the next one.
                 self._send(frames.PROGRESS, json.dumps([claim_token, fraction, note]).encode())
 
         return report
@@ -88,53 +83,56 @@ class Child:
             self._sock.sendall(frames.pack(kind, body))
 
 
-async def _awaited(awaitable: Any) -> Any:
+async def _wait_for(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _be_first_to_go() -> None:
-    """When memory runs out, the kernel should end this process and not the parent that keeps the heartbeat."""
+def _raise_oom_score() -> None:
+    """When memory runs out, the kernel should kill this process, not the parent that sends heartbeats."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
             file.write("800")
     except OSError:
-        pass  # not Linux, or not allowed: then the kernel chooses
+        pass  # not Linux, or not allowed
 
 
-def _leave_signals_to_the_parent() -> None:
-    """Ctrl-C reaches all processes of a terminal, a service manager's SIGTERM all of a service; the parent decides
-    whether the attempt may finish. What a handler forks or executes obeys them as usual."""
+def _ignore_termination_signals() -> None:
+    """Leave SIGINT and SIGTERM to the parent, which decides whether the attempt may finish.
+
+    Ctrl-C reaches all processes of a terminal, and a service manager signals all processes of a service. Processes that
+    a handler forks or executes handle both signals as usual.
+    """
     numbers = {signal.SIGINT, signal.SIGTERM}
     mask_before_fork = threading.local()
 
-    def pass_over(_number: int, _frame: object) -> None:
+    def ignore(_number: int, _frame: object) -> None:
         pass
 
-    # A signal that comes for the copy waits until the copy obeys.
-    def hold_back() -> None:
+    # A signal for the fork stays pending until its default handling is restored.
+    def block() -> None:
         mask_before_fork.value = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
-    def let_through() -> None:
+    def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask_before_fork.value)
 
-    def obey() -> None:
+    def restore_default() -> None:
         for number in numbers:
-            if signal.getsignal(number) is pass_over:
+            if signal.getsignal(number) is ignore:
                 signal.signal(number, signal.SIG_DFL)
-        let_through()
+        unblock()
 
-    # Not SIG_IGN, which would be handed down to what a handler executes.
+    # Not SIG_IGN, which programs that a handler executes would inherit.
     for number in numbers:
-        signal.signal(number, pass_over)
-    os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=obey)
+        signal.signal(number, ignore)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore_default)
 
 
 def main() -> None:
     socket_fd, spec, max_result_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    _leave_signals_to_the_parent()
+    _ignore_termination_signals()
     faulthandler.enable()
-    _be_first_to_go()
-    # When the parent is gone, so is the reason to exist.
+    _raise_oom_score()
+    # Socket errors mean that the parent is gone, which ends this process.
     with socket.socket(fileno=socket_fd) as sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         try:
             handler = load_handler(spec)
@@ -145,7 +143,7 @@ def main() -> None:
             try:
                 Child(sock, handler, max_result_bytes, runner).serve()
             finally:
-                time.sleep(END_DELAY_S)
+                time.sleep(EXIT_DELAY_S)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""The words between a worker and its child: a length, a kind, a body. One socket, both directions."""
+"""The frames between a worker and its child process: length, kind, body; over one socket, in both directions."""
 
 import struct
 from typing import BinaryIO
 
 HEADER = struct.Struct(">IB")
-# A payload at its largest configured limit fits many times; more is a broken peer.
+# Many times the largest configurable payload. A longer frame is not ours.
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 READY = 1  # child: the handler is loaded
-NOT_READY = 2  # child: it cannot be; the body says why, for a user
+NOT_READY = 2  # child: the handler cannot be loaded; the body is the error message
 RUN = 3  # parent: JSON with the task
 PROGRESS = 4  # child: JSON [claim token, fraction, note]
 RESULT = 5  # child: the result as JSON text
@@ -20,7 +20,7 @@ def pack(kind: int, body: bytes = b"") -> bytes:
 
 
 def receive(stream: BinaryIO) -> tuple[int, bytes] | None:
-    """The next frame, blocking. None when the other side is gone."""
+    """Read the next frame, blocking. None if the other side closed the socket."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None

@@ -1,9 +1,8 @@
-"""Handlers that are commands: JSON in on standard input, JSON out on standard output, one process an attempt.
-Both in UTF-8; other output is refused, not guessed at.
+"""Runs a command per attempt: the payload on standard input, the result on standard output, both JSON in UTF-8.
 
-Exit code 0 means success; empty output is a null result. Any other code is a failure whose message is the end of
-standard error. WINDLASS_TASK_ID, WINDLASS_QUEUE, WINDLASS_ATTEMPT and WINDLASS_CLAIM_TOKEN stand in the environment.
-The attempt ends with the command: what it left running in the background is ended too.
+Exit code 0 means success, and empty output a null result. Any other code fails the attempt with the end of standard
+error as the message. The environment has WINDLASS_TASK_ID, WINDLASS_QUEUE, WINDLASS_ATTEMPT and WINDLASS_CLAIM_TOKEN.
+Background processes that the command leaves are killed when it exits.
 """
 
 import asyncio
@@ -11,11 +10,10 @@ import json
 import os
 import shlex
 import shutil
-from pathlib import Path
 
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
-from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, time_limit_failure
+from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, timeout_failure
 from windlass.worker.handler import ReportProgress
 from windlass.worker.process import ProcessGroup, describe_exit, start_group
 
@@ -24,7 +22,7 @@ class CommandExecutor:
     def __init__(
         self, command: str, *, memory_limit_bytes: int | None = None, max_result_bytes: int = MAX_PAYLOAD_BYTES
     ) -> None:
-        """`memory_limit_bytes` is for each attempt's process with everything it started."""
+        """`memory_limit_bytes` applies to each attempt's process together with its descendants."""
         self._command = command
         self._arguments: list[str] = []
         self._memory_limit_bytes = memory_limit_bytes
@@ -34,31 +32,40 @@ class CommandExecutor:
         try:
             self._arguments = shlex.split(self._command)
         except ValueError as error:
-            raise HandlerNotFound(f"cannot read the command {self._command!r} ({error}): check its quotes.") from None
+            raise HandlerNotFound(f"cannot parse the command {self._command!r}: {error}. Check its quotes.") from None
         if not self._arguments or shutil.which(self._arguments[0]) is None:
-            raise HandlerNotFound(_why_not_found(self._arguments[0] if self._arguments else ""))
+            name = self._arguments[0] if self._arguments else ""
+            if "/" in name and os.path.isfile(name):  # noqa: ASYNC240, PTH113 - once, before any attempt
+                raise HandlerNotFound(f"the command {name!r} is not executable. Run `chmod +x {shlex.quote(name)}`.")
+            raise HandlerNotFound(f"cannot find the command {name!r}. Check the name and the PATH.")
 
-    async def run(self, claim: Claim, report: ReportProgress) -> Outcome:  # noqa: ARG002 - a command has no way to report
+    async def run(self, claim: Claim, report: ReportProgress) -> Outcome:  # noqa: ARG002 - a command cannot report
         try:
             group = await start_group(
                 self._arguments,
-                env=_environment(claim),
+                env={
+                    **os.environ,
+                    "WINDLASS_TASK_ID": str(claim.task_id),
+                    "WINDLASS_QUEUE": claim.queue,
+                    "WINDLASS_ATTEMPT": str(claim.attempt),
+                    "WINDLASS_CLAIM_TOKEN": str(claim.token),
+                },
                 memory_limit_bytes=self._memory_limit_bytes,
                 max_answer_bytes=self._max_result_bytes,
             )
         except OSError as error:
             raise HandlerNotFound(
-                f"cannot run the command {self._arguments[0]!r} ({error.strerror}): check that it can be executed."
+                f"cannot run the command {self._arguments[0]!r}: {error.strerror}. Check that it can be executed."
             ) from None
         try:
             group.write_all(claim.payload.encode())
             async with asyncio.timeout(claim.timeout_s):
                 returncode = await group.wait()
         except TimeoutError:
-            return time_limit_failure(claim.timeout_s or 0)
+            return timeout_failure(claim.timeout_s or 0)
         finally:
             await group.end()
-        return group.breach or self._outcome(group, returncode)
+        return group.limit_failure or self._outcome(group, returncode)
 
     async def close(self) -> None:
         pass
@@ -72,9 +79,7 @@ class CommandExecutor:
             text = group.answer.decode().strip()
         except UnicodeDecodeError as error:
             shown = group.answer[:200].decode(errors="replace")
-            return AttemptFailure(
-                "BAD_RESULT", f"the command's output is not UTF-8, as JSON is (byte {error.start:,}): {shown}"
-            )
+            return AttemptFailure("BAD_RESULT", f"the command's output is not UTF-8 (byte {error.start:,}): {shown}")
         try:
             return AttemptSuccess(
                 to_json(json.loads(text) if text else None, "the command's result", self._max_result_bytes)
@@ -83,19 +88,3 @@ class CommandExecutor:
             return AttemptFailure("BAD_RESULT", str(error))
         except (ValueError, RecursionError) as error:
             return AttemptFailure("BAD_RESULT", f"the command's output is not JSON ({error}): {text[:200]}")
-
-
-def _why_not_found(name: str) -> str:
-    if "/" in name and Path(name).is_file():
-        return f"the command {name!r} is not executable: run `chmod +x {shlex.quote(name)}`."
-    return f"cannot find the command {name!r}: check the name and the PATH."
-
-
-def _environment(claim: Claim) -> dict[str, str]:
-    return {
-        **os.environ,
-        "WINDLASS_TASK_ID": str(claim.task_id),
-        "WINDLASS_QUEUE": claim.queue,
-        "WINDLASS_ATTEMPT": str(claim.attempt),
-        "WINDLASS_CLAIM_TOKEN": str(claim.token),
-    }

@@ -1,7 +1,6 @@
-"""How one attempt is run, seen from the worker's loop.
+"""The interface between the worker's loop and the ways to run an attempt: inline, isolated, command, Ray.
 
-Whatever a handler does, `run` returns an Outcome. Cancelling `run` ends the attempt at once, with everything it
-started: there is nobody left to report to.
+Whatever a handler does, `run` returns an Outcome. Cancelling `run` ends the attempt and every process it started.
 """
 
 from dataclasses import dataclass
@@ -27,31 +26,31 @@ Outcome = AttemptSuccess | AttemptFailure
 
 
 class NotBegun(Exception):
-    """Raised by `run`: the attempt did not begin, and will not here. Its task is given back, the attempt uncounted.
+    """Raised by `run` if the attempt could not begin. The task is released and the attempt not counted.
 
-    `delay_s`: nobody is to claim it before, for nobody could begin it.
+    `delay_s`: no worker may claim the task earlier, because none could begin it.
     """
 
-    def __init__(self, why: str, delay_s: float = 0.0) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, delay_s: float = 0.0) -> None:
+        super().__init__(reason)
         self.delay_s = delay_s
 
 
 class Executor(Protocol):
     async def start(self) -> None:
-        """Get ready. Raises HandlerNotFound when there is nothing to run."""
+        """Raises HandlerNotFound if the handler cannot be loaded."""
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
-        """Run one attempt to its end. Raises NotBegun, or HandlerNotFound when the handler cannot be started at all."""
+        """Run one attempt. Raises NotBegun, or HandlerNotFound if the handler can no longer be started."""
 
     async def close(self) -> None:
-        """End everything that was started."""
+        """End every process that was started."""
 
 
-def time_limit_failure(limit_s: float) -> AttemptFailure:
-    return AttemptFailure("TIMEOUT", f"the attempt ran longer than its limit of {limit_s:g} s and was ended")
+def timeout_failure(limit_s: float) -> AttemptFailure:
+    return AttemptFailure("TIMEOUT", f"the attempt exceeded its time limit of {limit_s:g} s")
 
 
-def unreadable_payload(error: ValueError | RecursionError) -> AttemptFailure:
-    """PostgreSQL takes numbers of more digits and deeper nesting than Python's parser: no attempt will read them."""
-    return AttemptFailure("BAD_PAYLOAD", f"the payload is more than Python's JSON parser takes ({error})", retry=False)
+def bad_payload_failure(error: ValueError | RecursionError) -> AttemptFailure:
+    """PostgreSQL accepts longer numbers and deeper nesting than Python's parser, so a retry cannot help."""
+    return AttemptFailure("BAD_PAYLOAD", f"Python's JSON parser rejects the payload: {error}", retry=False)

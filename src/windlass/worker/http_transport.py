@@ -1,9 +1,9 @@
-"""The transport of workers that have no database: the control plane's HTTP face, ports/http.py.
+"""The worker transport over HTTP, for workers without a database. The protocol is in ports/http.py.
 
-The same contract as over the database. No answer, or one that is not the control plane's own, raises
-ControlPlaneUnavailable: what was asked may then have happened, and asking again is safe. Who asks again, and after
-which pause, is the caller's to decide; when the control plane asked to be left alone, it is. A token that is refused
-means that this worker is over: a heartbeat tells so as of any worker nobody knows, everything else raises TokenRefused.
+It has the same contract as the database transport. A missing answer, or one that is not from a control plane, raises
+ControlPlaneUnavailable; the call may have taken effect, and repeating it is safe. Retries are the caller's decision,
+but a Retry-After header delays the next call. A refused token means that the worker is terminated: a heartbeat then
+returns status None, and other calls raise TokenRefused.
 """
 
 import asyncio
@@ -33,49 +33,49 @@ if TYPE_CHECKING:
     from windlass.ports.transport import WorkerTransport
 
 CONNECT_TIMEOUT_S = 10.0
-# Longer than the control plane gives its database.
+# Longer than the control plane's own database timeout.
 ANSWER_TIMEOUT_S = 45.0
-# Beyond what was asked to be waited for: the way there and back.
+# Added to the time that a wait for work may take.
 WAIT_MARGIN_S = 15.0
-# Shorter than the control plane keeps one: it is we who close it, and none is closed under a request.
+# Shorter than the control plane's own limit, so that it never closes a connection that a request is about to use.
 KEEP_ALIVE_S = 30.0
-# The loop, its look-out and one more.
+# The loop, the wait for work, and a reserve.
 MAX_CONNECTIONS = 4
-# However long the control plane asks us to stay away.
+# Upper limit for a Retry-After header.
 MAX_RETRY_AFTER_S = 10.0
-# What is kept of an answer that is not the control plane's.
-MAX_SHOWN = 200
+# Characters of an unexpected answer in error messages.
+MAX_QUOTED = 200
 
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCredentials:
-    """What a worker that has joined needs to call: where, and as whom."""
+    """Address and token of a registered worker."""
 
     worker_id: str
     url: str
     token: str
     ca_file: Path | None = None
-    # Of results that are finished in one call.
+    # Limit for the results in one call.
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
 
     def __repr__(self) -> str:
-        return f"Membership(worker_id={self.worker_id!r}, url={self.url!r})"
+        return f"WorkerCredentials(worker_id={self.worker_id!r}, url={self.url!r})"
 
 
 def tls_context(url: str, ca_file: Path | None) -> ssl.SSLContext | bool:
-    """How to check who answers. Made once: reading certificates takes longer than a call."""
+    """How to verify the server. Create it once: reading certificates takes longer than a call."""
     if not url.startswith("https:"):
         return False
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise BadInput(f"the certificates in {ca_file} cannot be read ({error}): check ca_file.") from None
+        raise BadInput(f"cannot read the certificates in {ca_file}: {error}. Check ca_file.") from None
 
 
 class ControlPlane:
-    """Calls to one control plane with one token, in the words of ports/http.py."""
+    """HTTP calls to one control plane with one token."""
 
     def __init__(
         self, url: str, token: str, tls: ssl.SSLContext | bool, transport: httpx.AsyncBaseTransport | None = None
@@ -88,13 +88,12 @@ class ControlPlane:
             limits=httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_S),
             verify=tls,
             transport=transport,
-            # A proxy in the environment is meant for the handler, which may have brought it.
+            # A proxy in the environment is meant for the handler.
             trust_env=False,
         )
         self._not_before = float("-inf")
 
-    def act_with(self, token: str) -> None:
-        """From the next call on, with another token."""
+    def set_token(self, token: str) -> None:
         self._client.headers["Authorization"] = f"Bearer {token}"
 
     async def close(self) -> None:
@@ -103,54 +102,50 @@ class ControlPlane:
     async def call(
         self, doing: str, method: str, path: str, body: bytes | None = None, timeout_s: float = ANSWER_TIMEOUT_S
     ) -> bytes:
-        """The answer to a call, or the error that it carries."""
-        await self._stay_away()
+        """Return the body of a successful answer, or raise the error it describes."""
+        wait_s = self._not_before - time.monotonic()
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
             response = await self._client.request(method, path, content=body, timeout=timeout)
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ssl.SSLError, OSError) as error:
-            what = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             raise ControlPlaneUnavailable(
-                f"{doing}: the control plane at {self._url} did not answer ({what}): is it running?"
+                f"{doing}: the control plane at {self._url} did not answer ({reason}). Check that it is running."
             ) from None
         if response.is_success:
             return response.content
         raise self._error(doing, response)
 
-    async def _stay_away(self) -> None:
-        wait_s = self._not_before - time.monotonic()
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
-
     def _error(self, doing: str, response: httpx.Response) -> Exception:
-        code, message = _told(response)
-        said = f"{doing}: {message}"
+        code, message = _parse_problem(response)
         match code:
             case http.BAD_INPUT | http.TOO_LARGE | http.FORBIDDEN | http.NOT_FOUND:
                 return BadInput(message)
             case http.UNKNOWN_WORKER:
                 return UnknownWorker(message)
             case http.UNAUTHORIZED | http.GONE:
-                return TokenRefused(said)
+                return TokenRefused(f"{doing}: {message}")
         retry_after = response.headers.get("retry-after", "")
         if retry_after.isdigit():
-            # Not all of those who were told the same at the same time.
+            # Jitter: other workers got the same answer at the same time.
             spread = 1.0 + 0.5 * random.random()  # noqa: S311
             self._not_before = time.monotonic() + min(float(retry_after), MAX_RETRY_AFTER_S) * spread
         return ControlPlaneUnavailable(f"{doing}: the control plane at {self._url} could not answer ({message})")
 
 
-def _told(response: httpx.Response) -> tuple[str | None, str]:
-    """Code and message of an error. Without a code it came from somebody on the way: a proxy, another server."""
+def _parse_problem(response: httpx.Response) -> tuple[str | None, str]:
+    """Code and message of an error. The code is None if a proxy or another server answered."""
     try:
         problem = response.json()
         return str(problem["code"]), str(problem["detail"])
     except (ValueError, LookupError, TypeError):
-        return None, f"{response.status_code}: {response.text[:MAX_SHOWN]!r}"
+        return None, f"{response.status_code}: {response.text[:MAX_QUOTED]!r}"
 
 
 class HttpTransport:
-    """`transport`, if given, carries the requests instead of the network: tests speak to an application in memory."""
+    """`transport` replaces the network in tests."""
 
     def __init__(
         self,
@@ -158,9 +153,9 @@ class HttpTransport:
         tls: ssl.SSLContext | bool,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._membership = credentials
+        self._credentials = credentials
         self._plane = ControlPlane(credentials.url, credentials.token, tls, transport)
-        # What the last wait for these queues answered.
+        # Cursor of the last wait, by queues.
         self._cursors: dict[tuple[str, ...], str] = {}
 
     async def __aenter__(self) -> Self:
@@ -170,7 +165,7 @@ class HttpTransport:
         await self._plane.close()
 
     async def register(self, registration: Registration) -> WorkerStatus:
-        self._check_name(registration.worker_id)
+        self._check_worker(registration.worker_id)
         r = registration
         call = http.RegisterCall(r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.kind, r.start_id)
         try:
@@ -180,7 +175,7 @@ class HttpTransport:
         return registered.status
 
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
-        self._check_name(worker_id)
+        self._check_worker(worker_id)
         call = http.ClaimCall(tuple(queues), limit)
         claimed = await self._post("claiming tasks", http.CLAIM, call, _CLAIMED)
         return claimed.claims
@@ -188,16 +183,16 @@ class HttpTransport:
     async def finish_and_claim(
         self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
     ) -> ClaimResult:
-        self._check_name(worker_id)
-        *first, last = _batches(finished, max(self._membership.max_payload_bytes, http.MAX_BATCH_BYTES))
+        self._check_worker(worker_id)
+        *first, last = _batches(finished, max(self._credentials.max_payload_bytes, http.MAX_BATCH_BYTES))
         lost: list[UUID] = []
         for batch in first:
             lost += (await self._finish(http.FinishCall(tuple(batch)))).lost
-        turn = await self._finish(http.FinishCall(tuple(last), tuple(queues), limit))
-        return replace(turn, lost=lost + turn.lost)
+        result = await self._finish(http.FinishCall(tuple(last), tuple(queues), limit))
+        return replace(result, lost=lost + result.lost)
 
     async def _finish(self, call: http.FinishCall) -> ClaimResult:
-        return await self._post("finishing tasks", http.FINISH, call, _TURN)
+        return await self._post("finishing tasks", http.FINISH, call, _CLAIM_RESULT)
 
     async def fail(
         self,
@@ -210,124 +205,125 @@ class HttpTransport:
         retry: bool = True,
         jitter: float | None = None,
     ) -> TaskStatus | None:
-        self._check_name(worker_id)
+        self._check_worker(worker_id)
         call = http.FailCall(task_id, token, storable(error), code, retry, jitter)
         failed = await self._post("reporting a failed attempt", http.FAIL, call, _FAILED)
         return failed.status
 
     async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
-        self._check_name(worker_id)
+        self._check_worker(worker_id)
         call = http.ReleaseCall(task_id, token, reason, delay_s)
-        released = await self._post("giving a task back", http.RELEASE, call, _RELEASED)
+        released = await self._post("releasing a task", http.RELEASE, call, _RELEASED)
         return released.is_released
 
     async def heartbeat(
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
     ) -> HeartbeatReply:
-        self._check_name(worker_id)
-        told = (claim if claim.note is None else replace(claim, note=storable(claim.note)) for claim in claims)
-        call = http.HeartbeatCall(tuple(told), dict(vitals or {}))
+        self._check_worker(worker_id)
+        storable_claims = (c if c.note is None else replace(c, note=storable(c.note)) for c in claims)
+        call = http.HeartbeatCall(tuple(storable_claims), dict(vitals or {}))
         try:
-            return await self._post("sending a heartbeat", http.HEARTBEAT, call, _PULSE)
+            return await self._post("sending a heartbeat", http.HEARTBEAT, call, _HEARTBEAT_REPLY)
         except TokenRefused:
             return HeartbeatReply(status=None, is_paused=False, lost=frozenset(claim.token for claim in claims))
 
     async def deregister(self, worker_id: str, reason: str) -> None:
-        self._check_name(worker_id)
+        self._check_worker(worker_id)
         try:
-            await self._send("signing off", http.DEREGISTER, http.DeregisterCall(reason))
+            await self._send("deregistering the worker", http.DEREGISTER, http.DeregisterCall(reason))
         except TokenRefused:
-            return  # it is gone already
+            return  # it is terminated already
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
-        """As workers with a database do. The control loop judges those it hired; others may serve the same queues."""
-        self._check_name(worker_id)
-        doing = "looking after other workers"
-        return read_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.RUN_MAINTENANCE)).recoveries
+        """The control loop recovers only spawned workers, but others may serve the same queues."""
+        self._check_worker(worker_id)
+        doing = "running maintenance"
+        return parse_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.RUN_MAINTENANCE)).recoveries
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         call = http.NextRunAfterCall(tuple(queues))
-        answer = await self._post("looking for waiting tasks", http.NEXT_RUN_AFTER, call, _NEXT_RUN_AFTER)
+        answer = await self._post("reading the next due time", http.NEXT_RUN_AFTER, call, _NEXT_RUN_AFTER)
         return answer.run_after
 
     async def wait_for_work(self, queues: Sequence[str], timeout_s: float) -> None:
         names = tuple(queues)
-        patience_s = min(timeout_s, http.MAX_WAIT_S)
-        call = http.WaitCall(names, patience_s, self._cursors.get(names))
-        content = await self._send("waiting for work", http.WAIT, call, patience_s + WAIT_MARGIN_S)
-        self._cursors[names] = read_answer("waiting for work", _WAITED, content).cursor
+        wait_s = min(timeout_s, http.MAX_WAIT_S)
+        call = http.WaitCall(names, wait_s, self._cursors.get(names))
+        content = await self._send("waiting for work", http.WAIT, call, wait_s + WAIT_MARGIN_S)
+        self._cursors[names] = parse_answer("waiting for work", _WAITED, content).cursor
 
-    async def cannot_start(self, reason: str) -> None:
-        """Tell why this worker will never register."""
-        await self._send("telling why it cannot start", http.CANNOT_START, http.CannotStartCall(storable(reason)))
+    async def report_start_failure(self, reason: str) -> None:
+        """Report why this worker will never register."""
+        await self._send("reporting the start failure", http.CANNOT_START, http.CannotStartCall(storable(reason)))
 
     async def order(self) -> WorkOrder:
-        """What this worker is to do."""
-        doing = "asking for the work order"
-        return read_answer(doing, ORDER, await self._plane.call(doing, "GET", http.ORDER))
+        doing = "reading the work order"
+        return parse_answer(doing, WORK_ORDER, await self._plane.call(doing, "GET", http.ORDER))
 
-    def _check_name(self, worker_id: str) -> None:
-        if worker_id != self._membership.worker_id:
-            raise UnknownWorker(f"worker {worker_id} cannot act with the token of {self._membership.worker_id}.")
+    def _check_worker(self, worker_id: str) -> None:
+        if worker_id != self._credentials.worker_id:
+            raise UnknownWorker(f"worker {worker_id} cannot use the token of worker {self._credentials.worker_id}.")
 
     async def _post(self, doing: str, path: str, call: "DataclassInstance", answer: TypeAdapter[_Value]) -> _Value:
-        return read_answer(doing, answer, await self._send(doing, path, call))
+        return parse_answer(doing, answer, await self._send(doing, path, call))
 
     async def _send(
         self, doing: str, path: str, call: "DataclassInstance", timeout_s: float = ANSWER_TIMEOUT_S
     ) -> bytes:
-        return await self._plane.call(doing, "POST", path, write(doing, call), timeout_s)
+        return await self._plane.call(doing, "POST", path, encode_call(doing, call), timeout_s)
 
 
-def write(doing: str, call: "DataclassInstance") -> bytes:
-    """As JSON of the standard library: pydantic's would turn what is not a number into null without a word."""
+def encode_call(doing: str, call: "DataclassInstance") -> bytes:
+    """Uses the standard library: pydantic would silently turn NaN into null."""
     try:
-        text = json.dumps(asdict(call), allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_plain)
+        text = json.dumps(asdict(call), allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_to_text)
         return text.encode()
     except (TypeError, ValueError) as error:
         raise BadInput(f"{doing}: a value cannot be sent ({error}).") from None
 
 
-def _plain(value: object) -> str:
+def _to_text(value: object) -> str:
     if isinstance(value, UUID):
         return str(value)
-    raise TypeError(f"{type(value).__name__} is nothing that JSON can hold")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-def read_answer(doing: str, kind: TypeAdapter[_Value], content: bytes) -> _Value:
+def parse_answer(doing: str, kind: TypeAdapter[_Value], content: bytes) -> _Value:
     try:
         return kind.validate_json(content)
     except ValidationError:
-        raise ControlPlaneUnavailable(f"{doing}: what answered is not a control plane of this version.") from None
+        raise ControlPlaneUnavailable(
+            f"{doing}: the answer is not from a control plane of this version. Check the URL and the versions."
+        ) from None
 
 
 def _batches(finished: Sequence[Finished], max_bytes: int) -> Iterator[list[Finished]]:
-    """At least one, perhaps empty; each within the size, or of one result that is beyond it."""
+    """At least one batch, maybe empty. Each is within the size, or has a single result that exceeds it."""
     batch: list[Finished] = []
     size_bytes = 0
-    for done in finished:
-        # Characters, not bytes: what the network carries of them may be more, and the limit there has room for it.
-        length = len(done.result or "")
+    for item in finished:
+        # Characters, not bytes: the limit of the server leaves room for multi-byte characters.
+        length = len(item.result or "")
         if batch and size_bytes + length > max_bytes:
             yield batch
             batch, size_bytes = [], 0
-        batch.append(done)
+        batch.append(item)
         size_bytes += length
     yield batch
 
 
-ORDER = TypeAdapter(WorkOrder)
+WORK_ORDER = TypeAdapter(WorkOrder)
 _REGISTERED = TypeAdapter(http.Registered)
 _CLAIMED = TypeAdapter(http.Claimed)
-_TURN = TypeAdapter(ClaimResult)
+_CLAIM_RESULT = TypeAdapter(ClaimResult)
 _FAILED = TypeAdapter(http.Failed)
 _RELEASED = TypeAdapter(http.Released)
-_PULSE = TypeAdapter(HeartbeatReply)
+_HEARTBEAT_REPLY = TypeAdapter(HeartbeatReply)
 _RECOVERED = TypeAdapter(http.Recovered)
 _NEXT_RUN_AFTER = TypeAdapter(http.NextRunAfter)
 _WAITED = TypeAdapter(http.Waited)
 
 
 if TYPE_CHECKING:
-    # mypy compares every signature with the contract's.
+    # mypy checks every signature against the protocol.
     _: type[WorkerTransport] = HttpTransport

@@ -1,7 +1,7 @@
-"""Handlers in the worker's own loop: for small, trusted, async functions, many at once.
+"""Runs async handlers in the worker's own event loop: for small, trusted functions, many at once.
 
-Nothing protects the worker from them: one that blocks holds up its siblings, one that crashes the interpreter takes all
-of them along (their tasks go to others when the lease runs out). Heartbeats have their own thread and go on.
+Nothing isolates the worker from them. A handler that blocks delays all others; one that crashes the interpreter ends
+the worker, and other workers get its tasks after the lease. Heartbeats continue on their own thread.
 """
 
 import asyncio
@@ -12,12 +12,11 @@ from collections.abc import Generator
 from contextvars import copy_context
 from typing import Any
 
-from windlass.model.errors import BadInput, HandlerNotFound
-from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json, truncate_error
-from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, time_limit_failure, unreadable_payload
-from windlass.worker.handler import DoNotRetry, Handler, ReportProgress, RunningTask, kept_exception, load_handler
-
-_NO_RESULT = AttemptSuccess("null")
+from windlass.model.errors import HandlerNotFound
+from windlass.model.task import MAX_PAYLOAD_BYTES, Claim
+from windlass.worker.attempt import outcome_of_error, outcome_of_result
+from windlass.worker.executor import Outcome, bad_payload_failure, timeout_failure
+from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
 
 
 class InlineExecutor:
@@ -31,17 +30,16 @@ class InlineExecutor:
             self._handler = load_handler(self._spec)
         if not inspect.iscoroutinefunction(self._handler):
             raise HandlerNotFound(
-                f"{self._spec} is not an async function, and --inline runs only those: "
-                "write `async def`, or leave --inline out."
+                f"{self._spec} is not an async function, which --inline requires. Write `async def` or omit --inline."
             )
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
         if self._handler is None:
-            raise AssertionError("an attempt runs after start()")
+            raise AssertionError("run() was called before start()")
         try:
             payload = json.loads(claim.payload)
         except (ValueError, RecursionError) as error:
-            return unreadable_payload(error)
+            return bad_payload_failure(error)
         try:
             task = RunningTask(
                 id=claim.task_id,
@@ -57,41 +55,22 @@ class InlineExecutor:
             else:
                 async with asyncio.timeout(claim.timeout_s) as limit:
                     result = await _in_fresh_context(self._handler(task))
-            return self._accept(result)
-        except DoNotRetry as error:
-            return AttemptFailure(
-                "DO_NOT_RETRY", truncate_error(str(error)) or "the handler said: do not retry", retry=False
-            )
-        except SystemExit as error:
-            return AttemptFailure("HANDLER_ERROR", f"the handler called sys.exit({error.code!r})")
+            return outcome_of_result(result, self._max_result_bytes)
         except BaseException as error:
-            if _is_cancelled(error):
-                raise
+            runner = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and runner is not None and runner.cancelling() > 0:
+                raise  # the attempt was cancelled, not something that the handler awaited
             if isinstance(error, TimeoutError) and claim.timeout_s is not None and limit.expired():
-                return time_limit_failure(claim.timeout_s)
-            return AttemptFailure("HANDLER_ERROR", kept_exception(error))
+                return timeout_failure(claim.timeout_s)
+            return outcome_of_error(error)
 
     async def close(self) -> None:
         pass
 
-    def _accept(self, result: object) -> Outcome:
-        if result is None:
-            return _NO_RESULT
-        try:
-            return AttemptSuccess(to_json(result, "the handler's result", self._max_result_bytes))
-        except BadInput as error:
-            return AttemptFailure("BAD_RESULT", str(error))
-
-
-def _is_cancelled(error: BaseException) -> bool:
-    """Whether we were, and not something that the handler awaited."""
-    attempt = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and attempt is not None and attempt.cancelling() > 0
-
 
 @types.coroutine
 def _in_fresh_context(coroutine: Any) -> Generator[Any, Any, Any]:
-    """Await it so that context variables it sets are gone afterwards: a hand runs many attempts in one task."""
+    """Await in a copy of the context: one runner task runs many attempts, which must not see each other's variables."""
     context = copy_context()
     step: Any = coroutine.send
     argument: Any = None

@@ -1,7 +1,7 @@
-"""Handlers in warm child processes: the default.
+"""Runs handlers in child processes that stay alive between attempts: the default.
 
-The parent never runs user code. A child that dies, hangs past its time limit, eats too much memory or floods its output
-is ended with everything it forked; the attempt fails with a code that says so, and the next attempt gets a new child.
+The parent never runs user code. A child that dies, exceeds its time, memory or output limit is killed with every
+process it forked. The attempt fails with a code for the cause, and the next attempt gets a new child.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ import sys
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim
 from windlass.worker import child_protocol as frames
-from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, time_limit_failure
+from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, timeout_failure
 from windlass.worker.handler import ReportProgress
-from windlass.worker.process import LAST_WORDS_TIMEOUT_S, ProcessGroup, describe_exit, start_group
+from windlass.worker.process import OUTPUT_TIMEOUT_S, ProcessGroup, describe_exit, start_group
 
-# Importing a large framework and its model takes minutes; hanging at import must still end.
+# Importing a large framework and loading a model takes minutes; an import that hangs must still end.
 START_TIMEOUT_S = 600.0
-# From the closing of its socket to the end of the process; one that lives on has closed it of its own will.
+# Time between the closed socket and the exit of a dying child. A child that lives longer closed the socket itself.
 EXIT_TIMEOUT_S = 1.0
-# Most results fit; larger ones take several reads.
+# Most results fit into one read.
 READ_BYTES = 1 << 16
 
 
@@ -35,9 +35,14 @@ class IsolatedExecutor:
         memory_limit_bytes: int | None = None,
         max_result_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
-        """`memory_limit_bytes` is for each child with everything it started."""
+        """`memory_limit_bytes` applies to each child together with its descendants."""
         self._children = [_Child(handler, memory_limit_bytes, max_result_bytes) for _ in range(concurrency)]
         self._free = list(self._children)
+
+    @property
+    def child_pids(self) -> list[int]:
+        """Process ids of the children that can take an attempt."""
+        return [pid for child in self._children if (pid := child.usable_pid) is not None]
 
     async def start(self) -> None:
         try:
@@ -45,7 +50,7 @@ class IsolatedExecutor:
                 for child in self._children:
                     starting.create_task(child.start())
         except BaseExceptionGroup as errors:
-            # They run the same code: the first that failed speaks for all.
+            # All children run the same code, so the first error is enough.
             raise errors.exceptions[0] from None
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
@@ -60,15 +65,15 @@ class IsolatedExecutor:
 
 
 class _Link(asyncio.BufferedProtocol):
-    """Cuts what arrives from the child into frames. None: there will be no more.
+    """Splits the bytes from the child into frames. None in the queue: the connection is closed.
 
-    With a buffer of its own: for every read asyncio would take 256 KiB from the system and give them back.
+    It has its own buffer because asyncio would allocate and free 256 KiB for every read.
     """
 
     def __init__(self) -> None:
         self.frames: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
         self.is_lost = False
-        self._room = bytearray(READ_BYTES)
+        self._read_buffer = bytearray(READ_BYTES)
         self._buffer = bytearray()
         self._transport: asyncio.BaseTransport | None = None
 
@@ -76,15 +81,15 @@ class _Link(asyncio.BufferedProtocol):
         self._transport = transport
 
     def get_buffer(self, _size_hint: int) -> bytearray:
-        return self._room
+        return self._read_buffer
 
     def buffer_updated(self, length: int) -> None:
-        self._buffer += self._room[:length]
+        self._buffer += self._read_buffer[:length]
         while len(self._buffer) >= frames.HEADER.size:
             length, kind = frames.HEADER.unpack_from(self._buffer)
             end = frames.HEADER.size + length
             if length > frames.MAX_FRAME_BYTES and self._transport is not None:
-                self._transport.close()  # a handler wrote into our socket
+                self._transport.close()  # not our frame: a handler wrote to the socket
                 return
             if len(self._buffer) < end:
                 return
@@ -105,6 +110,11 @@ class _Child:
         self._transport: asyncio.Transport | None = None
         self._link = _Link()
 
+    @property
+    def usable_pid(self) -> int | None:
+        group = self._group
+        return group.pid if group is not None and group.is_usable and not self._link.is_lost else None
+
     async def start(self) -> None:
         try:
             await self._start_process()
@@ -113,50 +123,52 @@ class _Child:
         except TimeoutError:
             await self.close()
             raise HandlerNotFound(
-                f"{self._handler} was still being imported after {START_TIMEOUT_S:g} s: what does it wait for?"
+                f"importing handler {self._handler} took over {START_TIMEOUT_S:g} s. Check what its module waits for."
             ) from None
         except OSError as error:
             await self.close()
             raise HandlerNotFound(
-                f"cannot start a process for {self._handler} ({error.strerror}): is this machine out of something?"
+                f"cannot start a process for {self._handler}: {error.strerror}. Check the limits of this machine."
             ) from None
         except BaseException:
             await self.close()
             raise
         if first is None or first[0] != frames.READY:
-            why = first[1].decode() if first else f"cannot import {self._handler}: {await self._describe_death()}"
+            reason = (
+                first[1].decode() if first else f"cannot import handler {self._handler}: {await self._describe_death()}"
+            )
             await self.close()
-            raise HandlerNotFound(why)
+            raise HandlerNotFound(reason)
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
         group, transport = await self._ready()
         group.begin_attempt()
         try:
-            transport.write(frames.pack(frames.RUN, _describe(claim)))
+            transport.write(frames.pack(frames.RUN, _encode(claim)))
             async with asyncio.timeout(claim.timeout_s):
                 outcome = await self._answer(claim, report)
         except TimeoutError:
-            outcome = time_limit_failure(claim.timeout_s or 0)
+            outcome = timeout_failure(claim.timeout_s or 0)
             await self.close()
         except BaseException:
             await self.close()
             raise
         if outcome is None:
-            outcome = group.breach or AttemptFailure("CHILD_DIED", await self._describe_death())
+            outcome = group.limit_failure or AttemptFailure("CHILD_DIED", await self._describe_death())
             await self.close()
         return outcome
 
     async def _ready(self) -> tuple[ProcessGroup, asyncio.Transport]:
-        if self._link.is_lost or self._group is None or not self._group.is_usable:
-            # It died, perhaps while it had nothing to do: not this attempt's fault.
+        if self.usable_pid is None:
+            # It died between attempts, which is not this attempt's fault.
             await self.close()
             await self.start()
         if self._group is None or self._transport is None:
-            raise AssertionError("a started child has a process and a socket")
+            raise AssertionError("a started child has no process or socket")
         return self._group, self._transport
 
     async def _answer(self, claim: Claim, report: ReportProgress) -> Outcome | None:
-        """None: the child is gone."""
+        """None if the child died."""
         while (frame := await self._link.frames.get()) is not None:
             kind, body = frame
             if kind == frames.RESULT:
@@ -183,7 +195,7 @@ class _Child:
             with theirs:
                 self._group = await start_group(
                     [*command, self._handler, str(self._max_result_bytes)],
-                    # What a handler prints should be seen when it is printed, and survive a crash.
+                    # A handler's prints appear at once and survive a crash.
                     env={"PYTHONUNBUFFERED": "1", **os.environ},
                     pass_fds=[theirs.fileno()],
                     memory_limit_bytes=self._memory_limit_bytes,
@@ -193,27 +205,25 @@ class _Child:
         except BaseException:
             ours.close()
             raise
-        # Usually the socket says it first. Not if something that escaped holds its other end.
-        lose = self._link.connection_lost
-        self._group.call_on_exit(lambda: loop.call_later(LAST_WORDS_TIMEOUT_S, lose, None))
+        # Usually the socket closes first, but not if an escaped descendant holds its other end.
+        on_lost = self._link.connection_lost
+        self._group.call_on_exit(lambda: loop.call_later(OUTPUT_TIMEOUT_S, on_lost, None))
 
     async def _describe_death(self) -> str:
         if self._group is None:
             return "the handler's process is gone"
-        if self._group.breach is not None:
-            return self._group.breach.error
+        if self._group.limit_failure is not None:
+            return self._group.limit_failure.error
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_TIMEOUT_S):
                 returncode = await self._group.wait()
             tail = self._group.tail()
-            return f"the handler's process {describe_exit(returncode)}" + (
-                f"; it printed last:\n{tail}" if tail else ""
-            )
+            return f"the handler's process {describe_exit(returncode)}" + (f"; last output:\n{tail}" if tail else "")
         return "the handler's process closed its connection to the worker"
 
 
-def _describe(claim: Claim) -> bytes:
-    # The payload is JSON already, and no queue's name has a character that JSON would escape.
+def _encode(claim: Claim) -> bytes:
+    # The payload is JSON already, and queue names contain no character that JSON escapes.
     return (
         f'{{"id":{claim.task_id},"queue":"{claim.queue}","attempt":{claim.attempt},'
         f'"max_attempts":{claim.max_attempts},"claim_token":"{claim.token}","payload":{claim.payload}}}'

@@ -1,19 +1,15 @@
-"""How a machine becomes a worker: it exchanges the join token it was made with for its own, and gets its order.
+"""Joins a control plane: exchanges the join token of a new machine for a worker token and gets its work order.
 
-The machine makes up its own token and writes it down before it asks, so a lost answer, a crash or a restart costs
-nothing: it asks again with the same two tokens, which is accepted. Once that has worked, the join token is taken out of
-its file. A service that is restarted finds its own token there and asks for its order with it.
+The machine generates its worker token and saves it before the first call. After a lost answer, a crash or a restart it
+repeats the call with the same two tokens, which is accepted. After success the join token is removed from its file. A
+restarted service finds its worker token and reads the work order with it.
 """
 
-import asyncio
 import contextlib
 import json
 import os
-import random
 import secrets
 import ssl
-import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,28 +21,28 @@ from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, is_token, new_token
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, TokenRefused
 from windlass.model.urls import problem_of_control_plane_url
 from windlass.model.work_order import WorkOrder
-from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports import http
+from windlass.retry import retrying
 from windlass.worker.http_transport import (
-    ORDER,
+    WORK_ORDER,
     ControlPlane,
     HttpTransport,
     WorkerCredentials,
-    read_answer,
+    encode_call,
+    parse_answer,
     tls_context,
-    write,
 )
 
-# A control plane that is away for longer than this has given up on us before.
+# After this time the control plane has replaced the machine.
 JOIN_TIMEOUT_S = 900.0
-# No join file of ours is larger.
+# Far more than any join file needs.
 MAX_FILE_BYTES = 64 * 1024
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinFile:
-    """What a machine is made with. `join_token` is None once it has been used."""
+    """The join file of a machine. `join_token` is None once it has been used."""
 
     path: Path
     worker_id: str
@@ -60,18 +56,18 @@ class JoinFile:
 
 
 def read_join_file(path: Path) -> JoinFile:
-    """Raises BadInput with what is wrong; no message repeats a token."""
+    """Raises BadInput. No message contains a token."""
     content = _read_json(path)
     for name in ("worker_id", "url"):
         if not isinstance(content.get(name), str) or not content[name]:
-            raise BadInput(f"the join file {path} has no {name}: it needs worker_id, url and join_token.")
+            raise BadInput(f"the join file {path} has no {name}. It needs worker_id, url and join_token.")
     url = content["url"].rstrip("/")
     problem = problem_of_control_plane_url(url)
     if problem is not None:
         raise BadInput(f"the url in the join file {path} {problem}.")
     join_token = content.get("join_token") or None
     if join_token is not None and not (isinstance(join_token, str) and is_token(join_token, JOIN_PREFIX)):
-        raise BadInput(f"the join_token in the join file {path} is not one: it begins with {JOIN_PREFIX}.")
+        raise BadInput(f"the join_token in the join file {path} is invalid: join tokens begin with {JOIN_PREFIX}.")
     ca_file = content.get("ca_file")
     return JoinFile(path, content["worker_id"], url, join_token, path.parent / ca_file if ca_file else None)
 
@@ -81,28 +77,38 @@ def _read_json(path: Path) -> dict[str, Any]:
         with path.open("rb") as stream:
             content = json.loads(stream.read(MAX_FILE_BYTES))
     except OSError as error:
-        raise BadInput(f"the join file {path} cannot be read ({error.strerror}): check --join.") from None
+        raise BadInput(f"cannot read the join file {path}: {error.strerror}. Check --join.") from None
     except ValueError as error:
-        raise BadInput(f"the join file {path} is not JSON ({type(error).__name__}): write it anew.") from None
+        raise BadInput(f"the join file {path} is not JSON ({type(error).__name__}). Write it again.") from None
     if not isinstance(content, dict):
-        raise BadInput(f"the join file {path} is not a JSON object: it needs worker_id, url and join_token.")
+        raise BadInput(f"the join file {path} is not a JSON object. It needs worker_id, url and join_token.")
     return content
 
 
 async def join(path: Path) -> tuple[WorkerCredentials, ssl.SSLContext | bool, WorkOrder]:
-    """Become a worker. Raises TokenRefused if that is not to be, ControlPlaneUnavailable if nobody answers for long."""
+    """Raises TokenRefused, or ControlPlaneUnavailable if no answer came within JOIN_TIMEOUT_S."""
     file = read_join_file(path)
-    token = _own_token(file)
+    token = _worker_token(file)
     tls = tls_context(file.url, file.ca_file)
     credentials = WorkerCredentials(file.worker_id, file.url, token, file.ca_file)
-    if file.join_token is not None:
-        join_token = file.join_token
-        order = await _patiently(lambda: _activate(file, join_token, token, tls))
-        _forget_join_token(file)
-    else:
-        order = await _patiently(lambda: _ask_again(credentials, tls))
+    join_token = file.join_token
+    try:
+        order = await retrying(
+            lambda: (
+                _activate(file, join_token, token, tls)
+                if join_token is not None
+                else _read_work_order(credentials, tls)
+            ),
+            "join failed, retrying",
+            retry_on=ControlPlaneUnavailable,
+            timeout_s=JOIN_TIMEOUT_S,
+        )
+    except BadInput as error:
+        raise TokenRefused(str(error)) from None  # a retry would be refused as well
+    if join_token is not None:
+        _remove_join_token(file)
     credentials = replace(credentials, max_payload_bytes=order.max_payload_bytes)
-    log.info("joined", worker_id=file.worker_id, url=file.url, fleet=order.fleet, version=order.version)
+    log.info("worker joined", worker_id=file.worker_id, url=file.url, fleet=order.fleet, version=order.version)
     return credentials, tls, order
 
 
@@ -110,72 +116,52 @@ async def _activate(file: JoinFile, join_token: str, token: str, tls: ssl.SSLCon
     doing = f"joining as {file.worker_id}"
     plane = ControlPlane(file.url, join_token, tls)
     try:
-        body = write(doing, http.ActivateCall(token))
+        body = encode_call(doing, http.ActivateCall(token))
         path = http.ACTIVATE.format(worker_id=quote(file.worker_id, safe=""))
-        return read_answer(doing, ORDER, await plane.call(doing, "POST", path, body))
+        return parse_answer(doing, WORK_ORDER, await plane.call(doing, "POST", path, body))
     finally:
         await plane.close()
 
 
-async def _ask_again(credentials: WorkerCredentials, tls: ssl.SSLContext | bool) -> WorkOrder:
+async def _read_work_order(credentials: WorkerCredentials, tls: ssl.SSLContext | bool) -> WorkOrder:
     async with HttpTransport(credentials, tls) as transport:
         return await transport.order()
 
 
-async def _patiently(ask: Callable[[], Awaitable[WorkOrder]]) -> WorkOrder:
-    give_up_at = time.monotonic() + JOIN_TIMEOUT_S
-    failures = 0
-    while True:
-        try:
-            return await ask()
-        except ControlPlaneUnavailable as error:
-            failures += 1
-            if time.monotonic() > give_up_at:
-                raise
-            log.warning("not joined, trying again", error=str(error), failures=failures)
-            await asyncio.sleep(reconnect_delay_s(failures, random.random()))  # noqa: S311
-        except BadInput as error:
-            # Whatever it has against us, it will have again.
-            raise TokenRefused(str(error)) from None
-
-
-# ------------------------------------------------------------------------------------------------------- its own token
-
-
-def _own_token(file: JoinFile) -> str:
-    """The token made up before, or a new one that is on disk before anybody hears of it."""
+def _worker_token(file: JoinFile) -> str:
+    """The saved worker token, or a new one, which is saved before it is first used."""
     try:
         token = file.token_path.read_text().strip()
     except FileNotFoundError:
         token = ""
     except OSError as error:
-        raise BadInput(f"the token in {file.token_path} cannot be read ({error.strerror}).") from None
+        raise BadInput(f"cannot read the token file {file.token_path}: {error.strerror}.") from None
     if is_token(token, WORKER_PREFIX):
         return token
     if file.join_token is None:
-        raise BadInput(f"the join file {file.path} has no join_token and {file.token_path} no token: it cannot join.")
+        raise BadInput(f"cannot join: {file.path} has no join_token and {file.token_path} has no token.")
     token = new_token(WORKER_PREFIX, secrets.SystemRandom())
     try:
-        _write_whole(file.token_path, token)
+        _write_atomically(file.token_path, token)
     except OSError as error:
         raise BadInput(
-            f"the token cannot be written to {file.token_path} ({error.strerror}): let the worker write there."
+            f"cannot write the token to {file.token_path}: {error.strerror}. Let the worker write to that folder."
         ) from None
     return token
 
 
-def _forget_join_token(file: JoinFile) -> None:
-    """It is worth nothing to anybody now. Where the file may not be written, it stays there, worthless."""
+def _remove_join_token(file: JoinFile) -> None:
+    """A used join token is worthless, so a file that cannot be written is no error."""
     content = _read_json(file.path)
     content.pop("join_token", None)
     try:
-        _write_whole(file.path, json.dumps(content))
+        _write_atomically(file.path, json.dumps(content))
     except OSError as error:
-        log.info("the used join token stays in its file", path=str(file.path), error=error.strerror)
+        log.info("used join token not removed", path=str(file.path), error=error.strerror)
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """All of it or nothing, readable by nobody else."""
+def _write_atomically(path: Path, text: str) -> None:
+    """Write the file with mode 0600, completely or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:

@@ -1,12 +1,12 @@
-"""Processes that run what users wrote: a group of their own, limits that are kept, a sure end.
+"""Runs user code in a process group with limits, and kills the whole group at the end.
 
-Every such process leads its own session. When it ends or is ended, whatever it forked ends with it. A guard, a shell
-waiting on a pipe, does the same when the worker itself dies, even by SIGKILL: an orphan would hold the GPU that its
-successor needs. Out of reach is only what made a session of its own and has lost its parent; and, for the guard where
-there is no /proc, whatever left the process group.
+Each process leads its own session. When it exits or is killed, its descendants are killed too. If the worker dies, even
+by SIGKILL, a guard (a shell that waits on a pipe) does the same: an orphan would hold the GPU that the next worker
+needs. A descendant escapes only if it made its own session and lost its parent, or, for the guard on systems without
+/proc, if it left the process group.
 
-Output is passed on to our standard error, as far as somebody reads that, and counted; memory is measured. A process
-that takes too much of either is ended, and `breach` says why. The last of the output is kept for the error message.
+Output is forwarded to our standard error and counted, and memory is measured. A process that exceeds a limit is killed
+and `limit_failure` names the cause. The end of the output is kept for error messages.
 """
 
 import asyncio
@@ -22,25 +22,26 @@ import psutil
 from windlass.worker.executor import AttemptFailure
 from windlass.worker.nonblocking_stderr import standard_error
 
-# Passed on per attempt before the attempt is ended: enough for any log, too little to fill a disk.
+# Output of one attempt before it is killed: enough for any log, too little to fill a disk.
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
 # Kept of the output for the error message.
 TAIL_BYTES = 2_000
 MEMORY_CHECK_INTERVAL_S = 0.5
-# From SIGKILL to the kernel's word that the process is gone. Longer only in uninterruptible I/O.
+# Time for a killed process to disappear. Only uninterruptible I/O takes longer.
 KILL_TIMEOUT_S = 10.0
-# Something that escaped may hold a pipe open for ever; the last words are read long before.
-LAST_WORDS_TIMEOUT_S = 0.5
-# Between two looks whether killed processes are gone, which takes them microseconds, or a second with much memory.
+# Time to read the rest of the output after exit. An escaped descendant may hold the pipe open forever.
+OUTPUT_TIMEOUT_S = 0.5
+# Interval for checking whether our standard error can take more output.
 OUTPUT_CHECK_INTERVAL_S = 0.02
-GONE_CHECK_INTERVAL_S = 0.01
+# Interval for checking whether killed processes are gone: after microseconds, or a second if they had much memory.
+EXIT_CHECK_INTERVAL_S = 0.01
 
 _STDIN, _STDOUT = 0, 1
-# Service managers send SIGTERM to all processes of a worker. The guard must outlast that: the handler may.
-# Stopped, none of them forks, or collects or answers for another's end, while the others are looked for in the process
-# table: by session, and by parent. That is written with what a shell has itself, so that nothing is started for it.
-# Twenty rounds: in each the table may be in the worst order for one generation, and few families have more than five.
-# Without `--` before the group: Debian's shell takes that for a number and kills nothing.
+# The guard ignores SIGTERM, which service managers send to all processes of a worker, because the handler may, too.
+# It stops each process it finds, so that none can fork or react to another's end during the search, which goes by
+# session and by parent. It uses shell builtins only and starts no process. In each of the 20 rounds the process table
+# may be in the worst order for one generation, and few process trees have more than five. There is no `--` before the
+# group, because Debian's shell takes that for a number and kills nothing.
 _GUARD = r"""
 trap "" HUP INT TERM
 read -r word && exit
@@ -66,7 +67,7 @@ kill -KILL $family
 
 
 class ProcessGroup(asyncio.SubprocessProtocol):
-    """One process with all it forked. asyncio's own Process does not say that it has exited while a pipe is open."""
+    """A process and its descendants. asyncio's own Process reports no exit while a pipe is open."""
 
     def __init__(
         self,
@@ -74,19 +75,20 @@ class ProcessGroup(asyncio.SubprocessProtocol):
         max_answer_bytes: int | None,
         max_output_bytes: float | None = None,
         *,
-        is_passed_on: bool = True,
+        forwards_output: bool = True,
     ) -> None:
         self.returncode: int | None = None
-        self.breach: AttemptFailure | None = None
-        # Standard output, where it is an answer and not for people.
+        self.limit_failure: AttemptFailure | None = None
+        # Standard output, if it is the answer and not log output.
         self.answer = bytearray()
+        # Output of the current attempt.
+        self.output_bytes = 0
         self._memory_limit_bytes = memory_limit_bytes
         self._max_answer_bytes = max_answer_bytes
         self._max_output_bytes = MAX_OUTPUT_BYTES if max_output_bytes is None else max_output_bytes
-        self._is_passed_on = is_passed_on
+        self._forwards_output = forwards_output
         self._attempts = 0
         self._tail = b""
-        self._output_bytes = 0
         self._on_exit: Callable[[], object] | None = None
         self._exited = asyncio.Event()
         self._closed = asyncio.Event()
@@ -97,7 +99,7 @@ class ProcessGroup(asyncio.SubprocessProtocol):
     @property
     def _started(self) -> asyncio.SubprocessTransport:
         if self._transport is None:
-            raise AssertionError("only start_group() makes one, and it starts it")
+            raise AssertionError("use start_group()")
         return self._transport
 
     @property
@@ -106,10 +108,10 @@ class ProcessGroup(asyncio.SubprocessProtocol):
 
     @property
     def is_usable(self) -> bool:
-        return self.returncode is None and self.breach is None
+        return self.returncode is None and self.limit_failure is None
 
-    def watch_over(self) -> None:
-        """From now on it keeps its limits and does not survive us."""
+    def start_watching(self) -> None:
+        """Enforce the memory limit and start the guard."""
         if self.returncode is None:
             self._guard = subprocess.Popen(
                 ["/bin/sh", "-c", _GUARD, "windlass-guard", str(self.pid)],
@@ -127,7 +129,7 @@ class ProcessGroup(asyncio.SubprocessProtocol):
             function()
 
     def write_all(self, data: bytes) -> None:
-        """Write to standard input and close it. A process need not read it."""
+        """Write to standard input and close it. The process need not read it."""
         pipe = cast("asyncio.WriteTransport | None", self._started.get_pipe_transport(_STDIN))
         if pipe is not None:
             pipe.write(data)
@@ -135,17 +137,17 @@ class ProcessGroup(asyncio.SubprocessProtocol):
 
     def begin_attempt(self) -> None:
         self._attempts += 1
-        self._output_bytes = 0
+        self.output_bytes = 0
         self._tail = b""
 
     def tail(self) -> str:
         return self._tail.decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """SIGKILL to everything. Safe to repeat, and after the process is gone."""
+        """Send SIGKILL to the process and its descendants. Safe to repeat, also after the process is gone."""
         if self.returncode is None:
-            # Those that made a session of their own are found by their descent, as long as their parents live. But the
-            # first to die is the process itself: it should not see its own die, and answer for that.
+            # Descendants with their own session are found through their parents, so they are listed before the kill.
+            # The process itself is killed first: it must not see its children die and answer.
             descendants = _descendants(self.pid)
             self._kill_session()
             for process in descendants:
@@ -153,17 +155,17 @@ class ProcessGroup(asyncio.SubprocessProtocol):
                     process.kill()
 
     async def wait(self) -> int:
-        """The exit code of the process, negative for a signal. Output is read to its end, or for a moment more."""
+        """The exit code, negative for a signal. Waits up to OUTPUT_TIMEOUT_S for the rest of the output."""
         await self._exited.wait()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_TIMEOUT_S):
+            async with asyncio.timeout(OUTPUT_TIMEOUT_S):
                 await self._closed.wait()
         if self.returncode is None:
-            raise AssertionError("it has exited")
+            raise AssertionError("exited without a return code")
         return self.returncode
 
     async def end(self) -> None:
-        """Kill it and wait until it is gone. Happens to its end even if the caller is cancelled."""
+        """Kill the group and wait until it is gone. Completes even if the caller is cancelled."""
         await asyncio.shield(asyncio.create_task(self._end()))
 
     async def _end(self) -> None:
@@ -171,9 +173,9 @@ class ProcessGroup(asyncio.SubprocessProtocol):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await self.wait()
-                # What it forked may hold a GPU for a moment longer.
-                while self._session():  # noqa: ASYNC110 - nobody tells of processes that are not our children
-                    await asyncio.sleep(GONE_CHECK_INTERVAL_S)
+                # Descendants may hold a GPU for a moment longer.
+                while self._session():  # noqa: ASYNC110 - only children report their exit
+                    await asyncio.sleep(EXIT_CHECK_INTERVAL_S)
         self._stop_watching()
         self._started.close()
 
@@ -187,40 +189,40 @@ class ProcessGroup(asyncio.SubprocessProtocol):
             if guard.stdin is not None:
                 guard.stdin.close()
 
-    # --------------------------------------------------------------------------------------- what asyncio calls
+    # ---------------------------------------------------------------------------- asyncio.SubprocessProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # By its role, not by its class: those of another event loop (uvloop, which Ray installs) have other ancestors.
+        # A cast, not isinstance: transports of uvloop, which Ray installs, have other base classes.
         self._transport = cast("asyncio.SubprocessTransport", transport)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == _STDOUT and self._max_answer_bytes is not None:
             self.answer += data
             if len(self.answer) > self._max_answer_bytes:
-                self._end_for("BAD_RESULT", f"the result has more than {self._max_answer_bytes:,} bytes")
+                self._fail("BAD_RESULT", f"the result has more than {self._max_answer_bytes:,} bytes")
         else:
-            self._pass_on(data)
-            if self._is_passed_on and standard_error.is_behind:
-                self._hold_back(fd)
+            self._forward(data)
+            if self._forwards_output and standard_error.is_behind:
+                self._pause_reading(fd)
 
-    def _hold_back(self, fd: int) -> None:
-        """It prints faster than our own output is read: it waits, as it would if it had that for itself."""
+    def _pause_reading(self, fd: int) -> None:
+        """Our standard error is read slower than the process prints: let the process block, as on its own pipe."""
         pipe = cast("asyncio.ReadTransport | None", self._started.get_pipe_transport(fd))
         if pipe is not None and not pipe.is_closing():
             pipe.pause_reading()
-            asyncio.get_running_loop().call_later(OUTPUT_CHECK_INTERVAL_S, self._go_on, pipe)
+            asyncio.get_running_loop().call_later(OUTPUT_CHECK_INTERVAL_S, self._resume_reading, pipe)
 
-    def _go_on(self, pipe: asyncio.ReadTransport) -> None:
+    def _resume_reading(self, pipe: asyncio.ReadTransport) -> None:
         if pipe.is_closing():
             return
         if standard_error.is_behind:
-            asyncio.get_running_loop().call_later(OUTPUT_CHECK_INTERVAL_S, self._go_on, pipe)
+            asyncio.get_running_loop().call_later(OUTPUT_CHECK_INTERVAL_S, self._resume_reading, pipe)
         else:
             pipe.resume_reading()
 
     def process_exited(self) -> None:
         self.returncode = self._started.get_returncode()
-        # At once, while its number cannot have become somebody else's.
+        # At once, before its process id can be reused.
         self._kill_session()
         self._stop_watching()
         self._exited.set()
@@ -232,18 +234,18 @@ class ProcessGroup(asyncio.SubprocessProtocol):
 
     # -------------------------------------------------------------------------------------------------- limits
 
-    def _end_for(self, code: str, error: str) -> None:
-        if self.breach is None:
-            self.breach = AttemptFailure(code, error)
+    def _fail(self, code: str, error: str) -> None:
+        if self.limit_failure is None:
+            self.limit_failure = AttemptFailure(code, error)
             self.kill()
 
-    def _pass_on(self, data: bytes) -> None:
+    def _forward(self, data: bytes) -> None:
         self._tail = (self._tail + data)[-TAIL_BYTES:]
-        self._output_bytes += len(data)
-        if self._output_bytes > self._max_output_bytes:
-            self._end_for("OUTPUT_LIMIT", f"more than {MAX_OUTPUT_BYTES >> 20} MiB were printed in one attempt")
+        self.output_bytes += len(data)
+        if self.output_bytes > self._max_output_bytes:
+            self._fail("OUTPUT_LIMIT", f"the attempt printed more than {MAX_OUTPUT_BYTES >> 20} MiB")
             return
-        if self._is_passed_on:
+        if self._forwards_output:
             standard_error.write(data)
 
     async def _watch_memory(self, limit_bytes: int) -> None:
@@ -252,12 +254,12 @@ class ProcessGroup(asyncio.SubprocessProtocol):
             attempt = self._attempts
             used_bytes = await asyncio.to_thread(self._memory_bytes, _rss_bytes)
             if used_bytes > limit_bytes:
-                # Forked processes share pages, and each counts all of them: now look closer, which takes longer.
-                used_bytes = await asyncio.to_thread(self._memory_bytes, _fair_share_bytes)
-            # An attempt that has just begun does not answer for the one before it.
+                # Forked processes share pages, which the fast figure counts several times. Measure exactly.
+                used_bytes = await asyncio.to_thread(self._memory_bytes, _proportional_bytes)
+            # An attempt that began meanwhile is not responsible.
             if used_bytes > limit_bytes and attempt == self._attempts:
-                error = f"{used_bytes >> 20:,} MiB of memory were used and {limit_bytes >> 20:,} MiB are allowed"
-                self._end_for("MEMORY_LIMIT", error)
+                error = f"the attempt used {used_bytes >> 20:,} MiB of memory; the limit is {limit_bytes >> 20:,} MiB"
+                self._fail("MEMORY_LIMIT", error)
 
     def _memory_bytes(self, measure: Callable[[psutil.Process], int]) -> int:
         total = 0
@@ -267,7 +269,7 @@ class ProcessGroup(asyncio.SubprocessProtocol):
         return total
 
     def _session(self) -> list[int]:
-        """All its living processes, whoever is their parent by now: a quick look at each process of the machine."""
+        """The live processes of the session, found by checking every process of the machine."""
         members = []
         for pid in psutil.pids():
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -291,13 +293,15 @@ async def start_group(
     memory_limit_bytes: int | None = None,
     max_answer_bytes: int | None = None,
     max_output_bytes: float | None = None,
-    is_passed_on: bool = True,
+    forwards_output: bool = True,
 ) -> ProcessGroup:
-    """Start a process that leads its own session. With `max_answer_bytes` its standard output is its answer and it
-    reads standard input; otherwise both its streams are output. Raises OSError."""
+    """Start a process that leads its own session. Raises OSError.
+
+    With `max_answer_bytes` it reads standard input and its standard output is the answer; otherwise both are output.
+    """
     has_answer = max_answer_bytes is not None
     _, group = await asyncio.get_running_loop().subprocess_exec(
-        lambda: ProcessGroup(memory_limit_bytes, max_answer_bytes, max_output_bytes, is_passed_on=is_passed_on),
+        lambda: ProcessGroup(memory_limit_bytes, max_answer_bytes, max_output_bytes, forwards_output=forwards_output),
         *command,
         stdin=subprocess.PIPE if has_answer else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -307,7 +311,7 @@ async def start_group(
         start_new_session=True,
     )
     try:
-        group.watch_over()
+        group.start_watching()
     except OSError:
         await group.end()
         raise
@@ -332,14 +336,14 @@ def _rss_bytes(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
-def _fair_share_bytes(process: psutil.Process) -> int:
+def _proportional_bytes(process: psutil.Process) -> int:
     memory = process.memory_full_info()
-    # Only Linux knows how many share a page; elsewhere those that are shared are left out.
+    # Only Linux knows how many processes share a page; elsewhere shared pages are not counted.
     return int(getattr(memory, "pss", memory.uss))
 
 
 def describe_exit(returncode: int) -> str:
-    """How a process ended, in words."""
+    """How a process ended, for an error message."""
     if returncode >= 0:
         return f"exited with code {returncode}"
     try:

@@ -1,9 +1,9 @@
-"""How much of a shared volume is used and free, as a machine that has it mounted sees it: vendors have no such figure.
+"""Measures the used and free space of a shared volume on a machine that mounts it. Vendors report no such figure.
 
-Measured on a thread of its own: a network file system that hangs must not hold up a heartbeat. Some vendors mount a
-part of one large file system and show the size of the whole. No volume that can be rented is as large as that, so one
-that seems to be is measured by adding up what is in it, which takes its time and is done seldom. Where nothing is
-mounted nothing is measured: it would be the machine's own disk, whatever its name.
+Measuring has its own thread, because a hanging network file system must not delay the heartbeat. Some vendors mount a
+part of one large file system and show the size of the whole. A volume that seems larger than any that can be rented is
+therefore measured by adding up its files, which is slow and done rarely. A path that is no mount point is not measured:
+it would be the machine's own disk.
 """
 
 import contextlib
@@ -11,13 +11,13 @@ import os
 import threading
 import time
 
-# The largest volume that can be rented has 4,096 GB, be they of 10^9 bytes or of 2^30.
+# The largest volume that can be rented has 4,096 GB (of 10^9 or 2^30 bytes).
 MAX_VOLUME_BYTES = 4096 * 1024**3
 SAMPLE_INTERVAL_S = 30.0
 # Adding up a million files over the network takes minutes.
 WALK_INTERVAL_S = 900.0
 WALK_LIMIT_S = 600.0
-# A sample older than this says nothing about now.
+# An older sample is not reported.
 SAMPLE_VALID_S = 3 * WALK_INTERVAL_S
 _BLOCK = 512
 
@@ -36,7 +36,7 @@ class StorageReader:
         self._stopped.set()
 
     def vitals(self) -> dict[str, int | None]:
-        """`storage_used_bytes` and `storage_free_bytes`; None for what is not known (any more)."""
+        """`storage_used_bytes` and `storage_free_bytes`; None if unknown or outdated."""
         if self._sample is None or time.monotonic() - self._sample[0] > SAMPLE_VALID_S:
             return {"storage_used_bytes": None, "storage_free_bytes": None}
         return self._sample[1]
@@ -53,14 +53,14 @@ class StorageReader:
                 free: int | None = whole.f_bavail * whole.f_frsize
                 if whole.f_blocks * whole.f_frsize > MAX_VOLUME_BYTES:
                     pause_s, free = WALK_INTERVAL_S, None
-                    counted = self._add_up(time.monotonic() + WALK_LIMIT_S)
+                    counted = self._sum_file_sizes(time.monotonic() + WALK_LIMIT_S)
                     if counted is None:
                         continue
                     used = counted
                 self._sample = (time.monotonic(), {"storage_used_bytes": used, "storage_free_bytes": free})
 
-    def _add_up(self, give_up_at: float) -> int | None:
-        """What all files take, each counted once, however many names it has. None: it took too long."""
+    def _sum_file_sizes(self, give_up_at: float) -> int | None:
+        """The disk usage of all files, each counted once regardless of hard links. None if it took too long."""
         total, folders = 0, [self._path]
         counted: set[tuple[int, int]] = set()
         while folders:
@@ -73,7 +73,7 @@ class StorageReader:
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(entry.path)
                         elif found.st_nlink > 1:
-                            # Only of those with several names it is remembered which they were: most have one.
+                            # Only files with several links are remembered, which are few.
                             if (found.st_dev, found.st_ino) in counted:
                                 continue
                             counted.add((found.st_dev, found.st_ino))

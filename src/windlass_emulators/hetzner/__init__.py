@@ -1,4 +1,4 @@
-"""A Hetzner Cloud project on loopback."""
+"""An emulated Hetzner Cloud project."""
 
 from windlass_emulators.hetzner.emulator import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings

@@ -1,7 +1,7 @@
-"""What is on offer: server types, where, for how much; locations, images.
+"""Server types with their prices, locations and images.
 
-Modelled on Hetzner's offer of late 2025 and not kept up to date with it: names, sizes and the shape of prices are
-theirs, the numbers are plausible. Prices are decimal strings as published, net and with 19 % VAT.
+Modelled on Hetzner's catalog of late 2025 and not kept up to date. Names, sizes and the structure of prices are
+Hetzner's; the numbers are plausible. Prices are net; the gross price adds 19 % VAT.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class CatalogPrice:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What a resource costs: so much per started hour, and never more than so much in a calendar month."""
+    """Price per started hour, and the cap per calendar month."""
 
     hourly: CatalogPrice
     monthly: CatalogPrice
@@ -57,7 +57,7 @@ class ServerType:
     cpu_type: str
     architecture: str
     category: str
-    # By the location's name; where there is no price, there is no such type.
+    # By location name. A type without a price in a location is not offered there.
     rates: Mapping[str, Rate]
     announced_at: datetime | None = None
     unavailable_after: datetime | None = None
@@ -80,26 +80,23 @@ class HetznerCatalog:
     locations: Sequence[Location]
     server_types: Sequence[ServerType]
     images: Sequence[Image]
-    # The same everywhere. IPv6 is free.
+    # The same in every location. IPv6 is free.
     primary_ipv4: Rate
     primary_ipv6: Rate
 
     def location(self, id_or_name: object) -> Location | None:
-        return next((each for each in self.locations if _is_meant(each.id, each.name, id_or_name)), None)
-
-    def datacenter(self, id_or_name: object) -> Location | None:
-        return next((e for e in self.locations if _is_meant(e.datacenter_id, e.datacenter, id_or_name)), None)
+        return next((each for each in self.locations if _matches(each.id, each.name, id_or_name)), None)
 
     def server_type(self, id_or_name: object) -> ServerType | None:
-        return next((each for each in self.server_types if _is_meant(each.id, each.name, id_or_name)), None)
+        return next((each for each in self.server_types if _matches(each.id, each.name, id_or_name)), None)
 
     def image(self, id_or_name: object, architecture: str) -> Image | None:
-        """Of images with one name, the one that fits the architecture."""
-        found = [each for each in self.images if _is_meant(each.id, each.name, id_or_name)]
+        """By id or name. Of images with the same name, the one for this architecture."""
+        found = [each for each in self.images if _matches(each.id, each.name, id_or_name)]
         return next((each for each in found if each.architecture == architecture), found[0] if found else None)
 
 
-def _is_meant(own_id: int, name: str, id_or_name: object) -> bool:
+def _matches(own_id: int, name: str, id_or_name: object) -> bool:
     return str(id_or_name) in (str(own_id), name) and not isinstance(id_or_name, bool)
 
 

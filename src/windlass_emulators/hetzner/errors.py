@@ -1,10 +1,10 @@
-"""Refusals, with the codes, statuses and details that Hetzner publishes."""
+"""Errors with the codes, statuses and details that Hetzner publishes."""
 
 from collections.abc import Iterable, Mapping
 
-from windlass_emulators.http import Json
+from windlass_emulators.http import Json, Response, VendorApiError, json_response
 
-# The published codes, and what the API's gateway says when there is nobody behind it.
+# The published codes, and those of the gateway in front of the API.
 STATUS_OF_CODE: Mapping[str, int] = {
     "json_error": 400,
     "unauthorized": 401,
@@ -45,9 +45,7 @@ STATUS_OF_CODE: Mapping[str, int] = {
 }
 
 
-class HetznerApiError(Exception):
-    """An answer that says no."""
-
+class HetznerApiError(VendorApiError):
     def __init__(self, code: str, message: str, details: Json | None = None, status: int | None = None) -> None:
         super().__init__(message)
         self.code = code
@@ -55,8 +53,9 @@ class HetznerApiError(Exception):
         self.details = details
         self.status = status or STATUS_OF_CODE[code]
 
-    def to_json(self) -> Json:
-        return {"error": {"code": self.code, "message": self.message, "details": self.details}}
+    def response(self) -> Response:
+        error = {"code": self.code, "message": self.message, "details": self.details}
+        return json_response(self.status, {"error": error})
 
 
 def not_found(what: str, identity: object) -> HetznerApiError:
@@ -64,7 +63,7 @@ def not_found(what: str, identity: object) -> HetznerApiError:
 
 
 def invalid(problems: Iterable[tuple[str, str]]) -> HetznerApiError:
-    """Of pairs (field, what is wrong with it)."""
+    """From pairs (field, violation)."""
     by_field: dict[str, list[str]] = {}
     for field, message in problems:
         by_field.setdefault(field, []).append(message)
@@ -77,11 +76,5 @@ def not_unique(what: str, field: str = "name") -> HetznerApiError:
     return HetznerApiError("uniqueness_error", f"{what} {field} is already used", {"fields": [{"name": field}]})
 
 
-def locked(what: str) -> HetznerApiError:
-    return HetznerApiError("locked", f"cannot perform operation because {what} is locked", None)
-
-
-def limit_exceeded(name: str) -> HetznerApiError:
-    return HetznerApiError(
-        "resource_limit_exceeded", f"{name.replace('_', ' ')} exceeded", {"limits": [{"name": name}]}
-    )
+def unsupported(what: str) -> HetznerApiError:
+    return HetznerApiError("unsupported_error", f"the emulator does not support {what}", {})

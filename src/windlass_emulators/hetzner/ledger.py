@@ -1,11 +1,11 @@
-"""The bill: what every server and Primary IP has cost so far.
+"""The bill of every server and Primary IP.
 
-A resource costs its hourly price for every started hour of its life, from its creation to its deletion, at least one;
-within one calendar month (UTC) never more than its monthly price. An hour belongs to the month in which it starts.
-A Primary IP that was made together with a server stands on that server's line for as long as it exists, also after
-the server is gone: whoever forgets it sees who caused it. Others have lines of their own.
+A resource costs its hourly price for every started hour between its creation and its deletion, at least one hour, and
+at most its monthly price per calendar month (UTC). An hour belongs to the month in which it starts. A Primary IP that
+was created with a server is billed on that server's line, even after the server is deleted. Other Primary IPs have
+lines of their own.
 
-Money is in micros of the currency, net; gross stands beside it. Every published price is a whole number of micros.
+Amounts are in micros of the currency, net and gross. Every published price is a whole number of micros.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class HetznerBillLine:
     name: str
     rate: Rate
     started: datetime
-    # What was rented, in words: "cx23 in nbg1".
+    # Description, such as "cx23 in nbg1".
     what: str
-    # The server whose creation made it, for a Primary IP.
+    # For a Primary IP: the server it was created with.
     made_with: int | None = None
     ended: datetime | None = None
 
@@ -60,7 +60,7 @@ class HetznerBill:
         }
 
     def micros_of_server(self, server_id: int, now: datetime) -> int:
-        """Net, its Primary IPs included."""
+        """Net, including the server's Primary IPs."""
         return int(self._server(self._lines["server", server_id], now)["micros"])
 
     def _server(self, line: HetznerBillLine, now: datetime) -> Json:
@@ -96,16 +96,15 @@ class HetznerBill:
 def _micros(price: CatalogPrice, is_gross: bool) -> int:
     amount: Decimal = (price.gross if is_gross else price.net) * MICROS
     if amount != int(amount):
-        raise AssertionError(f"{amount} is no whole number of micros")
+        raise AssertionError(f"{amount} is not a whole number of micros")
     return int(amount)
 
 
 def hours_by_month(started: datetime, ended: datetime, hour: timedelta) -> list[int]:
-    """Started hours of a life, one number per calendar month that one of them starts in. At least one hour."""
+    """Started hours, one number per calendar month in which at least one of them starts. At least one hour in total."""
     total = max(1, -((started - ended) // hour))
     counts: list[int] = []
     counted, month_end = 0, started
-    # Every turn is a month of the life.
     while counted < total:
         month_end = _next_month(month_end)
         until_then = min(total, -((started - month_end) // hour))

@@ -1,6 +1,6 @@
-"""What a project holds, and what happens to it by itself as time passes.
+"""The resources of an emulated project and their changes over time.
 
-Everything that takes time is an entry of one timeline, and happens at its own moment however late somebody looks.
+Everything that takes time is scheduled on one timeline and happens at its own time, even if no request arrives then.
 """
 
 import ipaddress
@@ -19,11 +19,11 @@ from windlass_emulators.http import Json
 from windlass_emulators.machines import MachineHost
 from windlass_emulators.timeline import Timeline
 
-# Old actions are forgotten, as Hetzner does after a while.
+# The oldest actions are dropped, as Hetzner does after a while.
 MAX_ACTIONS = 20_000
-# What is gone is remembered this long, for lists that lag.
+# Deleted resources are kept this long, for lists with an injected lag.
 MAX_LAG = timedelta(hours=1)
-# Ranges set aside for benchmarks and documentation: addresses that are nobody's.
+# Ranges reserved for benchmarks and documentation: the addresses belong to no host.
 _IPV4_BASE = int(ipaddress.IPv4Address("198.18.0.1"))
 _IPV6_BASE = int(ipaddress.IPv6Address("2001:db8::"))
 
@@ -35,7 +35,7 @@ class Action:
     resources: Sequence[tuple[str, int]]
     started: datetime
     finishes: datetime
-    # The code with which it fails when it finishes.
+    # Error code, if the action fails when it finishes.
     error: str | None = None
 
     def is_running(self, now: datetime) -> bool:
@@ -49,14 +49,11 @@ class Action:
 
 @dataclass(slots=True, eq=False)
 class Resource:
-    """What all of them have. `gone_at` is set when it is deleted."""
-
     id: int
     name: str
     labels: dict[str, str]
     created: datetime
     gone_at: datetime | None = field(default=None, kw_only=True)
-    is_delete_protected: bool = field(default=False, kw_only=True)
 
     def existed_at(self, moment: datetime) -> bool:
         return self.created <= moment and (self.gone_at is None or moment < self.gone_at)
@@ -66,7 +63,6 @@ class Resource:
 class PrivateNet:
     network_id: int
     ip: str
-    alias_ips: list[str]
     mac_address: str
 
 
@@ -77,15 +73,14 @@ class Server(Resource):
     image: Image
     user_data: str
     statuses: list[tuple[datetime, str]]
-    is_rebuild_protected: bool = False
     ipv4_id: int | None = None
     ipv6_id: int | None = None
     private_nets: list[PrivateNet] = field(default_factory=list)
-    # An action runs until then, and nothing else can be done to it.
+    # The server is locked until then by a running action.
     busy_until: datetime | None = None
-    # Changes of power that are on their way are void once another began.
+    # A scheduled power change is void if this number has changed since.
     power_changes: int = 0
-    # It runs, and what user_data asks for never starts.
+    # Injected fault: the program in user_data never starts.
     is_dead: bool = False
     extra_boot_s: float = 0.0
 
@@ -114,15 +109,12 @@ class PrimaryIp(Resource):
 class Network(Resource):
     ip_range: str
     subnets: list[Json]
-    routes: list[Json]
-    exposes_routes: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Firewall(Resource):
     rules: list[Json]
-    # In the order they were applied: ("server", id) or ("label_selector", selector).
-    applied_to: list[tuple[str, int | str]] = field(default_factory=list)
+    server_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -152,8 +144,8 @@ class Project:
         self.firewalls: dict[int, Firewall] = {}
         self.ssh_keys: dict[int, SshKey] = {}
         self.actions: OrderedDict[int, Action] = OrderedDict()
-        # Renderings that are the same for all servers of an answer.
-        self.shown: dict[tuple[str, int], Json] = {}
+        # Rendered server types and datacenters, reused within one response.
+        self.rendered: dict[tuple[str, int], Json] = {}
         self._departed: list[Server | PrimaryIp] = []
         self._ids = itertools.count(100_001)
         self._addresses = itertools.count()
@@ -162,19 +154,15 @@ class Project:
     # ------------------------------------------------------------------------------------------------------ time
 
     def advance(self, now: datetime) -> None:
-        """Let everything happen that is due, each at its own moment."""
         self._timeline.advance(now)
         self._departed = [each for each in self._departed if each.gone_at and now - each.gone_at < MAX_LAG]
 
     def next_due(self) -> datetime | None:
         return self._timeline.next_due()
 
-    def later(self, delay_s: float, happen: Callable[[], None]) -> None:
-        self._timeline.later(delay_s, happen)
-
     def _set_now(self, now: datetime) -> None:
         self.now = self.faults.now = now
-        self.shown.clear()
+        self.rendered.clear()
 
     # --------------------------------------------------------------------------------------------------- common
 
@@ -182,14 +170,13 @@ class Project:
         return next(self._ids)
 
     def published_now(self) -> datetime:
-        """The API publishes whole seconds, and what is published is what is billed: `created`, and `started` of the
-        action that deletes."""
+        """The current time in whole seconds. Published times (`created`, `started` of a deletion) are also billed."""
         return self.now.replace(microsecond=0)
 
     def act(self, command: str, resources: Sequence[tuple[str, int]], takes_s: float) -> Action:
-        """A new action. A server among its resources is locked until it ends. Whoever began it must not do what it is
-        for where it has an error."""
-        error = self.faults.take_action_trouble(command)
+        """Start an action and lock its server until it finishes. If the action has an error, the caller must not make
+        the change."""
+        error = self.faults.take_action_fault(command)
         action = Action(self.new_id(), command, resources, self.now, self.now + timedelta(seconds=takes_s), error)
         self.actions[action.id] = action
         while len(self.actions) > MAX_ACTIONS:
@@ -201,7 +188,7 @@ class Project:
         return action
 
     def visible_servers(self) -> list[Server]:
-        """What a list shows: what was there when the list was true."""
+        """The servers that a list shows, including an injected list lag."""
         gone = [each for each in self._departed if isinstance(each, Server)]
         return [each for each in (*gone, *self.servers.values()) if each.existed_at(self.list_moment())]
 
@@ -215,36 +202,19 @@ class Project:
     # ---------------------------------------------------------------------------------------------- primary IPs
 
     def add_primary_ip(
-        self,
-        type_: str,
-        location: Location,
-        *,
-        name: str | None = None,
-        labels: dict[str, str] | None = None,
-        is_auto_deleted: bool,
-        server_id: int | None = None,
-        made_with: int | None = None,
+        self, type_: str, location: Location, *, is_auto_deleted: bool, server: Server | None = None, name: str = ""
     ) -> PrimaryIp:
+        """`server`: the server that it is created with and assigned to."""
         id_, number = self.new_id(), next(self._addresses)
         address = str(ipaddress.IPv4Address(_IPV4_BASE + number))
         if type_ == "ipv6":
             address = f"{ipaddress.IPv6Address(_IPV6_BASE + (number << 64))}/64"
-        created = self.published_now()
-        primary_ip = PrimaryIp(
-            id_,
-            name or f"primary_ip-{id_}",
-            labels or {},
-            created,
-            type_,
-            address,
-            location,
-            is_auto_deleted,
-            server_id,
-        )
+        name, created, server_id = name or f"primary_ip-{id_}", self.published_now(), server.id if server else None
+        primary_ip = PrimaryIp(id_, name, {}, created, type_, address, location, is_auto_deleted, server_id)
         self.primary_ips[id_] = primary_ip
         rate: Rate = self.catalog.primary_ipv4 if type_ == "ipv4" else self.catalog.primary_ipv6
         what = f"Primary {'IPv4' if type_ == 'ipv4' else 'IPv6'} in {location.name}"
-        self.ledger.open(HetznerBillLine("primary_ip", id_, primary_ip.name, rate, created, what, made_with))
+        self.ledger.open(HetznerBillLine("primary_ip", id_, name, rate, created, what, server_id))
         return primary_ip
 
     def remove_primary_ip(self, primary_ip: PrimaryIp) -> None:
@@ -265,7 +235,7 @@ class Project:
         server.statuses.append((self.now, status))
 
     def power_on(self, server: Server, takes_s: float) -> None:
-        """`starting` now, `running` in a while, and its program some time after that."""
+        """`starting` now, `running` after `takes_s`; the program starts `cloud_init_s` later."""
         change = self._new_power_change(server)
         self.set_status(server, "starting")
         self._then(server, change, takes_s, lambda: self._run(server, change))
@@ -283,20 +253,20 @@ class Project:
         self.set_status(server, "stopping")
         self._then(server, change, takes_s, lambda: self.set_status(server, "off"))
 
-    def restart(self, server: Server, takes_s: float, status: str, *, is_sudden: bool = False) -> None:
+    def restart(self, server: Server, takes_s: float, *, is_sudden: bool = False) -> None:
         change = self._new_power_change(server)
         self.host.stop(server.id, is_sudden=is_sudden)
-        self.set_status(server, status)
+        self.set_status(server, "running")
         self._then(server, change, takes_s, lambda: self._run(server, change))
 
     def crash(self, server: Server) -> None:
         if server.status == "running":
-            # A program that was about to start does not.
+            # Also cancels a scheduled start of the program.
             self._new_power_change(server)
             self.host.stop(server.id, is_sudden=True)
 
     def begin(self, server: Server, initializing_s: float, starting_s: float, *, is_started: bool) -> None:
-        """A new server's first moments."""
+        """Boot a new server, or leave it off."""
         change = self._new_power_change(server)
         if is_started:
             self._then(server, change, initializing_s, lambda: self.power_on(server, starting_s))
@@ -304,7 +274,7 @@ class Project:
             self._then(server, change, initializing_s, lambda: self.set_status(server, "off"))
 
     def begin_deletion(self, server: Server) -> None:
-        """It costs nothing from this moment on. What is deleted with it costs nothing either."""
+        """Billing of the server and of its auto-deleted Primary IPs ends now; it disappears after `delete_s`."""
         change = self._new_power_change(server)
         self.set_status(server, "deleting")
         self.host.erase(server.id)
@@ -312,9 +282,9 @@ class Project:
         for primary_ip in self.primary_ips_of(server):
             if primary_ip.is_auto_deleted:
                 self.ledger.close("primary_ip", primary_ip.id, self.published_now())
-        self._then(server, change, self.settings.delete_s, lambda: self._remove_server(server))
+        self._then(server, change, self.settings.delete_s, lambda: self.remove_server(server))
 
-    def _remove_server(self, server: Server) -> None:
+    def remove_server(self, server: Server) -> None:
         server.gone_at = self.now
         del self.servers[server.id]
         self._departed.append(server)
@@ -324,7 +294,7 @@ class Project:
             else:
                 primary_ip.server_id = None
         for firewall in self.firewalls.values():
-            firewall.applied_to = [each for each in firewall.applied_to if each != ("server", server.id)]
+            firewall.server_ids = [each for each in firewall.server_ids if each != server.id]
 
     def primary_ips_of(self, server: Server) -> list[PrimaryIp]:
         own = (server.ipv4_id, server.ipv6_id)
@@ -334,44 +304,31 @@ class Project:
         server.power_changes += 1
         return server.power_changes
 
-    def _then(self, server: Server, change: int, delay_s: float, happen: Callable[[], None]) -> None:
-        def happen_if_still_meant() -> None:
-            if server.power_changes == change:
-                happen()
+    def _then(self, server: Server, change: int, delay_s: float, effect: Callable[[], None]) -> None:
+        """Schedule a step of a power change. It is skipped if another power change starts before it is due."""
 
-        self.later(delay_s, happen_if_still_meant)
+        def run() -> None:
+            if server.power_changes == change:
+                effect()
+
+        self._timeline.later(delay_s, run)
 
     # ------------------------------------------------------------------------------------------------- networks
 
-    def attach(self, server: Server, network: Network, ip: str | None, alias_ips: list[str]) -> None:
-        """Raises ApiError."""
-        if any(net.network_id == network.id for net in server.private_nets):
-            raise HetznerApiError("server_already_attached", "server is already attached to this network")
-        address = self._free_address(server, network, ip)
-        mac = f"86:00:00:{(server.id >> 16) & 255:02x}:{(server.id >> 8) & 255:02x}:{server.id & 255:02x}"
-        server.private_nets.append(PrivateNet(network.id, address, alias_ips, mac))
+    def attach(self, server: Server, network: Network) -> None:
+        """Give the server the first free address in a subnet of its network zone. Raises HetznerApiError."""
+        taken = {net.ip for each in self.servers.values() for net in each.private_nets if net.network_id == network.id}
+        zone = server.location.network_zone
+        for subnet in network.subnets:
+            if subnet["type"] == "vswitch" or subnet["network_zone"] != zone:
+                continue
+            # The first address of a subnet is its gateway's.
+            for host in itertools.islice(ipaddress.ip_network(subnet["ip_range"]).hosts(), 1, None):
+                if str(host) not in taken:
+                    mac = f"86:00:00:{(server.id >> 16) & 255:02x}:{(server.id >> 8) & 255:02x}:{server.id & 255:02x}"
+                    server.private_nets.append(PrivateNet(network.id, str(host), mac))
+                    return
+        raise HetznerApiError("no_subnet_available", "no subnet or IP is available for the server within the network")
 
     def detach(self, server: Server, network_id: int) -> None:
         server.private_nets = [net for net in server.private_nets if net.network_id != network_id]
-
-    def _free_address(self, server: Server, network: Network, wanted: str | None) -> str:
-        taken = {
-            address
-            for each in self.servers.values()
-            for net in each.private_nets
-            if net.network_id == network.id
-            for address in (net.ip, *net.alias_ips)
-        }
-        zone = server.location.network_zone
-        subnets = [each for each in network.subnets if each["type"] != "vswitch" and each["network_zone"] == zone]
-        ranges = [ipaddress.ip_network(subnet["ip_range"]) for subnet in subnets]
-        if wanted is not None:
-            if wanted in taken or not any(ipaddress.ip_address(wanted) in each for each in ranges):
-                raise HetznerApiError("ip_not_available", f"IP {wanted} is not available")
-            return wanted
-        for each in ranges:
-            # The first of a subnet is the gateway's.
-            for host in itertools.islice(each.hosts(), 1, None):
-                if str(host) not in taken:
-                    return str(host)
-        raise HetznerApiError("no_subnet_available", "no subnet or IP is available for the server within the network")

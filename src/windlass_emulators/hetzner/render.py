@@ -1,4 +1,4 @@
-"""Everything as the API shows it."""
+"""Resources as the API renders them."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -12,12 +12,10 @@ from windlass_emulators.hetzner.project import (
     Firewall,
     Network,
     PrimaryIp,
-    PrivateNet,
     Project,
     Server,
     SshKey,
 )
-from windlass_emulators.hetzner.selectors import parse_selector
 from windlass_emulators.http import Json
 
 
@@ -193,7 +191,7 @@ def action(project: Project, value: Action) -> Json:
 
 
 def server(project: Project, value: Server, as_of: datetime | None = None) -> Json:
-    """`as_of` is the moment of a list that lags."""
+    """`as_of`: the time that a list with an injected lag shows."""
     place, kind = value.location, value.server_type
     return {
         "id": value.id,
@@ -201,7 +199,10 @@ def server(project: Project, value: Server, as_of: datetime | None = None) -> Js
         "status": value.status if as_of is None else value.status_at(as_of),
         "created": moment(value.created),
         "public_net": _public_net(project, value),
-        "private_net": [_private_net(net) for net in value.private_nets],
+        "private_net": [
+            {"network": net.network_id, "ip": net.ip, "alias_ips": [], "mac_address": net.mac_address}
+            for net in value.private_nets
+        ],
         "server_type": _once(project, "server_type", kind.id, lambda: server_type(project, kind)),
         "datacenter": _once(project, "datacenter", place.id, lambda: datacenter(project, place)),
         "location": location(value.location),
@@ -213,7 +214,7 @@ def server(project: Project, value: Server, as_of: datetime | None = None) -> Js
         "outgoing_traffic": 0,
         "ingoing_traffic": 0,
         "included_traffic": value.location.included_traffic_bytes,
-        "protection": {"delete": value.is_delete_protected, "rebuild": value.is_rebuild_protected},
+        "protection": {"delete": False, "rebuild": False},
         "labels": value.labels,
         "volumes": [],
         "load_balancers": [],
@@ -223,10 +224,10 @@ def server(project: Project, value: Server, as_of: datetime | None = None) -> Js
 
 
 def _once(project: Project, what: str, id_: int, make: Callable[[], Json]) -> Json:
-    """Rendered for the first server of an answer, and the same for the others."""
-    if (what, id_) not in project.shown:
-        project.shown[what, id_] = make()
-    return project.shown[what, id_]
+    """Rendered for the first server of a response and reused for the others."""
+    if (what, id_) not in project.rendered:
+        project.rendered[what, id_] = make()
+    return project.rendered[what, id_]
 
 
 def _public_net(project: Project, value: Server) -> Json:
@@ -234,7 +235,7 @@ def _public_net(project: Project, value: Server) -> Json:
     for each in project.primary_ips_of(value):
         shown: Json = {"id": each.id, "ip": each.ip, "blocked": False}
         ips[each.type] = {**shown, "dns_ptr": _reverse_name(each) if each.type == "ipv4" else []}
-    firewalls = [each for each in project.firewalls.values() if value.id in servers_behind(project, each)]
+    firewalls = [each for each in project.firewalls.values() if value.id in each.server_ids]
     return {
         **ips,
         "floating_ips": [],
@@ -244,15 +245,6 @@ def _public_net(project: Project, value: Server) -> Json:
 
 def _reverse_name(value: PrimaryIp) -> str:
     return f"static.{'.'.join(reversed(value.ip.split('.')))}.clients.your-server.de"
-
-
-def _private_net(net: PrivateNet) -> Json:
-    return {
-        "network": net.network_id,
-        "ip": net.ip,
-        "alias_ips": net.alias_ips,
-        "mac_address": net.mac_address,
-    }
 
 
 def primary_ip(project: Project, value: PrimaryIp) -> Json:
@@ -266,7 +258,7 @@ def primary_ip(project: Project, value: PrimaryIp) -> Json:
         "location": location(value.location),
         "ip": value.ip,
         "dns_ptr": [{"ip": value.ip, "dns_ptr": _reverse_name(value)}] if value.type == "ipv4" else [],
-        "protection": {"delete": value.is_delete_protected},
+        "protection": {"delete": False},
         "type": value.type,
         "auto_delete": value.is_auto_deleted,
         "assignee_type": "server",
@@ -283,50 +275,25 @@ def network(project: Project, value: Network) -> Json:
         "name": value.name,
         "ip_range": value.ip_range,
         "subnets": value.subnets,
-        "routes": value.routes,
+        "routes": [],
         "servers": attached,
         "load_balancers": [],
-        "protection": {"delete": value.is_delete_protected},
+        "protection": {"delete": False},
         "labels": value.labels,
         "created": moment(value.created),
-        "expose_routes_to_vswitch": value.exposes_routes,
+        "expose_routes_to_vswitch": False,
     }
 
 
-def firewall(project: Project, value: Firewall) -> Json:
-    applied: list[Json] = []
-    for kind, target in value.applied_to:
-        if kind == "server":
-            applied.append({"type": "server", "server": {"id": target}})
-        else:
-            reached = selected(project, str(target))
-            applied.append(
-                {
-                    "type": "label_selector",
-                    "label_selector": {"selector": target},
-                    "applied_to_resources": [{"type": "server", "server": {"id": id_}} for id_ in reached],
-                }
-            )
+def firewall(value: Firewall) -> Json:
     return {
         "id": value.id,
         "name": value.name,
         "labels": value.labels,
         "created": moment(value.created),
         "rules": value.rules,
-        "applied_to": applied,
+        "applied_to": [{"type": "server", "server": {"id": id_}} for id_ in value.server_ids],
     }
-
-
-def servers_behind(project: Project, value: Firewall) -> set[int]:
-    found: set[int] = set()
-    for kind, target in value.applied_to:
-        found |= {int(target)} if kind == "server" else set(selected(project, str(target)))
-    return found
-
-
-def selected(project: Project, selector: str) -> list[int]:
-    selects = parse_selector(selector)
-    return [each.id for each in project.servers.values() if selects(each.labels)]
 
 
 def ssh_key(value: SshKey) -> Json:

@@ -1,13 +1,13 @@
-"""Label selectors, in the grammar that Hetzner publishes.
+"""Label selectors in Hetzner's published grammar.
 
-`k=v`, `k==v`, `k!=v`, `k`, `!k`, `k in (a,b)`, `k notin (a,b)`, and any of them joined by commas, which mean "and".
-As published, `k!=v` and `k notin (...)` also hold for what has no label `k`.
+`k=v`, `k==v`, `k!=v`, `k`, `!k`, `k in (a,b)`, `k notin (a,b)`, joined by commas that mean "and".
+As published, `k!=v` and `k notin (...)` also match resources without the label `k`.
 """
 
 import re
 from collections.abc import Callable, Mapping
 
-from windlass_emulators.hetzner.errors import HetznerApiError
+from windlass_emulators.hetzner.errors import invalid
 
 Labels = Mapping[str, str]
 Selector = Callable[[Labels], bool]
@@ -26,25 +26,18 @@ _TERMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Selector]], ...] 
 
 
 def parse_selector(text: str) -> Selector:
-    """Raises ApiError(invalid_input)."""
-    terms = [_parse_term(term.strip()) for term in _split(text)]
+    """Raises HetznerApiError(invalid_input)."""
+    # Split at commas outside parentheses.
+    parts = re.split(r",(?![^(]*\))", text) if text.strip() else []
+    terms = [_parse_term(part.strip()) for part in parts]
     return lambda labels: all(term(labels) for term in terms)
-
-
-def _split(text: str) -> list[str]:
-    """At the commas that are not within parentheses."""
-    return re.split(r",(?![^(]*\))", text) if text.strip() else []
 
 
 def _parse_term(term: str) -> Selector:
     for pattern, make in _TERMS:
         if match := pattern.fullmatch(term):
             return make(match)
-    raise HetznerApiError(
-        "invalid_input",
-        f"invalid input in field 'label_selector': cannot parse '{term}'",
-        {"fields": [{"name": "label_selector", "messages": [f"cannot parse '{term}'"]}]},
-    )
+    raise invalid([("label_selector", f"cannot parse '{term}'")])
 
 
 def _is_in(key: str, values: str) -> Selector:

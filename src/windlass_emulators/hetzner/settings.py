@@ -1,22 +1,22 @@
-"""How the emulated project behaves."""
+"""Settings of an emulated Hetzner Cloud project."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class HetznerEmulatorSettings:
-    # From the request to `running`: three quarters `initializing`, the rest `starting`. A real one takes 10 to 20 s.
+    # From the request to `running`: three quarters `initializing`, the rest `starting`. A real server takes 10 to 20 s.
     boot_s: float = 8.0
-    # From `running` to the start of what user_data asks for: the kernel, cloud-init, packages.
+    # From `running` to the start of the unit in user_data: kernel, cloud-init, packages.
     cloud_init_s: float = 0.0
-    # Every other action: power, networks, firewalls.
+    # Duration of every other action, such as power off.
     action_s: float = 1.0
-    # A deleted server is `deleting` for so long before it is not found.
+    # A deleted server is `deleting` for this long before it is not found.
     delete_s: float = 1.0
-    # What is billed as an hour. Shorter for demonstrations; the clock is not touched.
+    # The length of a billed hour. Demos shorten it; timestamps are not affected.
     billing_hour_s: float = 3600.0
-    # A young project's, roughly.
+    # Roughly the limit of a new project.
     server_limit: int = 100
     requests_per_hour: int = 3600
-    # None: any token will do.
+    # None accepts any token.
     token: str | None = None

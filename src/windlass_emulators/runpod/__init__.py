@@ -1,4 +1,4 @@
-"""A Runpod account on loopback."""
+"""An emulated Runpod account."""
 
 from windlass_emulators.runpod.emulator import RunpodEmulator
 from windlass_emulators.runpod.settings import RunpodEmulatorSettings

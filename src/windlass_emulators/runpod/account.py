@@ -1,6 +1,6 @@
-"""What an account holds, and what happens to it by itself as time passes.
+"""The resources of an emulated account and their changes over time.
 
-Everything that takes time is an entry of one timeline, and happens at its own moment however late somebody looks.
+Everything that takes time is scheduled on one timeline and happens at its own time, even if no request arrives then.
 """
 
 import hashlib
@@ -10,22 +10,19 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fractions import Fraction
 
-from windlass_emulators.runpod.catalog import CpuType, DataCenter, GpuType, RunpodCatalog
+from windlass_emulators.runpod.catalog import DataCenter, GpuType, RunpodCatalog
 from windlass_emulators.runpod.containers import Container, Mount, PodHost
 from windlass_emulators.runpod.faults import PodFaults, RunpodFaults
-from windlass_emulators.runpod.ledger import CPU, GPU, VOLUME, RunpodBill, RunpodBillLine, volume_rate
+from windlass_emulators.runpod.ledger import POD, VOLUME, RunpodBill, RunpodBillLine, volume_rate
 from windlass_emulators.runpod.settings import RunpodEmulatorSettings
 from windlass_emulators.timeline import Timeline
 
-# What is gone is remembered this long, for lists that lag.
+# Deleted pods are kept this long, for lists with an injected lag.
 MAX_LAG = timedelta(hours=1)
-MAX_SYSTEM_LINES = 200
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_CHARACTERS = 14
 
 PROVISIONING, STARTING, RUNNING, EXITED, ERROR = "PROVISIONING", "STARTING", "RUNNING", "EXITED", "ERROR"
-# In these it costs nothing and holds no GPU.
-_AT_REST = (EXITED,)
 
 
 @dataclass(slots=True)
@@ -42,7 +39,7 @@ class NetworkMount:
 
 @dataclass(slots=True)
 class EmulatorConfig:
-    """What a template and a pod have in common."""
+    """The container settings that templates and pods share."""
 
     image: str
     args: str
@@ -58,8 +55,6 @@ class Template:
     name: str
     config: EmulatorConfig
     persistent: PersistentMount | None
-    is_serverless: bool
-    is_public: bool
     category: str
     starts_ssh: bool
     starts_jupyter: bool
@@ -74,7 +69,7 @@ class EmulatedVolume:
     data_center: str
     type: str
     created: datetime
-    # What `df` says. The API has no such figure.
+    # As `df` reports it. The API does not publish it.
     used_gb: float = 1.0
 
 
@@ -83,29 +78,24 @@ class EmulatedPod:
     id: str
     name: str
     config: EmulatorConfig
-    gpu: GpuType | None
+    gpu: GpuType
     gpu_count: int
-    cpu: CpuType | None
-    vcpu_count: int
     cloud: str
     data_center: DataCenter
-    cuda_version: str | None
+    cuda_version: str
     mount: PersistentMount | NetworkMount | None
     micros_per_hour: int
     created: datetime
-    luck: PodFaults
-    has_global_network: bool = False
-    is_locked: bool = False
-    # A GPU pod that was started again may find them taken.
+    faults: PodFaults
+    # False after a restart that found the GPUs taken, or by an injected fault.
     has_gpus: bool = True
     statuses: list[tuple[datetime, str]] = field(default_factory=list)
-    # Since when it has shown what runs in it, or None since it has not.
+    # Changes of `runtime`: (time, whether the pod has one from then on).
     runtimes: list[tuple[datetime, bool]] = field(default_factory=list)
     started_at: datetime | None = None
     public_ports: dict[int, int] = field(default_factory=dict)
-    system_log: list[tuple[datetime, str]] = field(default_factory=list)
     gone_at: datetime | None = None
-    # Changes that are on their way are void once another began.
+    # A scheduled change is void if this number has changed since.
     changes: int = 0
 
     @property
@@ -116,16 +106,16 @@ class EmulatedPod:
         known = [status for at, status in self.statuses if at <= moment]
         return known[-1] if known else self.statuses[0][1]
 
-    def has_runtime_at(self, moment: datetime) -> datetime | None:
-        """Since when, at that moment."""
-        known = [(at, is_there) for at, is_there in self.runtimes if at <= moment]
+    def runtime_since(self, moment: datetime) -> datetime | None:
+        """When the runtime of that moment began, or None if there was none."""
+        known = [(at, has_runtime) for at, has_runtime in self.runtimes if at <= moment]
         return known[-1][0] if known and known[-1][1] else None
 
     def existed_at(self, moment: datetime) -> bool:
         return self.created <= moment and (self.gone_at is None or moment < self.gone_at)
 
-    def is_paid_at(self, moment: datetime) -> bool:
-        return self.status_at(moment) not in _AT_REST
+    def is_billed_at(self, moment: datetime) -> bool:
+        return self.status_at(moment) != EXITED
 
 
 class EmulatedRunpodAccount:
@@ -146,9 +136,8 @@ class EmulatedRunpodAccount:
         self.pods: dict[str, EmulatedPod] = {}
         self.volumes: dict[str, EmulatedVolume] = {}
         self.templates: dict[str, Template] = {}
-        # Of registries, only id and name are ever told again.
+        # Names of registries, by id.
         self.registries: dict[str, str] = {}
-        self.ssh_keys: list[str] = []
         self._departed: list[EmulatedPod] = []
         self._numbers = itertools.count(1)
         self._timeline = Timeline(now, self._set_now)
@@ -156,7 +145,6 @@ class EmulatedRunpodAccount:
     # ------------------------------------------------------------------------------------------------------ time
 
     def advance(self, now: datetime) -> None:
-        """Let everything happen that is due, each at its own moment."""
         self._timeline.advance(now)
         self._departed = [each for each in self._departed if each.gone_at and now - each.gone_at < MAX_LAG]
 
@@ -167,11 +155,11 @@ class EmulatedRunpodAccount:
         self.now = self.faults.now = now
 
     def created_now(self) -> datetime:
-        """The API publishes whole seconds, and what is published is what is billed."""
+        """The current time in whole seconds. The published `createdAt` is also the start of billing."""
         return self.now.replace(microsecond=0)
 
     def new_id(self) -> str:
-        """Looks like one of theirs, and is the same in every run."""
+        """An id in Runpod's format, the same in every run."""
         number = int.from_bytes(hashlib.sha256(str(next(self._numbers)).encode()).digest()[:12])
         digits = (number // len(_ALPHABET) ** place % len(_ALPHABET) for place in range(_ID_CHARACTERS))
         return "".join(_ALPHABET[digit] for digit in digits)
@@ -179,7 +167,7 @@ class EmulatedRunpodAccount:
     # ------------------------------------------------------------------------------------------------------ pods
 
     def visible_pods(self) -> list[EmulatedPod]:
-        """What a list shows: what was there when the list was true."""
+        """The pods that a list shows, including an injected list lag."""
         return [each for each in (*self._departed, *self.pods.values()) if each.existed_at(self.list_moment())]
 
     def list_moment(self) -> datetime:
@@ -193,34 +181,30 @@ class EmulatedRunpodAccount:
         taken = sum(
             pod.gpu_count
             for pod in self.pods.values()
-            if pod.gpu and pod.has_gpus and (pod.gpu.id, pod.cloud, pod.data_center.id) == place
-            if pod.status not in _AT_REST
+            if pod.has_gpus and pod.status != EXITED and (pod.gpu.id, pod.cloud, pod.data_center.id) == place
         )
         return max(0, self.catalog.stock.get(place, 0) - taken)
 
     def add_pod(self, pod: EmulatedPod) -> None:
         self.pods[pod.id] = pod
-        # A folder that was kept from an earlier emulator, whose ids were the same, holds somebody else's disk.
+        # With --dir, a pod of an earlier emulator may have had the same id.
         self.host.erase(pod.id)
-        amount = (
-            f"{pod.gpu_count}x {pod.gpu.id}" if pod.gpu else f"{pod.vcpu_count} vCPU {pod.cpu.id if pod.cpu else ''}"
-        )
-        what = f"{amount}, {pod.cloud}, {pod.data_center.id}"
-        self.ledger.open(RunpodBillLine(GPU if pod.gpu else CPU, pod.id, pod.name, what, pod.created))
+        what = f"{pod.gpu_count}x {pod.gpu.id}, {pod.cloud}, {pod.data_center.id}"
+        self.ledger.open(RunpodBillLine(POD, pod.id, pod.name, what, pod.created))
         self.ledger.set_rate(pod.id, Fraction(pod.micros_per_hour), pod.created)
         change = self._new_change(pod)
-        self._set_status(pod, PROVISIONING, "create pod")
+        self._set_status(pod, PROVISIONING)
         self._then(pod, change, self.settings.provisioning_s, lambda: self._boot(pod, change))
 
     def stop(self, pod: EmulatedPod) -> None:
         self._new_change(pod)
         self.host.stop(pod.id)
-        self._rest(pod, EXITED, "stop container")
+        self._exit(pod)
 
     def start(self, pod: EmulatedPod) -> None:
-        """Onto the same machine, whose GPUs may be somebody else's by now."""
-        has_room = pod.gpu is None or self.free_gpus(pod.gpu, pod.cloud, pod.data_center.id) >= pod.gpu_count
-        pod.has_gpus = has_room and not self.faults.take_start_without_gpu()
+        """Restart a stopped pod on the same machine. If its GPUs are taken, it runs without GPUs."""
+        has_capacity = self.free_gpus(pod.gpu, pod.cloud, pod.data_center.id) >= pod.gpu_count
+        pod.has_gpus = has_capacity and not self.faults.take_start_without_gpu()
         self.ledger.set_rate(pod.id, Fraction(pod.micros_per_hour), self.now)
         self._boot(pod, self._new_change(pod))
 
@@ -237,68 +221,67 @@ class EmulatedRunpodAccount:
         self.ledger.close(pod.id, self.now)
 
     def crash(self, pod: EmulatedPod) -> None:
-        """What runs inside it is gone at once, and the API does not know."""
+        """Kill the pod's processes. The API still reports it as `RUNNING`."""
         self.host.stop(pod.id, is_sudden=True)
 
     def lose_gpus(self, pod: EmulatedPod) -> None:
-        """They fall off the bus while it runs."""
+        """Remove the GPUs of a running pod."""
         pod.has_gpus = False
         self.host.refit(self.container(pod))
 
     def _boot(self, pod: EmulatedPod, change: int) -> None:
-        self._set_status(pod, STARTING, f"pull image {pod.config.image}")
-        self._show_runtime(pod, False)
-        if not pod.luck.stays_starting:
-            takes_s = self.settings.starting_s + pod.luck.extra_boot_s
+        self._set_status(pod, STARTING)
+        self._set_runtime(pod, False)
+        if not pod.faults.stays_starting:
+            takes_s = self.settings.starting_s + pod.faults.extra_boot_s
             self._then(pod, change, takes_s, lambda: self._run(pod, change))
 
     def _run(self, pod: EmulatedPod, change: int) -> None:
-        self._set_status(pod, RUNNING, "start container")
+        self._set_status(pod, RUNNING)
         pod.started_at = self.created_now()
-        if not pod.luck.never_has_runtime:
+        if not pod.faults.never_has_runtime:
             pod.public_ports = dict(self.host.start(self.container(pod)))
-            self._then(pod, change, self.settings.runtime_s, lambda: self._show_runtime(pod, True))
-        if pod.luck.dies_after_s is not None:
-            self._then(pod, change, pod.luck.dies_after_s, lambda: self._die(pod))
+            self._then(pod, change, self.settings.runtime_s, lambda: self._set_runtime(pod, True))
+        if pod.faults.dies_after_s is not None:
+            self._then(pod, change, pod.faults.dies_after_s, lambda: self._die(pod))
 
     def _die(self, pod: EmulatedPod) -> None:
         self._new_change(pod)
         self.host.stop(pod.id, is_sudden=True)
-        if pod.luck.dies_as == ERROR:
-            self._set_status(pod, ERROR, "container failed")
-            self._show_runtime(pod, False)
+        if pod.faults.dies_as == ERROR:
+            self._set_status(pod, ERROR)
+            self._set_runtime(pod, False)
         else:
-            self._rest(pod, EXITED, "container exited")
+            self._exit(pod)
 
-    def _rest(self, pod: EmulatedPod, status: str, line: str) -> None:
-        self._set_status(pod, status, line)
-        self._show_runtime(pod, False)
+    def _exit(self, pod: EmulatedPod) -> None:
+        self._set_status(pod, EXITED)
+        self._set_runtime(pod, False)
         self.ledger.set_rate(pod.id, Fraction(), self.now)
 
-    def _set_status(self, pod: EmulatedPod, status: str, line: str) -> None:
+    def _set_status(self, pod: EmulatedPod, status: str) -> None:
         pod.statuses.append((self.now, status))
-        pod.system_log.append((self.now, line))
-        del pod.system_log[:-MAX_SYSTEM_LINES]
 
-    def _show_runtime(self, pod: EmulatedPod, is_there: bool) -> None:
-        pod.runtimes.append((self.now, is_there))
+    def _set_runtime(self, pod: EmulatedPod, has_runtime: bool) -> None:
+        pod.runtimes.append((self.now, has_runtime))
 
     def _new_change(self, pod: EmulatedPod) -> int:
         pod.changes += 1
         return pod.changes
 
-    def _then(self, pod: EmulatedPod, change: int, delay_s: float, happen: Callable[[], None]) -> None:
-        def happen_if_still_meant() -> None:
-            if pod.changes == change:
-                happen()
+    def _then(self, pod: EmulatedPod, change: int, delay_s: float, effect: Callable[[], None]) -> None:
+        """Schedule a step of a change. It is skipped if another change of the pod starts before it is due."""
 
-        self._timeline.later(delay_s, happen_if_still_meant)
+        def run() -> None:
+            if pod.changes == change:
+                effect()
+
+        self._timeline.later(delay_s, run)
 
     # ------------------------------------------------------------------------------------------------ hardware
 
     def container(self, pod: EmulatedPod) -> Container:
         config = pod.config
-        has_gpus = pod.gpu is not None and pod.has_gpus
         return Container(
             pod_id=pod.id,
             name=pod.name,
@@ -306,14 +289,14 @@ class EmulatedRunpodAccount:
             args=config.args,
             env=dict(config.env),
             tcp_ports=[int(port.partition("/")[0]) for port in config.ports if port.endswith("/tcp")],
-            mounts=[] if pod.luck.has_no_mount else list(self._mounts(pod)),
+            mounts=[] if pod.faults.has_no_mount else list(self._mounts(pod)),
             disk_gb=config.disk_gb,
-            gpu_name=pod.gpu.id if pod.gpu else None,
-            gpu_count=pod.gpu_count if has_gpus else 0,
-            vram_mb=pod.gpu.vram_mb if pod.gpu else 0,
+            gpu_name=pod.gpu.id,
+            gpu_count=pod.gpu_count if pod.has_gpus else 0,
+            vram_mb=pod.gpu.vram_mb,
             cuda_version=pod.cuda_version,
             data_center=pod.data_center.id,
-            luck=pod.luck,
+            faults=pod.faults,
         )
 
     def _mounts(self, pod: EmulatedPod) -> Iterable[Mount]:
@@ -330,9 +313,7 @@ class EmulatedRunpodAccount:
         self.volumes[volume.id] = volume
         self.host.erase_volume(volume.id)
         what = f"{volume.type} in {volume.data_center}"
-        line = RunpodBillLine(VOLUME, volume.id, volume.name, what, volume.created)
-        line.is_high_performance = volume.type == "HIGH_PERFORMANCE"
-        self.ledger.open(line)
+        self.ledger.open(RunpodBillLine(VOLUME, volume.id, volume.name, what, volume.created))
         self.ledger.set_rate(volume.id, volume_rate(volume.size_gb, volume.type), volume.created)
 
     def grow_volume(self, volume: EmulatedVolume, size_gb: int) -> None:

@@ -1,6 +1,6 @@
-"""What is on offer: GPU types, CPU flavors and data centers, for how much, and how many there are of them.
+"""GPU types and data centers with prices and stock.
 
-Modelled on Runpod's offer of 2026 and not kept up to date with it: names, sizes and the shape of prices are theirs, the
+Modelled on Runpod's catalog of 2026 and not kept up to date. Names, sizes and the structure of prices are Runpod's; the
 numbers are plausible. Prices are micros of a dollar per hour.
 """
 
@@ -10,16 +10,7 @@ from dataclasses import dataclass
 CURRENCY = "USD"
 SECURE, COMMUNITY = "SECURE", "COMMUNITY"
 CLOUDS = (SECURE, COMMUNITY)
-# As published; the larger a volume, the cheaper a GB.
 STANDARD, HIGH_PERFORMANCE = "STANDARD", "HIGH_PERFORMANCE"
-VOLUME_TYPES = (STANDARD, HIGH_PERFORMANCE)
-REGIONS = (
-    "NORTH_AMERICA", "SOUTH_AMERICA", "EUROPE", "ASIA", "MIDDLE_EAST", "AFRICA", "OCEANIA", "ANTARCTICA", "UNKNOWN",
-)  # fmt: skip
-COMPLIANCE = (
-    "GDPR", "ISO_IEC_27001", "ISO_14001", "PCI_DSS", "HITRUST", "SOC_1_TYPE_2", "SOC_2_TYPE_2", "SOC_3_TYPE_2", "ITAR",
-    "FISMA_HIGH", "HIPAA", "RENEWABLE",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,57 +21,38 @@ class GpuType:
     memory_gb: int
     # As the driver reports it.
     vram_mb: int
-    # By cloud; where there is no price, there is none of it.
+    # By cloud. A type without a price is not offered there.
     prices_micros: Mapping[str, int]
     max_counts: Mapping[str, int]
     serverless_micros: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class CpuType:
-    id: str
-    name: str
-    group: str
-    min_vcpu: int
-    max_vcpu: int
-    ram_gb_per_vcpu: float
-    secure_micros: int
-    serverless_micros: int
-
-
-@dataclass(frozen=True, slots=True)
 class DataCenter:
     id: str
     name: str
-    region: str
     country: str
-    has_global_network: bool
     volume_types: tuple[str, ...]
-    compliance: tuple[str, ...]
-    # Of its machines, in ascending order.
+    # Versions of its machines, in ascending order.
     cuda_versions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RunpodCatalog:
     gpus: Sequence[GpuType]
-    cpus: Sequence[CpuType]
     data_centers: Sequence[DataCenter]
-    # How many GPUs there are by type, cloud and data center.
+    # Number of GPUs by type, cloud and data center.
     stock: Mapping[tuple[str, str, str], int]
 
     def gpu(self, id_: str) -> GpuType | None:
         return next((each for each in self.gpus if each.id == id_), None)
-
-    def cpu(self, id_: str) -> CpuType | None:
-        return next((each for each in self.cpus if each.id == id_), None)
 
     def data_center(self, id_: str) -> DataCenter | None:
         return next((each for each in self.data_centers if each.id == id_), None)
 
 
 def cuda_key(version: str) -> tuple[int, ...]:
-    """12.11 is above 12.2."""
+    """For numeric comparison: 12.11 is newer than 12.2."""
     return tuple(int(part) for part in version.split("."))
 
 
@@ -107,29 +79,21 @@ _GPUS = (
     _gpu("NVIDIA H200", "H200 SXM", None, 141, 143_771, 3.59, 0.0, 8),
 )
 
-_CPUS = (
-    CpuType("cpu3c", "Compute-Optimized", "Gen 3", 2, 32, 2.0, 30_000, 40_000),
-    CpuType("cpu3g", "General Purpose", "Gen 3", 2, 32, 4.0, 40_000, 50_000),
-    CpuType("cpu5c", "Compute-Optimized", "Gen 5", 2, 32, 2.0, 35_000, 50_000),
-)
-
 _ALL_CUDA = ("12.4", "12.6", "12.8", "13.0")
 _BOTH = (STANDARD, HIGH_PERFORMANCE)
-_US = ("SOC_2_TYPE_2", "ISO_IEC_27001")
-_EU = ("GDPR", "ISO_IEC_27001", "SOC_2_TYPE_2")
 _DATA_CENTERS = (
-    DataCenter("US-KS-2", "US Kansas 2", "NORTH_AMERICA", "US", True, _BOTH, _US, _ALL_CUDA),
-    DataCenter("US-TX-3", "US Texas 3", "NORTH_AMERICA", "US", True, (STANDARD,), _US, _ALL_CUDA),
-    DataCenter("CA-MTL-3", "CA Montreal 3", "NORTH_AMERICA", "CA", True, (STANDARD,), _US, _ALL_CUDA[:3]),
-    DataCenter("EU-RO-1", "EU Romania 1", "EUROPE", "RO", True, _BOTH, _EU, _ALL_CUDA),
-    DataCenter("EU-CZ-1", "EU Czechia 1", "EUROPE", "CZ", False, (STANDARD,), _EU, _ALL_CUDA[:3]),
-    DataCenter("EUR-IS-1", "EUR Iceland 1", "EUROPE", "IS", True, (STANDARD,), (*_EU, "RENEWABLE"), _ALL_CUDA),
-    DataCenter("AP-JP-1", "AP Japan 1", "ASIA", "JP", False, (), (), _ALL_CUDA[:2]),
+    DataCenter("US-KS-2", "US Kansas 2", "US", _BOTH, _ALL_CUDA),
+    DataCenter("US-TX-3", "US Texas 3", "US", (STANDARD,), _ALL_CUDA),
+    DataCenter("CA-MTL-3", "CA Montreal 3", "CA", (STANDARD,), _ALL_CUDA[:3]),
+    DataCenter("EU-RO-1", "EU Romania 1", "RO", _BOTH, _ALL_CUDA),
+    DataCenter("EU-CZ-1", "EU Czechia 1", "CZ", (STANDARD,), _ALL_CUDA[:3]),
+    DataCenter("EUR-IS-1", "EUR Iceland 1", "IS", (STANDARD,), _ALL_CUDA),
+    DataCenter("AP-JP-1", "AP Japan 1", "JP", (), _ALL_CUDA[:2]),
 )
 
 
 def _stock() -> dict[tuple[str, str, str], int]:
-    """Enough of everything everywhere for a rehearsal; the largest are scarce, as they are."""
+    """Plenty of small GPUs everywhere; large GPUs are scarce and in few data centers."""
     plenty = {gpu.id: 64 if gpu.memory_gb <= 48 else 16 for gpu in _GPUS}
     return {
         (gpu.id, cloud, place.id): plenty[gpu.id]
@@ -140,4 +104,4 @@ def _stock() -> dict[tuple[str, str, str], int]:
     }
 
 
-DEFAULT_CATALOG = RunpodCatalog(_GPUS, _CPUS, _DATA_CENTERS, _stock())
+DEFAULT_CATALOG = RunpodCatalog(_GPUS, _DATA_CENTERS, _stock())

@@ -1,4 +1,7 @@
-"""What runs inside an emulated pod: nothing, in virtual time; real local processes otherwise."""
+"""The contract of hosts for emulated pods, and a host that runs nothing.
+
+`pod_host.RealPodHost` runs pods as local processes. `VirtualPodHost` only records them, for tests in virtual time.
+"""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,35 +19,30 @@ class Mount:
     path: str
     size_gb: int
     used_gb: float
-    # None: a disk of the pod's own, which its machine keeps.
+    # None: a persistent disk of the pod.
     volume_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One start of a pod: what it was asked to run, on what hardware, with what luck."""
+    """One start of a pod: its program, its hardware and its injected faults."""
 
     pod_id: str
     name: str
     image: str
     args: str
     env: Mapping[str, str]
-    # Those that are reached directly. HTTP goes through Runpod's proxy, of which there is none here.
+    # HTTP ports are not included: Runpod reaches them through a proxy, which is not emulated.
     tcp_ports: Sequence[int]
     mounts: Sequence[Mount]
     disk_gb: int
-    # None: a CPU pod.
-    gpu_name: str | None
-    # What is there, not what was asked for.
+    gpu_name: str
+    # The GPUs that the container has, which may be fewer than ordered.
     gpu_count: int
     vram_mb: int
-    cuda_version: str | None
-    data_center: str | None
-    luck: PodFaults
-
-    @property
-    def has_driver(self) -> bool:
-        return self.gpu_name is not None and not self.luck.has_no_driver
+    cuda_version: str
+    data_center: str
+    faults: PodFaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +53,35 @@ class ContainerLogLine:
 
 
 class PodHost(Protocol):
-    """Where pods run. No call waits for a pod: a start or a stop is on its way when it returns."""
+    """Runs pods. Calls start or stop a pod and do not wait for it."""
 
-    # Where its ports are reached, and who logs in there.
+    # The address of the public ports, and the SSH user.
     address: str
     user: str
 
     def start(self, container: Container) -> Mapping[int, int]:
-        """Run it, with an empty disk and what its mounts hold. Gives the public port of each of its TCP ports."""
+        """Run the pod with an empty disk and its mounts. Returns the public port of each TCP port."""
 
     def refit(self, container: Container) -> None:
-        """Its hardware has changed under it. No effect if it does not run."""
+        """Apply changed hardware to a running pod."""
 
     def stop(self, pod_id: str, *, is_sudden: bool = False) -> None:
-        """End what runs: asked first and then made to, or at once when sudden. A disk that is kept stays."""
+        """Stop the pod: SIGTERM, then SIGKILL; or SIGKILL at once if sudden. Persistent disks are kept."""
 
     def erase(self, pod_id: str) -> None:
-        """End what runs and forget its disks."""
+        """Stop the pod and delete its disks."""
 
     def erase_volume(self, volume_id: str) -> None: ...
 
     def is_running(self, pod_id: str) -> bool:
-        """Whether a program runs in it. A pod whose program has ended is still a pod, and is still paid for."""
+        """Whether a program runs in the pod. A pod whose program has ended still exists and is still billed."""
 
     def log(self, pod_id: str) -> Sequence[ContainerLogLine]:
-        """What its program said."""
+        """The output of its program."""
 
 
 class VirtualPodHost:
-    """Records who runs. `on_start` and `on_stop` tell a simulation, which puts its own workers inside."""
+    """Records the running pods. Simulations use `on_start` and `on_stop` to run their own workers."""
 
     address = LOOPBACK
     user = "root"
@@ -96,7 +94,7 @@ class VirtualPodHost:
         self.running: dict[str, Container] = {}
         self._on_start = on_start
         self._on_stop = on_stop
-        # Nobody listens there.
+        # No process listens on these ports.
         self._ports = itertools.cycle(range(20_000, 60_000))
 
     def start(self, container: Container) -> Mapping[int, int]:
@@ -109,7 +107,7 @@ class VirtualPodHost:
         if container.pod_id in self.running:
             self.running[container.pod_id] = container
 
-    def stop(self, pod_id: str, *, is_sudden: bool = False) -> None:  # noqa: ARG002 - all are equally fast here
+    def stop(self, pod_id: str, *, is_sudden: bool = False) -> None:  # noqa: ARG002
         if self.running.pop(pod_id, None) is not None:
             self._on_stop(pod_id)
 
@@ -121,5 +119,5 @@ class VirtualPodHost:
     def is_running(self, pod_id: str) -> bool:
         return pod_id in self.running
 
-    def log(self, pod_id: str) -> Sequence[ContainerLogLine]:  # noqa: ARG002 - nothing speaks here
+    def log(self, pod_id: str) -> Sequence[ContainerLogLine]:  # noqa: ARG002
         return ()

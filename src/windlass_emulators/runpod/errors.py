@@ -1,15 +1,15 @@
-"""Refusals as RFC 9457 problems, with the statuses and the prose that Runpod uses."""
+"""Errors as RFC 9457 problems, with the statuses and texts that Runpod uses."""
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
-from windlass_emulators.http import Json, Response, json_response
+from windlass_emulators.http import Json, Response, VendorApiError, json_response
 
-# The only sign of it: there is no code.
+# This text is the only sign of missing capacity: Runpod has no error codes.
 NO_CAPACITY = (
     "There are no longer any instances available with the requested specifications. Please refresh and try again."
 )
-# What is said where nothing better is known.
+# The default text of each status.
 DETAILS: Mapping[int, str] = {
     400: "request could not be processed",
     401: "missing bearer token",
@@ -28,9 +28,7 @@ DETAILS: Mapping[int, str] = {
 }
 
 
-class RunpodApiError(Exception):
-    """An answer that says no."""
-
+class RunpodApiError(VendorApiError):
     def __init__(
         self,
         status: int,
@@ -44,23 +42,16 @@ class RunpodApiError(Exception):
         self.headers = dict(headers or {})
         super().__init__(self.detail)
 
-    def to_json(self) -> Json:
+    def response(self) -> Response:
         body: Json = {"title": HTTPStatus(self.status).phrase, "status": self.status, "detail": self.detail}
-        return {**body, "errors": list(self.errors)} if self.errors else body
-
-    def response(self, headers: Mapping[str, str]) -> Response:
-        return json_response(
-            self.status, self.to_json(), {**headers, **self.headers, "Content-Type": "application/problem+json"}
-        )
+        if self.errors:
+            body["errors"] = list(self.errors)
+        return json_response(self.status, body, {**self.headers, "Content-Type": "application/problem+json"})
 
 
 def not_found(what: str) -> RunpodApiError:
     return RunpodApiError(404, f"{what} not found")
 
 
-def no_capacity() -> RunpodApiError:
-    return RunpodApiError(400, NO_CAPACITY)
-
-
 def unsupported(what: str) -> RunpodApiError:
-    return RunpodApiError(400, f"the emulator does not do this: {what}")
+    return RunpodApiError(400, f"the emulator does not support {what}")

@@ -1,75 +1,74 @@
-"""Trouble on script: what the API and its pods do wrong, when, and how often.
+"""Fault injection for the emulated Runpod account and its pods.
 
-`faults.next_create(500, takes_effect=True)` and its kin count requests: the first matching one uses a fault up (or its
-one of `times`). `next_pod` waits for the next pod that is created. Shortages, lags and an empty purse last until they
-are taken back or run out. Every method can also be called over HTTP, by its name and arguments (docs/emulators.md).
+`faults.next_create(500, takes_effect=True)` and the other `next_*` request methods apply to the next matching request,
+or to as many as `times` says. `next_pod` applies to the next pod that is created. Missing capacity, lags and an empty
+balance last until withdrawn.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timedelta
 from http import HTTPStatus
+from typing import Any
 
-from windlass_emulators.fault_script import DEFAULT_HELD_S, Script, Scripted, check_one
+from windlass_emulators.fault_script import DEFAULT_HELD_S, FaultScript, ScriptedFault, Shortage, check_one_outcome
 from windlass_emulators.http import Json
 from windlass_emulators.runpod.errors import RunpodApiError
 
 _PODS = "/v2/pods"
 _ONE_POD = r"/v2/pods/[^/]+"
-DEFAULT_DEATH = "EXITED"
 
 
 @dataclass(frozen=True, slots=True)
 class PodFaults:
-    """What is wrong with one pod. By default nothing is."""
+    """The injected faults of one pod. By default it has none."""
 
-    # Until it is `RUNNING`, in addition to what that takes.
+    # Added to the time until the pod is `RUNNING`.
     extra_boot_s: float = 0.0
-    # It never gets further: an image that cannot be pulled.
+    # The pod stays `STARTING`: its image cannot be pulled.
     stays_starting: bool = False
-    # It is `RUNNING`, nothing runs in it, and it never has a `runtime`.
+    # The pod is `RUNNING`, but no program starts and it never has a `runtime`.
     never_has_runtime: bool = False
     has_no_gpu: bool = False
-    # It ends by itself so long after it was `RUNNING`.
+    # The pod exits this long after it was `RUNNING`, with the status `dies_as`.
     dies_after_s: float | None = None
-    dies_as: str = DEFAULT_DEATH
-    # The volume or disk is not where it should be.
+    dies_as: str = "EXITED"
+    # The volume or disk is not mounted.
     has_no_mount: bool = False
-    # What `df` says is free on the container's disk.
+    # Free space on the container disk, as `df` reports it.
     disk_free_gb: float | None = None
-    # Nobody ever answers at its SSH port, or only so much later.
+    # The SSH port never answers, or only after this delay.
     has_no_ssh: bool = False
     ssh_after_s: float = 0.0
-    # Commands over SSH in which this text occurs print that text and fail.
+    # Text in a command -> message: SSH commands that contain the text print the message and fail.
     ssh_failures: Mapping[str, str] = field(default_factory=dict)
-    # The image's own program prints this and fails.
+    # The image's program prints this and exits with 1.
     program_fails: str | None = None
-    # Its machine passes no NVIDIA library on to the container: neither NVML nor nvidia-smi is there.
+    # The container has no NVIDIA library: neither NVML nor nvidia-smi.
     has_no_driver: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class RunpodShortage:
-    # Whether the catalog's stock says so too. It is a hint, and sometimes late.
-    is_announced: bool
-    until: datetime | None
+    def __post_init__(self) -> None:
+        if self.dies_as not in ("EXITED", "ERROR"):
+            raise ValueError("dies_as is EXITED or ERROR")
 
 
 @dataclass
-class RunpodFaults:
-    now: datetime
-    script: Script = field(default_factory=Script)
-    shortages: dict[tuple[str, str, str], RunpodShortage] = field(default_factory=dict)
-    lucks: list[PodFaults] = field(default_factory=list)
-    # Deletions that change nothing.
-    idle_deletions: int = 0
-    lag_s: float = 0.0
+class RunpodFaults(FaultScript):
+    pod_faults: list[PodFaults] = field(default_factory=list)
+    # Deletions that answer 204 and change nothing.
+    ineffective_deletions: int = 0
+    # New pods are not found by id for this long.
     hidden_s: float = 0.0
     has_balance: bool = True
     starts_without_gpu: int = 0
     wants_drained_window: str | None = None
 
-    # ------------------------------------------------------------------------------------------ the next requests
+    METHODS = (
+        "next", "next_create", "next_delete", "next_get", "next_list", "burst", "throttle", "drain_rate_limit",
+        "no_capacity", "capacity", "list_lags", "new_pods_hide", "no_balance", "balance", "next_pod",
+        "next_start_without_gpu", "clear",
+    )  # fmt: skip
+
+    # -------------------------------------------------------------------------------------------- next requests
 
     def next(
         self,
@@ -86,16 +85,17 @@ class RunpodFaults:
         skip: int = 0,
         for_s: float | None = None,
     ) -> None:
-        """The next `times` requests of this method to a path that matches wholly are answered with this status, or by
-        nobody if there is none; before they have an effect, or after. `for_s` lets it end by time."""
+        """The next `times` requests with this method and path get this status, or no answer without a status.
+
+        `takes_effect` executes the request first. `skip` lets that many matching requests pass. `for_s` expires it.
+        """
         error = None
         if status is not None:
             if status not in {each.value for each in HTTPStatus} or status < HTTPStatus.BAD_REQUEST:
-                raise ValueError(f"{status} is no status of a refusal")
+                raise ValueError(f"{status} is not an error status")
             headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
             error = RunpodApiError(status, detail, errors or (), headers)
-        until = None if for_s is None else self.now + timedelta(seconds=for_s)
-        self.script.add(Scripted(method, path, error, status, takes_effect, held_s, times, skip, until))
+        self._add(ScriptedFault(method, path, error, status, takes_effect, held_s, times, skip), for_s)
 
     def next_create(
         self,
@@ -109,9 +109,9 @@ class RunpodFaults:
         skip: int = 0,
         held_s: float = DEFAULT_HELD_S,
     ) -> None:
-        """The next creation of a pod is refused, or nobody answers it; `next_create(500, takes_effect=True)` makes it
-        and says that it did not."""
-        check_one(status, times_out_after_taking_effect, times_out_before_taking_effect)
+        """The next creation of a pod fails or times out. `next_create(500, takes_effect=True)` creates the pod and
+        reports a failure."""
+        check_one_outcome(status, times_out_after_taking_effect, times_out_before_taking_effect)
         is_effective = takes_effect or times_out_after_taking_effect
         self.next(
             status, method="POST", path=_PODS, detail=detail, takes_effect=is_effective, times=times, skip=skip,
@@ -130,11 +130,11 @@ class RunpodFaults:
         skip: int = 0,
         held_s: float = DEFAULT_HELD_S,
     ) -> None:
-        """The same for the deletion of a pod: `next_delete(404)` denies one that is there, and
-        `next_delete(does_nothing=True)` answers 204 and leaves it as it is."""
-        check_one(status, does_nothing, times_out_after_taking_effect, times_out_before_taking_effect)
+        """The next deletion of a pod fails or times out. `next_delete(404)` denies an existing pod;
+        `next_delete(does_nothing=True)` answers 204 and keeps the pod."""
+        check_one_outcome(status, does_nothing, times_out_after_taking_effect, times_out_before_taking_effect)
         if does_nothing:
-            self.idle_deletions += times
+            self.ineffective_deletions += times
             return
         is_effective = takes_effect or times_out_after_taking_effect
         self.next(
@@ -142,28 +142,28 @@ class RunpodFaults:
         )
 
     def next_get(self, status: int | None = None, *, times: int = 1, held_s: float = DEFAULT_HELD_S) -> None:
-        """The same for one pod by its id."""
+        """The next request for one pod fails or times out."""
         self.next(status, method="GET", path=_ONE_POD, times=times, held_s=held_s)
 
     def next_list(self, status: int | None = None, *, times: int = 1, held_s: float = DEFAULT_HELD_S) -> None:
-        """The same for the list of pods."""
+        """The next list of pods fails or times out."""
         self.next(status, method="GET", path=_PODS, times=times, held_s=held_s)
 
     def burst(self, times: int = 5, status: int = 503, for_s: float | None = None) -> None:
-        """Whatever is asked next fails this often, with a 5xx by default."""
+        """The next `times` requests of any kind fail, by default with 503."""
         self.next(status, times=times, for_s=for_s)
 
     def throttle(self, times: int = 1, retry_after_s: int = 12) -> None:
-        """Whatever is asked next is too much."""
+        """The next `times` requests of any kind are rejected with 429."""
         self.next(429, times=times, retry_after_s=retry_after_s)
 
     def drain_rate_limit(self, window: str = "minute") -> None:
-        """As if all requests of this minute, hour or day had been made."""
+        """Use up all requests of this minute, hour or day."""
         if window not in ("minute", "hour", "day"):
-            raise ValueError("the windows are minute, hour and day")
+            raise ValueError("window is minute, hour or day")
         self.wants_drained_window = window
 
-    # ------------------------------------------------------------------------------------------ states of the cloud
+    # -------------------------------------------------------------------------------------------- lasting faults
 
     def no_capacity(
         self,
@@ -174,81 +174,48 @@ class RunpodFaults:
         is_announced: bool = True,
         for_s: float | None = None,
     ) -> None:
-        """There are no more of this type in this place; `*` stands for all."""
-        until = None if for_s is None else self.now + timedelta(seconds=for_s)
-        self.shortages[gpu, cloud, data_center] = RunpodShortage(is_announced, until)
+        """Creations of this GPU type in this cloud and data center fail; `*` stands for all."""
+        self.shortages[gpu, cloud, data_center] = Shortage(is_announced, self._expiry(for_s))
 
     def capacity(self, gpu: str = "*", cloud: str = "*", data_center: str = "*") -> None:
-        """There are some again."""
+        """Withdraw `no_capacity`."""
         self.shortages.pop((gpu, cloud, data_center), None)
 
-    def list_lags(self, by_s: float) -> None:
-        """The list of pods shows what was true this long ago. Single ones are always up to date."""
-        self.lag_s = by_s
-
     def new_pods_hide(self, for_s: float) -> None:
-        """A pod is not found by its id for so long after its creation."""
+        """A pod is not found by its id for this long after its creation."""
         self.hidden_s = for_s
 
     def no_balance(self) -> None:
-        """The purse is empty: 402 to whoever wants a pod. Those that run go on."""
+        """Creations and starts of pods fail with 402. Running pods continue."""
         self.has_balance = False
 
     def balance(self) -> None:
         self.has_balance = True
 
-    def next_pod(
-        self,
-        *,
-        times: int = 1,
-        extra_boot_s: float = 0.0,
-        stays_starting: bool = False,
-        never_has_runtime: bool = False,
-        has_no_gpu: bool = False,
-        dies_after_s: float | None = None,
-        dies_as: str = DEFAULT_DEATH,
-        has_no_mount: bool = False,
-        disk_free_gb: float | None = None,
-        has_no_ssh: bool = False,
-        ssh_after_s: float = 0.0,
-        ssh_failures: dict[str, str] | None = None,
-        program_fails: str | None = None,
-        has_no_driver: bool = False,
-    ) -> None:
-        """The next pod to be created is a bad one. With no argument: a good one, so that the one after it is bad."""
-        if dies_as not in ("EXITED", "ERROR"):
-            raise ValueError("a pod dies as EXITED or as ERROR")
-        luck = PodFaults(
-            extra_boot_s, stays_starting, never_has_runtime, has_no_gpu, dies_after_s, dies_as, has_no_mount,
-            disk_free_gb, has_no_ssh, ssh_after_s, ssh_failures or {}, program_fails, has_no_driver,
-        )  # fmt: skip
-        self.lucks.extend([luck] * times)
+    def next_pod(self, *, times: int = 1, **faults: Any) -> None:
+        """The next pods that are created have these faults (the fields of PodFaults). Without any, they are good."""
+        self.pod_faults.extend([PodFaults(**faults)] * times)
 
     def next_start_without_gpu(self, times: int = 1) -> None:
-        """The next stopped pod that is started finds its GPUs taken."""
+        """The next stopped pod that is started has no GPUs."""
         self.starts_without_gpu += times
 
     def clear(self) -> None:
-        """All is well from now on. Pods that are bad stay bad."""
-        self.script.entries.clear()
-        self.shortages.clear()
-        self.lucks.clear()
-        self.idle_deletions = self.starts_without_gpu = 0
-        self.lag_s = self.hidden_s = 0.0
+        super().clear()
+        self.pod_faults.clear()
+        self.ineffective_deletions = self.starts_without_gpu = 0
+        self.hidden_s = 0.0
         self.has_balance = True
 
-    # ----------------------------------------------------------------------------------------- what the emulator asks
+    # ------------------------------------------------------------------------------------------ for the emulator
 
-    def take(self, method: str, path: str) -> Scripted | None:
-        return self.script.take(method, path, self.now)
+    def take_pod_faults(self) -> PodFaults:
+        return self.pod_faults.pop(0) if self.pod_faults else PodFaults()
 
-    def take_luck(self) -> PodFaults:
-        return self.lucks.pop(0) if self.lucks else PodFaults()
-
-    def take_idle_deletion(self) -> bool:
-        if self.idle_deletions == 0:
+    def take_ineffective_deletion(self) -> bool:
+        if self.ineffective_deletions == 0:
             return False
-        self.idle_deletions -= 1
+        self.ineffective_deletions -= 1
         return True
 
     def take_start_without_gpu(self) -> bool:
@@ -257,27 +224,17 @@ class RunpodFaults:
         self.starts_without_gpu -= 1
         return True
 
-    def shortage(self, gpu: str, cloud: str, data_center: str) -> RunpodShortage | None:
+    def shortage(self, gpu: str, cloud: str, data_center: str) -> Shortage | None:
         places = [(g, c, d) for g in (gpu, "*") for c in (cloud, "*") for d in (data_center, "*")]
-        found = [self.shortages[place] for place in places if place in self.shortages]
-        return next((each for each in found if each.until is None or each.until > self.now), None)
+        return self._find_shortage(*places)
 
     def to_json(self) -> Json:
         return {
-            "scripted": self.script.to_json(),
+            **super().to_json(),
             "no_capacity": [{"gpu": gpu, "cloud": cloud, "data_center": place} for gpu, cloud, place in self.shortages],
-            "list_lags_by_s": self.lag_s,
             "new_pods_hide_for_s": self.hidden_s,
             "has_balance": self.has_balance,
-            "deletions_that_do_nothing": self.idle_deletions,
+            "deletions_that_do_nothing": self.ineffective_deletions,
             "starts_without_gpu": self.starts_without_gpu,
-            "next_pods": [asdict(luck) for luck in self.lucks],
+            "next_pods": [asdict(faults) for faults in self.pod_faults],
         }
-
-
-# What can be called over HTTP.
-METHODS = (
-    "next", "next_create", "next_delete", "next_get", "next_list", "burst", "throttle", "drain_rate_limit",
-    "no_capacity", "capacity", "list_lags", "new_pods_hide", "no_balance", "balance", "next_pod",
-    "next_start_without_gpu", "clear",
-)  # fmt: skip

@@ -1,10 +1,10 @@
-"""The bill: what every pod and every network volume has cost so far.
+"""The bill of every pod and network volume.
 
-A pod costs its hourly rate by the second for as long as its `cost` is not zero: from its creation on, while it is
-provisioned, starts and runs, or is in error, until it is stopped or deleted. Every started second counts. A network
-volume costs its GB by the second from its creation to its deletion. Disks of pods are not billed here.
+A pod costs its hourly rate by the started second, from its creation until it is stopped or deleted: also while it is
+`PROVISIONING`, `STARTING` or in `ERROR`. A network volume costs its GB by the second, from its creation to its
+deletion. Disks of pods are not billed here.
 
-Money is in micros of a dollar. A line is rounded once, half up, so that seconds' fractions never add up.
+Amounts are in micros of a dollar. Each line is rounded once, half up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,32 +17,25 @@ from windlass_emulators.runpod.catalog import CURRENCY, HIGH_PERFORMANCE
 
 HOUR_S = 3600
 MONTH_S = 30 * 24 * HOUR_S
-# Per GB and month: the first TB, and what is beyond it.
+# Per GB and month: for the first TB, and beyond it.
 VOLUME_MICROS, LARGE_VOLUME_MICROS, LARGE_GB = 70_000, 50_000, 1_000
 HIGH_PERFORMANCE_FACTOR = 2
 _SECOND = timedelta(seconds=1)
 
-GPU, CPU, VOLUME = "gpu", "cpu", "network_volume"
+POD, VOLUME = "pod", "network_volume"
 
 
 @dataclass(slots=True)
-class Stretch:
-    """A time in which the rate did not change."""
+class RatePeriod:
+    """A period with a constant rate."""
 
     started: datetime
     micros_per_hour: Fraction
     ended: datetime | None = None
 
-    def seconds(self, now: datetime, since: datetime | None = None, until: datetime | None = None) -> int:
-        """Started ones, of those that begin within a span of time."""
-        ended = self.ended or now
-        last = _started_seconds(self.started, min(ended, until) if until else ended)
-        first = _started_seconds(self.started, since) if since else 0
-        return max(0, last - first)
-
-
-def _started_seconds(started: datetime, until: datetime) -> int:
-    return max(0, -((started - until) // _SECOND))
+    def seconds(self, now: datetime) -> int:
+        """Started seconds."""
+        return max(0, -((self.started - (self.ended or now)) // _SECOND))
 
 
 @dataclass(slots=True)
@@ -50,19 +43,14 @@ class RunpodBillLine:
     kind: str
     id: str
     name: str
-    # What was rented, in words: "1x NVIDIA L40S, SECURE, EU-RO-1".
+    # Description, such as "1x NVIDIA L40S, SECURE, EU-RO-1".
     what: str
     created: datetime
-    stretches: list[Stretch] = field(default_factory=list)
+    periods: list[RatePeriod] = field(default_factory=list)
     deleted: datetime | None = None
-    is_high_performance: bool = False
-
-    def exact_micros(self, now: datetime, since: datetime | None = None, until: datetime | None = None) -> Fraction:
-        parts = (each.seconds(now, since, until) * each.micros_per_hour for each in self.stretches)
-        return sum(parts, Fraction()) / HOUR_S
 
     def micros(self, now: datetime) -> int:
-        return rounded(self.exact_micros(now))
+        return rounded(sum((each.seconds(now) * each.micros_per_hour for each in self.periods), Fraction()) / HOUR_S)
 
 
 def rounded(micros: Fraction) -> int:
@@ -77,12 +65,12 @@ class RunpodBill:
         self._lines[line.id] = line
 
     def set_rate(self, id_: str, micros_per_hour: Fraction, at: datetime) -> None:
-        """Zero: it costs nothing from now on."""
+        """Change the rate. Zero ends the billing."""
         line = self._lines[id_]
-        if line.stretches and line.stretches[-1].ended is None:
-            line.stretches[-1].ended = at
+        if line.periods and line.periods[-1].ended is None:
+            line.periods[-1].ended = at
         if micros_per_hour:
-            line.stretches.append(Stretch(at, micros_per_hour))
+            line.periods.append(RatePeriod(at, micros_per_hour))
 
     def close(self, id_: str, at: datetime) -> None:
         self.set_rate(id_, Fraction(), at)
@@ -95,7 +83,7 @@ class RunpodBill:
         return self._lines[id_].micros(now)
 
     def to_json(self, now: datetime) -> Json:
-        pods = list(self._shown(now, GPU, CPU))
+        pods = list(self._shown(now, POD))
         volumes = list(self._shown(now, VOLUME))
         return {
             "currency": CURRENCY,
@@ -114,7 +102,7 @@ class RunpodBill:
                 "what": line.what,
                 "created": line.created.isoformat(),
                 "deleted": line.deleted.isoformat() if line.deleted else None,
-                "seconds": sum(each.seconds(now) for each in line.stretches),
+                "seconds": sum(each.seconds(now) for each in line.periods),
                 "micros": line.micros(now),
             }
 

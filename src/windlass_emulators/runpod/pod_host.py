@@ -1,14 +1,13 @@
-"""Pods as real processes of this host: the image's program, an OpenSSH server, and hardware that is read from a file.
+"""Runs emulated pods as local processes: the image's program, an OpenSSH server, and hardware read from a file.
 
-What a pod runs is decided by what a real one would be told:
-- `args`, if there are any, are its program: they stand for the entrypoint and its arguments;
-- else, with WINDLASS_JOIN in its environment (or WINDLASS_URL, WINDLASS_WORKER_ID and WINDLASS_JOIN_TOKEN), it is an
-  image that runs the worker: `windlass worker --join /etc/windlass/join.json`;
-- an image of Runpod's own (`runpod/…`) runs no worker by itself, as in the cloud: somebody logs in and starts one.
+A pod runs:
+- its `args`, if it has any: they stand for the image's entrypoint and its arguments;
+- otherwise, with WINDLASS_JOIN in its environment (or WINDLASS_URL, WINDLASS_WORKER_ID and WINDLASS_JOIN_TOKEN), the
+  worker: `windlass worker --join /etc/windlass/join.json`;
+- nothing for one of Runpod's own images (`runpod/...`): as in the cloud, the worker is started over SSH.
 
-With `22/tcp` among its ports and a PUBLIC_KEY in its environment it answers SSH, on a port of 127.0.0.1 that is another
-at every start, with a host key that is as new as its disk. Every start is on an empty disk; a persistent mount and
-network volumes keep what is in them.
+With `22/tcp` among its ports and a PUBLIC_KEY in its environment, the pod answers SSH on 127.0.0.1, with a new port and
+a new host key at every start. Every start has an empty disk; a persistent mount and network volumes keep their content.
 """
 
 import contextlib
@@ -35,15 +34,15 @@ JOIN_FILE = "/etc/windlass/join.json"
 DRIVER = "570.86.15"
 OFFICIAL_PREFIX = "runpod/"
 KEYGEN_TIMEOUT_S = 20.0
-# What a fresh container's system takes of its disk, and a loaded driver of a GPU's memory.
+# Disk space used by a fresh container, and GPU memory used by the driver.
 SYSTEM_GB, DRIVER_MB = 2.0, 4
 MAX_LOG_LINES = 5_000
 _JOIN_PARTS = {"worker_id": "WINDLASS_WORKER_ID", "url": "WINDLASS_URL", "join_token": "WINDLASS_JOIN_TOKEN"}
-# An image's start script puts them into a file and takes them out of the environment.
+# An image's start script writes these to the join file and removes them from the environment.
 _JOIN_VARIABLES = ("WINDLASS_JOIN", *_JOIN_PARTS.values())
-# Where sshd is that is not in a user's PATH.
+# Folders of sshd that are not in a user's PATH.
 _SSHD_PLACES = os.pathsep.join(("/usr/sbin", "/usr/local/sbin", "/sbin"))
-# It insists, when it is root.
+# sshd requires it when it runs as root.
 _SSHD_EMPTY_FOLDER = Path("/run/sshd")
 _SFTP_SERVERS = ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-server")
 
@@ -63,14 +62,14 @@ AllowAgentForwarding no
 X11Forwarding no
 PrintMotd no
 LogLevel VERBOSE
-# Nothing in the home of whoever runs the emulator takes part.
+# The home of the user who runs the emulator is not used.
 SetEnv "HOME={home}"
 ForceCommand {command}
 """
 
 
 def find_sshd() -> str | None:
-    """OpenSSH's server, if this host has it."""
+    """The path of OpenSSH's server, if it is installed."""
     return shutil.which("sshd") or shutil.which("sshd", path=_SSHD_PLACES)
 
 
@@ -79,27 +78,27 @@ class RealPodHost(Processes):
 
     def __init__(self, folder: Path | None = None, stop_grace_s: float = STOP_GRACE_S) -> None:
         super().__init__(folder, stop_grace_s)
-        # On a real pod it is root. Here it is whoever runs the emulator, and the API says so.
+        # root on a real pod. Here the user who runs the emulator; the API publishes this name.
         self.user = pwd.getpwuid(os.geteuid()).pw_name
         self._shell = shutil.which("bash") or "/bin/sh"
 
-    # ------------------------------------------------------------------------------------------- the contract
+    # ----------------------------------------------------------------------------------------------------- PodHost
 
     def start(self, container: Container) -> Mapping[int, int]:
         with self._lock:
             if (old := self._machines.get(container.pod_id)) is not None:
-                self._end_now(old)
+                self._kill_now(old)
             machine = self._prepare(container.pod_id, container.name)
-            # Bound here, so that nobody else gets the port; it refuses, until the pod listens.
+            # Bound here to reserve the port. Connections are refused until the pod listens.
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
                 listener.bind((LOOPBACK, 0))
                 ssh_port: int = listener.getsockname()[1]
                 try:
-                    settings = self._furnish(machine, container)
+                    settings = self._prepare_disk(machine, container)
                     machine.program = lambda: _first_process(machine, settings, listener.fileno())
                     self._start(machine)
                 except OSError as error:
-                    machine.note(f"{error}: nothing runs here")
+                    machine.note(f"cannot start: {error}")
             return {port: ssh_port if port == SSH_PORT else port for port in container.tcp_ports}
 
     def refit(self, container: Container) -> None:
@@ -110,14 +109,13 @@ class RealPodHost(Processes):
     def erase(self, machine_id: int | str) -> None:
         with self._lock:
             super().erase(machine_id)
-            # Its log stays, its own disk does not.
             shutil.rmtree(self._persistent(str(machine_id)), ignore_errors=True)
 
     def erase_volume(self, volume_id: str) -> None:
         shutil.rmtree(self.volume_folder(volume_id), ignore_errors=True)
 
     def volume_folder(self, volume_id: str) -> Path:
-        """What is in a network volume. Whoever rehearses may put there what is to be found in it."""
+        """The content of a network volume. A rehearsal may put files there."""
         folder = self.folder / "volumes" / volume_id
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -127,13 +125,13 @@ class RealPodHost(Processes):
             lines = (self.folder / pod_id / "container.log").read_text().splitlines()
         except OSError:
             return ()
-        said = []
+        entries = []
         for line in lines[-MAX_LOG_LINES:]:
-            # The last may be half written.
+            # The last line may be incomplete.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 entry = json.loads(line)
-                said.append(ContainerLogLine(entry["at"], entry["text"]))
-        return said
+                entries.append(ContainerLogLine(entry["at"], entry["text"]))
+        return entries
 
     # ------------------------------------------------------------------------------------------------ the disk
 
@@ -141,7 +139,7 @@ class RealPodHost(Processes):
         return self.folder / "persistent" / pod_id
 
     def _folders(self, machine: EmulatedMachine, container: Container) -> dict[str, Path]:
-        """What stands for each mount."""
+        """The folder of each mount, by its path in the pod."""
         folders = {}
         for mount in container.mounts:
             kept = self.volume_folder(mount.volume_id) if mount.volume_id else self._persistent(container.pod_id)
@@ -153,14 +151,14 @@ class RealPodHost(Processes):
             folders[mount.path] = place
         return folders
 
-    def _furnish(self, machine: EmulatedMachine, container: Container) -> dict[str, Any]:
-        """Everything on its disk; gives what its first process is to do."""
+    def _prepare_disk(self, machine: EmulatedMachine, container: Container) -> dict[str, Any]:
+        """Write the pod's disk. Returns the settings of its first process."""
         root = machine.root
         folders = self._folders(machine, container)
         _write_hardware(machine, container, folders)
         for name in ("root", "tmp"):
             (root / name).mkdir(exist_ok=True)
-        _write_tools(root, has_driver=container.has_driver)
+        _write_tools(root, has_driver=not container.faults.has_no_driver)
         environment = _environment(machine, container)
         described = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
         write_file(root, File("/etc/rp_environment", described.encode(), 0o600))
@@ -168,8 +166,8 @@ class RealPodHost(Processes):
         if join is not None:
             write_file(root, File(JOIN_FILE, join.encode(), 0o600))
         command = program_of(container)
-        if container.luck.program_fails is not None:
-            command = ["/bin/sh", "-c", 'echo "$1"; exit 1', "program", container.luck.program_fails]
+        if container.faults.program_fails is not None:
+            command = ["/bin/sh", "-c", 'echo "$1"; exit 1', "program", container.faults.program_fails]
         return {
             "command": None if command is None else mapped_command(root, tuple(command)),
             "directory": str(root / "root"),
@@ -182,26 +180,26 @@ class RealPodHost(Processes):
         self, machine: EmulatedMachine, container: Container, environment: Mapping[str, str]
     ) -> dict[str, Any] | None:
         key, sshd = container.env.get("PUBLIC_KEY", "").strip(), find_sshd()
-        if SSH_PORT not in container.tcp_ports or not key or container.luck.has_no_ssh:
+        if SSH_PORT not in container.tcp_ports or not key or container.faults.has_no_ssh:
             return None
         if sshd is None:
-            machine.note("this host has no OpenSSH server (sshd): nobody can log in")
+            machine.note("SSH is off: this host has no sshd; install openssh-server")
             return None
         folder = machine.folder / "ssh"
         folder.mkdir(mode=0o700)
         try:
             _make_host_key(folder / "host_key")
         except (OSError, subprocess.SubprocessError) as error:
-            machine.note(f"cannot make a host key ({error}): nobody can log in")
+            machine.note(f"SSH is off: cannot make a host key ({error})")
             return None
         _write_private(folder / "authorized_keys", key + "\n")
         session = {
             "root": str(machine.root),
-            # Also what does not exist there yet is the pod's.
+            # Paths of the pod, even if they do not exist yet.
             "own": [*(mount.path for mount in container.mounts), "/root", "/etc/windlass"],
             "environment": _login_environment(environment, self.user, self._shell),
             "shell": self._shell,
-            "failures": dict(container.luck.ssh_failures),
+            "failures": dict(container.faults.ssh_failures),
         }
         _write_private(machine.folder / "session.json", json.dumps(session))
         command = shlex.join([sys.executable, "-I", "-S", str(HARDWARE / "session.py"), str(machine.folder)])
@@ -213,12 +211,12 @@ class RealPodHost(Processes):
             _SSHD_EMPTY_FOLDER.mkdir(mode=0o755, exist_ok=True)
         log = str(machine.folder / "sshd.log")
         words = [sshd, "-i", "-f", str(folder / "sshd_config"), "-E", log]
-        return {"command": words, "log": log, "after_s": container.luck.ssh_after_s}
+        return {"command": words, "log": log, "after_s": container.faults.ssh_after_s}
 
 
 def _first_process(machine: EmulatedMachine, settings: Mapping[str, Any], listener: int) -> MachineProgram | None:
     if settings["command"] is None and settings["ssh"] is None:
-        machine.note("no args, nothing to join and nobody to log in: nothing runs here")
+        machine.note("nothing to run: no args, no join data and no SSH key")
         return None
     ssh = None if settings["ssh"] is None else {**settings["ssh"], "fd": listener}
     path = machine.folder / "init.json"
@@ -227,13 +225,13 @@ def _first_process(machine: EmulatedMachine, settings: Mapping[str, Any], listen
         [sys.executable, "-I", "-S", str(HARDWARE / "pod_init.py"), str(path)],
         machine.folder,
         bare_environment(machine.root),
-        guards_itself=True,
+        watches_emulator=True,
         files=() if ssh is None else (listener,),
     )
 
 
 def program_of(container: Container) -> list[str] | None:
-    """What the image runs, or None for nothing."""
+    """The command that the image runs, or None."""
     if container.args.strip():
         try:
             return shlex.split(container.args)
@@ -245,7 +243,7 @@ def program_of(container: Container) -> list[str] | None:
 
 
 def join_document(env: Mapping[str, str]) -> str | None:
-    """The join file that an image's start script makes of its environment."""
+    """The join file that an image's start script would write, from the environment."""
     if env.get("WINDLASS_JOIN"):
         return env["WINDLASS_JOIN"]
     if all(env.get(variable) for variable in _JOIN_PARTS.values()):
@@ -255,15 +253,15 @@ def join_document(env: Mapping[str, str]) -> str | None:
 
 def _environment(machine: EmulatedMachine, container: Container) -> dict[str, str]:
     bare = bare_environment(machine.root)
-    told = {
+    runpod = {
         "RUNPOD_POD_ID": container.pod_id,
         "RUNPOD_POD_HOSTNAME": container.pod_id,
-        "RUNPOD_DC_ID": container.data_center or "",
+        "RUNPOD_DC_ID": container.data_center,
         "RUNPOD_GPU_COUNT": str(container.gpu_count),
-        "RUNPOD_GPU_NAME": container.gpu_name or "",
+        "RUNPOD_GPU_NAME": container.gpu_name,
         "RUNPOD_PUBLIC_IP": LOOPBACK,
         "RUNPOD_VOLUME_ID": next((each.volume_id for each in container.mounts if each.volume_id), ""),
-        "CUDA_VERSION": container.cuda_version or "",
+        "CUDA_VERSION": container.cuda_version,
     }
     own = {name: map_path(machine.root, value) for name, value in container.env.items() if name not in _JOIN_VARIABLES}
     hardware = {
@@ -271,18 +269,18 @@ def _environment(machine: EmulatedMachine, container: Container) -> dict[str, st
         "PATH": f"{machine.root / 'usr/local/bin'}{os.pathsep}{bare.get('PATH', os.defpath)}",
         "PYTHONPATH": f"{HARDWARE}{os.pathsep}{bare['PYTHONPATH']}",
     }
-    return {**bare, **told, **own, **hardware}
+    return {**bare, **runpod, **own, **hardware}
 
 
 def _login_environment(environment: Mapping[str, str], user: str, shell: str) -> dict[str, str]:
-    """A fresh login's. What stands for the machine itself is everywhere in it."""
+    """The environment of a fresh login, with the variables that emulate the machine."""
     names = ("PATH", "PYTHONPATH", "HOME", "EMULATED_HARDWARE", "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ")
     known = {name: environment[name] for name in names if name in environment}
     return {**known, "USER": user, "LOGNAME": user, "SHELL": shell}
 
 
 def _write_hardware(machine: EmulatedMachine, container: Container, folders: Mapping[str, Path]) -> None:
-    free_gb = container.luck.disk_free_gb
+    free_gb = container.faults.disk_free_gb
     used_gb = min(SYSTEM_GB, container.disk_gb) if free_gb is None else max(0.0, container.disk_gb - free_gb)
     gpu = {"name": container.gpu_name, "total_mb": container.vram_mb, "used_mb": DRIVER_MB}
     mounts = [
@@ -291,13 +289,13 @@ def _write_hardware(machine: EmulatedMachine, container: Container, folders: Map
     ]
     whole = {"path": "/", "folder": str(machine.root), "size_gb": container.disk_gb, "used_gb": used_gb}
     readings = {
-        "has_driver": container.has_driver,
+        "has_driver": not container.faults.has_no_driver,
         "driver": DRIVER,
-        "cuda": container.cuda_version or "",
-        "gpus": [gpu] * container.gpu_count if container.has_driver else [],
+        "cuda": container.cuda_version,
+        "gpus": [gpu] * container.gpu_count if not container.faults.has_no_driver else [],
         "mounts": [*mounts, whole],
     }
-    # Whoever reads it meanwhile sees the old one or the new one.
+    # Replaced atomically: readers see the old or the new version.
     path = machine.folder / "hardware.json"
     _write_private(path.with_suffix(".new"), json.dumps(readings))
     path.with_suffix(".new").replace(path)

@@ -1,7 +1,6 @@
-"""How everything looks in an answer."""
+"""Resources as the API renders them."""
 
-import ipaddress
-from datetime import datetime
+from datetime import UTC, datetime
 
 from windlass_emulators.http import Json
 from windlass_emulators.runpod.account import (
@@ -18,11 +17,10 @@ from windlass_emulators.runpod.account import (
     PersistentMount,
     Template,
 )
-from windlass_emulators.runpod.calls import shown_time
 from windlass_emulators.runpod.containers import SSH_PORT
 
 MICROS = 1_000_000
-# As published, in words. One of the published examples says otherwise.
+# The published text. One of the published examples contradicts it.
 ACTIONS = {
     RUNNING: ("stop", "restart", "terminate"),
     EXITED: ("start", "terminate"),
@@ -31,7 +29,10 @@ ACTIONS = {
     STARTING: ("stop", "terminate"),
 }
 _PROXY = "ssh.runpod.io"
-_GLOBAL_NETWORK = int(ipaddress.IPv4Address("10.65.0.2"))
+
+
+def shown_time(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def config(of: EmulatorConfig) -> Json:
@@ -46,7 +47,7 @@ def config(of: EmulatorConfig) -> Json:
 
 
 def pod(account: EmulatedRunpodAccount, of: EmulatedPod, moment: datetime | None = None) -> Json:
-    """As it was at a moment, for a list that lags. What was changed by hand since then shows at once."""
+    """As of `moment`, for a list with an injected lag."""
     moment = moment or account.now
     status = of.status_at(moment)
     shown: Json = {
@@ -61,19 +62,15 @@ def pod(account: EmulatedRunpodAccount, of: EmulatedPod, moment: datetime | None
         "cudaVersion": of.cuda_version,
         "ssh": _ssh(account, of, moment),
         "template": None,
-        "cost": of.micros_per_hour / MICROS if of.is_paid_at(moment) else 0.0,
-        "locked": of.is_locked,
-        "globalNetworking": _global_network(account, of),
+        "cost": of.micros_per_hour / MICROS if of.is_billed_at(moment) else 0.0,
+        "locked": False,
+        "globalNetworking": {"enabled": False},
         "runtime": _runtime(account, of, moment),
         "createdAt": shown_time(of.created),
         "startedAt": shown_time(of.started_at) if of.started_at and of.started_at <= moment else None,
     }
-    if of.gpu is not None:
-        # At least one by the published schema, whatever is really there.
-        shown["gpu"] = {"id": of.gpu.id, "count": of.gpu_count}
-    if of.cpu is not None:
-        memory_gb = max(1, int(of.vcpu_count * of.cpu.ram_gb_per_vcpu))
-        shown["cpu"] = {"id": of.cpu.id, "vcpuCount": of.vcpu_count, "memory": memory_gb}
+    # The published schema has no zero: the count is what was ordered, even if the pod has no GPU.
+    shown["gpu"] = {"id": of.gpu.id, "count": of.gpu_count}
     return shown
 
 
@@ -84,10 +81,10 @@ def mounts(mount: PersistentMount | NetworkMount | None) -> Json:
 
 
 def _runtime(account: EmulatedRunpodAccount, of: EmulatedPod, moment: datetime) -> Json | None:
-    since = of.has_runtime_at(moment)
+    since = of.runtime_since(moment)
     if since is None or of.status_at(moment) != RUNNING:
         return None
-    gpus = of.gpu_count if of.gpu and of.has_gpus else 0
+    gpus = of.gpu_count if of.has_gpus else 0
     return {
         "uptime": max(0, int((moment - since).total_seconds())),
         "gpus": [{"util": 0, "memoryUtil": 0} for _ in range(gpus)],
@@ -99,7 +96,7 @@ def _runtime(account: EmulatedRunpodAccount, of: EmulatedPod, moment: datetime) 
 
 def _port(account: EmulatedRunpodAccount, of: EmulatedPod, port: str) -> Json:
     number, _, kind = port.partition("/")
-    # HTTP is reached through Runpod's proxy, and has no address of its own.
+    # HTTP ports are reached through Runpod's proxy and have no public address.
     public = of.public_ports.get(int(number)) if kind == "tcp" else None
     return {"private": int(number), "public": public, "type": kind, "ip": account.host.address if public else None}
 
@@ -115,22 +112,14 @@ def _ssh(account: EmulatedRunpodAccount, of: EmulatedPod, moment: datetime) -> J
     return {"proxy": proxy, "direct": direct}
 
 
-def _global_network(account: EmulatedRunpodAccount, of: EmulatedPod) -> Json:
-    if not of.has_global_network:
-        return {"enabled": False}
-    number = list(account.pods).index(of.id) if of.id in account.pods else 0
-    address = str(ipaddress.IPv4Address(_GLOBAL_NETWORK + number))
-    return {"enabled": True, "ip": address, "internalDns": f"{of.id}.runpod.internal"}
-
-
 def template(of: Template) -> Json:
     return {
         "id": of.id,
         "name": of.name,
         **config(of.config),
         "mounts": mounts(of.persistent),
-        "serverless": of.is_serverless,
-        "public": of.is_public,
+        "serverless": False,
+        "public": False,
         "category": of.category,
         "startSsh": of.starts_ssh,
         "startJupyter": of.starts_jupyter,

@@ -1,19 +1,19 @@
-"""How the emulated account behaves."""
+"""Settings of an emulated Runpod account."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class RunpodEmulatorSettings:
-    # From the request to `STARTING`: a machine is found.
+    # From the request to `STARTING`: a machine is allocated.
     provisioning_s: float = 2.0
-    # From there to `RUNNING`: the image is pulled. Minutes for a large one.
+    # From `STARTING` to `RUNNING`: the image is pulled. A large image takes minutes.
     starting_s: float = 6.0
     # From `RUNNING` to a `runtime` with ports.
     runtime_s: float = 1.0
-    # As in the published example.
+    # The limits of the published example.
     requests_per_minute: int = 60
     requests_per_hour: int = 3_000
     requests_per_day: int = 50_000
-    # None: any key will do.
+    # None accepts any API key.
     key: str | None = None

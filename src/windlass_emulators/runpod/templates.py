@@ -1,8 +1,13 @@
-"""/templates, /registries, /account/ssh-keys: what an account prepares once and its pods then use."""
+"""/templates and /registries: resources that a fleet's configuration names.
 
-import re
+Both can be created. A registry can be read, by id. Changing and deleting them is not emulated.
+"""
 
-from windlass_emulators.http import Json
+from typing import Literal
+
+from pydantic import Field
+
+from windlass_emulators.http import ApiCall, Json, Response, json_response
 from windlass_emulators.runpod import render
 from windlass_emulators.runpod.account import (
     EmulatedRunpodAccount,
@@ -11,65 +16,68 @@ from windlass_emulators.runpod.account import (
     PersistentMount,
     Template,
 )
-from windlass_emulators.runpod.calls import RunpodAnswer, RunpodCall
-from windlass_emulators.runpod.errors import RunpodApiError, not_found
-from windlass_emulators.runpod.validation import CUDA_VERSION, Body
+from windlass_emulators.runpod.errors import RunpodApiError, not_found, unsupported
+from windlass_emulators.runpod.validation import CudaVersion, NonEmptyText, RunpodBody, parse_runpod_body
 
-CATEGORIES = ("CPU", "NVIDIA", "AMD")
 DEFAULT_DISK_GB = 50
-MIN_PERSISTENT_GB = 10
-_PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk)-[^\s]+ [^\s]+([ \t][^\n\r]*)?")
 
-# What Runpod itself offers, by id.
-OFFICIAL = {
-    each.id: each
-    for each in (
-        Template(
-            "runpod-torch-v280", "Runpod Pytorch 2.8.0",
-            EmulatorConfig(
-                "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404", "", 20, {}, ["8888/http", "22/tcp"], None
-            ),
-            PersistentMount(20, "/workspace"), False, True, "NVIDIA", True, True, [],
-        ),
-        Template(
-            "runpod-ubuntu-2404", "Runpod Ubuntu 24.04",
-            EmulatorConfig("runpod/base:1.0.2-ubuntu2404", "", 20, {}, ["22/tcp"], None),
-            None, False, True, "CPU", True, False, [],
-        ),
+
+class PersistentMountBody(RunpodBody):
+    size: int = Field(ge=10)
+    path: str
+
+
+class NetworkMountBody(RunpodBody):
+    volumeId: str  # noqa: N815 - the published name
+    path: str
+
+
+class MountsBody(RunpodBody):
+    persistent: PersistentMountBody | None = None
+    network: list[NetworkMountBody] = Field(default=[], max_length=1)
+
+    def read(self) -> PersistentMount | NetworkMount | None:
+        """Raises RunpodApiError."""
+        if self.persistent is not None and self.network:
+            raise RunpodApiError(400, "mounts.persistent and mounts.network are mutually exclusive")
+        if self.persistent is not None:
+            return PersistentMount(self.persistent.size, self.persistent.path)
+        return NetworkMount(self.network[0].volumeId, self.network[0].path) if self.network else None
+
+
+class ContainerBody(RunpodBody):
+    """The fields of a container that pods and templates share."""
+
+    name: NonEmptyText
+    args: str = ""
+    disk: int = Field(default=DEFAULT_DISK_GB, ge=1)
+    env: dict[str, str] = Field(default={})
+    ports: list[str] = Field(default=[])
+    registry: str | None = None
+    image: str
+    mounts: MountsBody = MountsBody()
+    startSsh: bool = True  # noqa: N815 - the published name
+    startJupyter: bool = True  # noqa: N815 - the published name
+
+    def config_fields(self) -> Json:
+        """The fields of EmulatorConfig that the client sent."""
+        names = {"image": "image", "args": "args", "disk": "disk_gb", "env": "env", "ports": "ports"}
+        fields = {own: getattr(self, name) for name, own in names.items() if name in self.model_fields_set}
+        return {**fields, **({"registry": self.registry} if self.registry else {})}
+
+
+class TemplateOrder(ContainerBody):
+    serverless: bool = False
+    public: bool = False
+    category: Literal["CPU", "NVIDIA", "AMD"] = "NVIDIA"
+    allowedCudaVersions: list[CudaVersion] = Field(default=[])  # noqa: N815 - the published name
+
+
+def make_config(account: EmulatedRunpodAccount, fields: Json) -> EmulatorConfig:
+    """Raises RunpodApiError for rules that are not part of the schema."""
+    config = EmulatorConfig(
+        **{"image": "", "args": "", "disk_gb": DEFAULT_DISK_GB, "env": {}, "ports": [], "registry": None, **fields}
     )
-}  # fmt: skip
-
-
-def read_config(body: Body) -> Json:
-    """The fields of a container that are there."""
-    read = {
-        "image": body.text("image", is_long=False),
-        "args": body.text("args", is_long=False),
-        "disk_gb": body.number("disk", least=1),
-        "env": body.text_map("env"),
-        "ports": body.texts("ports"),
-    }
-    found = {name: value for name, value in read.items() if value is not None}
-    registry = body.text_or_null("registry")
-    return {**found, "registry": registry} if body.has("registry") else found
-
-
-def read_persistent(body: Body) -> PersistentMount:
-    size_gb = body.number("size", least=MIN_PERSISTENT_GB, is_required=True)
-    path = body.text("path", is_long=False, is_required=True)
-    body.close()
-    return PersistentMount(size_gb or MIN_PERSISTENT_GB, path or "")
-
-
-def read_network(body: Body) -> NetworkMount:
-    volume_id = body.text("volumeId", is_long=False, is_required=True)
-    path = body.text("path", is_long=False, is_required=True)
-    body.close()
-    return NetworkMount(volume_id or "", path or "")
-
-
-def check_config(account: EmulatedRunpodAccount, config: EmulatorConfig) -> None:
-    """What the schema does not say. Raises Problem."""
     for port in config.ports:
         number, _, kind = port.partition("/")
         if not number.isdecimal() or not 1 <= int(number) <= 65535 or kind not in ("tcp", "http"):
@@ -78,161 +86,47 @@ def check_config(account: EmulatedRunpodAccount, config: EmulatorConfig) -> None
         raise RunpodApiError(400, "ports must not repeat")
     if config.registry is not None and config.registry not in account.registries:
         raise RunpodApiError(400, "registry not found")
+    return config
 
 
-# ------------------------------------------------------------------------------------------------------ templates
-
-
-def find_template(account: EmulatedRunpodAccount, id_: str) -> Template:
-    """One's own, or a public one. Raises Problem."""
-    template = account.templates.get(id_) or OFFICIAL.get(id_)
-    if template is None:
-        raise not_found("template")
-    return template
-
-
-def list_templates(account: EmulatedRunpodAccount, _: RunpodCall) -> RunpodAnswer:
-    return RunpodAnswer(200, {"templates": [render.template(each) for each in account.templates.values()]})
-
-
-def list_public_templates(_: EmulatedRunpodAccount, call: RunpodCall) -> RunpodAnswer:
-    source = call.one_of("source", ("official", "verified", "community"), "official")
-    found = OFFICIAL.values() if source == "official" else []
-    return RunpodAnswer(200, {"templates": [render.template(each) for each in found]})
-
-
-def get_template(account: EmulatedRunpodAccount, call: RunpodCall) -> RunpodAnswer:
-    return RunpodAnswer(200, render.template(find_template(account, call.id)))
-
-
-def create_template(account: EmulatedRunpodAccount, call: RunpodCall) -> RunpodAnswer:
-    body = call.form
-    name = body.text("name", is_required=True)
-    config = read_config(body)
-    if "image" not in config and not body.errors:
-        body.refuse("missing property 'image'")
-    fields = _read_template(body)
-    body.finish()
+def create_template(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
+    order = parse_runpod_body(TemplateOrder, call.body)
+    if order.serverless or order.public:
+        raise unsupported("serverless and public templates")
+    mount = order.mounts.read()
+    if isinstance(mount, NetworkMount):
+        raise unsupported("network mounts in templates")
     template = Template(
         account.new_id(),
-        name or "",
-        EmulatorConfig(
-            config["image"],
-            config.get("args", ""),
-            config.get("disk_gb", DEFAULT_DISK_GB),
-            config.get("env", {}),
-            config.get("ports", []),
-            config.get("registry"),
-        ),
-        fields.get("persistent"),
-        fields.get("is_serverless", False),
-        fields.get("is_public", False),
-        fields.get("category", "NVIDIA"),
-        fields.get("starts_ssh", True),
-        fields.get("starts_jupyter", True),
-        fields.get("cuda_versions", []),
+        order.name,
+        make_config(account, order.config_fields()),
+        mount,
+        order.category,
+        order.startSsh,
+        order.startJupyter,
+        list(order.allowedCudaVersions),
     )
-    check_config(account, template.config)
     account.templates[template.id] = template
-    return RunpodAnswer(201, render.template(template))
+    return json_response(201, render.template(template))
 
 
-def update_template(account: EmulatedRunpodAccount, call: RunpodCall) -> RunpodAnswer:
-    template = account.templates.get(call.id)
-    if template is None:
-        raise not_found("template")
-    body = call.form
-    name, config, fields = body.text("name"), read_config(body), _read_template(body)
-    body.finish()
-    changed = changed_config(template.config, config)
-    check_config(account, changed)
-    template.name, template.config = name or template.name, changed
-    for field, value in fields.items():
-        setattr(template, field, value)
-    return RunpodAnswer(200, render.template(template))
+# -------------------------------------------------------------------------------------------------------- registries
 
 
-def delete_template(account: EmulatedRunpodAccount, call: RunpodCall) -> RunpodAnswer:
-    # No pod holds on to the template it was made from, so nothing is in the way.
-    if account.templates.pop(call.id, None) is None:
-        raise not_found("template")
-    return RunpodAnswer(204)
+class RegistryOrder(RunpodBody):
+    name: NonEmptyText
+    username: NonEmptyText
+    password: NonEmptyText
 
 
-def _read_template(body: Body) -> Json:
-    mounts = body.object("mounts")
-    persistent = mounts.object("persistent") if mounts else None
-    if mounts:
-        mounts.close()
-    read = {
-        "persistent": None if persistent is None else read_persistent(persistent),
-        "is_serverless": body.flag("serverless"),
-        "is_public": body.flag("public"),
-        "category": body.one_of("category", CATEGORIES),
-        "starts_ssh": body.flag("startSsh"),
-        "starts_jupyter": body.flag("startJupyter"),
-        "cuda_versions": body.texts("allowedCudaVersions", pattern=CUDA_VERSION),
-    }
-    return {name: value for name, value in read.items() if value is not None}
-
-
-def changed_config(config: EmulatorConfig, fields: Json) -> EmulatorConfig:
-    return EmulatorConfig(
-        fields.get("image", config.image),
-        fields.get("args", config.args),
-        fields.get("disk_gb", config.disk_gb),
-        fields.get("env", config.env),
-        fields.get("ports", config.ports),
-        fields.get("registry", config.registry),
-    )
-
-
-# ----------------------------------------------------------------------------------------------------- registries
-
-
-def list_registries(account: EmulatedRunpodAccount, _: RunpodCall) -> RunpodAnswer:
-    return RunpodAnswer(200, {"registries": [{"id": id_, "name": name} for id_, name in account.registries.items()]})
-
-
-def get_registry(account: EmulatedRunpodAccount, call: RunpodCall) -> RunpodAnswer:
-    if call.id not in account.registries:
-        raise not_found("registry")
-    return RunpodAnswer(200, {"id": call.id, "name": account.registries[call.id]})
-
-
-def create_registry(account: EmulatedRunpodAccount, call: RunpodCall) -> RunpodAnswer:
-    body = call.form
-    name = body.text("name", is_required=True)
-    body.text("username", is_required=True)
-    body.text("password", is_required=True)
-    body.finish()
+def create_registry(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
+    order = parse_runpod_body(RegistryOrder, call.body)
     id_ = account.new_id()
-    account.registries[id_] = name or ""
-    return RunpodAnswer(201, {"id": id_, "name": name})
+    account.registries[id_] = order.name
+    return json_response(201, {"id": id_, "name": order.name})
 
 
-def delete_registry(account: EmulatedRunpodAccount, call: RunpodCall) -> RunpodAnswer:
-    if call.id not in account.registries:
+def get_registry(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
+    if call.params["id"] not in account.registries:
         raise not_found("registry")
-    if any(pod.config.registry == call.id for pod in account.pods.values()):
-        raise RunpodApiError(400, "registry is in use by a pod")
-    del account.registries[call.id]
-    for template in account.templates.values():
-        if template.config.registry == call.id:
-            template.config.registry = None
-    return RunpodAnswer(204)
-
-
-# ------------------------------------------------------------------------------------------------------- SSH keys
-
-
-def get_ssh_keys(account: EmulatedRunpodAccount, _: RunpodCall) -> RunpodAnswer:
-    return RunpodAnswer(200, {"keys": list(account.ssh_keys)})
-
-
-def update_ssh_keys(account: EmulatedRunpodAccount, call: RunpodCall) -> RunpodAnswer:
-    body = call.form
-    keys = body.texts("keys", pattern=_PUBLIC_KEY, is_required=True)
-    body.finish()
-    account.ssh_keys = list(keys or [])
-    return RunpodAnswer(200, {"keys": list(account.ssh_keys)})
+    return json_response(200, {"id": call.params["id"], "name": account.registries[call.params["id"]]})

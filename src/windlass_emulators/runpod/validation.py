@@ -1,143 +1,123 @@
-"""What clients may send. All violations of the published schemas are said in one answer (422), each with its place.
+"""Request bodies and query parameters of the Runpod API.
 
-Rules between fields are not the schema's: whoever reads a body raises those himself (400).
+Violations of the published schema are reported together in one 422, each with its place. Rules between fields are not
+part of the schema: endpoints check those and answer 400.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated
 
-from windlass_emulators.http import Json
+from pydantic import ConfigDict, Field
+from pydantic_core import ErrorDetails
+
+from windlass_emulators.http import ApiCall, Json
 from windlass_emulators.runpod.errors import RunpodApiError
+from windlass_emulators.validation import BodyT, RequestBody, parse_model
 
-CUDA_VERSION = re.compile(r"\d+\.\d+")
-_KINDS: Mapping[type, str] = {str: "string", int: "integer", bool: "boolean", list: "array", dict: "object"}
-
-
-class Body:
-    """A JSON object, read field by field. Whatever was not read is not allowed; `finish` raises Problem."""
-
-    def __init__(self, value: Json, place: str = "$", errors: list[str] | None = None) -> None:
-        self._value = value
-        self._place = place
-        self.errors: list[str] = [] if errors is None else errors
-        self._read: set[str] = set()
-
-    def has(self, field: str) -> bool:
-        return field in self._value
-
-    def refuse(self, message: str, field: str | None = None) -> None:
-        self.errors.append(f"{self._place if field is None else f'{self._place}.{field}'}: {message}")
-
-    def close(self) -> None:
-        """Nothing else may be here."""
-        if unknown := sorted(set(self._value) - self._read):
-            names = ", ".join(f"'{name}'" for name in unknown)
-            self.refuse(f"additional properties {names} not allowed")
-
-    def finish(self) -> None:
-        self.close()
-        if self.errors:
-            raise RunpodApiError(422, None, self.errors)
-
-    # ------------------------------------------------------------------------------------------------ any field
-
-    def text(
-        self, field: str, *, is_required: bool = False, is_long: bool = True, pattern: re.Pattern[str] | None = None
-    ) -> str | None:
-        """`is_long`: not empty."""
-        value = self._of(field, str, is_required)
-        if value is None:
-            return None
-        if is_long and not value:
-            self.refuse("length must be >= 1, but got 0", field)
-        if pattern is not None and not pattern.fullmatch(value):
-            self.refuse(f"'{value}' does not match pattern '^{pattern.pattern}$'", field)
-        return str(value)
-
-    def one_of(self, field: str, choices: tuple[str, ...], *, is_required: bool = False) -> str | None:
-        value = self.text(field, is_required=is_required, is_long=False)
-        if value is not None and value not in choices:
-            names = ", ".join(f"'{choice}'" for choice in choices)
-            self.refuse(f"value must be one of {names}", field)
-        return value
-
-    def number(
-        self, field: str, *, least: int | None = None, most: int | None = None, is_required: bool = False
-    ) -> int | None:
-        value = self._of(field, int, is_required)
-        if value is None:
-            return None
-        if least is not None and value < least:
-            self.refuse(f"must be >= {least} but found {value}", field)
-        if most is not None and value > most:
-            self.refuse(f"must be <= {most} but found {value}", field)
-        return int(value)
-
-    def flag(self, field: str) -> bool | None:
-        value = self._of(field, bool, False)
-        return None if value is None else bool(value)
-
-    def texts(
-        self, field: str, *, pattern: re.Pattern[str] | None = None, is_required: bool = False
-    ) -> list[str] | None:
-        values = self._of(field, list, is_required)
-        if values is None:
-            return None
-        for number, value in enumerate(values):
-            if not isinstance(value, str):
-                self.refuse(f"got {_kind_of(value)}, want string", f"{field}[{number}]")
-            elif pattern is not None and not pattern.fullmatch(value):
-                self.refuse(f"'{value}' does not match pattern '^{pattern.pattern}$'", f"{field}[{number}]")
-        return [value for value in values if isinstance(value, str)]
-
-    def text_map(self, field: str) -> dict[str, str] | None:
-        values = self._of(field, dict, False)
-        if values is None:
-            return None
-        for name, value in values.items():
-            if not isinstance(value, str):
-                self.refuse(f"got {_kind_of(value)}, want string", f"{field}.{name}")
-        return {name: str(value) for name, value in values.items()}
-
-    def text_or_null(self, field: str) -> str | None:
-        if self._value.get(field) is None:
-            self._read.add(field)
-            return None
-        return self.text(field, is_long=False)
-
-    def object(self, field: str) -> "Body | None":
-        value = self._of(field, dict, False)
-        return None if value is None else Body(value, f"{self._place}.{field}", self.errors)
-
-    def objects(self, field: str, read: Callable[["Body"], Any], *, most: int) -> list[Any] | None:
-        values = self._of(field, list, False)
-        if values is None:
-            return None
-        if len(values) > most:
-            self.refuse(f"maxItems: got {len(values)}, want {most}", field)
-        found = []
-        for number, value in enumerate(values):
-            if isinstance(value, dict):
-                found.append(read(Body(value, f"{self._place}.{field}[{number}]", self.errors)))
-            else:
-                self.refuse(f"got {_kind_of(value)}, want object", f"{field}[{number}]")
-        return found
-
-    def _of(self, field: str, kind: type, is_required: bool) -> Any:
-        self._read.add(field)
-        if field not in self._value:
-            if is_required:
-                self.refuse(f"missing property '{field}'")
-            return None
-        value = self._value[field]
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            self.refuse(f"got {_kind_of(value)}, want {_KINDS[kind]}", field)
-            return None
-        return value
+_TYPES = {"str": "string", "int": "integer", "bool": "boolean", "list": "array", "dict": "object", "float": "number"}
+# By pydantic's error type: the JSON type that the schema wants.
+_WANTED = {
+    "string_type": "string",
+    "int_type": "integer",
+    "bool_type": "boolean",
+    "list_type": "array",
+    "dict_type": "object",
+    "model_type": "object",
+}
 
 
-def _kind_of(value: object) -> str:
-    if value is None:
-        return "null"
-    return "number" if isinstance(value, float) else _KINDS.get(type(value), "value")
+class RunpodBody(RequestBody):
+    """Unknown fields are violations."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def parse_runpod_body(model: type[BodyT], body: Json) -> BodyT:
+    """Raises RunpodApiError with all violations."""
+    return parse_model(model, body, _refuse)
+
+
+def _refuse(errors: list[ErrorDetails]) -> RunpodApiError:
+    messages: list[str] = []
+    unknown: dict[str, list[str]] = {}
+    for error in errors:
+        *parents, field = error["loc"]
+        if error["type"] == "extra_forbidden":
+            unknown.setdefault(_place(parents), []).append(f"'{field}'")
+        elif error["type"] == "missing":
+            messages.append(f"{_place(parents)}: missing property '{field}'")
+        else:
+            messages.append(f"{_place(error['loc'])}: {_describe(error)}")
+    for place, names in unknown.items():
+        messages.append(f"{place}: additional properties {', '.join(sorted(names))} not allowed")
+    return RunpodApiError(422, None, messages)
+
+
+def _place(loc: Sequence[int | str]) -> str:
+    return "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+
+
+def _describe(error: ErrorDetails) -> str:
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind in _WANTED:
+        return f"got {_json_type(value)}, want {_WANTED[kind]}"
+    match kind:
+        case "null":
+            return "got null"
+        case "greater_than_equal":
+            return f"must be >= {context['ge']} but found {value}"
+        case "less_than_equal":
+            return f"must be <= {context['le']} but found {value}"
+        case "string_too_short":
+            return f"length must be >= {context['min_length']}, but got {len(value)}"
+        case "string_pattern_mismatch":
+            return f"'{value}' does not match pattern '{context['pattern']}'"
+        case "literal_error":
+            return f"value must be one of {context['expected'].replace(' or ', ', ')}"
+        case "too_long":
+            return f"maxItems: got {context['actual_length']}, want {context['max_length']}"
+        case _:
+            return error["msg"]
+
+
+def _json_type(value: object) -> str:
+    return "null" if value is None else _TYPES.get(type(value).__name__, "value")
+
+
+NonEmptyText = Annotated[str, Field(min_length=1)]
+CudaVersion = Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+
+
+# ---------------------------------------------------------------------------------------------------------- queries
+
+
+def _invalid(name: str, message: str) -> RunpodApiError:
+    return RunpodApiError(422, None, [f"query.{name}: {message}"])
+
+
+def query_words(call: ApiCall, name: str, choices: Sequence[str] = (), pattern: str | None = None) -> list[str]:
+    """A comma-separated list. Raises RunpodApiError."""
+    words = [word for word in call.query.get(name, "").split(",") if word]
+    for word in words:
+        if choices and word not in choices:
+            raise _invalid(name, f"value must be one of {', '.join(choices)}")
+        if pattern and not re.fullmatch(pattern, word):
+            raise _invalid(name, f"'{word}' does not match pattern '^{pattern}$'")
+    return words
+
+
+def query_choice(call: ApiCall, name: str, choices: Sequence[str], default: str) -> str:
+    value = call.query.get(name, default)
+    if value not in choices:
+        raise _invalid(name, f"value must be one of {', '.join(choices)}")
+    return value
+
+
+def query_number(call: ApiCall, name: str, default: int, *, least: int) -> int:
+    text = call.query.get(name, str(default))
+    if not re.fullmatch(r"-?\d{1,9}", text):
+        raise _invalid(name, f"'{text}' is not an integer")
+    if int(text) < least:
+        raise _invalid(name, f"must be >= {least}")
+    return int(text)

@@ -1,7 +1,7 @@
-"""How many workers a fleet should have: one file per policy, pure, chosen by name.
+"""Scaling policies: how many workers a fleet should have. One pure function per file, selected by name.
 
-A policy looks at demand and says how many more it wants, or which of the idle ones it can spare, and why. It need not
-keep the limits: min, max, caps, holds and intervals are applied to every policy alike by policy/stages/scaling.py.
+A policy returns how many more workers it wants, or which idle workers it can spare. It does not apply limits:
+policy/stages/scaling.py applies minimum, maximum, caps, holds and intervals to every policy alike.
 """
 
 from windlass.policy.scale.buffered import buffered

@@ -1,13 +1,14 @@
-"""buffered: a worker for every task at hand or waiting, and a few idle ones ready for the next.
+"""buffered: one worker per queued or running task, plus a buffer of idle workers.
 
     tasks  = queued + running
-    needed = ceil(max(busy workers, ceil(tasks / concurrency)) * up) + buffer, within min and max
-    hire   needed - capacity                       if capacity < needed
-    spare  capacity - needed of the idle workers   if needed <= capacity * down
-           that the waiting tasks will not fill
+    wanted = ceil(max(busy, ceil(tasks / concurrency)) * scale_up_multiplier) + idle_buffer, at least min_workers
+    needed = wanted, at most max_workers
+    spawn  needed - capacity                       if capacity < needed
+    drain  capacity - needed of the idle workers   if needed <= capacity * scale_down_multiplier
+           that the queued tasks will not occupy
 
-Starting workers count as capacity. What lies between `down` and all of capacity is left alone, so that a load that
-wavers by one does not hire and let go by turns.
+Starting workers count as capacity. Between `scale_down_multiplier` and full capacity nothing changes, so that a load
+that varies by one does not spawn and drain in turns.
 """
 
 from math import ceil
@@ -16,15 +17,16 @@ from windlass.policy.scale.demand import Demand, ScalingDecision
 
 
 def buffered(demand: Demand) -> ScalingDecision:
-    fleet, queued, busy, capacity = demand.fleet, demand.queue.queued, demand.busy, demand.capacity
-    at_work = max(busy, ceil((queued + demand.running) / fleet.concurrency))
-    needed = ceil(at_work * fleet.scale_up_multiplier) + fleet.idle_buffer
-    needed = min(max(needed, fleet.min_workers), fleet.max_workers)
-    sentence = f"{queued} waiting, {busy} of {capacity} workers busy: {needed} needed"
+    fleet, queued, capacity = demand.fleet, demand.queue.queued, demand.capacity
+    occupied = max(demand.busy, ceil((queued + demand.running) / fleet.concurrency))
+    wanted = max(ceil(occupied * fleet.scale_up_multiplier) + fleet.idle_buffer, fleet.min_workers)
+    needed = min(wanted, fleet.max_workers)
+    reason = f"{queued} queued, {demand.workers_text}, {wanted} wanted"
     if fleet.idle_buffer:
-        sentence += f" with {fleet.idle_buffer} kept idle"
+        reason += f" with idle_buffer {fleet.idle_buffer}"
     if capacity < needed:
-        return ScalingDecision(sentence, hire=needed - capacity)
+        return ScalingDecision(reason, spawn=needed - capacity, target=wanted)
     if needed < capacity and needed <= capacity * fleet.scale_down_multiplier:
-        return ScalingDecision(sentence, spare=demand.unneeded[: capacity - needed], is_over_capacity=True)
-    return ScalingDecision(sentence)
+        spare = demand.unneeded[: capacity - needed]
+        return ScalingDecision(reason, target=wanted, spare=spare, is_over_capacity=True)
+    return ScalingDecision(reason, target=wanted)

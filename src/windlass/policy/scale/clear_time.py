@@ -1,44 +1,42 @@
-"""clear-time: hire only when the queue would not clear soon by itself.
+"""clear-time: spawn only if the queue would not clear soon by itself.
 
-    free   = places of all workers, starting ones too, less the tasks that run on them
-    hire   0                                    if free >= queued
-           0                                    if queued / (free / median duration) < clear time
+    free   = slots of all workers, including starting ones, minus running tasks
+    spawn  0                                    if free >= queued
+           0                                    if queued / (free / median duration) < clear_time_s
            ceil((queued - free) / concurrency)  otherwise
-    spare  idle workers beyond those that the waiting tasks will fill
+    drain  idle workers beyond those that the queued tasks will occupy
 
-Without a free place nothing that waits is taken to clear, though running tasks end; with an unknown duration nothing is
-known to clear it.
+Without a free slot no queued task is assumed to clear, although running tasks end. Without a known duration none is.
 """
 
 from math import ceil, inf
 
 from windlass.policy.scale.demand import Demand, ScalingDecision
 
-# A median of nothing at all would divide by zero; below this a queue clears at once anyway.
-_SHORTEST_S = 1e-3
+# Avoids a division by zero. With shorter tasks a queue clears at once.
+_MIN_DURATION_S = 1e-3
 
 
 def clear_time(demand: Demand) -> ScalingDecision:
     fleet, queued, free = demand.fleet, demand.queue.queued, demand.free_slots
-    seen = f"{queued} waiting, {free} free place{'' if free == 1 else 's'}"
+    reason = f"{queued} queued, {free} free slot{'' if free == 1 else 's'}"
     if free >= queued:
         spare = demand.unneeded
-        return ScalingDecision(f"{seen}: enough", spare=spare, is_over_capacity=bool(spare))
+        return ScalingDecision(reason, target=demand.capacity, spare=spare, is_over_capacity=bool(spare))
     left_s = clears_in_s(queued, free, demand.queue.duration_p50_s)
+    if free > 0:
+        reason += ", task duration unknown" if left_s == inf else f", clears in {left_s:.0f} s"
     if left_s < fleet.clear_time_s:
-        return ScalingDecision(f"{queued} waiting, clears in {left_s:.0f} s, below {fleet.clear_time_s:g} s: no need")
-    hire = ceil((queued - free) / fleet.concurrency)
-    if free <= 0:
-        seen = f"{queued} waiting, no place is free"
-    else:
-        seen += ", how long they take is not known" if left_s == inf else f", clears in {left_s:.0f} s"
-    return ScalingDecision(f"{seen}: {hire} more wanted", hire=hire)
+        return ScalingDecision(f"{reason}, within clear_time_s {fleet.clear_time_s:g}", target=demand.capacity)
+    more = ceil((queued - free) / fleet.concurrency)
+    target = demand.capacity + more
+    return ScalingDecision(f"{reason}, target {target}", spawn=more, target=target)
 
 
 def clears_in_s(queued: int, free: int, duration_s: float | None) -> float:
-    """How long so many that wait take on so many free places; infinite if that is not known."""
+    """Seconds until this many queued tasks clear on this many free slots. Infinite if unknown."""
     if queued == 0:
         return 0.0
     if free <= 0 or duration_s is None:
         return inf
-    return queued / (free / max(duration_s, _SHORTEST_S))
+    return queued / (free / max(duration_s, _MIN_DURATION_S))

@@ -1,4 +1,4 @@
-"""What a policy sees and what it answers."""
+"""Input and output of a scaling policy."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,23 +14,22 @@ _NEVER = datetime.max.replace(tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The queue, and the workers that count: those that can take tasks and those still starting. None that ends."""
+    """The queue and the workers that count: those that can claim tasks and those that start. No terminating ones."""
 
     queue: QueueView
     active: tuple[WorkerState, ...]
     booting: tuple[WorkerState, ...]
     fleet: FleetConfig
-    # Worker id to until when it is paid for, where time is paid in long units.
-    paid_until: Mapping[str, datetime] = field(default_factory=dict)
+    # Worker id to the end of its billing period, where periods are long.
+    billed_until: Mapping[str, datetime] = field(default_factory=dict)
 
     @property
     def capacity(self) -> int:
-        """Workers there or on their way. Those starting count, or each cycle would hire for the same task again."""
+        """Workers, including those that start: otherwise each cycle would spawn again for the same tasks."""
         return len(self.active) + len(self.booting)
 
     @property
     def running(self) -> int:
-        """Tasks at hand."""
         return sum(len(state.worker.running) for state in self.active)
 
     @property
@@ -39,37 +38,46 @@ class Demand:
 
     @property
     def free_slots(self) -> int:
-        """Tasks that could start at once if they were there, on workers still starting too."""
-        places = sum(max(0, state.worker.concurrency - len(state.worker.running)) for state in self.active)
-        return places + len(self.booting) * self.fleet.concurrency
+        """Tasks that could start at once, including on workers that start."""
+        slots = sum(max(0, state.worker.concurrency - len(state.worker.running)) for state in self.active)
+        return slots + len(self.booting) * self.fleet.concurrency
 
     @property
     def idle(self) -> tuple[WorkerState, ...]:
-        """Workers with nothing to do: first those that are soonest to be paid for again, then the longest idle."""
-        resting = [state for state in self.active if not state.has_active_task]
-        return tuple(sorted(resting, key=self._order_of_going))
+        """Idle workers in drain order: those whose billing period ends first, then those idle longest."""
+        return tuple(sorted((state for state in self.active if not state.has_active_task), key=self._drain_order))
 
-    def _order_of_going(self, state: WorkerState) -> tuple[datetime, float, str]:
-        return self.paid_until.get(state.worker.id, _NEVER), -(state.idle_s or 0.0), state.worker.id
+    def _drain_order(self, state: WorkerState) -> tuple[datetime, float, str]:
+        return self.billed_until.get(state.worker.id, _NEVER), -(state.idle_s or 0.0), state.worker.id
 
     @property
     def unneeded(self) -> tuple[WorkerState, ...]:
-        """Idle workers beyond those that the waiting tasks will fill."""
-        filled = ceil(self.queue.queued / self.fleet.concurrency)
-        return self.idle[: max(0, len(self.idle) - filled)]
+        """Idle workers beyond those that the queued tasks will occupy."""
+        occupied = ceil(self.queue.queued / self.fleet.concurrency)
+        return self.idle[: max(0, len(self.idle) - occupied)]
+
+    @property
+    def workers_text(self) -> str:
+        """For decisions: "3 busy, 1 idle, 2 starting"."""
+        idle = len(self.active) - self.busy
+        parts = ((self.busy, "busy"), (idle, "idle"), (len(self.booting), "starting"))
+        return ", ".join(f"{count} {word}" for count, word in parts if count or word == "busy")
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
     """What a policy wants: more workers, or to spare some. Never both."""
 
+    # The numbers behind it, for the decision text.
     reason: str
-    hire: int = 0
-    # It will want more still when these are on their way.
+    spawn: int = 0
+    # Workers wanted in total, before max_workers limits it.
+    target: int = 0
+    # The policy will want more when these have been spawned.
     is_first_step: bool = False
-    # Workers it can do without, the first to go first.
+    # Workers it can do without, in drain order.
     spare: tuple[WorkerState, ...] = ()
-    # There are more workers than needed, even if none may be let go yet.
+    # There are more workers than needed, even if none may drain yet.
     is_over_capacity: bool = False
 
 

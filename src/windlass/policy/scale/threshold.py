@@ -1,10 +1,10 @@
-"""threshold: hire when more than T tasks wait for each worker; let idle ones go when nothing waits for them.
+"""threshold: spawn when more than T = tasks_per_worker tasks are queued per worker; drain idle workers.
 
-    hire   max(1, min)                            if there is no worker and something waits
-           max(min, ceil(queued / T)) - capacity  if queued / capacity > T
-    spare  idle workers beyond those that the waiting tasks will fill
+    spawn  max(1, min_workers)                            if there is no worker and a task is queued
+           max(min_workers, ceil(queued / T)) - capacity  if queued / capacity > T
+    drain  idle workers beyond those that the queued tasks will occupy
 
-Starting workers count as capacity. From nobody, the first come first, and the rest when those are on their way.
+Starting workers count as capacity. Without workers, the first are spawned in one cycle and the rest in the next.
 """
 
 from math import ceil
@@ -16,20 +16,21 @@ def threshold(demand: Demand) -> ScalingDecision:
     queued, capacity, limit = demand.queue.queued, demand.capacity, demand.fleet.tasks_per_worker
     if capacity == 0:
         if queued == 0:
-            return ScalingDecision("nothing waits and nobody is there")
+            return ScalingDecision("queue empty, no workers")
         first = max(1, demand.fleet.min_workers)
         return ScalingDecision(
-            f"{queued} waiting and nobody is there", hire=first, is_first_step=queued / first > limit
+            f"{queued} queued, no workers", spawn=first, target=first, is_first_step=queued / first > limit
         )
     per_worker = queued / capacity
+    reason = f"{queued} queued, {demand.workers_text}, {per_worker:.1f} queued per worker"
     if per_worker > limit:
         wanted = max(demand.fleet.min_workers, ceil(queued / limit))
         return ScalingDecision(
-            f"{queued} waiting for {capacity} workers is {per_worker:.1f} each, above {limit:g}: {wanted} wanted",
-            hire=max(0, wanted - capacity),
+            f"{reason} exceeds tasks_per_worker {limit:g}, {wanted} wanted",
+            spawn=max(0, wanted - capacity),
+            target=wanted,
         )
+    spare = demand.unneeded
     return ScalingDecision(
-        f"{queued} waiting for {capacity} workers is {per_worker:.1f} each, at most {limit:g} is fine",
-        spare=demand.unneeded,
-        is_over_capacity=bool(demand.unneeded),
+        f"{reason}, tasks_per_worker {limit:g}", target=capacity, spare=spare, is_over_capacity=bool(spare)
     )

@@ -1,34 +1,40 @@
-"""The stages of a cycle, one file per part of a worker's life."""
+"""The stages of a plan, in the order of policy/plan.py.
 
-from windlass.policy.stages.budget import keep_budget
-from windlass.policy.stages.health import brake, fail_broken, fail_slots, promote, requeue_orphans, warn
-from windlass.policy.stages.reconcile import (
-    clean_up,
-    doubt_strays,
-    end_drained,
-    end_strays,
-    find_machines,
-    keep_provider,
-    prepare,
-)
+provider_account, health, orphans: holds. machines: adoption and preparation. termination: failures and deletions.
+budget, failure_rate, provider_backoff: limits on spawning. scaling: spawning and draining. storage. warnings.
+"""
+
+from windlass.policy.stages.budget import apply_budget
+from windlass.policy.stages.health import hold_on_mass_silence, promote
+from windlass.policy.stages.machines import adopt_machines, prepare_machines
+from windlass.policy.stages.orphans import delete_orphans, hold_on_many_orphans
+from windlass.policy.stages.provider_account import hold_on_provider_change
 from windlass.policy.stages.scaling import scale
 from windlass.policy.stages.storage import grow_storage
+from windlass.policy.stages.termination import (
+    delete_drained,
+    delete_failed,
+    fail_slots,
+    fail_workers,
+    requeue_orphaned_tasks,
+)
+from windlass.policy.stages.warnings import raise_warnings
 
 __all__ = [
-    "brake",
-    "clean_up",
-    "doubt_strays",
-    "end_drained",
-    "end_strays",
-    "fail_broken",
+    "adopt_machines",
+    "apply_budget",
+    "delete_drained",
+    "delete_failed",
+    "delete_orphans",
     "fail_slots",
-    "find_machines",
+    "fail_workers",
     "grow_storage",
-    "keep_budget",
-    "keep_provider",
-    "prepare",
+    "hold_on_many_orphans",
+    "hold_on_mass_silence",
+    "hold_on_provider_change",
+    "prepare_machines",
     "promote",
-    "requeue_orphans",
+    "raise_warnings",
+    "requeue_orphaned_tasks",
     "scale",
-    "warn",
 ]

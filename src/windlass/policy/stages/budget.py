@@ -1,19 +1,19 @@
-"""The budget: warn when most of it is spent, and when all of it is, hire nobody or let everybody go."""
+"""Applies the fleet's budgets: alerts when one is nearly spent; when one is spent, stops spawning or drains workers."""
 
 from windlass.model.action import Action
-from windlass.policy.budget import affordable, budgets
+from windlass.policy.budget import affordable_spawns, budgets
 from windlass.policy.planning_context import PlanningContext
 
 CODE = "BUDGET"
 CONSEQUENCES = {
-    "warn": "nothing is done about it",
-    "stop-spawning": "nobody is hired",
-    "drain": "nobody is hired, and everybody is let go when what is paid is used up",
+    "warn": "budget_action is warn, so the fleet keeps running",
+    "stop-spawning": "no worker is spawned",
+    "drain": "no worker is spawned, and each worker drains when its billing period ends",
 }
 
 
-def keep_budget(context: PlanningContext) -> list[Action]:
-    """Whom to let go is the scaling's to choose; here is decided whether."""
+def apply_budget(context: PlanningContext) -> list[Action]:
+    """Writes affordable_spawns and over_budget_reason for the scaling stage, which selects the workers."""
     found = budgets(context.snapshot, context.fleet)
     action = context.fleet.budget_action
     alerts: list[Action] = []
@@ -24,15 +24,13 @@ def keep_budget(context: PlanningContext) -> list[Action]:
             alerts += context.alert("BUDGET_NEAR", str(budget), about=budget.when)
     if action == "warn":
         return alerts
-    context.affordable = affordable(context.snapshot, context.fleet, found)
+    context.affordable_spawns = affordable_spawns(context.snapshot, context.fleet, found)
     if not found:
-        if context.affordable == 0:
-            context.hold(CODE, "what its machines cost is not known, and so not whether there is room for another")
-        return alerts
-    worst = found[0]
-    if worst.is_spent:
-        context.hold(CODE, str(worst))
-        context.over_budget = str(worst) if action == "drain" else None
-    elif context.affordable == 0:
-        context.hold(CODE, f"{worst}, which leaves too little for another worker")
+        if context.affordable_spawns == 0:
+            context.hold(CODE, "the price of the fleet's machines is unknown, so the budget may not allow another")
+    elif found[0].is_spent:
+        context.hold(CODE, str(found[0]))
+        context.over_budget_reason = str(found[0]) if action == "drain" else None
+    elif context.affordable_spawns == 0:
+        context.hold(CODE, f"{found[0]}, too little left for another worker")
     return alerts

@@ -1,13 +1,14 @@
-"""The failure-rate guard: a bad image must cost a few launches, not a night of them.
+"""The failure-rate hold: a bad image must cost a few launches, not a night of them.
 
-It trips when, of at least `min_spawns_for_rate` workers hired in the window, more than `max_failure_rate` failed; or
-when that many in a row broke before they had proven themselves, however long each took to break. Then nobody is hired
-for one window. After that one worker at a time is hired as a probe: one that proves itself ends the alarm, one that
-breaks trips the guard again for twice as long, up to GUARD_MAX_S.
+It trips when more than `max_failure_rate` of at least `min_spawns_for_rate` workers spawned in the window failed, or
+when that many in a row failed before they had proven to work, however long each took. Spawning then stops for one
+window. After that one worker at a time is spawned as a probe. A proven probe lifts the hold; a failed one trips it
+again for twice as long, up to MAX_HOLD_S.
 
-`windlass restart` says that what was broken is mended: nothing that happened before it counts any more.
+`windlass restart` resets it: failures before the restart no longer count.
 
-Proof is work: the first tasks behind it, or a minute at them, or a long time ready while nothing waited.
+A worker is proven when it got through its first tasks, worked on them for a minute, or was ready for a long time while
+the queue was empty.
 """
 
 from dataclasses import replace
@@ -17,97 +18,87 @@ from windlass.model.snapshot import FailureRateState
 from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
 
-# One probe an hour is what a broken fleet costs in the end.
-GUARD_MAX_S = 3600.0
-# Every window doubled this often is beyond the maximum.
-_MAX_DOUBLINGS = 30
 CODE = "FAILURE_RATE"
-# Of a reason that is told with every alert and in every list.
+# A permanently failing fleet costs one probe per hour.
+MAX_HOLD_S = 3600.0
+# Any window doubled this often exceeds MAX_HOLD_S.
+_MAX_DOUBLINGS = 30
+# Length of the failure quoted in holds and alerts.
 MAX_CAUSE_CHARACTERS = 300
 
 
-def guard_hiring(context: PlanningContext) -> list[Action]:
-    """Judge what was hired lately, and hold if most of it broke."""
+def hold_on_failure_rate(context: PlanningContext) -> list[Action]:
     failing = [context.states[id_] for id_ in sorted(context.failed_ids) if context.states[id_].is_managed]
-    guard = _learn(context, _unless_reset(context), failing)
-    context.remember(failure_rate=guard)
+    rate = _update_state(context, failing)
+    context.remember(failure_rate=rate)
     if context.is_stopped:
         return []
-    cause = _cause(context, failing)
-    if guard.until is not None and context.now < guard.until:
-        reason = f"workers keep breaking{cause}; nobody is hired until {guard.until:%H:%M:%S} UTC"
-        context.hold(CODE, reason)
-        return context.alert(CODE, reason)
-    what = _verdict(context, guard, failing)
-    if what is None:
-        return []
-    pause_s = min(context.fleet.failure_window_s * 2.0 ** min(guard.trips, _MAX_DOUBLINGS), GUARD_MAX_S)
-    tripped = FailureRateState(trips=guard.trips + 1, until=context.in_s(pause_s), judged_until=context.now)
-    context.remember(failure_rate=tripped)
-    context.hold(CODE, f"{what}{cause}; nobody is hired until {tripped.until:%H:%M:%S} UTC")
-    return context.alert(CODE, f"{what}{cause}: is the image, the handler or the configuration broken?")
-
-
-def is_probe(state: WorkerState, guard: FailureRateState) -> bool:
-    """Hired after the guard tripped, and not proven yet."""
-    return _is_judged(state, guard) and not state.is_proven
-
-
-def _cause(context: PlanningContext, failing: list[WorkerState]) -> str:
-    """Of the last one that broke, in this plan or before: its code and reason, for whoever is to mend it."""
+    # Name the latest failure, of this plan or before.
     last = context.snapshot.last_failure
-    broken = [(last.code, last.reason)] if last is not None else []
-    broken += [(state.code or "", state.reason or "") for state in failing]
-    if not broken:
-        return ""
-    code, reason = broken[-1]
-    return f", the last one with {code} ({reason.rstrip('.')[:MAX_CAUSE_CHARACTERS]})"
+    failures = [(last.code, last.reason)] if last is not None else []
+    failures += [(state.code or "", state.reason or "") for state in failing]
+    cause = ""
+    if failures:
+        code, reason = failures[-1]
+        cause = f", last {code} ({reason.rstrip('.')[:MAX_CAUSE_CHARACTERS]})"
+
+    if rate.until is not None and context.now < rate.until:
+        why = f"workers keep failing{cause}; no spawns until {rate.until:%H:%M:%S} UTC"
+        context.hold(CODE, why)
+        return context.alert(CODE, why)
+    tripped = _trip_reason(context, rate, failing)
+    if tripped is None:
+        return []
+    hold_s = min(context.fleet.failure_window_s * 2.0 ** min(rate.trips, _MAX_DOUBLINGS), MAX_HOLD_S)
+    until = context.in_s(hold_s)
+    context.remember(failure_rate=FailureRateState(trips=rate.trips + 1, until=until, judged_until=context.now))
+    why = f"{tripped}{cause}; no spawns until {until:%H:%M:%S} UTC"
+    context.hold(CODE, why)
+    return context.alert(CODE, why)
 
 
-def _unless_reset(context: PlanningContext) -> FailureRateState:
-    guard, reset_at = context.planner_state.failure_rate, context.snapshot.reset_at
-    if reset_at is None or (guard.judged_until is not None and guard.judged_until >= reset_at):
-        return guard
-    return FailureRateState(judged_until=reset_at)
+def is_probe(state: WorkerState, rate: FailureRateState) -> bool:
+    """Spawned after the hold tripped, and not proven yet."""
+    return _is_counted(state, rate) and not state.is_proven
 
 
-def _learn(context: PlanningContext, guard: FailureRateState, failing: list[WorkerState]) -> FailureRateState:
-    """Count who broke unproven; forget it all when somebody has proven themselves since."""
-    if any(_is_proof(context, state, guard) for state in context.states.values()):
-        guard = FailureRateState(judged_until=context.now if guard.trips else guard.judged_until)
-    unproven = [state for state in failing if not state.is_proven and _is_judged(state, guard)]
+def _is_counted(state: WorkerState, rate: FailureRateState) -> bool:
+    return rate.judged_until is None or state.worker.created_at > rate.judged_until
+
+
+def _update_state(context: PlanningContext, failing: list[WorkerState]) -> FailureRateState:
+    """Apply a reset by `windlass restart`, then a proven worker, then this plan's failures."""
+    rate, reset_at = context.planner_state.failure_rate, context.snapshot.reset_at
+    if reset_at is not None and (rate.judged_until is None or rate.judged_until < reset_at):
+        rate = FailureRateState(judged_until=reset_at)
+    # A healthy, proven worker that became active after the last failure shows that the cause is fixed.
+    failures = [moment for moment in (rate.last_failure_at, rate.judged_until if rate.trips else None) if moment]
+    for state in context.states.values() if failures else ():
+        # A worker that this plan promotes becomes active now.
+        activated_at = context.now if state.should_promote else state.worker.activated_at
+        is_proof = state.is_managed and state.is_healthy and state.is_proven
+        if is_proof and activated_at is not None and activated_at > max(failures):
+            rate = FailureRateState(judged_until=context.now if rate.trips else rate.judged_until)
+            break
+    unproven = [state for state in failing if not state.is_proven and _is_counted(state, rate)]
     if not unproven:
-        return guard
-    return replace(guard, failed_starts=guard.failed_starts + len(unproven), last_failure_at=context.now)
+        return rate
+    return replace(rate, failed_starts=rate.failed_starts + len(unproven), last_failure_at=context.now)
 
 
-def _is_proof(context: PlanningContext, state: WorkerState, guard: FailureRateState) -> bool:
-    """A healthy worker that became active after the last trouble and works: whatever was broken is mended."""
-    trouble = [moment for moment in (guard.last_failure_at, guard.judged_until if guard.trips else None) if moment]
-    # One that this plan promotes becomes active now.
-    activated_at = context.now if state.should_promote else state.worker.activated_at
-    if not trouble or activated_at is None or not state.is_managed:
-        return False
-    return state.is_healthy and state.is_proven and activated_at > max(trouble)
-
-
-def _is_judged(state: WorkerState, guard: FailureRateState) -> bool:
-    return guard.judged_until is None or state.worker.created_at > guard.judged_until
-
-
-def _verdict(context: PlanningContext, guard: FailureRateState, failing: list[WorkerState]) -> str | None:
-    """Why nobody should be hired, or None. What this plan fails counts as failed already."""
+def _trip_reason(context: PlanningContext, rate: FailureRateState, failing: list[WorkerState]) -> str | None:
+    """Why spawning must stop, or None. Workers that this plan fails count as failed."""
     fleet = context.fleet
-    if guard.failed_starts >= fleet.min_spawns_for_rate:
-        return f"{guard.failed_starts} workers in a row broke before they had done anything"
-    launches = [h for h in context.snapshot.launches if guard.judged_until is None or h.at > guard.judged_until]
-    failing = [state for state in failing if _is_judged(state, guard)]
-    # Hired before the window, failed within it: they are not among the hirings yet.
+    if rate.failed_starts >= fleet.min_spawns_for_rate:
+        return f"{rate.failed_starts} workers in a row failed before they proved to work"
+    launches = [h for h in context.snapshot.launches if rate.judged_until is None or h.at > rate.judged_until]
+    failing = [state for state in failing if _is_counted(state, rate)]
+    # Spawned before the window and failed in this plan: not among the launches yet.
     late = [state for state in failing if context.age_s(state.worker.created_at) >= fleet.failure_window_s]
     total = len(launches) + len(late)
-    failed = sum(hiring.has_failed for hiring in launches) + len(failing)
+    failed = sum(launch.has_failed for launch in launches) + len(failing)
     if total >= fleet.min_spawns_for_rate and failed / total > fleet.max_failure_rate:
-        return f"{failed} of {total} workers hired lately have failed"
-    if guard.trips and failed:
-        return "the worker hired to see whether it works broke too"
+        return f"failure rate {failed} of {total} in {fleet.failure_window_s / 60:g} min"
+    if rate.trips and failed:
+        return "the probe failed too"
     return None

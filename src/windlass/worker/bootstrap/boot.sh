@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes a worker of this machine: `boot.sh USER`. cloud-init runs it once, as root; running it again does no harm.
+# Turns this machine into a worker: `boot.sh USER`. cloud-init runs it once, as root. It is safe to run again.
 #
-# What differs between fleets lies in files beside this one: images, requirements.txt, setup/*.sh. Only root may write
-# there: what runs as root must not be changed by what runs tasks. WINDLASS_ROOT stands before every path, for tests.
+# The settings of the fleet are files in the same folder: images, requirements.txt, setup/*.sh. Only root may write
+# there, because this script runs them as root. Tests set WINDLASS_ROOT as a prefix for every path.
 set -eu
 
 user=$1
@@ -12,7 +12,7 @@ lib=$root/usr/local/lib/windlass
 units=$root/etc/systemd/system
 state=$root/var/lib/windlass
 venv=$root/opt/windlass
-# An image that takes longer is pulled by the first task that needs it. A setup command that takes longer hangs.
+# An image that takes longer is pulled by the first task that needs it. A setup command that takes longer is killed.
 PULL_TIMEOUT_S=300
 SETUP_TIMEOUT_S=900
 PIP_TIMEOUT_S=600
@@ -23,16 +23,16 @@ say() { echo "windlass-boot $(date -u +%H:%M:%S) $*"; }
 begin() { step=$1; say "$1"; }
 report() {
   code=$?
-  [ "$code" = 0 ] || say "FAILED while $step (exit code $code): this machine does not join"
+  [ "$code" = 0 ] || say "FAILED while $step (exit code $code): this machine will not join"
 }
 trap report EXIT
 
-# Waits of 1, 4 and 9 seconds, each with a part of a second that differs between machines that boot together.
+# Waits 1, 4 and 9 seconds plus a random fraction, so that machines that boot together do not retry together.
 retry() {
   attempt=1
   until "$@"; do
     [ "$attempt" -lt "$MAX_ATTEMPTS" ] || return 1
-    say "again, after attempt $attempt of $MAX_ATTEMPTS failed: $1"
+    say "attempt $attempt of $MAX_ATTEMPTS failed, retrying: $1"
     sleep "$((attempt * attempt)).$(od -An -N2 -tu2 /dev/urandom | tr -d ' ')"
     attempt=$((attempt + 1))
   done
@@ -43,34 +43,34 @@ pull_images() {
     if retry timeout "$PULL_TIMEOUT_S" docker pull --quiet "$image" </dev/null; then
       say "pulled $image"
     else
-      say "could not pull $image: going on without it"
+      say "could not pull $image, continuing without it"
     fi
   done <"$lib/images"
 }
 
 begin "locking root's password"
-# A provider makes one up, and mails it, for a machine without an SSH key. Keys go on opening it; passwords do not.
+# For a machine without an SSH key, a provider generates a root password and mails it. SSH keys still work.
 passwd -l root >/dev/null
 
-begin "making the user $user"
+begin "creating the user $user"
 id "$user" >/dev/null 2>&1 ||
   useradd --system --user-group --home-dir /var/lib/windlass --shell /usr/sbin/nologin "$user"
 group=$(id -gn "$user")
 mkdir -p "$state"
-# -h: when this runs again, the worker may have put a link there.
+# -h: when this runs again, the worker may have replaced a file by a link.
 chown -h "$user:$group" "$state" "$etc" "$etc/join.json"
 chmod 0750 "$state"
 chmod 0700 "$etc"
 
 pulls=""
 if [ -s "$lib/images" ]; then
-  begin "pulling images, while the rest goes on"
+  begin "pulling images in the background"
   pull_images &
   pulls=$!
 fi
 
-begin "making the Python environment"
-# The package list may have failed at a mirror; the environment is the one thing that cannot be done without.
+begin "creating the Python environment"
+# cloud-init may have failed to install the packages. Only this one is indispensable.
 python3 -c 'import ensurepip' 2>/dev/null ||
   retry apt-get -o DPkg::Lock::Timeout=120 install -y -qq --no-install-recommends python3-venv
 [ -x "$venv/bin/pip" ] || python3 -m venv "$venv"
@@ -91,7 +91,7 @@ done
 
 if [ -n "$pulls" ]; then
   begin "waiting for the images"
-  wait "$pulls" || say "pulling images ended early: going on without the rest"
+  wait "$pulls" || say "pulling images failed, continuing without the rest"
 fi
 
 begin "starting the worker"
@@ -100,4 +100,4 @@ if [ -e "$units/windlass-ray.service" ]; then
   systemctl enable --now windlass-ray.service
 fi
 systemctl enable --now windlass-worker.service
-say "done: the worker activates itself now"
+say "done: the worker joins now"

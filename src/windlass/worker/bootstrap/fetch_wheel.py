@@ -1,13 +1,11 @@
-"""Fetches the wheel that the control plane serves: what a machine runs to get Windlass in the control plane's version.
+"""Downloads the wheel of Windlass that the control plane serves, so that a machine runs the same version.
 
     python3 fetch_wheel.py JOIN_FILE FOLDER
 
-Prints the path of the wheel and ends with 0, or prints one sentence on standard error and ends with 1. A wheel is in
-FOLDER only if its SHA-256 is the one that was announced. The join token goes to the address in JOIN_FILE and nowhere
-else: redirects are refused, proxies are not used, and it is never printed. Fetching does not use the token up. After
-the machine has joined, the worker's own token, in a file beside JOIN_FILE, takes its place.
-
-This file is copied onto machines that have nothing but Python: it uses the standard library alone.
+Prints the path of the wheel and exits with 0, or prints an error message and exits with 1. A wheel is in FOLDER only if
+its SHA-256 matches. The join token is sent only to the URL in JOIN_FILE: redirects are refused and proxies ignored. A
+download does not use up the token. After the machine has joined, the worker token in JOIN_FILE.token is used instead.
+This file is copied to machines that have only Python, so it uses only the standard library.
 """
 
 import argparse
@@ -24,36 +22,36 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-# With the waits between them about two minutes: longer than a control plane takes to restart.
+# About two minutes with the waits in between: longer than a restart of the control plane.
 MAX_ATTEMPTS = 8
 FIRST_WAIT_S = 1.0
-LONGEST_WAIT_S = 30.0
-# Without a byte for this long, a connection is given up.
+MAX_WAIT_S = 30.0
+# A connection without data for this long times out.
 REQUEST_TIMEOUT_S = 30.0
-# One download, however steadily it drips.
+# Limit for one download, however slow.
 DOWNLOAD_TIMEOUT_S = 180.0
-# Windlass is far below a megabyte: more is not Windlass.
+# Windlass is smaller than one megabyte.
 MAX_WHEEL_BYTES = 16 << 20
 MAX_ANSWER_BYTES = 64 << 10
 CHUNK_BYTES = 1 << 16
-# Not the request's fault: the same request may succeed later.
-PASSING_CODES = frozenset({408, 425, 429})
+# Temporary errors: the same request may succeed later.
+TEMPORARY_CODES = frozenset({408, 425, 429})
 
-# A name and no path: the control plane says what the file is called, not where it is put.
+# A file name without a path: the control plane does not choose the folder.
 WHEEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]*\.whl")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class DownloadRefused(Exception):
-    """Asking again will not help."""
+    """A retry will not help."""
 
 
 class DownloadFailed(Exception):
-    """Asking again may help."""
+    """A retry may help."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """urllib would take the Authorization header along to wherever it is sent."""
+    """urllib would send the Authorization header to the target of a redirect."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -61,13 +59,13 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 class WheelSource:
     def __init__(self, url: str, token: str, ca_file: Path | None = None) -> None:
-        # urllib would read files and FTP too.
+        # urllib also reads file and FTP URLs.
         if not url.startswith(("https://", "http://")):
             raise DownloadRefused("the control plane's address does not begin with http:// or https://")
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}", "User-Agent": "windlass-bootstrap"}
         tls = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file))
-        # No proxy, whatever the environment says: the token is for the control plane alone.
+        # No proxy, even if the environment has one: only the control plane may see the token.
         self._opener = urllib.request.build_opener(_NoRedirects, tls, urllib.request.ProxyHandler({}))
 
     def get(self, path: str, max_bytes: int) -> bytes:
@@ -77,10 +75,10 @@ class WheelSource:
                 return _read(response, max_bytes)
         except urllib.error.HTTPError as error:
             problem = f"{self.url}{path} answered {error.code}"
-            if error.code >= 500 or error.code in PASSING_CODES:
+            if error.code >= 500 or error.code in TEMPORARY_CODES:
                 raise DownloadFailed(problem) from None
             if error.code in {401, 403, 410}:
-                problem += ": the join token is not (or no longer) good"
+                problem += ": the join token is invalid or expired"
             raise DownloadRefused(problem) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
@@ -100,7 +98,7 @@ def _read(response: Any, max_bytes: int) -> bytes:
 
 
 def fetch_once(control_plane: WheelSource, folder: Path) -> Path:
-    """The announcement is read anew each time: the control plane may have been upgraded in between."""
+    """Reads the name and hash each time, because the control plane may have been upgraded in between."""
     try:
         announced = json.loads(control_plane.get("/internal/wheel", MAX_ANSWER_BYTES))
         name, sha256 = announced["filename"], announced["sha256"]
@@ -109,14 +107,14 @@ def fetch_once(control_plane: WheelSource, folder: Path) -> Path:
         is_sound = False
     if not is_sound:
         raise DownloadRefused(
-            f"{control_plane.url}/internal/wheel did not name a wheel: is this the control plane's address?"
+            f"{control_plane.url}/internal/wheel did not return a wheel. Check the URL of the control plane."
         )
     content = control_plane.get(f"/internal/wheel/{name}", MAX_WHEEL_BYTES)
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise DownloadFailed(f"{name} is not what the control plane announced: its SHA-256 differs")
+        raise DownloadFailed(f"{name} is damaged: its SHA-256 differs from the announced one")
     folder.mkdir(parents=True, exist_ok=True)
     wheel: Path = folder / name
-    # Renamed when it is whole: whoever finds a wheel here may install it.
+    # Renamed when complete: a wheel in the folder may be installed.
     partial = wheel.with_suffix(".partial")
     partial.write_bytes(content)
     return partial.replace(wheel)
@@ -126,12 +124,12 @@ def fetch(control_plane: WheelSource, folder: Path, first_wait_s: float = FIRST_
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             return fetch_once(control_plane, folder)
-        except DownloadFailed as trouble:
+        except DownloadFailed as error:
             if attempt == MAX_ATTEMPTS:
-                raise DownloadRefused(f"{trouble}, {MAX_ATTEMPTS} times") from None
-            _say(f"{trouble}: trying again ({attempt} of {MAX_ATTEMPTS})")
-            # Machines that were hired together do not ask together.
-            wait_s = min(LONGEST_WAIT_S, first_wait_s * 2 ** (attempt - 1))
+                raise DownloadRefused(f"{error} ({MAX_ATTEMPTS} attempts)") from None
+            _print_error(f"{error}, retrying ({attempt} of {MAX_ATTEMPTS})")
+            # Jitter: machines that were created together do not retry together.
+            wait_s = min(MAX_WAIT_S, first_wait_s * 2 ** (attempt - 1))
             time.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads load, hides nothing
     raise AssertionError("the last attempt returns or raises")
 
@@ -148,21 +146,21 @@ def main() -> int:
     parser.add_argument("join_file", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--first-wait-s", type=float, default=FIRST_WAIT_S)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        wheel = fetch(control_plane_of(given.join_file), given.folder, given.first_wait_s)
+        wheel = fetch(control_plane_of(arguments.join_file), arguments.folder, arguments.first_wait_s)
     except DownloadRefused as error:
-        _say(str(error))
+        _print_error(str(error))
         return 1
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        _say(f"{given.join_file} cannot be used ({type(error).__name__})")
+        _print_error(f"cannot use {arguments.join_file}: {type(error).__name__}")
         return 1
     sys.stdout.write(f"{wheel}\n")
     return 0
 
 
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"windlass: {sentence}\n")
+def _print_error(message: str) -> None:
+    sys.stderr.write(f"windlass: {message}\n")
 
 
 if __name__ == "__main__":

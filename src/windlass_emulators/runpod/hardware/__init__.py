@@ -1,8 +1,8 @@
-"""The hardware of an emulated pod, as its programs see it: every file here runs inside a pod and knows nothing of the
-emulator but the one file of readings that `EMULATED_HARDWARE` names (see readings.py).
+"""The emulated hardware of a pod, as its programs see it.
 
-This folder is the first in a pod's PYTHONPATH. So `import pynvml` finds the GPUs of the emulated machine, and
-`os.statvfs` its disks: nothing in a worker knows that it is rehearsed, and there is no back door in it.
+The files here run inside pods. They know nothing of the emulator except the file that `EMULATED_HARDWARE` names (see
+readings.py). This folder comes first in a pod's PYTHONPATH: `import pynvml` finds the GPUs of the emulated machine, and
+`os.statvfs` its disks. A worker has no special code for emulated hardware.
 
-They are started often and must be quick, so they import little: no pathlib, nothing of Windlass.
+Programs start these files often, so they import little: no pathlib, nothing of Windlass.
 """

@@ -1,9 +1,9 @@
-"""The first process of an emulated pod: its program, an SSH server for every connection, and all that those start.
+"""The first process of an emulated pod. It runs the program and an SSH server per connection.
 
-Whatever loses its parent becomes a child of this process, so nothing gets out of its reach, not even what somebody left
-behind in the background over SSH. It ends everything and then itself when it is told to (SIGTERM: everybody is told,
-then waited for), and when the emulator is gone (its standard input ends: everybody is killed). It also ends with its
-program, where nobody can log in; where somebody can, it stays, like an image that sleeps.
+It is a subreaper: a process in the pod that loses its parent becomes its child, so that it can end all of them.
+- SIGTERM: it forwards the signal to all descendants, waits for them, then ends.
+- End of standard input (the emulator is gone): it kills all descendants, then ends.
+- End of the program: it ends too if there is no SSH; otherwise it stays, like an image that sleeps.
 
 Linux only, standard library only, one thread.
 """
@@ -22,10 +22,10 @@ import time
 from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
-# As much as the emulator allows any machine's log.
+# The limit of every machine's log.
 _MAX_LOG_BYTES = 8 * 1024 * 1024
 _MAX_LINE_BYTES = 16 * 1024
-# From SIGKILL to the kernel's word that they are gone.
+# From SIGKILL to the end of all processes.
 _KILL_TIMEOUT_S = 10.0
 _POLL_S = 0.2
 
@@ -35,7 +35,7 @@ class PodInit:
         self.settings = settings
         self.selector = selectors.DefaultSelector()
         self.program: subprocess.Popen[bytes] | None = None
-        # What it says. Whatever it leaves behind may go on saying things.
+        # The program's output pipe. Background processes may write to it after the program has ended.
         self.output = -1
         self.listener: socket.socket | None = None
         self.is_stopping = False
@@ -46,7 +46,7 @@ class PodInit:
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        self.selector.register(0, selectors.EVENT_READ, self._emulator_is_gone)
+        self.selector.register(0, selectors.EVENT_READ, self._end_with_emulator)
         listen_at = self._open_ssh()
         self._start_program()
         while True:
@@ -57,10 +57,10 @@ class PodInit:
             for key, _ in self.selector.select(_POLL_S):
                 key.data()
             self._reap()
-            if self._is_over():
+            if self._is_finished():
                 return 0
 
-    def _is_over(self) -> bool:
+    def _is_finished(self) -> bool:
         if self.is_stopping:
             return not descendants()
         return self.program is None and self.settings["ssh"] is None and not descendants()
@@ -71,7 +71,7 @@ class PodInit:
         command = self.settings["command"]
         if command is None:
             return
-        # stdout becomes a pipe, so Python in the pod would keep its lines to itself.
+        # stdout is a pipe, so Python would buffer its output.
         environment = {"PYTHONUNBUFFERED": "1", **self.settings["environment"]}
         try:
             self.program = subprocess.Popen(
@@ -115,7 +115,7 @@ class PodInit:
     # ------------------------------------------------------------------------------------------------------- SSH
 
     def _open_ssh(self) -> float | None:
-        """When to begin to listen. Until then a connection is refused."""
+        """When to start listening, on the monotonic clock. Connections are refused until then."""
         ssh = self.settings["ssh"]
         if ssh is None:
             return None
@@ -130,7 +130,7 @@ class PodInit:
             number = connection.fileno()
             subprocess.Popen(self.settings["ssh"]["command"], stdin=number, stdout=number, stderr=log)
 
-    # ------------------------------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------------------------------------- end
 
     def _reap(self) -> None:
         while True:
@@ -143,7 +143,7 @@ class PodInit:
             if self.program is not None and pid == self.program.pid:
                 self.program.returncode = os.waitstatus_to_exitcode(status)
                 self._read_output()
-                self._log(f"the program ended with {self.program.returncode}")
+                self._log(f"the program exited with {self.program.returncode}")
                 self.program = None
 
     def _stop(self) -> None:
@@ -151,7 +151,7 @@ class PodInit:
         for pid in descendants():
             send(pid, signal.SIGTERM)
 
-    def _emulator_is_gone(self) -> None:
+    def _end_with_emulator(self) -> None:
         if os.read(0, 4096):
             return
         deadline = time.monotonic() + _KILL_TIMEOUT_S
@@ -164,7 +164,7 @@ class PodInit:
 
 
 def descendants() -> list[int]:
-    """All of them that live, the closest first."""
+    """All live descendants, parents first."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():

@@ -1,4 +1,4 @@
-"""NVML as far as a worker asks it. In place of NVIDIA's own module, inside an emulated pod only."""
+"""Replaces NVIDIA's NVML module inside an emulated pod, with the functions that a worker calls."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -90,12 +90,12 @@ def _gpu(handle: int) -> dict[str, Any]:
         gpu: dict[str, Any] = readings.read()["gpus"][handle]
         return gpu
     except IndexError:
-        # It has fallen off the bus since.
+        # The GPU was lost meanwhile.
         raise NVMLError_NotFound from None
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
-    """Whatever else there is, this GPU does not support."""
+    """Every other NVML function raises NVML_ERROR_NOT_SUPPORTED."""
     if not name.startswith("nvml"):
         raise AttributeError(name)
 

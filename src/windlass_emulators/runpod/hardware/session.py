@@ -1,9 +1,8 @@
-"""What an SSH session of an emulated pod runs: the client's command, with the pod's own paths mapped into its folder.
+"""Runs the command of an SSH session in an emulated pod. sshd forces every session through this program.
 
-sshd forces every session through here. A path that is the pod's (its mounts, its home, whatever exists under its root)
-is replaced by the folder that stands for it, in the text of the command; a script that comes by standard input is not
-touched. The environment is a fresh login's, without the container's own: as in a real pod, that is in
-`/etc/rp_environment`.
+In the text of the command, paths of the pod (its mounts, its home, paths that exist under its root) are replaced by the
+folders on this host. A script on standard input is not changed. The environment is that of a fresh login; as in a real
+pod, the container's own environment is in `/etc/rp_environment`.
 """
 
 import json
@@ -11,34 +10,34 @@ import os
 import re
 import sys
 
-# Neither in the middle of a word or of an address, nor after a variable.
+# An absolute path that is not part of a word or an address and does not follow a variable.
 _PATH = re.compile(r"(?<![\w.~$}/@-])(?:/[\w.@%+-]+)+/?")
-_KEPT = ("LANG", "LC_ALL", "TERM", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY")
+_KEPT_VARIABLES = ("LANG", "LC_ALL", "TERM", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY")
 
 
-def mapped(command: str, root: str, own: list[str]) -> str:
-    """Paths under one of `own`, and those that exist under the root, as this host knows them."""
+def map_paths(command: str, root: str, own: list[str]) -> str:
+    """Replace paths under one of `own`, and paths that exist under the root."""
 
-    def place(match: "re.Match[str]") -> str:
+    def replace(match: "re.Match[str]") -> str:
         path = match[0]
         is_own = any(path == each or path.startswith(each.rstrip("/") + "/") for each in own)
         return root + path if is_own or os.path.exists(root + path) else path
 
-    return _PATH.sub(place, command)
+    return _PATH.sub(replace, command)
 
 
 def main(folder: str) -> int:
     with open(os.path.join(folder, "session.json")) as file:
         settings = json.load(file)
     command = os.environ.get("SSH_ORIGINAL_COMMAND")
-    for text, said in settings["failures"].items():
+    for text, message in settings["failures"].items():
         if command and text in command:
-            print(said, file=sys.stderr)
+            print(message, file=sys.stderr)
             return 1
-    environment = {name: os.environ[name] for name in _KEPT if name in os.environ} | settings["environment"]
+    environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | settings["environment"]
     os.chdir(environment["HOME"])
     shell = settings["shell"]
-    words = [shell, "-c", mapped(command, settings["root"], settings["own"])] if command else [shell, "-l"]
+    words = [shell, "-c", map_paths(command, settings["root"], settings["own"])] if command else [shell, "-l"]
     sys.stdout.flush()
     return os.execve(shell, words, environment)
 

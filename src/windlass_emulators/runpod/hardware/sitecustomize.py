@@ -1,5 +1,8 @@
-"""Run by every Python program of a pod when it starts: what is mounted, and how large it is, is as the emulated pod has
-it, whatever this host's own disks are. `shutil.disk_usage` and psutil ask the same function."""
+"""Python imports this module at the start of every program in a pod.
+
+It replaces `os.statvfs` and `os.path.ismount`, so that mounts have the emulated size. `shutil.disk_usage` and psutil
+use the same function.
+"""
 
 import os
 from typing import Any
@@ -27,7 +30,7 @@ def _ismount(path: Any) -> bool:
     if isinstance(path, int):
         return _real_ismount(path)
     place = os.path.abspath(os.fsdecode(path))
-    return any(place in readings.places_of(mount) for mount in readings.read()["mounts"])
+    return any(place in readings.paths_of(mount) for mount in readings.read()["mounts"])
 
 
 if readings.VARIABLE in os.environ:

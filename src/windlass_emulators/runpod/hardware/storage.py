@@ -1,4 +1,4 @@
-"""`df`, `mountpoint` and `findmnt` inside an emulated pod, by the name they are called with."""
+"""`df`, `mountpoint` and `findmnt` inside an emulated pod. The first argument selects the command."""
 
 import argparse
 import os
@@ -102,7 +102,7 @@ def findmnt(words: list[str]) -> int:
 
 def _mounted(path: str, found: dict[str, Any]) -> dict[str, Any] | None:
     path = os.path.abspath(path)
-    return next((mount for mount in found["mounts"] if path in readings.places_of(mount)), None)
+    return next((mount for mount in found["mounts"] if path in readings.paths_of(mount)), None)
 
 
 if __name__ == "__main__":

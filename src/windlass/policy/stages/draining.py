@@ -1,0 +1,108 @@
+"""Decides which workers drain: those above max_workers, over budget, idle and spare, or all when the fleet shuts down.
+
+A draining worker claims no more tasks and finishes those it has. stages/termination.py then deletes its machine.
+"""
+
+from datetime import timedelta
+
+from windlass.model.action import Action, Drain
+from windlass.policy.billing import HOUR, TerminationWindow
+from windlass.policy.derive import WorkerState
+from windlass.policy.planning_context import PlanningContext
+from windlass.policy.scale import Demand, ScalingDecision
+from windlass.policy.stages import budget
+from windlass.policy.stages.spawning import spawnable_slots
+
+
+def drain_all(context: PlanningContext, staying: list[WorkerState]) -> list[Action]:
+    """Shut the fleet down: all workers at once, paused or not, under any hold. They may finish their tasks."""
+    left = sum(state.is_managed for state in context.states.values())
+    context.decision = f"shutting down: {left} left" + (f", drain {len(staying)}" if staying else "")
+    return [Drain(state.worker.id, "SHUT_DOWN", "fleet is shut down") for state in staying]
+
+
+def drain_workers(
+    context: PlanningContext,
+    demand: Demand,
+    staying: list[WorkerState],
+    wish: ScalingDecision,
+    windows: dict[str, TerminationWindow],
+) -> list[Action]:
+    if context.is_stopped:
+        return []
+    max_workers, grace = context.fleet.max_workers, timedelta(seconds=context.fleet.stop_timeout_s)
+    forced: list[Drain] = []
+
+    # max_workers was lowered. Idle workers first, then those without a task, then the newest.
+    excess = max(0, len(staying) - max_workers)
+    idle_ids = {state.worker.id for state in demand.idle}
+    rest = [state for state in staying if state.worker.id not in idle_ids]
+    rest.sort(key=lambda state: state.worker.created_at, reverse=True)
+    rest.sort(key=lambda state: state.has_active_task)
+    above_max = f"{len(staying)} workers, max_workers {max_workers}"
+    forced += [Drain(state.worker.id, "OVER_MAX", above_max) for state in [*demand.idle, *rest][:excess]]
+
+    # Over budget: every worker whose billing period ends. A busy one drains early enough to finish its tasks before.
+    for state in staying if context.over_budget_reason is not None else ():
+        window = windows.get(state.worker.id)
+        lead = grace if state.has_active_task else timedelta()
+        if window is None or context.now >= window.opens - lead:
+            forced.append(Drain(state.worker.id, budget.CODE, context.over_budget_reason or ""))
+
+    spare = _drainable_spare(context, staying, wish, windows)
+    idle = [_idle_drain(context, state, wish, windows.get(state.worker.id)) for state in spare]
+    # A worker with several reasons drains for the first.
+    first: dict[str, Drain] = {}
+    for drain in (*forced, *idle):
+        first.setdefault(drain.worker_id, drain)
+    drains = list(first.values())[: context.fleet.max_changes_per_cycle]
+    if drains:
+        context.is_cut_short = len(drains) < len(first)
+        idle_s = min((state.idle_s or 0.0 for state in spare), default=0.0)
+        needed = len(staying) - len(wish.spare)
+        why = forced[0].reason if forced else f"idle {idle_s:.0f} s, {len(staying)} workers, {needed} needed"
+        context.decision = f"drain {len(drains)}: {why}"
+    return [*drains]
+
+
+def _drainable_spare(
+    context: PlanningContext,
+    staying: list[WorkerState],
+    wish: ScalingDecision,
+    windows: dict[str, TerminationWindow],
+) -> list[WorkerState]:
+    """Spare workers that may drain now: the fleet was over capacity and each worker idle for long enough."""
+    fleet, since = context.fleet, context.planner_state.scaling.over_capacity_since
+    # A person requested workers: an idle worker that drains now would be spawned again at once.
+    if context.snapshot.requested > 0 and spawnable_slots(context, staying) > 0:
+        return []
+    if since is None or context.age_s(since) < fleet.scale_down_grace_s or context.snapshot.is_paused:
+        return []
+    # A starting worker was needed a moment ago, and demand may come back before it is ready: keep the others meanwhile.
+    # Not where billing periods are long: a window lasts a few cycles, a boot lasts longer, and waiting costs a period.
+    started = [state for state in staying if not state.is_booting]
+    is_any_new = any(context.age_s(state.worker.created_at) < fleet.spawn_grace_s for state in staying)
+    if not windows and (len(started) < len(staying) or is_any_new):
+        return []
+    found = []
+    for state in wish.spare:
+        idle_s, window = state.idle_s or 0.0, windows.get(state.worker.id)
+        # Within a window one idle cycle is enough; a moment between two tasks is not.
+        is_due = window is None or context.now >= window.opens
+        limit_s = fleet.idle_timeout_s if window is None else min(fleet.idle_timeout_s, fleet.poll_interval_s)
+        if is_due and idle_s >= limit_s:
+            found.append(state)
+    return found[: max(0, len(started) - fleet.min_workers)]
+
+
+def _idle_drain(
+    context: PlanningContext, state: WorkerState, wish: ScalingDecision, window: TerminationWindow | None
+) -> Drain:
+    idle = f"idle {state.idle_s or 0.0:.0f} s"
+    if window is None:
+        return Drain(state.worker.id, "IDLE", f"{idle}, {wish.reason}")
+    left_s = (window.boundary - context.now).total_seconds()
+    is_hour = context.snapshot.traits.billing_unit_s == HOUR.total_seconds()
+    period = "billing hour" if is_hour else "billing period"
+    why = "queue empty" if context.snapshot.queue.queued == 0 else wish.reason
+    return Drain(state.worker.id, "BILLING_HOUR_END", f"{idle}, {period} ends in {left_s:.0f} s, {why}")

@@ -1,0 +1,100 @@
+"""Alerts about conditions that a person should know and that no other stage acts on."""
+
+from windlass.model.action import Action, Delete, DeleteOrphan, FailSlot
+from windlass.model.worker import LIVE
+from windlass.policy.derive import Lifecycle
+from windlass.policy.planning_context import PlanningContext
+from windlass.policy.quarantine import LONELY_FAILURES, describe_streak, is_undecided
+from windlass.policy.stages.termination import slot_failures
+
+# Failures of a slot within its window before an alert fires.
+FAILURES_TO_ALERT = 4
+# Poll intervals without a complete machine list before an alert fires.
+UNLISTED_CYCLES_TO_ALERT = 3
+# An alert fires above this share of max_workers. Only for rented machines: small local fleets are often full.
+NEAR_MAX_SHARE = 0.8
+# A machine may take this long to disappear after its deletion was requested.
+DELETION_ALERT_S = 300.0
+
+
+def raise_warnings(context: PlanningContext) -> list[Action]:
+    fleet, states = context.fleet, context.states.values()
+    actions: list[Action] = []
+    for state in states:
+        is_ready = state.is_managed and state.lifecycle is Lifecycle.ACTIVE_READY
+        if fleet.has_gpu and is_ready and state.is_vram_stale:
+            why = f"worker {state.worker.id} has not reported its GPU memory for over {fleet.vram_stale_s:g} s"
+            actions += context.alert("VRAM_STALE", why, worker_id=state.worker.id)
+    for streak in context.snapshot.failure_streaks:
+        # No decision is possible, but a person may know: bad tasks, a worker started by hand, a bad handler everywhere.
+        is_long = len(streak.failed) >= LONELY_FAILURES or is_undecided(streak, fleet, context.now)
+        if is_long and streak.worker_id not in context.failed_ids:
+            actions += context.alert("TASKS_FAILING", describe_streak(streak), worker_id=streak.worker_id)
+    actions += _warn_of_slots(context)
+    working = [s for s in states if s.is_managed and (s.lifecycle is Lifecycle.CRASHED or s.is_healthy)]
+    if len(working) > 1 and all(s.lifecycle is Lifecycle.CRASHED for s in working):
+        actions += context.alert("ALL_CRASHED", f"all {len(working)} workers crashed at the same time")
+    for choice, error in context.snapshot.traits.refused_choices:
+        why = f"the provider refuses {choice}, so the fleet uses its other choices: {error}"
+        actions += context.alert("CHOICE_REFUSED", why, about=choice)
+    spawned = sum(state.is_managed for state in states)
+    if context.snapshot.traits.is_remote and spawned > NEAR_MAX_SHARE * fleet.max_workers:
+        actions += context.alert("NEAR_MAX", f"{spawned} workers, max_workers {fleet.max_workers}")
+    actions += _warn_of_undeleted(context)
+    actions += _warn_of_engine(context)
+    unlisted_since = context.planner_state.machines.unlisted_since
+    if unlisted_since and context.age_s(unlisted_since) >= UNLISTED_CYCLES_TO_ALERT * fleet.poll_interval_s:
+        why = f"{fleet.provider} has returned no machine list since {unlisted_since:%H:%M:%S} UTC"
+        actions += context.alert("LIST_UNKNOWN", why)
+    return actions
+
+
+def _warn_of_slots(context: PlanningContext) -> list[Action]:
+    failed = {slot.slot: "max_restarts exceeded" for slot in context.snapshot.slots if slot.is_failed}
+    failed |= {action.slot: action.reason for action in context.actions if isinstance(action, FailSlot)}
+    actions: list[Action] = []
+    for number, reason in failed.items():
+        why = f"slot {number} is failed and stays empty until `windlass restart`: {reason}"
+        actions += context.alert("SLOT_FAILED", why, about=str(number))
+    window_min = context.fleet.restart_window_s / 60
+    for number, count in slot_failures(context).items():
+        if number not in failed and count >= FAILURES_TO_ALERT:
+            why = f"{count} workers of slot {number} failed in {window_min:g} min"
+            actions += context.alert("SLOT_RESTARTS", why, about=str(number))
+    return actions
+
+
+def _warn_of_undeleted(context: PlanningContext) -> list[Action]:
+    """Machines whose deletion was requested in every cycle for minutes. They need not be listed: a machine that lost
+    its tags is in no list, and is billed."""
+    if context.snapshot.machines is None:
+        return []
+    deleted = {
+        action.machine_id: action.worker_id if isinstance(action, Delete) else action.name
+        for action in context.actions
+        if isinstance(action, Delete | DeleteOrphan)
+    }
+    before = context.snapshot.planner_state.machines.deleting_since
+    since = {machine_id: before.get(machine_id, context.now) for machine_id in deleted if machine_id is not None}
+    context.remember_in("machines", deleting_since=since)
+    actions: list[Action] = []
+    for machine_id, name in deleted.items():
+        if machine_id is not None and context.age_s(since[machine_id]) >= DELETION_ALERT_S:
+            why = (
+                f"machine {machine_id} of worker {name} still exists, its deletion was requested at "
+                f"{since[machine_id]:%H:%M:%S} UTC; see `windlass explain {name}`"
+            )
+            actions += context.alert("NOT_DELETED", why, about=machine_id)
+    return actions
+
+
+def _warn_of_engine(context: PlanningContext) -> list[Action]:
+    """Ray nodes on which no tasks are placed, because the dispatcher does not report."""
+    nodes = [s.worker for s in context.states.values() if s.is_managed and s.has_heartbeat and s.worker.status in LIVE]
+    if context.fleet.engine is None or not nodes:
+        return []
+    since = max((node.node.at for node in nodes if node.node is not None), default=min(n.created_at for n in nodes))
+    if context.age_s(since) <= max(context.fleet.heartbeat_timeout_s, context.fleet.poll_interval_s):
+        return []
+    why = f"the dispatcher has not reported on the fleet's Ray nodes since {since:%H:%M:%S} UTC"
+    return context.alert("ENGINE_SILENT", why)
