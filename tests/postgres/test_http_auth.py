@@ -16,9 +16,10 @@ from windlass.server.server import listen, serving
 from windlass.store.connect import connected
 from windlass.wiring import http_server
 
-WAITING_FOR_LOCK = (
-    "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
-)
+WAITING_FOR_LOCK = """
+select count(*) from pg_locks
+where not granted and database = (select oid from pg_database where datname = current_database())
+"""
 
 
 async def test_without_tokens_only_localhost_may_read(api: ApiFixture) -> None:
