@@ -52,7 +52,7 @@ class PageContext:
 
 @cache
 def asset_version(name: str) -> str:
-    """Hash of a static file, part of its address, so that browsers may cache it for ever."""
+    """Hash of a static file, part of its address, so that browsers may cache it without end."""
     content = resources.files("windlass.dashboard").joinpath("static", name).read_bytes()
     return hashlib.sha256(content).hexdigest()[:10]
 
