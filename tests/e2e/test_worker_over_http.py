@@ -214,7 +214,7 @@ async def test_a_machine_whose_worker_has_ended_drops_everything_and_exits_with_
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that the token is refused, and not only the worker.
-    monkeypatch.setattr(gate, "BELIEVED_S", 0.0)
+    monkeypatch.setattr(gate, "IDENTITY_TTL_S", 0.0)
     hand, task_id = await started(plane)
     await plane.end("far-0")
     assert await hand.exit_code() == 3
@@ -223,7 +223,7 @@ async def test_a_machine_whose_worker_has_ended_drops_everything_and_exits_with_
     # And so does a service that starts it again.
     again = plane.start(plane.crew.folder / "far-0.json")
     assert await again.exit_code() == 3
-    assert "windlass: asking for the work order: worker far-0 has ended" in again.log()
+    assert "windlass: asking for the work order: worker far-0 has terminated" in again.log()
 
 
 async def test_a_join_token_that_was_used_elsewhere_lets_nobody_in(plane: Plane) -> None:
@@ -234,7 +234,7 @@ async def test_a_join_token_that_was_used_elsewhere_lets_nobody_in(plane: Plane)
     await until(lambda: plane.is_heard("far-0"), "a heartbeat")
     thief = plane.start(copy)
     assert await thief.exit_code() == 3
-    assert "windlass: joining as far-0: the join token of worker far-0 was used already." in thief.log()
+    assert "windlass: joining as far-0: the join token of worker far-0 was already used." in thief.log()
 
 
 @pytest.mark.parametrize(
@@ -301,13 +301,13 @@ async def test_a_worker_that_nobody_hired_works_over_http_with_an_api_token(plan
 
 
 async def test_revoking_the_api_token_ends_the_workers_it_let_in(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "BELIEVED_S", 0.0)
+    monkeypatch.setattr(gate, "IDENTITY_TTL_S", 0.0)
     hand = await self_register(plane)
     await plane.crew.enqueue(files(plane.crew))
     await until((plane.crew.folder / "running-1").exists, f"the handler runs\n{hand.last_lines()}")
     await plane.store.revoke_token("anywhere")
     assert await hand.exit_code() == 3
-    assert "windlass: registering the worker: this token is not known, or was revoked." in hand.log()
+    assert "windlass: registering the worker: unknown or revoked token." in hand.log()
 
 
 # -------------------------------------------------------------------------------------------------------- databases
