@@ -96,7 +96,7 @@ async def serve(dsn: str) -> None:
             print(json.dumps({"port": listener.getsockname()[1], "token": token}), flush=True)
             while not any(task.done() for task in background):
                 started = time.perf_counter()
-                alerts.note(await cycle.run())
+                alerts.record_cycle(await cycle.run())
                 took_s = time.perf_counter() - started
                 print(json.dumps({"cycle_s": took_s, "cpu_s": time.process_time()}), flush=True)
                 await asyncio.sleep(max(0.0, CYCLE_INTERVAL_S - took_s))

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from windlass.control.explain import ExplainStore, tell
+from windlass.control.explain import ExplainStore, explain
 from windlass.model.cycle import Explanation
 from windlass.model.fleet import FleetConfig
 from windlass.model.work_order import RayHead
@@ -31,7 +31,7 @@ class StaticControlPlane:
         return []
 
     async def explain(self, subject: str) -> Explanation:
-        return await tell(self._store, subject)
+        return await explain(self._store, subject)
 
     async def worker_log(self, _fleet: str, _worker_id: str, _lines: int) -> AsyncIterator[str]:
         for line in list[str]():

@@ -119,7 +119,11 @@ def _count(number: int, noun: str) -> str:
 
 
 async def enqueue_task(store: Store, task: NewTask) -> EnqueueResult:
-    task_id, is_new = await store.enqueue_or_find(task)
+    if task.unique_key is None:
+        # One statement, and a producer role needs no right to read tasks for it.
+        task_id, is_new = await store.enqueue(task), True
+    else:
+        task_id, is_new = await store.enqueue_or_find(task)
     outcome = OperationOutcome.DONE if is_new else OperationOutcome.UNCHANGED
     message = f"task {task_id} enqueued in {task.queue}" if is_new else f"unique key already used by task {task_id}"
     return EnqueueResult(outcome=outcome, message=message, changed=int(is_new), task_id=task_id)

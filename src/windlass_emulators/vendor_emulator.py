@@ -45,6 +45,8 @@ class VendorState(Protocol):
 
     def next_due(self) -> datetime | None: ...
 
+    def crash(self, machine: Any, /) -> None: ...
+
 
 StateT = TypeVar("StateT", bound=VendorState)
 FaultsT = TypeVar("FaultsT", bound=FaultScript)
@@ -232,6 +234,12 @@ class VendorEmulator(ABC, Generic[StateT, FaultsT]):
         """Injects faults from now on. Everything that was due before happens first."""
         self.settle()
         return self._faults
+
+    def crash(self, machine_id: int | str) -> None:
+        """Kill the processes of a machine. The API still reports it as running, and it is still billed."""
+        with self._lock:
+            self.settle()
+            self._state.crash(self._machines[machine_id])
 
     def settle(self) -> None:
         with self._lock:

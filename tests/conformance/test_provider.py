@@ -274,7 +274,7 @@ async def test_an_id_that_no_machine_of_this_provider_can_have_is_not_called_gon
     if own_shapes[type(provider).__name__] == foreign:
         await provider.delete(machine)
         return
-    with pytest.raises(Refused, match="look for it where the fleet's machines were before"):
+    with pytest.raises(Refused, match="at the fleet's former provider"):
         await provider.delete(machine)
 
 

@@ -1,4 +1,4 @@
-"""Handlers for the tests: good ones, slow ones, and everything a handler should not do."""
+"""Handlers for tests: working, slow and misbehaving ones."""
 
 import asyncio
 import contextlib
@@ -24,19 +24,19 @@ def echo(task: RunningTask) -> Any:
 
 
 def token(task: RunningTask) -> str:
-    """So that a test can tell whose result was accepted."""
+    """Shows whose result was accepted."""
     return task.claim_token
 
 
 def who(_task: RunningTask) -> dict[str, int]:
-    """Which process runs this, and how often it did: what a warm process remembers."""
+    """The process id and its number of calls, which a warm process remembers."""
     global _calls  # noqa: PLW0603
     _calls += 1
     return {"pid": os.getpid(), "calls": _calls}
 
 
 def wait_for_file(task: RunningTask) -> Any:
-    """Say that it runs by making one file, end when another appears. payload: {"running": path, "go": path}"""
+    """Create one file, then wait for another. payload: {"running": path, "go": path}"""
     Path(task.payload["running"]).write_text(f"{os.getpid()} {task.attempt}")
     while not Path(task.payload["go"]).exists():
         time.sleep(0.01)
@@ -44,7 +44,7 @@ def wait_for_file(task: RunningTask) -> Any:
 
 
 def wait_for_file_of_attempt(task: RunningTask) -> Any:
-    """payload: the same for each attempt, by its number"""
+    """payload: the same, by attempt number"""
     files = task.payload[str(task.attempt)]
     Path(files["running"]).touch()
     while not Path(files["go"]).exists():
@@ -60,7 +60,7 @@ async def wait_for_file_inline(task: RunningTask) -> Any:
 
 
 def block_the_first_time(task: RunningTask) -> str:
-    """The first attempt forks, says which processes it has, and then not even its interpreter can move."""
+    """The first attempt forks, writes both process ids, and then blocks the interpreter."""
     if task.attempt > 1:
         return "the second attempt"
     copy = os.fork()
@@ -80,7 +80,7 @@ def report(task: RunningTask) -> str:
 
 
 def tally(task: RunningTask) -> dict[str, Any]:
-    """Leaves a line in a file for each time it runs, and says which claim it ran for."""
+    """Append a line to a file for each run, and return the claim token."""
     with Path(task.payload["file"]).open("a") as file:
         file.write(f"{task.id} {task.attempt} {task.claim_token}\n")
     time.sleep(task.payload.get("seconds", 0))
@@ -150,7 +150,7 @@ def eat_memory_in_a_copy(task: RunningTask) -> None:
 
 
 def share_memory_with_copies(_task: RunningTask) -> str:
-    """Much less memory than it seems: the copies share it."""
+    """Uses less memory than it seems, because the forks share it."""
     shared = b"x" * (150 << 20)
     copies = [os.fork() for _ in range(4) if os.getpid() == PID]
     time.sleep(2)
@@ -188,7 +188,7 @@ def fork_and_exit_in_the_copy(_task: RunningTask) -> str:
 
 
 def die_before_its_copy(task: RunningTask) -> None:
-    """The copy holds the socket and the output open, so that nothing but the exit says that the process is gone."""
+    """The fork holds the socket and the output open, so only the exit shows the death of the process."""
     copy = os.fork()
     if copy == 0:
         time.sleep(600)
@@ -203,7 +203,7 @@ def hang_with_a_detached_process(task: RunningTask) -> None:
 
 
 def leave_a_detached_family(task: RunningTask) -> str:
-    """Three generations, each in a session of its own, that note their pids."""
+    """Three generations, each in its own session, that write their process ids."""
     script = 'echo $$ >> "$1"; [ "$2" = 1 ] || setsid sh -c "$0" "$0" "$1" $(($2 - 1)); sleep 600'
     family = subprocess.Popen(["sh", "-c", script, script, task.payload["file"], "3"], start_new_session=True)
     family.returncode = 0  # or Popen would warn that it lives on
@@ -222,7 +222,7 @@ def hang_with_another_group(task: RunningTask) -> None:
 
 
 def terminate_what_it_started(_task: RunningTask) -> int:
-    """A handler's own processes obey SIGTERM and SIGINT, whatever the handler's process does with them."""
+    """Processes that a handler starts handle SIGTERM and SIGINT normally."""
     for number in (signal.SIGTERM, signal.SIGINT):
         with subprocess.Popen(["sleep", "600"]) as started:
             started.send_signal(number)
@@ -250,7 +250,7 @@ def scribble_on_every_socket(_task: RunningTask) -> None:
 
 
 def report_after_the_end(task: RunningTask) -> str:
-    """A thread that goes on reporting for its attempt while the next one runs."""
+    """A thread keeps reporting for its attempt during the next one."""
     threading.Thread(target=_report_for, args=(task,), daemon=True).start()
     return "done"
 
@@ -261,7 +261,7 @@ def flood_after_the_end(task: RunningTask) -> str:
 
 
 def die_after_the_answer(_task: RunningTask) -> str:
-    """The process is gone as soon as its result has been sent."""
+    """The process dies as soon as its result is sent."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.shutdown(socket.SHUT_RD)
     sock.detach()

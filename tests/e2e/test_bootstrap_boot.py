@@ -1,4 +1,4 @@
-"""The scripts of a first boot, really run: a control plane on loopback that serves a wheel, a root that is a folder.
+"""Runs the boot scripts with a control plane on loopback that serves a wheel and a folder as the root.
 
 Not real are only what would change the machine that runs the tests (systemctl, useradd, docker), and sleep.
 """
@@ -35,7 +35,7 @@ WHEEL = "windlass-9.9.9-py3-none-any.whl"
 
 
 def tiny_wheel(package: str, version: str) -> bytes:
-    """A package with a program of its own name that prints its version, without dependencies."""
+    """A package without dependencies whose program prints its version."""
     info = f"{package}-{version}.dist-info"
     contents = {
         f"{package}.py": f"def main():\n    print('{package} {version}')\n",
@@ -55,7 +55,7 @@ def tiny_wheel(package: str, version: str) -> bytes:
 
 
 class ControlPlane:
-    """`/internal/wheel`, as a machine sees it, with faults by order."""
+    """A server for `/internal/wheel` with scripted faults."""
 
     def __init__(self, wheel: bytes) -> None:
         self.wheel = wheel
@@ -108,7 +108,7 @@ def serving(wheel: bytes, certificate: tuple[Path, Path] | None = None) -> Itera
         if certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(*certificate)
-            # The handshake belongs into the thread of its request: one that fails must not end the server.
+            # The handshake runs in the thread of its request, so that a failure does not end the server.
             server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -152,9 +152,7 @@ class Fetched:
         return sorted(path.name for path in self.wheels.glob("*"))
 
 
-def test_the_wheel_is_fetched_with_the_join_token_and_its_path_is_printed(
-    tmp_path: Path, control_plane: ControlPlane
-) -> None:
+def test_wheel_is_fetched_with_join_token(tmp_path: Path, control_plane: ControlPlane) -> None:
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.out, fetched.err) == (0, f"{fetched.wheels / WHEEL}\n", "")
     assert (fetched.wheels / WHEEL).read_bytes() == control_plane.wheel
@@ -164,7 +162,7 @@ def test_the_wheel_is_fetched_with_the_join_token_and_its_path_is_printed(
     ]
 
 
-def test_the_token_goes_through_no_proxy(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_token_is_not_sent_through_proxy(tmp_path: Path, control_plane: ControlPlane) -> None:
     with serving(b"") as proxy:
         environment = {"http_proxy": proxy.url, "HTTP_PROXY": proxy.url, "all_proxy": proxy.url, "no_proxy": ""}
         fetched = Fetched(tmp_path, control_plane.url, env=environment)
@@ -172,21 +170,21 @@ def test_the_token_goes_through_no_proxy(tmp_path: Path, control_plane: ControlP
     assert (fetched.code, fetched.files) == (0, [WHEEL])
 
 
-def test_a_control_plane_that_is_just_restarting_is_asked_again(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_restarting_control_plane_is_retried(tmp_path: Path, control_plane: ControlPlane) -> None:
     control_plane.failures = [503, 502]
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.files) == (0, [WHEEL])
     assert fetched.err.count("retrying") == 2
 
 
-def test_a_download_that_breaks_off_is_begun_again(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_interrupted_download_is_retried(tmp_path: Path, control_plane: ControlPlane) -> None:
     control_plane.cuts_downloads = 1
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.files) == (0, [WHEEL])
     assert (fetched.wheels / WHEEL).read_bytes() == control_plane.wheel
 
 
-def test_a_wheel_that_is_not_the_one_announced_is_never_kept(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_wheel_with_wrong_hash_is_not_kept(tmp_path: Path, control_plane: ControlPlane) -> None:
     control_plane.wheel = tiny_wheel("windlass", "6.6.6")
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.out, fetched.files) == (1, "", [])
@@ -195,13 +193,13 @@ def test_a_wheel_that_is_not_the_one_announced_is_never_kept(tmp_path: Path, con
     )
 
 
-def test_nobody_is_asked_for_ever(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_retries_are_limited(tmp_path: Path, control_plane: ControlPlane) -> None:
     control_plane.failures = [500] * 100
     assert Fetched(tmp_path, control_plane.url).code == 1
     assert len(control_plane.requests) == fetch_wheel.MAX_ATTEMPTS
 
 
-def test_an_address_where_nobody_listens_ends_in_one_sentence(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_unreachable_control_plane_gives_one_sentence(tmp_path: Path, control_plane: ControlPlane) -> None:
     with serving(b"") as gone:
         url = gone.url
     fetched = Fetched(tmp_path, url)
@@ -210,17 +208,13 @@ def test_an_address_where_nobody_listens_ends_in_one_sentence(tmp_path: Path, co
     assert "Traceback" not in fetched.err
 
 
-def test_after_the_machine_has_joined_the_workers_own_token_is_shown(
-    tmp_path: Path, control_plane: ControlPlane
-) -> None:
+def test_worker_token_is_used_after_join(tmp_path: Path, control_plane: ControlPlane) -> None:
     (tmp_path / "join.json").write_text(json.dumps({"worker_id": "w", "url": control_plane.url}))
     (tmp_path / "join.json.token").write_text(f"{TOKEN}\n")
     assert fetch_wheel.fetch(fetch_wheel.control_plane_of(tmp_path / "join.json"), tmp_path) == tmp_path / WHEEL
 
 
-def test_a_control_plane_is_believed_if_its_authority_was_given_and_not_otherwise(
-    tmp_path: Path, control_plane: ControlPlane
-) -> None:
+def test_certificate_is_verified_with_given_ca(tmp_path: Path, control_plane: ControlPlane) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here to make a certificate with")
     making = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -addext subjectAltName=DNS:localhost"
@@ -235,14 +229,14 @@ def test_a_control_plane_is_believed_if_its_authority_was_given_and_not_otherwis
     assert (friend.code, friend.err) == (0, "")
 
 
-def test_a_token_that_is_refused_is_not_tried_again(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_refused_token_is_not_retried(tmp_path: Path, control_plane: ControlPlane) -> None:
     fetched = Fetched(tmp_path, control_plane.url, token="wjt_spent")
     assert fetched.code == 1
     assert "answered 401: the join token is invalid or expired" in fetched.err
     assert len(control_plane.requests) == 1
 
 
-def test_the_token_does_not_follow_a_redirect(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_token_does_not_follow_redirect(tmp_path: Path, control_plane: ControlPlane) -> None:
     with serving(b"") as stranger:
         control_plane.redirect_to = stranger.url
         assert Fetched(tmp_path, control_plane.url).code == 1
@@ -252,24 +246,22 @@ def test_the_token_does_not_follow_a_redirect(tmp_path: Path, control_plane: Con
 @pytest.mark.parametrize(
     "announcement",
     [
-        pytest.param({"filename": "../../etc/cron.d/x.whl", "sha256": "0" * 64}, id="a path"),
-        pytest.param({"filename": "windlass.tar.gz", "sha256": "0" * 64}, id="no wheel"),
-        pytest.param({"filename": WHEEL, "sha256": "abc"}, id="no hash"),
-        pytest.param({"filename": WHEEL}, id="a hash missing"),
-        pytest.param({"filename": 7, "sha256": None}, id="no text"),
-        pytest.param(["windlass"], id="a list"),
+        pytest.param({"filename": "../../etc/cron.d/x.whl", "sha256": "0" * 64}, id="path"),
+        pytest.param({"filename": "windlass.tar.gz", "sha256": "0" * 64}, id="not a wheel"),
+        pytest.param({"filename": WHEEL, "sha256": "abc"}, id="invalid hash"),
+        pytest.param({"filename": WHEEL}, id="hash missing"),
+        pytest.param({"filename": 7, "sha256": None}, id="not text"),
+        pytest.param(["windlass"], id="list"),
     ],
 )
-def test_an_answer_that_names_no_wheel_is_refused(
-    tmp_path: Path, control_plane: ControlPlane, announcement: object
-) -> None:
+def test_invalid_announcement_is_refused(tmp_path: Path, control_plane: ControlPlane, announcement: object) -> None:
     control_plane.announcement = announcement
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.files) == (1, [])
     assert "did not return a wheel" in fetched.err
 
 
-def test_more_than_any_wheel_has_is_not_read_to_its_end(
+def test_oversized_wheel_is_refused(
     control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fetch_wheel, "MAX_WHEEL_BYTES", 100)
@@ -278,7 +270,7 @@ def test_more_than_any_wheel_has_is_not_read_to_its_end(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"url": 7, "join_token": "wjt_3f1c9a"}', "\xff"])
-def test_a_join_file_that_is_none_ends_in_one_sentence(tmp_path: Path, content: str) -> None:
+def test_invalid_join_file_gives_one_sentence(tmp_path: Path, content: str) -> None:
     (tmp_path / "join.json").write_text(content, encoding="latin-1")
     done = subprocess.run(
         [sys.executable, "-I", fetch_wheel.__file__, tmp_path / "join.json", tmp_path],
@@ -295,7 +287,7 @@ def test_a_join_file_that_is_none_ends_in_one_sentence(tmp_path: Path, content: 
 
 
 class Root:
-    """A folder that stands for the machine's root, with what cloud-init would have written into it."""
+    """A folder as the machine's root, with the files that cloud-init writes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -317,7 +309,7 @@ class Root:
             (programs / name).chmod(0o755)
 
     def write(self, document: str) -> list[str]:
-        """As cloud-init does; returns what it would run."""
+        """Write the files like cloud-init and return the commands it would run."""
         content = yaml.safe_load(document)
         for file in content["write_files"]:
             path = self.path(file["path"])
@@ -331,7 +323,7 @@ class Root:
         return self.folder / path.lstrip("/")
 
     def boot(self, settings: BootstrapSettings, url: str) -> "subprocess.CompletedProcess[str]":
-        # Ourselves: somebody who exists and whom we may give files to.
+        # Our own user, which exists and may own the files.
         settings = settings.model_copy(update={"user": getpass.getuser()})
         command = self.write(render_user_data(settings, MachineRequest("f-0-00", "f", 0, TOKEN), url))
         self.calls.unlink(missing_ok=True)
@@ -364,9 +356,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
 ENABLE_WORKER = "enable --now windlass-worker.service"
 
 
-def test_a_boot_ends_with_windlass_installed_and_the_worker_started(
-    root: Root, control_plane: ControlPlane, tmp_path: Path
-) -> None:
+def test_boot_installs_windlass_and_starts_worker(root: Root, control_plane: ControlPlane, tmp_path: Path) -> None:
     (tmp_path / "app-1.2-py3-none-any.whl").write_bytes(tiny_wheel("app", "1.2"))
     settings = BootstrapSettings(
         has_docker=True,
@@ -380,24 +370,24 @@ def test_a_boot_ends_with_windlass_installed_and_the_worker_started(
         path = root.path(f"/opt/windlass/bin/{program}")
         ran = subprocess.run([path], capture_output=True, text=True, env={}, timeout=TIMEOUT_S, check=True)
         assert ran.stdout == f"{program} {version}\n"
-    # Setup commands see what was installed, work where the worker will, and one after the other.
+    # Setup commands run in order, in the worker's folder, and see the installed packages.
     assert root.path("/var/lib/windlass/first").read_text() == "app 1.2\n"
     assert root.path("/var/lib/windlass/second").read_text() == f"{root.path('/var/lib/windlass')}\n"
-    # A pull that fails is tried a few times and stops nothing.
+    # A failed pull is retried and does not stop the boot.
     pulls = root.called("docker")
     assert [pulls.count(f"pull --quiet {image}") for image in settings.images] == [1, 4, 1]
     assert "could not pull example.org/bad:1, continuing without it" in booted.stdout
     assert root.called("systemctl") == ["daemon-reload", ENABLE_WORKER]
     assert root.called("apt-get") == []
-    # The password that a provider makes for root where there is no key opens nothing, from the first step on.
+    # The first step locks the root password that a provider generates.
     assert root.calls.read_text().splitlines()[0] == "passwd -l root"
-    # Only the worker's user may see the token, and the boot does not print it.
+    # Only the worker's user may read the token, and the boot does not print it.
     assert root.path("/etc/windlass").stat().st_mode & 0o777 == 0o700
     assert root.path("/etc/windlass/join.json").stat().st_mode & 0o777 == 0o600
     assert TOKEN not in booted.stdout + booted.stderr
 
 
-def test_a_boot_that_is_run_again_does_no_harm_and_joins_ray_first_when_asked(
+def test_repeated_boot_is_harmless_and_starts_ray_first(
     root: Root, control_plane: ControlPlane, tmp_path: Path
 ) -> None:
     (tmp_path / "ray-2.49.0-py3-none-any.whl").write_bytes(tiny_wheel("ray", "2.49.0"))
@@ -413,12 +403,12 @@ def test_a_boot_that_is_run_again_does_no_harm_and_joins_ray_first_when_asked(
     ("setup", "fault", "sentence"),
     [
         pytest.param(("true", "exit 7"), None, "FAILED while running the setup command 002 (exit code 7)", id="setup"),
-        pytest.param(("false\ntrue",), None, "FAILED while running the setup command 001", id="a line in the middle"),
-        pytest.param((), "none", "FAILED while fetching windlass from the control plane", id="no wheel to be had"),
-        pytest.param((), "wheel", "FAILED while installing windlass-9.9.9-py3-none-any.whl", id="a broken wheel"),
+        pytest.param(("false\ntrue",), None, "FAILED while running the setup command 001", id="line in the middle"),
+        pytest.param((), "none", "FAILED while fetching windlass from the control plane", id="wheel unavailable"),
+        pytest.param((), "wheel", "FAILED while installing windlass-9.9.9-py3-none-any.whl", id="broken wheel"),
     ],
 )
-def test_a_boot_that_fails_says_in_which_step_and_starts_no_worker(
+def test_failed_boot_names_step_and_starts_no_worker(
     root: Root, control_plane: ControlPlane, setup: tuple[str, ...], fault: str | None, sentence: str
 ) -> None:
     for old in root.path("/usr/local/lib/windlass/setup").glob("*.sh"):

@@ -1,4 +1,4 @@
-"""Those who will read the document judge it: cloud-init, systemd, the shell. Where one is absent, it is said."""
+"""Checks the document with cloud-init, systemd and the shell. A check is skipped if its program is missing."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ CLOUD_INIT = CACHE / "windlass-tests" / "cloud-init" / "usr" / "lib" / "python3"
 SYSTEM_UNITS = Path("/usr/lib/systemd/system"), Path("/lib/systemd/system")
 
 FLEETS = [
-    pytest.param(BootstrapSettings(), id="nothing asked for"),
+    pytest.param(BootstrapSettings(), id="defaults"),
     pytest.param(BootstrapSettings(has_docker=True, images=("python:3.11-slim",)), id="Docker"),
     pytest.param(BootstrapSettings(user="root"), id="as root"),
     pytest.param(
@@ -64,7 +64,7 @@ def cloud_init_schema(file: Path) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("settings", FLEETS)
-def test_cloud_init_accepts_the_document(tmp_path: Path, settings: BootstrapSettings) -> None:
+def test_cloud_init_accepts_document(tmp_path: Path, settings: BootstrapSettings) -> None:
     file = tmp_path / "user-data"
     file.write_text(rendered(settings))
     judged = cloud_init_schema(file)
@@ -73,7 +73,7 @@ def test_cloud_init_accepts_the_document(tmp_path: Path, settings: BootstrapSett
     assert "deprecat" not in judged.stdout.lower()
 
 
-def test_cloud_init_would_object_to_a_document_that_is_wrong(tmp_path: Path) -> None:
+def test_cloud_init_rejects_invalid_document(tmp_path: Path) -> None:
     file = tmp_path / "user-data"
     file.write_text(rendered(BootstrapSettings()).replace("runcmd:\n", "runcmd:\n  - {sh: 1}\n"))
     judged = cloud_init_schema(file)
@@ -85,7 +85,7 @@ def test_cloud_init_would_object_to_a_document_that_is_wrong(tmp_path: Path) -> 
 
 
 def machine_with(settings: BootstrapSettings, root: Path) -> list[str]:
-    """The units in a root of their own, beside the system's targets and with programs where they expect them."""
+    """A root with the units, the system's targets, and programs at the expected paths."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze here: install the package systemd")
     ours = root / "etc" / "systemd" / "system"
@@ -111,21 +111,21 @@ def machine_with(settings: BootstrapSettings, root: Path) -> list[str]:
 
 
 def verified(root: Path, *units: str) -> "subprocess.CompletedProcess[str]":
-    # Without --recursive-errors a key that it does not know is printed and forgiven.
+    # Without --recursive-errors an unknown key is only printed.
     return ran("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", f"--root={root}", *units)
 
 
 @pytest.mark.parametrize("settings", FLEETS)
-def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, settings: BootstrapSettings) -> None:
+def test_systemd_accepts_units(tmp_path: Path, settings: BootstrapSettings) -> None:
     units = machine_with(settings, tmp_path)
     judged = verified(tmp_path, *units)
     assert (judged.returncode, judged.stdout, judged.stderr) == (0, "", "")
 
 
-def test_systemd_would_object_to_a_key_that_is_none(tmp_path: Path) -> None:
+def test_systemd_rejects_unknown_key(tmp_path: Path) -> None:
     (name,) = machine_with(BootstrapSettings(), tmp_path)
     unit = tmp_path / "etc" / "systemd" / "system" / name
-    # What seed 001 wrote.
+    # A key that the original Hetzner autoscaler used.
     unit.write_text(unit.read_text().replace("WorkingDirectory=", "WorkingDir="))
     judged = verified(tmp_path, name)
     assert judged.returncode != 0
@@ -133,9 +133,9 @@ def test_systemd_would_object_to_a_key_that_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [fleet for fleet in FLEETS if fleet.id != "as root"])
-def test_systemd_calls_the_exposure_of_each_unit_ok(tmp_path: Path, settings: BootstrapSettings) -> None:
+def test_systemd_rates_exposure_of_units_ok(tmp_path: Path, settings: BootstrapSettings) -> None:
     for name in machine_with(settings, tmp_path):
-        # 50 is 5.0 of 10: below it systemd says OK. A unit without any protection has 9.6.
+        # 50 means 5.0 of 10, below which systemd reports OK. A unit without protection has 9.6.
         judged = ran(
             "systemd-analyze", "security", "--offline=yes", "--threshold=50", "--no-pager", f"--root={tmp_path}", name
         )
@@ -156,13 +156,13 @@ def scripts(tmp_path: Path, settings: BootstrapSettings) -> list[Path]:
 
 
 @pytest.mark.parametrize("settings", FLEETS)
-def test_the_shell_can_read_what_it_is_to_run(tmp_path: Path, settings: BootstrapSettings) -> None:
+def test_shell_parses_scripts(tmp_path: Path, settings: BootstrapSettings) -> None:
     for file in scripts(tmp_path, settings):
         judged = ran("sh", "-n", file)
         assert (judged.returncode, judged.stderr) == (0, ""), file
 
 
-def test_shellcheck_finds_nothing_in_the_boot_script(tmp_path: Path) -> None:
+def test_shellcheck_accepts_boot_script(tmp_path: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("no shellcheck here: install the package shellcheck")
     (boot,) = scripts(tmp_path, BootstrapSettings())

@@ -17,7 +17,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from support.command_line import CommandLine, Done
+from support.command_line import CommandLine, Completed
 from support.worker_harness import PATIENCE_S, is_alive, until
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.task import Task, TaskStatus, new_task
@@ -213,9 +213,9 @@ async def test_a_worker_that_is_killed_is_replaced_and_its_task_recovered(host: 
     go.touch()
     await host.until_status(TaskStatus.COMPLETE, task)
     told = host.windlass("explain", killed.id).out
-    assert f"Worker {killed.id} has ended (MACHINE_GONE): " in told
+    assert f"Worker {killed.id} is terminated (MACHINE_GONE): " in told
     assert "was killed by SIGKILL" in told
-    assert "its log ends: {" not in told
+    assert "last log line: {" not in told
     story = host.windlass("explain", task).out
     assert "is complete after 2 attempts" in story
     assert "TASK_REQUEUED" in story
@@ -389,13 +389,15 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_changes_nothing(hos
     without_command = {"handler": None, "exec": "nosuch-command now"}
     for broken in ({"max_workers": 0}, {"handler": None}, {"handler": "app:nosuch"}, without_command):
         host.configure(**broken)
-        said = host.log().count("nothing changed")
+        said = host.log().count("reload configuration failed")
         up.send_signal(signal.SIGHUP)
-        await until(lambda said=said: host.log().count("nothing changed") > said, f"it says so\n{host.log()}")
+        await until(
+            lambda said=said: host.log().count("reload configuration failed") > said, f"it says so\n{host.log()}"
+        )
     assert "fleets.default.max_workers (from windlass.toml) is 0" in host.log()
     assert "fleet default has nothing to run" in host.log()
     assert "fleet default: cannot find nosuch in app. Check the name after the colon." in host.log()
-    assert "there is no command 'nosuch-command': check exec of fleet default" in host.log()
+    assert "command 'nosuch-command' not found. Check exec of fleet default" in host.log()
     go.touch()
     await host.until_status(TaskStatus.COMPLETE, *tasks)
     await host.until_workers(0)
@@ -418,13 +420,13 @@ async def test_a_reload_rents_with_the_keys_of_the_new_file_and_one_in_vain_chan
     account = 'hetzner_api_token = "of-the-new-file"\nhetzner_endpoint = "http://127.0.0.1:9/v1"\n'
     (host.folder / "windlass.toml").write_text(f"{account}{changed}\n{stranded}")
     up.send_signal(signal.SIGHUP)
-    await until(lambda: "nothing changed" in host.log(), f"it says so\n{host.log()}")
-    assert "the servers of fleet far would have no network" in host.log()
+    await until(lambda: "reload configuration failed" in host.log(), f"it says so\n{host.log()}")
+    assert "servers of fleet far would have no network" in host.log()
     (host.folder / "windlass.toml").write_text(f"{account}{settings}\n{far}")
     up.send_signal(signal.SIGHUP)
     await until(lambda: '"new": ["far"]' in host.log(), f"a fleet more\n{host.log()}")
     assert '"changed"' not in host.log()
-    await until(lambda: "machines unknown" in host.log(), f"it calls\n{host.log()}")
+    await until(lambda: "list machines failed" in host.log(), f"it calls\n{host.log()}")
 
 
 async def test_a_file_without_a_fleet_is_enough_while_workers_of_the_last_one_live(host: Host) -> None:
@@ -438,7 +440,7 @@ async def test_a_file_without_a_fleet_is_enough_while_workers_of_the_last_one_li
     await until(lambda: up.poll() is not None, f"it ends\n{host.log()}")
     file.write_text(without)
     again = host.up()
-    told = '"event": "a fleet with workers is not configured here"'
+    told = '"event": "found unconfigured fleet"'
     await until(lambda: told in host.log(), f"it says so\n{host.log()}")
     assert '"wound_down_in": "300 s"' in host.log()
     file.write_text(whole)
@@ -447,20 +449,20 @@ async def test_a_file_without_a_fleet_is_enough_while_workers_of_the_last_one_li
     assert [each.id for each in await host.until_workers(1)] == [worker.id]
     file.write_text(without)
     again.send_signal(signal.SIGHUP)
-    await until(lambda: "there is no fleet any more" in host.log(), f"an empty file changes nothing\n{host.log()}")
+    await until(lambda: "the configuration has no fleets" in host.log(), f"an empty file changes nothing\n{host.log()}")
     assert [each.id for each in await host.until_workers(1)] == [worker.id]
     await host.end(again)
     done = host.windlass("up")
     assert (done.code, done.err) == (
         2,
-        "windlass: there is no fleet: write a table [fleets.NAME] with queues and a handler into windlass.toml, or "
+        "windlass: no fleet is configured: add a table [fleets.NAME] with queues and a handler to windlass.toml, or "
         "give --queue and --handler.\n",
     )
 
 
 def test_without_a_fleet_no_database_is_made_to_find_that_nobody_is_left(tmp_path: Path, empty_dsn: str) -> None:
     done = CommandLine(tmp_path)("up", "--data-dir", tmp_path / "data")
-    assert (done.code, done.err[:28]) == (2, "windlass: there is no fleet:")
+    assert (done.code, done.err[:32]) == (2, "windlass: no fleet is configured")
     assert not (tmp_path / "data").exists()
     unmigrated = CommandLine(tmp_path, {"DATABASE_URL": empty_dsn})
     assert unmigrated("up").err == done.err
@@ -504,7 +506,7 @@ async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_han
     await until(hold, f"it is held\n{host.log()}")
     assert await hold() == "FAILURE_RATE"
     assert len(await host.store.workers(include_terminated=True)) <= 5 + SETTINGS["max_workers"]
-    why = "its log ends: windlass: cannot import handler missing:work: No module named 'missing'"
+    why = "last log line: windlass: cannot import handler missing:work: No module named 'missing'"
     for told in (("status",), ("explain", "default"), ("explain", task)):
         assert why in host.windlass(*told).out, "the cause is told wherever the hold is"
 
@@ -512,7 +514,7 @@ async def test_with_default_limits_a_broken_handler_is_held_and_a_restart_by_han
         return host.windlass("status").out.count(why) == 1
 
     await until(is_told_once, "the brake leaves the cause to the decision beside it")
-    assert "once it is mended: `windlass restart default`" in host.windlass("explain", "default").out
+    assert "After fixing the cause: `windlass restart default`" in host.windlass("explain", "default").out
     logged = [json.loads(line) for line in host.log().splitlines()]
     failures = [line for line in logged if line["event"] == "worker failed"]
     assert {line["level"] for line in failures} == {"warning"}
@@ -537,7 +539,7 @@ async def test_a_fleet_that_nobody_runs_any_more_is_said_to_be_so_and_is_not_pau
     (task,) = await host.enqueue(None)
     for told in (("status",), ("explain", "default"), ("explain", task)):
         out = host.windlass(*told).out
-        assert "no orchestrator has run a cycle of it for " in out
+        assert "no cycle for " in out
         assert "; start `windlass up`" in out
         assert "paused" not in out
 
@@ -549,8 +551,8 @@ async def test_a_fleet_that_was_removed_is_shown_on_request_only(host: Host) -> 
     text = (host.folder / "windlass.toml").read_text()
     (host.folder / "windlass.toml").write_text(text.replace("[fleets.default]", "[fleets.other]"))
     up.send_signal(signal.SIGHUP)
-    await until(lambda: "configuration reloaded" in host.log(), "it is taken over")
-    (told,) = [json.loads(line) for line in host.log().splitlines() if "configuration reloaded" in line]
+    await until(lambda: "reloaded configuration" in host.log(), "it is taken over")
+    (told,) = [json.loads(line) for line in host.log().splitlines() if "reloaded configuration" in line]
     assert (told["new"], told["removed"]) == (["other"], ["default"])
 
     def fleets(*options: str) -> list[str]:
@@ -588,12 +590,12 @@ async def test_a_cycle_while_another_leads_says_so_and_does_nothing(host: Host) 
     up = host.up()
     await until(host.store.fleets, "the first cycle")
     before = await host.store.now()
-    done = host.windlass("cycle", "--json").json
+    done = host.windlass("cycle").json
     assert done["is_leader"] is False
     assert datetime.fromisoformat(done["timestamp"]) >= before
     assert done["actions"]["workers_spawned"] == 0
     assert done["status"]["queued_tasks"] is None, "nobody has looked"
-    assert re.fullmatch(r"another orchestrator leads for \d+ s more; nothing was done", done["decision"]), done
+    assert re.fullmatch(r"standby: another orchestrator leads for \d+ s more", done["decision"]), done
     await host.end(up)
 
 
@@ -608,7 +610,7 @@ async def test_a_paused_fleet_hires_nobody_until_it_is_resumed(host: Host) -> No
     await host.until_decided("paused")
     assert await host.store.workers() == []
     told = host.windlass("explain", task).out
-    assert "It is paused: `windlass resume --fleet default` lets it go on." in told
+    assert "It is paused: `windlass resume --fleet default` resumes it." in told
     assert "paused" in host.windlass("status").out
     host.windlass("resume", "--fleet", "default")
     await host.until_status(TaskStatus.COMPLETE, task)
@@ -624,11 +626,11 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
     await host.until_workers(2)
     host.windlass("pause", "--all")
     assert host.windlass("spawn", "--fleet", "default", "-n", 9).out == (
-        "asked for 1 more in fleet default, not 9: its maximum is 3, and that is all it has room for\n"
+        "1 of 9 workers requested in fleet default: max_workers is 3, and no more slots are free\n"
     )
     await host.store.request_workers("default", -1)
-    assert host.windlass("resume", "--all").out == "1 fleet and 2 workers resumed\n"
-    assert host.windlass("pause", "default").out == "1 fleet and 2 workers paused\n"
+    assert host.windlass("resume", "--all").out == "fleet default resumed, with 2 workers\n"
+    assert host.windlass("pause", "default").out == "fleet default paused, with 2 workers\n"
     assert host.windlass("resume", "default", "--json").json == {
         "changed": 2,
         "fleets": ["default"],
@@ -653,7 +655,7 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
         return all(row is not None and row.status is WorkerStatus.TERMINATED for row in rows)
 
     await until(ended, f"both have ended\n{host.log()}")
-    assert f"Worker {leaving} has ended (MANUAL): to make room." in host.windlass("explain", leaving).out
+    assert f"Worker {leaving} is terminated (MANUAL): to make room." in host.windlass("explain", leaving).out
     await host.end(up)
 
 
@@ -671,7 +673,7 @@ async def test_cycles_run_by_cron_apply_retention_and_refuse_what_cannot_be_run(
     host.configure(handler=None, exec="nosuch-command now")
     refused = host.windlass("cycle")
     assert refused.code == 2
-    assert "there is no command 'nosuch-command': check exec of fleet default" in refused.err
+    assert "command 'nosuch-command' not found. Check exec of fleet default" in refused.err
 
 
 async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) -> None:
@@ -708,8 +710,8 @@ async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) ->
     host.configure("other.toml", max_workers=1)
     other = host.windlass("replay", number, "--with", "other.toml", "--json").json
     assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["Spawn"])
-    assert "decided again: the same" in host.windlass("replay", number).out
-    assert "decided again: hiring 1" in host.windlass("replay", number, "--with", "other.toml").out
+    assert "replayed: same decision" in host.windlass("replay", number).out
+    assert "replayed: spawn 1" in host.windlass("replay", number, "--with", "other.toml").out
     fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
     assert fewer["again"] == other["again"]
     for wrong, sentence in (
@@ -734,7 +736,7 @@ async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:
             nonlocal drawn
             with suppress(BlockingIOError):
                 drawn += os.read(terminal, 65_536)  # perhaps a part of a character
-            return b"spawn 1: 1 queued" in drawn and b"at work on" in drawn
+            return b"spawn 1: 1 queued" in drawn and b"running tasks" in drawn
 
         try:
             await until(is_drawn, "a picture")
@@ -759,21 +761,21 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        pytest.param(("spawn", "nobody"), "no fleet nobody", id="spawn for an unknown fleet"),
-        pytest.param(("restart", "nobody"), "no fleet nobody", id="restart of an unknown fleet"),
-        pytest.param(("pause", "--fleet", "nobody"), "no fleet nobody", id="pause of an unknown fleet"),
-        pytest.param(("resume", "--fleet", "nobody"), "no fleet nobody", id="resume of an unknown fleet"),
-        pytest.param(("terminate", "--fleet", "nobody"), "no fleet nobody", id="terminate an unknown fleet"),
-        pytest.param(("workers", "list", "--fleet", "nobody"), "no fleet nobody", id="workers of an unknown fleet"),
-        pytest.param(("terminate", "nobody"), "no live worker is called nobody", id="an unknown worker"),
-        pytest.param(("terminate",), "say which workers", id="nobody to terminate"),
-        pytest.param(("pause",), "say what is meant", id="nothing to pause"),
-        pytest.param(("pause", "--all", "--fleet", "x"), "say what is meant", id="two things to pause"),
-        pytest.param(("workers", "show", "nobody"), "there is no worker nobody", id="show an unknown worker"),
-        pytest.param(("workers", "logs", "nobody"), "there is no worker nobody", id="logs of an unknown worker"),
-        pytest.param(("explain", "nobody"), "there is no task, worker or fleet nobody", id="explain the unknown"),
+        pytest.param(("spawn", "nobody"), "fleet nobody not found", id="spawn for an unknown fleet"),
+        pytest.param(("restart", "nobody"), "fleet nobody not found", id="restart of an unknown fleet"),
+        pytest.param(("pause", "--fleet", "nobody"), "fleet nobody not found", id="pause of an unknown fleet"),
+        pytest.param(("resume", "--fleet", "nobody"), "fleet nobody not found", id="resume of an unknown fleet"),
+        pytest.param(("terminate", "--fleet", "nobody"), "fleet nobody not found", id="terminate an unknown fleet"),
+        pytest.param(("workers", "list", "--fleet", "nobody"), "fleet nobody not found", id="list of an unknown fleet"),
+        pytest.param(("terminate", "nobody"), "live worker or fleet nobody not found", id="an unknown worker"),
+        pytest.param(("terminate",), "nothing to terminate", id="nobody to terminate"),
+        pytest.param(("pause",), "pass exactly one of", id="nothing to pause"),
+        pytest.param(("pause", "--all", "--fleet", "x"), "pass exactly one of", id="two things to pause"),
+        pytest.param(("workers", "show", "nobody"), "worker nobody not found", id="show an unknown worker"),
+        pytest.param(("workers", "logs", "nobody"), "worker nobody not found", id="logs of an unknown worker"),
+        pytest.param(("explain", "nobody"), "no task, worker or fleet nobody", id="explain the unknown"),
         pytest.param(("explain", "4711"), "there is no task 4711", id="explain an unknown task"),
-        pytest.param(("replay", "4711"), "there is no cycle 4711", id="an unknown cycle"),
+        pytest.param(("replay", "4711"), "cycle 4711 not found", id="an unknown cycle"),
         pytest.param(("replay", "zero"), "valid integer", id="a cycle that is no number"),
         pytest.param(
             ("replay", "9" * 20), "should be less than or equal to 9223372036854775807", id="a cycle beyond all numbers"
@@ -783,26 +785,26 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(
             ("restart", "--slot", "2147483648"), "should be less than or equal to 100000", id="a slot of no fleet"
         ),
-        pytest.param(("up",), "there is no fleet", id="up without a fleet"),
-        pytest.param(("cycle",), "there is no fleet", id="cycle without a fleet"),
+        pytest.param(("up",), "no fleet is configured", id="up without a fleet"),
+        pytest.param(("cycle",), "no fleet is configured", id="cycle without a fleet"),
         pytest.param(("up", "--queue", "q"), "has nothing to run", id="a fleet without a handler"),
         pytest.param(
             ("up", "-q", "q", "--min", "9", "--handler", "a:b"), "min must not exceed max", id="limits at odds"
         ),
-        pytest.param(("spawn", "a", "--fleet", "b"), "name two fleets", id="two fleets"),
+        pytest.param(("spawn", "a", "--fleet", "b"), "are different fleets", id="two fleets"),
         pytest.param(("cycle",), "write a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
         pytest.param(
             ("up", "-q", "q", "--handler", "app.work"), "fleets.default.handler (from command line)", id="no function"
         ),
         pytest.param(
             ("up", "-q", "q", "--handler", "a:b", "--chdir", "/nowhere"),
-            "fleets.default.chdir (from command line) is /nowhere: there is no such folder.",
+            "fleets.default.chdir (from command line) is /nowhere: folder not found.",
             id="no folder to work in",
         ),
     ],
 )
 def test_what_cannot_be_done_is_refused(tmp_path: Path, dsn: str, arguments: tuple[str, ...], sentence: str) -> None:
-    done: Done = CommandLine(tmp_path, {"DATABASE_URL": dsn})(*arguments)
+    done: Completed = CommandLine(tmp_path, {"DATABASE_URL": dsn})(*arguments)
     assert (done.code, done.out) == (2, ""), done
     assert sentence in done.err
     assert done.err.count("\n") == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.command_line import CommandLine, Done
+from support.command_line import CommandLine, Completed
 from windlass.model.errors import Ambiguous, Throttled, Unavailable
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
@@ -45,7 +45,7 @@ def configure(windlass: CommandLine, text: str = "") -> None:
     (windlass.folder / "windlass.toml").write_text(f'[fleets.crunch]\nprovider = "hetzner"\nhandler = "a:b"\n{text}')
 
 
-def findings(done: Done) -> dict[str, tuple[str, str]]:
+def findings(done: Completed) -> dict[str, tuple[str, str]]:
     return {found["check"]: (found["verdict"], found["what"]) for found in json.loads(done.out)}
 
 
@@ -66,7 +66,7 @@ def test_the_doctor_asks_for_everything_a_hetzner_fleet_needs(windlass: CommandL
 @pytest.mark.parametrize(
     ("text", "env", "check", "verdict", "words"),
     [
-        ("", {"HETZNER_API_TOKEN": ""}, "hetzner", "fail", "there is no token for Hetzner: set HETZNER_API_TOKEN"),
+        ("", {"HETZNER_API_TOKEN": ""}, "hetzner", "fail", "the Hetzner API token is missing. Set HETZNER_API_TOKEN"),
         ("", {"HETZNER_API_TOKEN": "wrong"}, "hetzner", "fail", "unable to authenticate (unauthorized)"),
         ("", {"HCLOUD_ENDPOINT": "http://127.0.0.1:1/v1"}, "hetzner", "fail", "the API cannot be reached"),
         ("", {"HETZNER_NETWORK_ID": "99"}, "network", "fail", "network 99: network with ID '99' not found (not_found)"),

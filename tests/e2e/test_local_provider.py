@@ -35,7 +35,8 @@ from windlass.model.worker import Worker, WorkerStatus
 from windlass.providers.local import LocalProvider
 from windlass.providers.local.logs import MAX_KEPT_LOGS, MAX_LOG_BYTES
 from windlass.providers.local.processes import Process, ProcFs, send_signal
-from windlass.providers.local.provider import MARK, _children
+from windlass.providers.local.provider import children
+from windlass.providers.local.spawn import MARK
 from windlass.store.control import PostgresControlStore
 from windlass.store.postgres import PostgresStore
 from windlass.wiring import stores
@@ -376,20 +377,20 @@ async def test_no_password_is_on_the_command_line(ground: Ground) -> None:
         )
     )
     machine = await provider.create(named("crowd-0-aa"))
-    assert (await ground.said("up"))["env"]["WINDLASS_HIRED_DATABASE_URL"] == url
+    assert (await ground.said("up"))["env"]["WINDLASS_WORKER_DATABASE_URL"] == url
     assert "s3cret" not in " ".join(psutil.Process(pid_of(machine)).cmdline())
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"chdir": Path("/no/such/folder")}, "there is no folder /no/such/folder: check chdir of fleet crowd"),
-        ({"chdir": Path("/etc/hostname")}, "there is no folder /etc/hostname"),
-        ({"handler": None, "exec": "no-such-command --fast"}, "there is no command 'no-such-command'"),
-        ({"handler": None, "exec": "./not-here"}, "there is no command './not-here'"),
-        ({"handler": None, "exec": "sh 'unfinished"}, "cannot be read (No closing quotation)"),
+        ({"chdir": Path("/no/such/folder")}, "folder /no/such/folder not found. Check chdir of fleet crowd"),
+        ({"chdir": Path("/etc/hostname")}, "folder /etc/hostname not found"),
+        ({"handler": None, "exec": "no-such-command --fast"}, "command 'no-such-command' not found"),
+        ({"handler": None, "exec": "./not-here"}, "command './not-here' not found"),
+        ({"handler": None, "exec": "sh 'unfinished"}, "(No closing quotation)"),
         ({"handler": None}, "neither handler nor exec"),
-        ({"env": {"A=B": "1"}}, "check env"),
+        ({"env": {"A=B": "1"}}, "Check env"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -493,7 +494,7 @@ async def test_a_handler_that_exits_at_import_is_named_as_the_reason(ground: Gro
     await provider.create(named("crowd-0-aa"))
     found = await exited(provider, "crowd-0-aa")
     says = "windlass: cannot import handler leaves_at_import:handler: SystemExit: no licence for this model"
-    assert (found.note or "").startswith(f"its process exited with code 2; its log ends: {says}")
+    assert (found.note or "").startswith(f"its process exited with code 2; last log line: {says}")
 
 
 async def test_deleting_a_worker_ends_its_handler_and_what_that_started(ground: Ground, dsn: str) -> None:
@@ -534,8 +535,8 @@ async def _complete(store: PostgresStore, task_id: int) -> Any:
 @pytest.mark.parametrize(
     ("how", "note"),
     [
-        ("exit", "its process exited with code 1; its log ends: cannot go on: no model"),
-        ("segfault", "its process was killed by SIGSEGV; its log ends: Fatal Python error: Segmentation fault"),
+        ("exit", "its process exited with code 1; last log line: cannot go on: no model"),
+        ("segfault", "its process was killed by SIGSEGV; last log line: Fatal Python error: Segmentation fault"),
     ],
 )
 async def test_a_crash_is_reported_with_its_reason(ground: Ground, how: str, note: str) -> None:
@@ -570,11 +571,11 @@ async def test_the_end_of_an_adopted_worker_is_reported_too(ground: Ground) -> N
     adopter = ground.provider()
     assert [found.id for found in await adopter.list_machines()] == [machine.id]
     # As if the process that started it were another one than ours.
-    child = _children.pop(machine.id)
+    child = children.pop(machine.id)
     child.kill()
     child.wait()
     note = (await exited(adopter, "crowd-0-aa")).note
-    assert note == "its process is gone, and only the orchestrator that started it could know why"
+    assert note == "its process is gone; its exit code is known only to the orchestrator that started it"
 
 
 # ---------------------------------------------------------------------------------------------------- found again
@@ -666,7 +667,7 @@ async def test_what_a_dead_worker_left_behind_is_found_and_ended(ground: Ground)
     provider = ground.provider()
     (found,) = await provider.list_machines()
     assert (found.name, found.state) == ("crowd-0-aa", MachineState.EXITED)
-    assert "left 2 of its processes behind" in (found.note or "")
+    assert "2 of its processes still run" in (found.note or "")
     await provider.delete(found)
     child, apart, in_session, lost = family
     assert not any(is_alive(pid) for pid in (child, lost))

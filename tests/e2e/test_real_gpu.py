@@ -1,4 +1,4 @@
-"""What a worker says of a real NVIDIA GPU is what nvidia-smi says of it."""
+"""A worker reports the same memory figures of a real NVIDIA GPU as nvidia-smi."""
 
 import shutil
 import subprocess
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from support.worker_harness import Crew, until
+from support.worker_harness import WorkerHarness, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Drivers keep a little for each context, and both sides count in whole MiB.
+# The driver reserves a little for each context, and both sides round to MiB.
 TOLERANCE_MIB = 16
 HELD_MIB = 4096
 
@@ -22,14 +22,12 @@ def nvidia_smi(column: str) -> int:
     return sum(int(line) for line in answer.stdout.split())
 
 
-async def test_the_heartbeat_carries_total_and_used_memory_and_sees_what_a_handler_takes(
-    dsn: str, tmp_path: Path
-) -> None:
-    async with Crew(dsn, tmp_path) as crew:
-        worker = await crew.hire("--chdir", str(EXAMPLES), "--handler", "gpu:hold")
+async def test_heartbeat_reports_same_gpu_memory_as_nvidia_smi(dsn: str, tmp_path: Path) -> None:
+    async with WorkerHarness(dsn, tmp_path) as harness:
+        worker = await harness.start_registered("--chdir", str(EXAMPLES), "--handler", "gpu:hold")
 
         async def used_mib() -> int:
-            row = await crew.row_of(worker)
+            row = await harness.worker_row(worker)
             assert row is not None
             assert row.vram_total_mb == nvidia_smi("memory.total")
             assert row.vram_used_mb is not None
@@ -43,8 +41,8 @@ async def test_the_heartbeat_carries_total_and_used_memory_and_sees_what_a_handl
         await until(lambda: agree_on(0, HELD_MIB - 1), "heartbeat and nvidia-smi agree before the task")
         at_rest = await used_mib()
 
-        task_id = await crew.enqueue({"mib": HELD_MIB, "seconds": 600})
+        task_id = await harness.enqueue({"mib": HELD_MIB, "seconds": 600})
         await until(lambda: agree_on(at_rest + HELD_MIB, at_rest + 2 * HELD_MIB), "the allocation is seen")
 
-        await crew.store.cancel_task(task_id, "seen enough")
+        await harness.store.cancel_task(task_id, "seen enough")
         await until(lambda: agree_on(0, at_rest + TOLERANCE_MIB), "the memory is free again")

@@ -12,7 +12,7 @@ from typing import Any
 import asyncssh
 import pytest
 
-from support.command_line import CommandLine, Done
+from support.command_line import CommandLine, Completed
 from support.worker_harness import until
 from windlass.model.event import Event
 from windlass.model.task import TaskStatus, new_task
@@ -195,7 +195,7 @@ async def test_an_image_that_starts_the_worker_works(site: Site, processes: "lis
         assert abs((bill.until - datetime.fromisoformat(lines[name]["deleted"])).total_seconds()) < 10
     assert KEY not in site.log()
     assert "wlj_" not in site.log()
-    assert "a cycle failed" not in site.log()
+    assert "run cycle failed" not in site.log()
 
 
 async def test_a_pod_without_a_driver_and_one_whose_gpu_is_dead_cost_no_task_an_attempt(
@@ -210,7 +210,7 @@ async def test_a_pod_without_a_driver_and_one_whose_gpu_is_dead_cost_no_task_an_
     assert errors == {"GPU_NOT_DETECTED", "QUARANTINED"}
     assert len(await site.told("ATTEMPTS_REFUNDED")) >= 3
     await end(site, processes[0])
-    assert "a cycle failed" not in site.log()
+    assert "run cycle failed" not in site.log()
 
 
 @pytest.mark.skipif(find_sshd() is None, reason="no OpenSSH here: install openssh-server")
@@ -257,7 +257,7 @@ async def test_workers_are_started_over_ssh_and_a_pod_without_a_gpu_is_replaced(
     await end(site, processes[1])
 
 
-def findings(done: Done) -> dict[str, tuple[str, str]]:
+def findings(done: Completed) -> dict[str, tuple[str, str]]:
     return {found["check"]: (found["verdict"], found["what"]) for found in json.loads(done.out)}
 
 

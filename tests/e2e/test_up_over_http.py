@@ -76,7 +76,7 @@ class Site:
         (folder / "windlass.toml").write_text(TOML.format(folder=json.dumps(str(folder))))
 
     def up(self, *arguments: str) -> "subprocess.Popen[str]":
-        program = [sys.executable, str(HERE / "far_fleet.py"), str(self.machines), self.url]
+        program = [sys.executable, str(HERE.parent / "support" / "remote_fleet.py"), str(self.machines), self.url]
         with (self.folder / f"up-{len(self.ups)}.log").open("w") as log:
             process = subprocess.Popen(
                 [*program, "up", "--port", str(self.port), *arguments],

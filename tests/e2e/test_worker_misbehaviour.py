@@ -1,4 +1,4 @@
-"""Whatever a handler does, the worker goes on beating, the attempt ends with a code and a reason, the next one runs."""
+"""Misbehaving handlers: heartbeats continue, the attempt fails with a code and a reason, and the next one runs."""
 
 import re
 from collections.abc import AsyncIterator
@@ -9,11 +9,11 @@ import pytest
 import pytest_asyncio
 
 from support.postgres_servers import Server
-from support.worker_harness import Crew, Hand, is_alive, until
+from support.worker_harness import WorkerHarness, WorkerProcess, is_alive, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Beats come every 0.2 s. The attempts that block do so for longer than this.
+# Heartbeats come every 0.2 s. Attempts that block do so for longer than this.
 LONGEST_SILENCE_S = 1.5
 BLOCKED_S = 2.0
 MEMORY_LIMIT_MB = 400
@@ -21,27 +21,29 @@ PARENT_MEMORY_LIMIT_MB = 200
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def crew(embedded_server: Server, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Crew]:
+async def harness(embedded_server: Server, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WorkerHarness]:
     with embedded_server.migrated_database() as dsn:
-        async with Crew(dsn, tmp_path_factory.mktemp("crew")) as crew:
-            await crew.note_beats()
-            yield crew
+        async with WorkerHarness(dsn, tmp_path_factory.mktemp("crew")) as harness:
+            await harness.record_heartbeats()
+            yield harness
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def hand(crew: Crew) -> Hand:
-    return await crew.hire("--memory-limit-mb", str(MEMORY_LIMIT_MB), handler="misbehave")
+async def process(harness: WorkerHarness) -> WorkerProcess:
+    return await harness.start_registered("--memory-limit-mb", str(MEMORY_LIMIT_MB), handler="misbehave")
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
-async def beats_go_on(crew: Crew, hand: Hand) -> AsyncIterator[None]:
-    """In every test of this file."""
-    begun = await crew.store.now()
+async def check_heartbeats(harness: WorkerHarness, process: WorkerProcess) -> AsyncIterator[None]:
+    """Heartbeats continue and the next attempt succeeds, in every test of this file."""
+    begun = await harness.store.now()
     yield
-    assert await crew.longest_silence_s(hand, begun) < LONGEST_SILENCE_S
-    assert hand.is_running()
-    # The next attempt has a process that works.
-    assert await crew.complete(await crew.enqueue({"how": "nothing"}, max_attempts=1)) == {"how": "nothing"}
+    assert await harness.longest_heartbeat_gap_s(process, begun) < LONGEST_SILENCE_S
+    assert process.is_running()
+    # The next attempt has a working process.
+    assert await harness.wait_for_result(await harness.enqueue({"how": "nothing"}, max_attempts=1)) == {
+        "how": "nothing"
+    }
 
 
 FAILURES = [
@@ -74,14 +76,14 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("how", "code", "message"), FAILURES, ids=[how for how, _, _ in FAILURES])
-async def test_a_handler_that_misbehaves_fails_its_attempt_with_a_code_and_a_reason(
-    crew: Crew, how: str, code: str, message: str
+async def test_misbehaving_handler_fails_attempt_with_code_and_reason(
+    harness: WorkerHarness, how: str, code: str, message: str
 ) -> None:
     limit_s = BLOCKED_S if code == "TIMEOUT" else 60
-    task = await crew.failed(await crew.enqueue({"how": how}, max_attempts=1, timeout_s=limit_s))
+    task = await harness.wait_until_failed(await harness.enqueue({"how": how}, max_attempts=1, timeout_s=limit_s))
     assert task.error_code == code
     assert re.search(message, task.error or ""), task.error
-    assert "TASK_FAILED" in await crew.codes(task_id=task.id)
+    assert "TASK_FAILED" in await harness.event_codes(task_id=task.id)
 
 
 SUCCESSES = [
@@ -93,8 +95,10 @@ SUCCESSES = [
 
 
 @pytest.mark.parametrize(("how", "result"), SUCCESSES, ids=[how for how, _ in SUCCESSES])
-async def test_a_handler_that_forks_is_answered_by_the_original_alone(crew: Crew, how: str, result: object) -> None:
-    assert await crew.complete(await crew.enqueue({"how": how}, max_attempts=1, timeout_s=60)) == result
+async def test_only_original_process_of_forking_handler_answers(
+    harness: WorkerHarness, how: str, result: object
+) -> None:
+    assert await harness.wait_for_result(await harness.enqueue({"how": how}, max_attempts=1, timeout_s=60)) == result
 
 
 @pytest.mark.parametrize(
@@ -105,18 +109,20 @@ async def test_a_handler_that_forks_is_answered_by_the_original_alone(crew: Crew
         ("hang with a detached process", "TIMEOUT"),
     ],
 )
-async def test_what_a_handler_started_ends_with_its_process(crew: Crew, tmp_path: Path, how: str, code: str) -> None:
+async def test_descendants_of_handler_end_with_its_process(
+    harness: WorkerHarness, tmp_path: Path, how: str, code: str
+) -> None:
     file = tmp_path / "pid"
     limit_s = BLOCKED_S if code == "TIMEOUT" else 60
-    task_id = await crew.enqueue({"how": how, "file": str(file)}, max_attempts=1, timeout_s=limit_s)
-    assert (await crew.failed(task_id)).error_code == code
+    task_id = await harness.enqueue({"how": how, "file": str(file)}, max_attempts=1, timeout_s=limit_s)
+    assert (await harness.wait_until_failed(task_id)).error_code == code
     await until(lambda: not is_alive(int(file.read_text())), "its process is gone")
 
 
-async def test_a_gigabyte_of_output_does_not_fill_the_workers_own_memory(crew: Crew, hand: Hand) -> None:
-    task = await crew.failed(await crew.enqueue({"how": "flood"}, max_attempts=1))
+async def test_gigabyte_of_output_does_not_fill_worker_memory(harness: WorkerHarness, process: WorkerProcess) -> None:
+    task = await harness.wait_until_failed(await harness.enqueue({"how": "flood"}, max_attempts=1))
     assert task.error_code == "OUTPUT_LIMIT"
-    assert peak_memory_mb(hand.pid) < PARENT_MEMORY_LIMIT_MB
+    assert peak_memory_mb(process.pid) < PARENT_MEMORY_LIMIT_MB
 
 
 def peak_memory_mb(pid: int) -> int:
@@ -125,19 +131,19 @@ def peak_memory_mb(pid: int) -> int:
     return int(peak[1]) >> 10
 
 
-async def test_a_thread_that_outlives_its_attempt_does_not_report_for_the_next_one(crew: Crew, tmp_path: Path) -> None:
-    await crew.complete(await crew.enqueue({"how": "report after the end"}))
-    # Two seconds are enough for its reports to be carried along: news of progress go out once a second.
-    task = await crew.failed(await crew.enqueue({"how": "spin"}, max_attempts=1, timeout_s=BLOCKED_S))
+async def test_leftover_thread_does_not_report_for_next_attempt(harness: WorkerHarness, tmp_path: Path) -> None:
+    await harness.wait_for_result(await harness.enqueue({"how": "report after the end"}))
+    # Two seconds are enough for its reports to be sent: progress is sent once a second.
+    task = await harness.wait_until_failed(await harness.enqueue({"how": "spin"}, max_attempts=1, timeout_s=BLOCKED_S))
     assert task.progress_note is None
 
 
-async def test_attempts_that_kill_their_process_leave_no_file_and_no_process_behind(crew: Crew, hand: Hand) -> None:
-    worker = psutil.Process(hand.pid)
+async def test_attempts_that_kill_their_process_leak_nothing(harness: WorkerHarness, process: WorkerProcess) -> None:
+    worker = psutil.Process(process.pid)
     files_before, processes_before = worker.num_fds(), len(worker.children())
     for _ in range(10):
-        await crew.failed(await crew.enqueue({"how": "os._exit"}, max_attempts=1))
-    assert await crew.complete(await crew.enqueue({"how": "nothing"})) == {"how": "nothing"}
-    # Two connections may have been opened meanwhile, for looking out and for upkeep.
+        await harness.wait_until_failed(await harness.enqueue({"how": "os._exit"}, max_attempts=1))
+    assert await harness.wait_for_result(await harness.enqueue({"how": "nothing"})) == {"how": "nothing"}
+    # The wait for work and maintenance may each have opened a connection.
     assert worker.num_fds() <= files_before + 2
     assert len(worker.children()) == processes_before

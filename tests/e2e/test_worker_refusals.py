@@ -1,4 +1,4 @@
-"""What cannot work is refused at once: exit code 2 and one sentence that says what to do."""
+"""A worker that cannot start exits with code 2 and one sentence that says what to do."""
 
 import os
 import subprocess
@@ -123,7 +123,7 @@ REFUSALS = [
         "the lease is shorter than three beats",
         ["--exec", "cat", "--lease", "10"],
         "lease_s is 10 and heartbeat_interval_s is 5: "
-        "at least three beats must fit into a lease, or one lost packet costs a worker its tasks.",
+        "a lease must be at least three heartbeat intervals, or one lost packet costs a worker its tasks.",
     ),
     (
         "more at once than a heartbeat can name",
@@ -138,8 +138,8 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
-def test_a_worker_that_cannot_work_says_why_in_a_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
+def test_worker_that_cannot_start_prints_reason(tmp_path: Path, arguments: list[str], message: str) -> None:
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text)
     done = subprocess.run(
@@ -154,6 +154,6 @@ def test_a_worker_that_cannot_work_says_why_in_a_sentence(tmp_path: Path, argume
     assert done.returncode == 2
     said = done.stderr.splitlines()[-1]
     assert said.startswith("windlass: ")
-    assert sentence in said
+    assert message in said
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

@@ -13,7 +13,7 @@ import sys
 import asyncpg
 
 from windlass.control.cycle import FleetCycle
-from windlass.control.daemon import Daemon
+from windlass.control.fleet_task import FleetTask
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
@@ -92,7 +92,7 @@ async def main(dsn: str, name: str) -> None:
         cycle = FleetCycle(
             "f", config, store, provider, Candidate(name, TTL_S), random.SystemRandom(), call_timeout_s=CALL_TIMEOUT_S
         )
-        await Daemon([cycle], lambda _: None).run()
+        await FleetTask(cycle, lambda _: None).run()
 
 
 if __name__ == "__main__":

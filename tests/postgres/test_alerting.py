@@ -27,15 +27,15 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from windlass.control.alerting import (
-    MAX_AT_ONCE,
     MAX_ATTEMPTS,
+    MAX_CONCURRENT_SENDS,
     MESSAGE_LEASE_S,
     SETTLING_S,
-    STREAK_FORGOTTEN_S,
+    STREAK_TTL_S,
     AlertManager,
 )
-from windlass.control.orchestrator import CARETAKER
 from windlass.control.summary import Summary
+from windlass.control.unconfigured_fleets import CARETAKER
 from windlass.model.action import Plan, RaiseAlert
 from windlass.model.alert import Message, MessageKind, Severity
 from windlass.model.config import Retention
@@ -44,9 +44,9 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.snapshot import Cadence, Hold, PlannerState
 from windlass.notify import webhook
-from windlass.notify.command import Command
-from windlass.notify.email import Email
-from windlass.notify.webhook import Slack, Webhook
+from windlass.notify.command import CommandNotifier
+from windlass.notify.email import EmailNotifier
+from windlass.notify.webhook import SlackNotifier, WebhookNotifier
 from windlass.server.server import listen
 from windlass.store.alerts import MAX_TOLD, QUERIES, TOLD_S, PostgresAlertStore
 
@@ -140,11 +140,11 @@ async def go_on(
 ) -> None:
     """Cycles that have this to tell, and looks at them."""
     for _ in range(0, for_s, 5):
-        await alarm.look()
+        await alarm.evaluate()
         await alarm.send_due()
         clock.advance(5)
         await plan(store, *alerts, hold=hold, next_plan_in_s=10)
-    await alarm.look()
+    await alarm.evaluate()
     await alarm.send_due()
 
 
@@ -153,10 +153,10 @@ def heard(inbox: Inbox) -> list[tuple[str, str]]:
 
 
 async def test_a_beginning_and_an_end_are_told_once(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
-    alarm = alarm_of(store, Webhook(inbox.url))
+    alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
     for _ in range(3):
-        await alarm.look()
+        await alarm.evaluate()
         await alarm.send_due()
         clock.advance(5)
     assert heard(inbox) == [("firing", "SLOT_FAILED")]
@@ -164,10 +164,10 @@ async def test_a_beginning_and_an_end_are_told_once(store: PostgresAlertStore, i
     assert (message["fleet"], message["reason"], message["severity"]) == ("gpus", "slot 3 is failed", "critical")
     assert "windlass restart" in message["advice"]
     await plan(store)
-    await alarm.look()
+    await alarm.evaluate()
     assert await alarm.send_due() == 0  # it may come back at once
     clock.advance(61)
-    await alarm.look()
+    await alarm.evaluate()
     await alarm.send_due()
     assert heard(inbox) == [("firing", "SLOT_FAILED"), ("resolved", "SLOT_FAILED")]
     assert inbox.received[1]["alert_id"] == inbox.received[0]["alert_id"]
@@ -200,9 +200,9 @@ async def test_a_receiver_that_drips_its_answer_keeps_no_further_message_waiting
 ) -> None:
     monkeypatch.setattr(webhook, "DEADLINE_S", 3.0)
     async with dripping(b"HTTP/1.1 200 OK\r\nX-Slowly: ") as (url, callers):
-        slow = Webhook(url)
+        slow = WebhookNotifier(url)
         for _ in range(2):
-            with pytest.raises(NotDelivered, match="the webhook did not answer within 3 s"):
+            with pytest.raises(NotDelivered, match="webhook did not answer within 3 s"):
                 await slow.send(MESSAGE)
         assert len(callers) == 2
 
@@ -221,12 +221,12 @@ async def test_a_name_that_is_looked_up_for_ever_keeps_no_message_beyond_its_tim
         return look_up(host, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
-    hook = Webhook(inbox.url.replace("127.0.0.1", "localhost"))
+    hook = WebhookNotifier(inbox.url.replace("127.0.0.1", "localhost"))
     threads = threading.active_count()
     try:
         async with asyncio.timeout(10):
             for _ in range(2):
-                with pytest.raises(NotDelivered, match=r"the webhook did not answer within 1\.5 s"):
+                with pytest.raises(NotDelivered, match=r"webhook did not answer within 1\.5 s"):
                     await hook.send(MESSAGE)
         # Ours, the resolver's and the one that waits for it; nothing is looked up while it still is.
         assert asked == 1
@@ -241,20 +241,20 @@ async def test_a_name_that_is_looked_up_for_ever_keeps_no_message_beyond_its_tim
 
 async def test_what_a_receiver_says_beyond_its_status_is_not_waited_for() -> None:
     async with dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n") as (url, callers):
-        await Slack(url).send(MESSAGE)
+        await SlackNotifier(url).send(MESSAGE)
         assert len(callers) == 1
 
 
 async def test_another_slot_is_another_matter(store: PostgresAlertStore, inbox: Inbox) -> None:
-    alarm = alarm_of(store, Webhook(inbox.url))
+    alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
-    await alarm.look()
+    await alarm.evaluate()
     await plan(
         store,
         RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"),
         RaiseAlert("SLOT_FAILED", "slot 4 is failed", about="4"),
     )
-    await alarm.look()
+    await alarm.evaluate()
     await alarm.send_due()
     assert sorted(message["reason"] for message in inbox.received) == ["slot 3 is failed", "slot 4 is failed"]
 
@@ -263,17 +263,17 @@ async def test_a_restart_tells_nothing_again_and_forgets_nothing(
     store: PostgresAlertStore, inbox: Inbox, clock: Any
 ) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    first = alarm_of(store, Webhook(inbox.url))
-    await first.look()
+    first = alarm_of(store, WebhookNotifier(inbox.url))
+    await first.evaluate()
     inbox.refusals = 1
     await first.send_due()
     assert heard(inbox) == []
-    after = alarm_of(store, Webhook(inbox.url))  # another process, later
+    after = alarm_of(store, WebhookNotifier(inbox.url))  # another process, later
     clock.advance(60)
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await after.look()
+    await after.evaluate()
     await after.send_due()
-    await after.look()
+    await after.evaluate()
     await after.send_due()
     assert heard(inbox) == [("firing", "NEAR_MAX")]
 
@@ -283,19 +283,19 @@ async def test_an_absence_ends_nothing_and_begins_nothing(
     store: PostgresAlertStore, inbox: Inbox, clock: Any, absence: str
 ) -> None:
     failed = RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3")
-    alarm = starting(store, Webhook(inbox.url))
+    alarm = starting(store, WebhookNotifier(inbox.url))
     await go_on(store, alarm, clock, 20, failed, hold=Hold("NO_CAPACITY", "none", clock()))
     if absence == "stopped in good order":
         await plan(store, failed, next_plan_in_s=None)
     await store.release_lease(ANN)
     clock.advance(3600)
     if absence != "without a database":
-        alarm = starting(store, Webhook(inbox.url))
+        alarm = starting(store, WebhookNotifier(inbox.url))
     # It looks before its fleet's first cycle, while another process may or may not lead already.
-    await alarm.look()
+    await alarm.evaluate()
     await plan(store, fleet="other")
     clock.advance(5)
-    await alarm.look()
+    await alarm.evaluate()
     await go_on(store, alarm, clock, 200, failed, hold=Hold("NO_CAPACITY", "none", clock()))
     assert sorted(heard(inbox)) == [("firing", "NO_CAPACITY"), ("firing", "SLOT_FAILED")]
 
@@ -303,21 +303,21 @@ async def test_an_absence_ends_nothing_and_begins_nothing(
 async def test_what_ended_while_nobody_looked_is_told_to_be_over(
     store: PostgresAlertStore, inbox: Inbox, clock: Any
 ) -> None:
-    await go_on(store, starting(store, Webhook(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await go_on(store, starting(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10"))
     clock.advance(3600)
-    await go_on(store, starting(store, Webhook(inbox.url)), clock, 80)
+    await go_on(store, starting(store, WebhookNotifier(inbox.url)), clock, 80)
     assert heard(inbox) == [("firing", "NEAR_MAX"), ("resolved", "NEAR_MAX")]
 
 
 async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_known_of_it_lasts(
     store: PostgresAlertStore, inbox: Inbox, clock: Any
 ) -> None:
-    await go_on(store, starting(store, Webhook(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await go_on(store, starting(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10"))
     clock.advance(3 * 3600)  # the words that it was told in are not looked for that far back
-    alarm = starting(store, Webhook(inbox.url))
+    alarm = starting(store, WebhookNotifier(inbox.url))
     for looks, unattended in ((10, []), (30, [("firing", "UNATTENDED")])):
         for _ in range(looks):
-            await alarm.look()
+            await alarm.evaluate()
             await alarm.send_due()
             clock.advance(5)
         assert heard(inbox) == [("firing", "NEAR_MAX"), *unattended]
@@ -331,17 +331,17 @@ async def test_a_provider_that_goes_on_failing_is_told_once_over_a_restart(
 ) -> None:
     lists_fail = Summary("gpus", True, "", provider_calls=(("list", "error", 1),))
     for _ in range(2):
-        alarm = starting(store, Webhook(inbox.url))
-        await alarm.look()
+        alarm = starting(store, WebhookNotifier(inbox.url))
+        await alarm.evaluate()
         clock.advance(1)
         for _ in range(5):
             # As seldom as clouds are asked.
-            alarm.note(lists_fail)
+            alarm.record_cycle(lists_fail)
             await go_on(store, alarm, clock, 30)
         clock.advance(3600)
     assert heard(inbox) == [("firing", "PROVIDER_ERRORS")]
-    await alarm.look()
-    alarm.note(NOTHING_TO_CREATE)
+    await alarm.evaluate()
+    alarm.record_cycle(NOTHING_TO_CREATE)
     await go_on(store, alarm, clock, 80)
     assert heard(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
 
@@ -355,7 +355,7 @@ async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
     def told() -> list[tuple[str, str]]:
         return [(message["status"], message["reason"]) for message in inbox.received]
 
-    alarm = starting(store, Webhook(inbox.url))
+    alarm = starting(store, WebhookNotifier(inbox.url))
     await go_on(store, alarm, clock, 80, *failed(0, 1, 2))
     began = [("firing", f"slot {slot} is failed") for slot in range(3)]
     assert sorted(told()) == began
@@ -367,7 +367,7 @@ async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
     await go_on(store, alarm, clock, 80, *failed(3))
     assert sorted(told()[5:]) == [("resolved", "slot 0 is failed"), ("resolved", "slot 1 is failed")]
     await go_on(store, alarm, clock, 80)
-    assert told()[7:] == [("resolved", "1 is left (3): slot 3 is failed")]
+    assert told()[7:] == [("resolved", "1 left (3): slot 3 is failed")]
     # And the next is told by itself.
     await go_on(store, alarm, clock, 10, *failed(3))
     assert told()[8:] == [("firing", "slot 3 is failed")]
@@ -382,15 +382,15 @@ async def test_a_thousand_queues_with_dead_letters_are_one_message(
             "insert into windlass.tasks (queue, status, finished_at, error_code)"
             " select 'q' || n, 'failed', windlass.now(), 'HANDLER_ERROR' from generate_series(1, 1000) as n"
         )
-    alarm = alarm_of(store, Webhook(inbox.url))
-    await alarm.look()
+    alarm = alarm_of(store, WebhookNotifier(inbox.url))
+    await alarm.evaluate()
     await alarm.send_due()
     (message,) = inbox.received
     assert message["code"] == "DEAD_LETTERS"
-    assert message["reason"] == "1000 at once (q1, q2, q3, ...): 1 task was given up in queue q1 within an hour"
+    assert message["reason"] == "1000 at once (q1, q2, q3, ...): 1 task in queue q1 failed permanently in the last hour"
     clock.advance(3601)
     for _ in range(2):
-        await alarm.look()
+        await alarm.evaluate()
         await alarm.send_due()
         clock.advance(61)
     assert heard(inbox) == [("firing", "DEAD_LETTERS"), ("resolved", "DEAD_LETTERS")]
@@ -416,12 +416,12 @@ async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresAl
         )
     (fleet,) = (await store.alert_inputs()).fleets
     assert set(fleet.provisioning_timeouts) == {worker_id for worker_id, *_ in failures[:6]}
-    alarm = alarm_of(store, Webhook(inbox.url))
-    await alarm.look()
+    alarm = alarm_of(store, WebhookNotifier(inbox.url))
+    await alarm.evaluate()
     await alarm.send_due()
     (message,) = inbox.received
     assert message["code"] == "PROVISIONING_TIMEOUT"
-    assert message["reason"] == "6 workers (never ready, outside Ray, silent, ...) were made and never came to work"
+    assert message["reason"] == "6 workers (never ready, outside Ray, silent, ...) were created and never became ready"
 
 
 async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_at_it(
@@ -453,8 +453,8 @@ async def test_several_orchestrators_tell_it_once(
 ) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"), hold=Hold("NO_CAPACITY", "none", clock()))
     async with PostgresAlertStore(dsn, virtual_now=clock) as other:
-        alarms = [alarm_of(each, Webhook(inbox.url)) for each in (store, other)]
-        await asyncio.gather(*(alarm.look() for alarm in alarms for _ in range(3)))
+        alarms = [alarm_of(each, WebhookNotifier(inbox.url)) for each in (store, other)]
+        await asyncio.gather(*(alarm.evaluate() for alarm in alarms for _ in range(3)))
         await asyncio.gather(*(alarm.send_due() for alarm in alarms))
     assert sorted(heard(inbox)) == [("firing", "NEAR_MAX"), ("firing", "NO_CAPACITY")]
 
@@ -463,9 +463,9 @@ async def test_a_receiver_that_fails_is_tried_again_and_given_up_in_the_end(
     store: PostgresAlertStore, inbox: Inbox, clock: Any
 ) -> None:
     outcomes: list[tuple[str, str]] = []
-    alarm = alarm_of(store, Webhook(inbox.url), on_message=lambda *outcome: outcomes.append(outcome))
+    alarm = alarm_of(store, WebhookNotifier(inbox.url), on_message=lambda *outcome: outcomes.append(outcome))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.look()
+    await alarm.evaluate()
     inbox.refusals = 1_000
     for _ in range(MAX_ATTEMPTS + 3):
         await alarm.send_due()
@@ -478,10 +478,10 @@ async def test_a_receiver_that_fails_is_tried_again_and_given_up_in_the_end(
 async def test_one_that_does_not_answer_keeps_nobody_from_being_told(
     store: PostgresAlertStore, inbox: Inbox, clock: Any
 ) -> None:
-    nowhere = Slack("http://127.0.0.1:9/nobody-listens")
-    alarm = alarm_of(store, nowhere, Webhook(inbox.url))
+    nowhere = SlackNotifier("http://127.0.0.1:9/nobody-listens")
+    alarm = alarm_of(store, nowhere, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.look()
+    await alarm.evaluate()
     assert await alarm.send_due() == 2
     assert heard(inbox) == [("firing", "NEAR_MAX")]
 
@@ -489,12 +489,12 @@ async def test_one_that_does_not_answer_keeps_nobody_from_being_told(
 async def test_what_was_over_before_it_was_told_is_not_told(
     store: PostgresAlertStore, inbox: Inbox, clock: Any
 ) -> None:
-    alarm = alarm_of(store, Webhook(inbox.url))
+    alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.look()
+    await alarm.evaluate()
     await plan(store)
     clock.advance(61)
-    await alarm.look()
+    await alarm.evaluate()
     assert await alarm.send_due() == 0
 
 
@@ -503,17 +503,17 @@ async def test_whoever_was_not_told_that_it_began_is_not_told_that_it_is_over(
     store: PostgresAlertStore, inbox: Inbox, clock: Any, is_given_up: bool
 ) -> None:
     async with inbox_of() as other:
-        alarm = alarm_of(store, Webhook(inbox.url), Slack(other.url))
+        alarm = alarm_of(store, WebhookNotifier(inbox.url), SlackNotifier(other.url))
         await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await alarm.look()
+        await alarm.evaluate()
         inbox.refusals = 1_000
         for _ in range(MAX_ATTEMPTS if is_given_up else 2):
             await alarm.send_due()
             clock.advance(900)
-            await alarm.look()
+            await alarm.evaluate()
         await plan(store)
         clock.advance(61)
-        await alarm.look()
+        await alarm.evaluate()
         inbox.refusals = 0
         for _ in range(2):
             await alarm.send_due()
@@ -525,13 +525,13 @@ async def test_whoever_was_not_told_that_it_began_is_not_told_that_it_is_over(
 async def test_what_is_being_told_when_it_is_over_is_ended_once_it_has_arrived(
     store: PostgresAlertStore, clock: Any
 ) -> None:
-    alarm = alarm_of(store, Webhook("http://127.0.0.1:9/"))
+    alarm = alarm_of(store, WebhookNotifier("http://127.0.0.1:9/"))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.look()
+    await alarm.evaluate()
     (firing,) = await store.take_messages(["webhook"], 120, 10)  # on its way
     await plan(store)
     clock.advance(61)
-    await alarm.look()
+    await alarm.evaluate()
     assert await store.take_messages(["webhook"], 120, 10) == []
     await store.message_delivered(firing.id)
     (resolved,) = await store.take_messages(["webhook"], 120, 10)
@@ -552,39 +552,39 @@ async def test_whoever_looks_once_waits_for_nobody_beyond_its_time(
 ) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     async with asyncio.timeout(20):
-        await alarm_of(store, Silent()).tell_once(0.5)
+        await alarm_of(store, Silent()).run_once(0.5)
     clock.advance(MESSAGE_LEASE_S + 1)
     for _ in range(2):
-        await alarm_of(store, Webhook(inbox.url)).tell_once(30)
+        await alarm_of(store, WebhookNotifier(inbox.url)).run_once(30)
     assert heard(inbox) == [("firing", "NEAR_MAX")]
 
 
 async def test_what_nobody_wants_to_hear_of_is_not_told(store: PostgresAlertStore, inbox: Inbox) -> None:
-    alarm = alarm_of(store, Webhook(inbox.url), ignored=["NEAR_MAX"])
+    alarm = alarm_of(store, WebhookNotifier(inbox.url), ignored=["NEAR_MAX"])
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.look()
+    await alarm.evaluate()
     assert await alarm.send_due() == 0
 
 
 async def test_provider_errors_dead_letters_and_a_missing_leader(
     store: PostgresAlertStore, inbox: Inbox, clock: Any
 ) -> None:
-    alarm = alarm_of(store, Webhook(inbox.url))
+    alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(store)
     for _ in range(3):
-        alarm.note(Summary("gpus", True, "", provider_calls=(("create", "error", 1), ("list", "ok", 1))))
+        alarm.record_cycle(Summary("gpus", True, "", provider_calls=(("create", "error", 1), ("list", "ok", 1))))
     async with store._connection("failing a task") as connection:
         await connection.execute(
             "insert into windlass.tasks (queue, status, finished_at, error_code) values"
             " ('a', 'failed', windlass.now(), 'HANDLER_ERROR'), ('b', 'failed', windlass.now(), 'CANCELLED')"
         )
-    await alarm.look()
+    await alarm.evaluate()
     await store.release_lease(ANN)
-    await alarm.look()
+    await alarm.evaluate()
     await alarm.send_due()
     assert ("firing", "NO_LEADER") not in heard(inbox)  # another may take over
     clock.advance(GRACE_S)
-    await alarm.look()
+    await alarm.evaluate()
     await alarm.send_due()
     assert sorted(heard(inbox)) == [("firing", "DEAD_LETTERS"), ("firing", "NO_LEADER"), ("firing", "PROVIDER_ERRORS")]
 
@@ -592,12 +592,12 @@ async def test_provider_errors_dead_letters_and_a_missing_leader(
 async def test_where_nobody_leads_but_somebody_looks_after_it_the_fleet_is_what_is_told_of(
     store: PostgresAlertStore, inbox: Inbox, clock: Any
 ) -> None:
-    alarm = alarm_of(store, Webhook(inbox.url))
+    alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(store, next_plan_in_s=10)
     await store.release_lease(ANN)
     clock.advance(3600)
     await store.acquire_lease(replace(ANN, lease=CARETAKER))
-    await alarm.look()
+    await alarm.evaluate()
     await alarm.send_due()
     assert heard(inbox) == [("firing", "UNATTENDED")]
 
@@ -607,19 +607,19 @@ NOTHING_TO_CREATE = Summary("gpus", True, "", provider_calls=(("list", "ok", 1),
 ANOTHER_LEADS = Summary("gpus", False, "")
 
 
-@pytest.mark.parametrize(("next_summary", "later_s"), [(ANOTHER_LEADS, 0), (NOTHING_TO_CREATE, STREAK_FORGOTTEN_S)])
+@pytest.mark.parametrize(("next_summary", "later_s"), [(ANOTHER_LEADS, 0), (NOTHING_TO_CREATE, STREAK_TTL_S)])
 async def test_provider_errors_are_over_when_another_leads_or_nothing_is_asked_for_long(
     store: PostgresAlertStore, inbox: Inbox, clock: Any, next_summary: Summary, later_s: float
 ) -> None:
-    alarm = alarm_of(store, Webhook(inbox.url), clock=lambda: clock().timestamp())
+    alarm = alarm_of(store, WebhookNotifier(inbox.url), clock=lambda: clock().timestamp())
     await plan(store)
-    alarm.note(CREATES_FAIL)
-    await alarm.look()
+    alarm.record_cycle(CREATES_FAIL)
+    await alarm.evaluate()
     await alarm.send_due()
     clock.advance(later_s)
-    alarm.note(next_summary)
+    alarm.record_cycle(next_summary)
     for _ in range(2):
-        await alarm.look()
+        await alarm.evaluate()
         await alarm.send_due()
         clock.advance(61)
     assert heard(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
@@ -627,7 +627,7 @@ async def test_provider_errors_are_over_when_another_leads_or_nothing_is_asked_f
 
 async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresAlertStore, inbox: Inbox) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    running = asyncio.create_task(alarm_of(store, Webhook(inbox.url)).run())
+    running = asyncio.create_task(alarm_of(store, WebhookNotifier(inbox.url)).run())
     async with asyncio.timeout(20):
         while not inbox.received:
             await asyncio.sleep(0.01)
@@ -637,16 +637,16 @@ async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresAlertSt
 
 
 async def test_a_thousand_of_a_kind_are_one_message(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
-    alarm = alarm_of(store, Webhook(inbox.url))
+    alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(
         store, *(RaiseAlert("VRAM_STALE", "its GPU is silent", about=f"w{number:03}") for number in range(1_000))
     )
-    await alarm.look()
+    await alarm.evaluate()
     assert await alarm.send_due() == 1
     assert inbox.received[0]["reason"] == "1000 at once (w000, w001, w002, ...): its GPU is silent"
     await plan(store)
     clock.advance(61)
-    await alarm.look()
+    await alarm.evaluate()
     await alarm.send_due()
     assert heard(inbox) == [("firing", "VRAM_STALE"), ("resolved", "VRAM_STALE")]
 
@@ -667,8 +667,8 @@ async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(s
 
 async def test_slack_gets_words(store: PostgresAlertStore, inbox: Inbox) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of <10> & more"))
-    alarm = alarm_of(store, Slack(inbox.url))
-    await alarm.look()
+    alarm = alarm_of(store, SlackNotifier(inbox.url))
+    await alarm.evaluate()
     await alarm.send_due()
     (message,) = inbox.received
     title, reason, advice = message["text"].splitlines()
@@ -712,9 +712,9 @@ async def test_mails_are_taken_at_the_second_try(store: PostgresAlertStore, cloc
     server.refusals = 1
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
-        alarm = alarm_of(store, Email(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",)))
+        alarm = alarm_of(store, EmailNotifier(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",)))
         await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
-        await alarm.look()
+        await alarm.evaluate()
         await alarm.send_due()
         assert server.letters == []
         clock.advance(30)
@@ -732,10 +732,10 @@ async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others
     server.unknown = ("gone@example.com",)
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        email = Email(url, "windlass@example.com", ("gone@example.com", "ops@example.com"))
+        email = EmailNotifier(url, "windlass@example.com", ("gone@example.com", "ops@example.com"))
         alarm = alarm_of(store, email, on_message=lambda *outcome: outcomes.append(outcome))
         await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await alarm.look()
+        await alarm.evaluate()
         with capture_logs() as lines:
             for _ in range(3):
                 await alarm.send_due()
@@ -743,7 +743,7 @@ async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others
     assert len(server.letters) == 1
     assert sorted(outcomes) == [("email", "delivered"), ("email", "refused")]
     (line,) = (line for line in lines if line["event"] == "message delivered in part")
-    assert line["error"] == "the mail server at 127.0.0.1 refused gone@example.com (550)"
+    assert line["error"] == "mail server 127.0.0.1 refused gone@example.com (550)"
     assert SECRET not in str(lines)
 
 
@@ -751,13 +751,13 @@ async def test_mails_of_one_alert_are_one_thread_with_dates(store: PostgresAlert
     server = MailServer()
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        alarm = alarm_of(store, Email(url, "windlass@example.com", ("ops@example.com",)))
+        alarm = alarm_of(store, EmailNotifier(url, "windlass@example.com", ("ops@example.com",)))
         await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await alarm.look()
+        await alarm.evaluate()
         await alarm.send_due()
         await plan(store)
         clock.advance(61)
-        await alarm.look()
+        await alarm.evaluate()
         await alarm.send_due()
     begun, over = (message_from_string(letter, policy=default_policy) for letter in server.letters)
     assert "References" not in begun
@@ -779,19 +779,21 @@ async def test_a_mail_server_that_does_not_answer_holds_up_nobody_but_mails(
 
     async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
-        email = Email(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",))
-        alarm = alarm_of(store, email, Webhook(inbox.url))
-        await plan(store, *(RaiseAlert(f"CAUSE_{number}", "it is the matter") for number in range(MAX_AT_ONCE + 2)))
-        await alarm.look()
+        email = EmailNotifier(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",))
+        alarm = alarm_of(store, email, WebhookNotifier(inbox.url))
+        await plan(
+            store, *(RaiseAlert(f"CAUSE_{number}", "it is the matter") for number in range(MAX_CONCURRENT_SENDS + 2))
+        )
+        await alarm.evaluate()
         try:
             async with asyncio.timeout(10):
-                while len(inbox.received) < MAX_AT_ONCE + 2:
-                    await alarm.send_due(is_waited_for=False)
+                while len(inbox.received) < MAX_CONCURRENT_SENDS + 2:
+                    await alarm.send_due(is_awaited=False)
                     await asyncio.to_thread(lambda: None)
         finally:
             is_over.set()
-            await asyncio.gather(*alarm._under_way["email"])
-    assert len(inbox.received) == MAX_AT_ONCE + 2
+            await asyncio.gather(*alarm._sending["email"])
+    assert len(inbox.received) == MAX_CONCURRENT_SENDS + 2
 
 
 async def test_a_webhook_needs_none_of_the_loops_threads(store: PostgresAlertStore, inbox: Inbox) -> None:
@@ -800,9 +802,9 @@ async def test_a_webhook_needs_none_of_the_loops_threads(store: PostgresAlertSto
     taken = asyncio.create_task(asyncio.to_thread(is_over.wait, 30))
     try:
         # A name, not a number: it has to be looked up.
-        alarm = alarm_of(store, Webhook(inbox.url.replace("127.0.0.1", "localhost")))
+        alarm = alarm_of(store, WebhookNotifier(inbox.url.replace("127.0.0.1", "localhost")))
         await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await alarm.look()
+        await alarm.evaluate()
         async with asyncio.timeout(10):
             await alarm.send_due()
     finally:
@@ -819,9 +821,9 @@ async def test_a_command_gets_json_and_says_by_its_exit_code_whether_it_is_deliv
     script.write_text(f'#!/bin/sh\ncd {tmp_path}\nmkdir once 2>/dev/null && exit 7\ncat > got\necho "$OUR_KEY" > env\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setitem(os.environ, "OUR_KEY", SECRET)
-    alarm = alarm_of(store, Command(f"{script} --now", ("OUR_KEY",)))
+    alarm = alarm_of(store, CommandNotifier(f"{script} --now", ("OUR_KEY",)))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.look()
+    await alarm.evaluate()
     await alarm.send_due()
     assert not (tmp_path / "got").exists()
     clock.advance(30)
@@ -833,14 +835,19 @@ async def test_a_command_gets_json_and_says_by_its_exit_code_whether_it_is_deliv
 async def test_no_error_of_a_receiver_repeats_its_address(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
     inbox.refusals = 1
     url = inbox.url
-    alarm = alarm_of(store, Webhook(url), Slack(f"http://127.0.0.1:9/{SECRET}"), Command(f"/nowhere/{SECRET[:0]}x"))
+    alarm = alarm_of(
+        store,
+        WebhookNotifier(url),
+        SlackNotifier(f"http://127.0.0.1:9/{SECRET}"),
+        CommandNotifier(f"/nowhere/{SECRET[:0]}x"),
+    )
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.look()
+    await alarm.evaluate()
     await alarm.send_due()
     async with store._connection("reading messages") as connection:
         errors = [row["error"] for row in await connection.fetch("select error from windlass.messages order by error")]
     assert errors == [
-        "/nowhere/x cannot be started (No such file or directory)",
-        "the slack cannot be reached (ConnectError)",
-        "the webhook answered 503",
+        "/nowhere/x did not start (No such file or directory)",
+        "slack is unreachable (ConnectError)",
+        "webhook answered 503",
     ]

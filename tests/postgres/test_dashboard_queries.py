@@ -8,8 +8,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from windlass.control.orchestrator import CARETAKER
-from windlass.cost.meter import read_meter
+from windlass.control.unconfigured_fleets import CARETAKER
+from windlass.cost.report import read_meter
 from windlass.model.auth import ServerAddress
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput

@@ -376,11 +376,11 @@ def test_a_server_that_does_not_start_again_is_told_once_and_so_is_its_return(
                     await asyncio.to_thread(kill_server, filled_dir)
                     while log.read_text().count("shared_buffers") < 3:
                         await asyncio.sleep(0.01)
-                while "the database's server runs again" not in [line["event"] for line in lines]:
+                while "restarted embedded database" not in [line["event"] for line in lines]:
                     await asyncio.sleep(0.01)
             return [line["event"] for line in lines]
 
-    told = ["the database's server does not start again", "the database's server runs again"]
+    told = ["restart embedded database failed", "restarted embedded database"]
     assert asyncio.run(kill_it_and_look()) == told
 
 

@@ -19,10 +19,10 @@ import asyncpg
 import pytest
 
 from support.postgres_servers import transaction_pooler
-from windlass.cli.tasks import _retry_all_failed
 from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch, TooSlow
 from windlass.model.task import Claim, Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
+from windlass.operations import retry_failed_tasks
 from windlass.policy.backoff import retry_delay_s
 from windlass.store import listener, postgres
 from windlass.store.doctor_checks import check_may_control
@@ -1193,4 +1193,4 @@ async def test_dead_letters_that_somebody_has_locked_are_retried_when_they_are_f
             return found
 
         monkeypatch.setattr(store, "retry_failed", retried)
-        assert await _retry_all_failed(store, "q", include_cancelled=False) == ids
+        assert list((await retry_failed_tasks(store, "q")).task_ids) == ids

@@ -86,9 +86,9 @@ async def running(config: Config) -> AsyncIterator[Running]:
 
 async def test_whatever_goes_wrong_once_the_next_reload_is_heeded(up: Running) -> None:
     up.defect = RuntimeError("nobody foresaw it")
-    told = await up.reload("configuration not reloaded, nothing changed")
+    told = await up.reload("reload configuration failed")
     assert (told["log_level"], told["exc_info"]) == ("error", True)
-    await up.reload("configuration reloaded: no fleet has changed")
+    await up.reload("reloaded configuration")
 
 
 async def test_what_a_failed_reload_would_have_changed_is_changed_by_the_next(
@@ -103,10 +103,10 @@ async def test_what_a_failed_reload_would_have_changed_is_changed_by_the_next(
             raise RuntimeError("nobody foresaw it")
         return provider(name, fleet, config, instance_id)
 
-    provider = wire_up.provider
-    monkeypatch.setattr(wire_up, "provider", fail_at_first)
-    await up.reload("configuration not reloaded, nothing changed", hetzner_endpoint=endpoint)
-    await up.reload("configuration reloaded")
+    provider = wire_up.make_provider
+    monkeypatch.setattr(wire_up, "make_provider", fail_at_first)
+    await up.reload("reload configuration failed", hetzner_endpoint=endpoint)
+    await up.reload("reloaded configuration")
     # Its fleet is as it was, but what it rents with is not: its provider is another.
     assert made == [endpoint] * 2
 
@@ -114,7 +114,7 @@ async def test_what_a_failed_reload_would_have_changed_is_changed_by_the_next(
 async def test_settings_that_are_read_at_the_start_only_are_named_and_the_rest_is_taken_over(up: Running) -> None:
     alerts = AlertsConfig(webhook_url=SecretStr("https://example.com/hush"))
     told = await up.reload(
-        "settings have changed that are read at the start only: start `windlass up` again",
+        "ignored changed settings",
         worker=WorkerConfig(timeout_s=77),
         alerts=alerts,
         ray_address="10.0.0.5:6379",
@@ -123,8 +123,8 @@ async def test_settings_that_are_read_at_the_start_only_are_named_and_the_rest_i
     )
     assert (told["log_level"], told["settings"]) == ("warning", ["worker.timeout_s", "alerts.webhook_url"])
     assert "hush" not in str(told)
-    await until(lambda: bool(up.told("configuration reloaded")), str(up.lines))
-    assert up.told("configuration reloaded")[0]["changed"] == ["a (max_workers)"]
+    await until(lambda: bool(up.told("reloaded configuration")), str(up.lines))
+    assert up.told("reloaded configuration")[0]["changed"] == ["a (max_workers)"]
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ async def test_settings_that_are_read_at_the_start_only_are_named_and_the_rest_i
 )
 async def test_a_reload_that_names_another_place_for_the_data_is_refused(up: Running, name: str, value: Any) -> None:
     fleets = {"b": FLEET}
-    told = await up.reload("configuration not reloaded, nothing changed", **{name: value, "fleets": fleets})
+    told = await up.reload("reload configuration failed", **{name: value, "fleets": fleets})
     assert told["error"] == (
-        f"{name} is not what it was at the start, and all that runs keeps what it knows there: put it back, or stop "
-        "`windlass up` and start it again."
+        f"{name} changed, and a running orchestrator cannot move to another database. "
+        "Restore it, or restart `windlass up`."
     )
-    assert not up.told("configuration reloaded")
+    assert not up.told("reloaded configuration")

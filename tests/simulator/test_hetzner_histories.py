@@ -140,10 +140,10 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "is killed",
         "the database is away",
         "deleting a Primary IP that was left behind",
-        "machine refused",
-        "creation unclear",
-        "machine not deleted",
-        "machines unknown",
+        "create machine refused",
+        "create machine unclear",
+        "delete machine failed",
+        "list machines failed",
         "hold: ",
     }
     for seed in range(MAX_ROUGH):

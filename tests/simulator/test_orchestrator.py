@@ -12,13 +12,12 @@ from structlog.testing import capture_logs
 
 from windlass.control.cycle import FleetCycle, run_once
 from windlass.control.orchestrator import (
-    END_S,
-    FORGOTTEN_GRACE_S,
-    FORGOTTEN_LOOK_S,
-    STOP_MARGIN_S,
+    SHUTDOWN_MARGIN_S,
+    SHUTDOWN_PER_MACHINE_S,
     SWEEP_INTERVAL_S,
     Orchestrator,
 )
+from windlass.control.unconfigured_fleets import CHECK_INTERVAL_S, GRACE_S
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
@@ -78,7 +77,7 @@ class Bed:
         cloud.move_in = move_in
         return cloud
 
-    def start(self, *, is_clearing_up: bool = False) -> "Running":
+    def start(self, *, stops_when_empty: bool = False) -> "Running":
         self.orchestrators += 1
         candidate = Candidate(f"o{self.orchestrators}", TTL_S)
 
@@ -86,7 +85,7 @@ class Bed:
             return FleetCycle(name, fleet, self.store, self.clouds[name], candidate, Random(4))  # noqa: S311
 
         up = Orchestrator(self.store, candidate, make_cycle, lambda name, _: self.clouds[name], lambda _: None)
-        return Running(up, asyncio.ensure_future(up.run(self.fleets, is_clearing_up=is_clearing_up)))
+        return Running(up, asyncio.ensure_future(up.run(self.fleets, stops_when_empty=stops_when_empty)))
 
     async def cycle(self) -> bool:
         """One of each fleet, as from cron on another host. Whether it found the lead free."""
@@ -213,7 +212,7 @@ def test_a_fleet_that_was_left_out_and_does_not_end_is_not_given_up_and_stops_no
         await asyncio.sleep(SOON_S)
         bed.make_immortal("blue")
         up.up.reconfigure({"red": bed.fleets["red"]})
-        await asyncio.sleep(STOP_S + STOP_MARGIN_S + SOON_S)
+        await asyncio.sleep(STOP_S + SHUTDOWN_MARGIN_S + SOON_S)
         asked = bed.clouds["blue"].deleted_calls
         for worker_id in await bed.active("red"):
             await bed.store.terminate_worker(worker_id, "killed")
@@ -233,7 +232,7 @@ def test_the_first_signal_to_stop_is_the_first_whatever_was_left_out_before() ->
         up.up.reconfigure({"red": bed.fleets["red"]})
         await asyncio.sleep(1.0)
         up.up.stop()
-        took_s = await up.ends_within(STOP_S + STOP_MARGIN_S + 2 * END_S)
+        took_s = await up.ends_within(STOP_S + SHUTDOWN_MARGIN_S + 2 * SHUTDOWN_PER_MACHINE_S)
         assert took_s > STOP_S, "what was left out before has its whole time"
         assert await bed.workers("red") == []
         assert len(await bed.workers("blue")) == 1
@@ -250,7 +249,7 @@ def test_a_fleet_that_is_put_back_stays_and_hires_again() -> None:
         up.up.reconfigure({"red": bed.fleets["red"]})
         await asyncio.sleep(1.0)
         up.up.reconfigure(bed.fleets)
-        await asyncio.sleep(STOP_S + STOP_MARGIN_S + SOON_S)
+        await asyncio.sleep(STOP_S + SHUTDOWN_MARGIN_S + SOON_S)
         after = await bed.active("blue")
         assert len(after) == 1
         assert after != before
@@ -266,7 +265,7 @@ async def without_blue(bed: Bed) -> Running:
     await up.ends_within(10.0)
     bed.fleets = {"red": bed.fleets["red"]}
     again = bed.start()
-    await asyncio.sleep(TTL_S + FORGOTTEN_GRACE_S / 2)
+    await asyncio.sleep(TTL_S + GRACE_S / 2)
     assert len(await bed.active("blue")) == 1, "a wrong file is noticed in time"
     return again
 
@@ -274,7 +273,7 @@ async def without_blue(bed: Bed) -> Running:
 def test_a_fleet_that_is_missing_at_the_start_is_wound_down_after_a_while() -> None:
     async def live(bed: Bed) -> None:
         up = await without_blue(bed)
-        await asyncio.sleep(FORGOTTEN_GRACE_S / 2 + 2 * FORGOTTEN_LOOK_S + SOON_S)
+        await asyncio.sleep(GRACE_S / 2 + 2 * CHECK_INTERVAL_S + SOON_S)
         assert await bed.workers("blue") == []
         assert bed.clouds["blue"].billed() == []
         assert len(await bed.active("red")) == 1
@@ -288,7 +287,7 @@ def test_a_fleet_that_is_missing_at_the_start_and_put_back_in_time_keeps_its_wor
         up = await without_blue(bed)
         before = await bed.active("blue")
         up.up.reconfigure({**bed.fleets, "blue": config("blue")})
-        await asyncio.sleep(FORGOTTEN_GRACE_S + 2 * FORGOTTEN_LOOK_S)
+        await asyncio.sleep(GRACE_S + 2 * CHECK_INTERVAL_S)
         assert await bed.active("blue") == before
 
     in_a_bed(live)
@@ -299,9 +298,9 @@ def test_a_fleet_whose_settings_nobody_knows_any_more_is_told_of() -> None:
         with capture_logs() as lines:
             await without_blue(bed)
             bed.store._tables.cycles.rows.clear()
-            await asyncio.sleep(FORGOTTEN_GRACE_S / 2 + 3 * FORGOTTEN_LOOK_S)
+            await asyncio.sleep(GRACE_S / 2 + 3 * CHECK_INTERVAL_S)
         assert len(await bed.active("blue")) == 1
-        told = [line for line in lines if line["event"].startswith("nobody lets the workers of this fleet go")]
+        told = [line for line in lines if line["event"].startswith("shut down unconfigured fleet failed")]
         assert [line["fleet"] for line in told] == ["blue"]
 
     in_a_bed(live)
@@ -320,10 +319,10 @@ def test_what_cannot_be_read_of_a_missing_fleet_is_read_again(read: str) -> None
                 raise ValueError("a setting of another version")
 
             setattr(bed.store, read, unreadable)
-            await asyncio.sleep(FORGOTTEN_GRACE_S / 2 + 3 * FORGOTTEN_LOOK_S)
+            await asyncio.sleep(GRACE_S / 2 + 3 * CHECK_INTERVAL_S)
             assert bed.clouds["blue"].billed() != []
             setattr(bed.store, read, readable)
-            await asyncio.sleep(FORGOTTEN_GRACE_S + 2 * FORGOTTEN_LOOK_S + SOON_S)
+            await asyncio.sleep(GRACE_S + 2 * CHECK_INTERVAL_S + SOON_S)
         assert bed.clouds["blue"].billed() == []
         assert any(line["log_level"] == "error" and ("exc_info" in line or "ValueError" in str(line)) for line in lines)
 
@@ -337,8 +336,8 @@ async def without_any(bed: Bed) -> Running:
     up.up.stop(keeps_workers=True)
     await up.ends_within(10.0)
     bed.fleets = {}
-    again = bed.start(is_clearing_up=True)
-    await asyncio.sleep(TTL_S + FORGOTTEN_GRACE_S / 2)
+    again = bed.start(stops_when_empty=True)
+    await asyncio.sleep(TTL_S + GRACE_S / 2)
     assert len(await bed.active("red")) == len(await bed.active("blue")) == 1, "a wrong file is noticed in time"
     return again
 
@@ -346,7 +345,7 @@ async def without_any(bed: Bed) -> Running:
 def test_the_last_fleets_that_left_the_file_are_wound_down_after_a_while_and_then_it_ends() -> None:
     async def live(bed: Bed) -> None:
         up = await without_any(bed)
-        await up.ends_within(FORGOTTEN_GRACE_S / 2 + 4 * FORGOTTEN_LOOK_S)
+        await up.ends_within(GRACE_S / 2 + 4 * CHECK_INTERVAL_S)
         assert await bed.workers() == []
         assert [cloud.billed() for cloud in bed.clouds.values()] == [[], []]
         assert [cloud.closed for cloud in bed.clouds.values()] == [2, 2]
@@ -359,7 +358,7 @@ def test_the_last_fleets_put_back_in_time_keep_their_workers_and_it_stays() -> N
         up = await without_any(bed)
         before = await bed.active("blue")
         up.up.reconfigure({"blue": config("blue"), "red": config("red")})
-        await asyncio.sleep(FORGOTTEN_GRACE_S + 4 * FORGOTTEN_LOOK_S)
+        await asyncio.sleep(GRACE_S + 4 * CHECK_INTERVAL_S)
         assert await bed.active("blue") == before
         assert not up.task.done()
         up.up.stop()
@@ -375,8 +374,8 @@ def test_without_a_fleet_of_its_own_it_touches_nobody_while_another_leads() -> N
         await asyncio.sleep(SOON_S)
         before = [(worker.id, worker.status) for worker in await bed.workers()]
         bed.fleets = {}
-        standby = bed.start(is_clearing_up=True)
-        await asyncio.sleep(2 * FORGOTTEN_GRACE_S)
+        standby = bed.start(stops_when_empty=True)
+        await asyncio.sleep(2 * GRACE_S)
         assert [(worker.id, worker.status) for worker in await bed.workers()] == before
         standby.up.stop()
         assert await standby.ends_within(1.0) == 0.0
@@ -394,7 +393,7 @@ def test_without_a_fleet_of_its_own_it_leaves_those_alone_whose_cycles_are_far_a
         await asyncio.sleep(SOON_S)
         (hired,) = await bed.workers()
         bed.fleets = {}
-        bed.start(is_clearing_up=True)
+        bed.start(stops_when_empty=True)
         counts = count_cycles(bed)
         await asyncio.sleep(3600.0)
         assert await bed.active("red") == [hired.id]
@@ -428,7 +427,7 @@ def test_without_a_fleet_of_its_own_it_keeps_no_single_cycle_from_running(begins
     in_a_bed(live)
 
 
-@pytest.mark.parametrize("away_s", [0.0, 2 * FORGOTTEN_GRACE_S])
+@pytest.mark.parametrize("away_s", [0.0, 2 * GRACE_S])
 def test_without_a_fleet_of_its_own_it_grants_each_absence_of_the_leader_the_whole_time(away_s: float) -> None:
     """Also where the database was away: until just now nobody could run a cycle."""
 
@@ -455,7 +454,7 @@ def test_without_a_fleet_of_its_own_it_grants_each_absence_of_the_leader_the_who
             is_away = without_database_s > 0
             await asyncio.sleep(without_database_s)
             is_away = False
-            await asyncio.sleep(FORGOTTEN_GRACE_S / 2)
+            await asyncio.sleep(GRACE_S / 2)
             leader = bed.start()
             await asyncio.sleep(SOON_S)
             assert [(worker.id, worker.status) for worker in await bed.workers()] == before
@@ -506,11 +505,11 @@ def test_the_last_fleet_whose_settings_nobody_knows_any_more_is_told_of_and_it_s
             rows = bed.store._tables.cycles.rows
             for row_id in [row_id for row_id, row in rows.items() if row.cycle.fleet == "blue"]:
                 del rows[row_id]
-            await asyncio.sleep(FORGOTTEN_GRACE_S / 2 + 5 * FORGOTTEN_LOOK_S)
+            await asyncio.sleep(GRACE_S / 2 + 5 * CHECK_INTERVAL_S)
         assert await bed.workers("red") == []
         assert len(await bed.active("blue")) == 1
         assert not up.task.done()
-        told = [line for line in lines if line["event"].startswith("nobody lets the workers of this fleet go")]
+        told = [line for line in lines if line["event"].startswith("shut down unconfigured fleet failed")]
         assert [line["fleet"] for line in told] == ["blue"]
 
     in_a_bed(live)
@@ -534,10 +533,10 @@ def test_a_fleet_without_workers_that_is_missing_at_the_start_is_wound_down_too(
     async def live(bed: Bed) -> None:
         await without_workers(bed)
         up = bed.start()
-        await asyncio.sleep(FORGOTTEN_GRACE_S)
+        await asyncio.sleep(GRACE_S)
         assert await bed.unfinished() == ["blue", "red"], "a wrong file is noticed in time"
         counts = count_cycles(bed)
-        await asyncio.sleep(2 * FORGOTTEN_LOOK_S)
+        await asyncio.sleep(2 * CHECK_INTERVAL_S)
         assert await bed.unfinished() == ["red"]
         assert up.up.fleets == ("red",)
         assert counts["blue"] == 1
@@ -551,27 +550,27 @@ def test_the_last_fleet_without_workers_is_wound_down_before_it_ends() -> None:
     async def live(bed: Bed) -> None:
         await without_workers(bed)
         bed.fleets = {}
-        up = bed.start(is_clearing_up=True)
-        assert await up.ends_within(FORGOTTEN_GRACE_S + 2 * FORGOTTEN_LOOK_S) >= FORGOTTEN_GRACE_S
+        up = bed.start(stops_when_empty=True)
+        assert await up.ends_within(GRACE_S + 2 * CHECK_INTERVAL_S) >= GRACE_S
         assert await bed.unfinished() == []
 
     in_a_bed(live)
 
 
-@pytest.mark.parametrize("is_clearing_up", [False, True])
-def test_a_fleet_without_workers_whose_provider_cannot_be_made_is_told_of_once_an_hour(is_clearing_up: bool) -> None:
+@pytest.mark.parametrize("stops_when_empty", [False, True])
+def test_a_fleet_without_workers_whose_provider_cannot_be_made_is_told_of_once_an_hour(stops_when_empty: bool) -> None:
     """As one whose key is gone. It is no reason to stay where nothing else is left to do."""
 
     async def live(bed: Bed) -> None:
         await without_workers(bed)
-        bed.fleets = {} if is_clearing_up else bed.fleets
+        bed.fleets = {} if stops_when_empty else bed.fleets
         del bed.clouds["blue"]
         with capture_logs() as lines:
-            up = bed.start(is_clearing_up=is_clearing_up)
-            await asyncio.sleep(FORGOTTEN_GRACE_S + 2 * 3600.0)
-        told = [line["fleet"] for line in lines if line["event"].startswith("nobody winds this fleet down")]
-        assert told == (["blue"] if is_clearing_up else ["blue", "blue"])
-        assert up.task.done() == is_clearing_up
+            up = bed.start(stops_when_empty=stops_when_empty)
+            await asyncio.sleep(GRACE_S + 2 * 3600.0)
+        told = [line["fleet"] for line in lines if line["event"].startswith("shut down unconfigured fleet failed")]
+        assert told == (["blue"] if stops_when_empty else ["blue", "blue"])
+        assert up.task.done() == stops_when_empty
         assert "blue" in await bed.unfinished()
 
     in_a_bed(live)
@@ -591,7 +590,7 @@ def test_fleets_that_nobody_ever_ran_or_that_others_run_are_left_alone() -> None
                 assert await bed.cycle()
                 assert await bed.unfinished() == ["blue"]
         assert up.up.fleets == ()
-        assert not [line for line in lines if line["event"].startswith("winding down")]
+        assert not [line for line in lines if line["event"] == "shut down unconfigured fleet"]
         assert [worker.status for worker in await bed.workers("green")] == [WorkerStatus.ACTIVE]
 
     in_a_bed(live)
@@ -609,7 +608,7 @@ def test_where_nobody_is_hired_here_it_stays_all_the_same_until_it_is_told_to_st
         await asyncio.sleep(SOON_S)
         assert len(await bed.active("red")) == 1
         up.up.reconfigure({})
-        await asyncio.sleep(10 * FORGOTTEN_LOOK_S)
+        await asyncio.sleep(10 * CHECK_INTERVAL_S)
         assert await bed.workers() == []
         assert not up.task.done()
         up.up.stop()
@@ -639,7 +638,7 @@ def test_a_machine_that_no_worker_has_is_ended_before_its_fleet_is_wound_down() 
         await asyncio.sleep(SOON_S)
         red.books["m9-red"] = Entry("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
         up.up.stop()
-        await up.ends_within(STOP_S + STOP_MARGIN_S)
+        await up.ends_within(STOP_S + SHUTDOWN_MARGIN_S)
         assert red.billed() == []
 
     in_a_bed(live)
@@ -833,7 +832,7 @@ def test_retention_goes_on_after_whatever_went_wrong_with_it() -> None:
             bed.start()
             await asyncio.sleep(4.5 * SWEEP_INTERVAL_S)
         assert calls == 4
-        assert [line["log_level"] for line in lines if line["event"] == "retention was not applied"] == ["error"]
+        assert [line["log_level"] for line in lines if line["event"] == "apply retention failed"] == ["error"]
 
     in_a_bed(live)
 
@@ -844,7 +843,7 @@ def test_a_configuration_that_comes_too_late_changes_nothing() -> None:
         await asyncio.sleep(SOON_S)
         up.up.stop()
         for _ in range(2):
-            with pytest.raises(WindlassError, match="too late, we are about to end"):
+            with pytest.raises(WindlassError, match="orchestrator is stopping"):
                 up.up.reconfigure(bed.fleets)
             await up.ends_within(10.0)
         with suppress(asyncio.CancelledError):

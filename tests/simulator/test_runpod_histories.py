@@ -49,12 +49,12 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "vanishes with its machine",
         "is killed",
         "the database is away",
-        "machine refused",
-        "creation unclear",
-        "machine not deleted",
-        "machine not prepared",
-        "preparation unclear",
-        "machines unknown",
+        "create machine refused",
+        "create machine unclear",
+        "delete machine failed",
+        "prepare machine failed",
+        "prepare machine unclear",
+        "list machines failed",
         "hold: ",
     }
     for seed in range(MAX_ROUGH):

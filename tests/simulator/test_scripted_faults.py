@@ -450,7 +450,7 @@ def test_lists_that_take_longer_than_a_lease_stop_no_cycle() -> None:
     script(world, (0, slow_down), (490.0, all_done))
     world.run()
     assert world.watch.takeovers == 1
-    assert "machines unknown" in world.story.text(limit=None)
+    assert "list machines failed" in world.story.text(limit=None)
 
 
 # ---------------------------------------------------------------------------------------------------------- workers
@@ -806,7 +806,8 @@ def test_tasks_that_fail_everywhere_are_not_tried_again_in_every_hour_to_come() 
     world.run()
     tasks = world.watch.tasks.values()
     assert all(task.is_dead for task in tasks)
-    assert max(len(task.claims) for task in tasks) <= 6
+    # Three attempts, three that a trial gave back, and one that was interrupted when its worker was quarantined.
+    assert max(len(task.claims) for task in tasks) <= 7
     # Whoever has a row behind it is replaced once; what follows finds nothing to fail.
     assert len(world.watch.quarantined) <= 4
     assert all(at < 5 * 3600.0 for at in (entry.began_at for entry in red(world).books.values()))

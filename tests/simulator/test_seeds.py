@@ -59,7 +59,7 @@ def test_together_the_seeds_see_trouble_of_every_kind() -> None:
         "is killed",
         "the database is away",
         "will get no answer, nor arrive",
-        "lead lost in the middle of a cycle",
+        "lost lease during cycle",
         "person",
     ):
         assert trouble in told, f"in 40 seeds nobody met: {trouble}"

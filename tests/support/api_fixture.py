@@ -10,7 +10,7 @@ import httpx
 
 from support.fake_control_plane import FakeControlPlane
 from windlass.control.cycle import FleetCycle
-from windlass.control.explain import tell
+from windlass.control.explain import explain
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import WorkerConfig
@@ -89,7 +89,7 @@ class CyclingControlPlane(FakeControlPlane):
         return [summary.to_plain()]
 
     async def explain(self, subject: str) -> Explanation:
-        return await tell(self._store, subject)
+        return await explain(self._store, subject)
 
 
 class ApiFixture:

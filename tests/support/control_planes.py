@@ -1,4 +1,4 @@
-"""A control plane in memory, with hired machines, for tests of its HTTP face."""
+"""A control plane in memory with spawned machines, for tests of its HTTP server."""
 
 import random
 from collections.abc import AsyncIterator
@@ -44,7 +44,7 @@ WHEEL = Wheel("windlass-1.0-py3-none-any.whl", "1.0", "abc", b"the wheel")
 
 
 class Flaky(MemoryAuthStore):
-    """`trouble`, while set, is what every call of a worker raises."""
+    """While `trouble` is set, every call of a worker raises it."""
 
     trouble: Exception | None = None
     refusals = 0
@@ -90,7 +90,7 @@ class Plane:
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=URL)
 
     async def hire(self, worker_id: str = "w0", slot: int = 0) -> str:
-        """A machine, and the join token it was made with."""
+        """Spawn a machine and return its join token."""
         token = new_token(JOIN_PREFIX, CHANCE)
         observed = await self.store.observe(ANN, "gpus", FLEET)
         assert isinstance(observed, tuple)
@@ -99,7 +99,7 @@ class Plane:
         return token
 
     async def join(self, worker_id: str = "w0", slot: int = 0) -> str:
-        """A worker, and its token."""
+        """Spawn and activate a worker and return its worker token."""
         token = new_token(WORKER_PREFIX, CHANCE)
         answer = await self.activate(await self.hire(worker_id, slot), token, worker_id)
         assert answer.status_code == 200, answer.text
@@ -111,7 +111,7 @@ class Plane:
     async def end(self, worker_id: str = "w0") -> None:
         term = await self.store.acquire_lease(ANN)
         assert isinstance(term, int)
-        await self.store.commit_outcomes(ANN, term, "gpus", 0, [Deleted(worker_id, None, "IDLE", "let go")], [], None)
+        await self.store.commit_outcomes(ANN, term, "gpus", 0, [Deleted(worker_id, None, "IDLE", "idle")], [], None)
 
     async def api_token(self, role: Role) -> str:
         token = new_token(API_PREFIX, CHANCE)

@@ -1,7 +1,7 @@
-"""`windlass up` whose machines are far away in all but distance: `python far_fleet.py FOLDER URL up --port P ...`
+"""`windlass up` with simulated remote machines: `python remote_fleet.py FOLDER URL up --port P ...`
 
-Each machine is a process of this host that has only what a cloud would give it: a file with the address of the control
-plane and a join token. It has no database, and it outlives the control plane that hired it.
+Each machine is a local process that has only a join file, like a machine in a cloud. It has no database address and
+outlives the control plane that created it.
 """
 
 import json
@@ -19,7 +19,7 @@ from windlass.model.machine import Machine, MachineRequest, MachineState, Provid
 from windlass.wiring import providers
 
 
-class FarProvider:
+class RemoteProvider:
     traits = ProviderTraits(is_remote=True)
 
     def __init__(self, folder: Path, url: str) -> None:
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     del sys.argv[1:3]
 
     def provider(_name: str, _fleet: Any, _config: Any, _instance_id: str) -> Any:
-        return FarProvider(folder, url)
+        return RemoteProvider(folder, url)
 
-    providers.provider = provider
+    providers.make_provider = provider
     main()

@@ -1,6 +1,6 @@
-"""Snapshots for tests of the policy: built in a line, and carried out by a perfect world.
+"""Builders of snapshots for policy tests, and a simulation in which every action takes effect at once.
 
-Times are said as ages: `worker(heartbeat=12)` was last heard 12 s ago.
+Times are given as ages in seconds: `worker(heartbeat=12)` sent its last heartbeat 12 s ago.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ from windlass.policy.plan import plan
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
-# Seed 003's numbers, which DESIGN section 11 decides for GPU fleets. Guards that only wait are off.
+# Settings of the original GPU orchestrator. Settings that only delay scaling are off.
 GPU = FleetConfig(
     has_gpu=True,
     min_workers=0,
@@ -47,7 +47,7 @@ GPU = FleetConfig(
     stop_timeout_s=600,
     stuck_timeout_s=1200,
 )
-# Seed 004's numbers, which are those of the provider `local`.
+# Defaults of the provider `local`.
 LOCAL = FleetConfig()
 
 
@@ -81,7 +81,7 @@ def worker(
     machine_id: str | None = "own",
     **rest: Any,
 ) -> WorkerView:
-    """Its machine is `m-<id>` unless said otherwise; one started by hand (slot None) has none."""
+    """Its machine is `m-<id>` by default. A manual worker (slot None) has none."""
     if machine_id == "own":
         machine_id = None if slot is None else f"m-{id_}"
     if activated is None and status == "active":
@@ -116,7 +116,7 @@ def machine(name: str, state: str = "running", id_: str | None = None, *, create
 
 
 def machines_of(workers: Iterable[WorkerView]) -> tuple[Machine, ...]:
-    """What a provider lists when every known machine runs."""
+    """The provider's list if every known machine runs."""
     return tuple(
         Machine(w.machine_id, w.id, MachineState.RUNNING, w.created_at) for w in workers if w.machine_id is not None
     )
@@ -134,9 +134,9 @@ def with_state(state: PlannerState, **values: Any) -> PlannerState:
 
 
 def snapshot(*workers: WorkerView, queued: int = 0, idle: float = 0, **rest: Any) -> Snapshot:
-    """All machines are listed unless `machines` says otherwise, and the last cycle was a second ago.
+    """By default all machines are listed and the last cycle was a second ago.
 
-    `idle`: for how long cycles have seen every worker idle that has no task.
+    `idle`: how long cycles have seen every worker without a task idle. `state`: fields of the planner state.
     """
     planner_state = with_state(
         PlannerState(),
@@ -165,18 +165,18 @@ def kinds(planned: Plan) -> list[str]:
     return [ACTION_KINDS[type(action)] for action in planned.actions]
 
 
-# ------------------------------------------------------------------------------------------------------ a perfect world
+# ------------------------------------------------------------------------------------------------------ simulation
 
 
 def apply(planned: Plan, seen: Snapshot, config: FleetConfig) -> Snapshot:
-    """What the next cycle sees if the store and the provider do all of it and no time passes."""
-    world = _World(seen, config)
+    """The next snapshot if every action takes effect and no time passes."""
+    effects = _Effects(seen, config)
     for action in planned.actions:
-        world.carry_out(action)
-    return world.snapshot(planned.planner_state)
+        effects.apply(action)
+    return effects.snapshot(planned.planner_state)
 
 
-class _World:
+class _Effects:
     def __init__(self, seen: Snapshot, config: FleetConfig) -> None:
         self.seen = seen
         self.config = config
@@ -192,7 +192,7 @@ class _World:
         self.preparing = seen.preparing
         self.volume = seen.volume
 
-    def carry_out(self, action: Action) -> None:  # noqa: PLR0912 - one branch for each kind of action
+    def apply(self, action: Action) -> None:  # noqa: PLR0912 - one branch for each kind of action
         now = self.seen.now
         match action:
             case Promote(worker_id):
@@ -243,9 +243,9 @@ class _World:
             return
         slot = self.slots.get(view.slot, SlotView(view.slot, False))
         self.slots[view.slot] = replace(slot, restarts=(*slot.restarts, self.seen.now))
-        hiring = LaunchRecord(view.created_at, False)
-        if hiring in self.launches:
-            self.launches.remove(hiring)
+        launch = LaunchRecord(view.created_at, False)
+        if launch in self.launches:
+            self.launches.remove(launch)
         self.launches.append(LaunchRecord(view.created_at, True))
 
     def _requeue(self, worker_id: str) -> None:
@@ -277,14 +277,14 @@ class _World:
             creation="created",
         )
         if self.machines is not None:
-            # One that must be prepared is when it runs, which is not yet.
+            # A machine with a prepare step is prepared when it runs, not yet.
             state = MachineState.BOOTING if self.seen.traits.has_prepare_step else MachineState.RUNNING
             self.machines[f"m-{id_}"] = Machine(f"m-{id_}", id_, state, now)
         self.launches.append(LaunchRecord(now, False))
         self.requested = max(0, self.requested - 1)
 
-    def _room_for_requests(self) -> int:
-        """As the store has it: a wish that no slot can take is forgotten."""
+    def _spawnable_slots(self) -> int:
+        """As in the store: requests that no slot can take are dropped."""
         staying = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
         taken = {w.slot for w in self.workers.values() if w.slot is not None and w.status in staying}
         taken |= {slot.slot for slot in self.slots.values() if slot.is_failed and slot.slot < self.config.max_workers}
@@ -298,9 +298,9 @@ class _World:
             workers=workers,
             slots=tuple(self.slots.values()),
             machines=None if self.machines is None else tuple(self.machines.values()),
-            launches=tuple(sorted(self.launches, key=lambda hiring: hiring.at)),
+            launches=tuple(sorted(self.launches, key=lambda launch: launch.at)),
             orphaned=tuple(self.orphaned),
-            requested=max(0, min(self.requested, self._room_for_requests())),
+            requested=max(0, min(self.requested, self._spawnable_slots())),
             refusal=self.refusal,
             ended_bills=self.ended_bills,
             preparing=self.preparing,
@@ -309,10 +309,10 @@ class _World:
         )
 
 
-class Clockwork:
-    """Cycle after cycle of a fleet whose machines do as `live` says: it gets each worker and makes it what it is next.
+class FleetSimulation:
+    """Consecutive cycles of a fleet. `live(worker, now)` returns each worker's next view, or None if it died.
 
-    Whoever is idle and ready claims what waits before the next cycle; nothing is ever finished.
+    Idle, ready workers claim queued tasks before the next cycle. Tasks never end.
     """
 
     def __init__(self, config: FleetConfig, first: Snapshot, live: Any) -> None:
@@ -361,5 +361,5 @@ class Clockwork:
 
 
 def beating(view: WorkerView, now: datetime) -> WorkerView:
-    """A worker that starts at once and is heard in every cycle."""
+    """A worker that starts at once and sends a heartbeat in every cycle."""
     return replace(view, last_heartbeat=now, vram_total_mb=24_000, vram_at=now)

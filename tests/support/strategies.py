@@ -1,7 +1,7 @@
-"""Random fleets: every status, every kind of machine, every memory, together. Consistent, but never kind.
+"""Hypothesis strategies for random fleets: consistent snapshots with every status, machine state and planner state.
 
-Ages end in half a second, so that none stands exactly on a limit: there, a moment later is another world. Workers are
-drawn whole from a fixed cast of many, plain ones first: drawing each of their fields would take all the time there is.
+Ages end in half a second, so that none is exactly at a limit, where a moment later gives another decision. Workers are
+drawn whole from a fixed pool, simple ones first: drawing each field separately would be too slow.
 """
 
 import random
@@ -30,20 +30,20 @@ from windlass.model.snapshot import (
 from windlass.model.worker import LIVE, WorkerStatus
 
 MAX_SLOTS = 7
-CAST_SIZE = 600
+POOL_SIZE = 600
 BUDGETS = ("budget_per_hour", "budget_per_day", "budget_per_month")
 AGES = (0.5, 5.5, 20.5, 40.5, 90.5, 200.5, 400.5, 700.5, 2000.5)
 
 
 @dataclass(frozen=True)
-class DemoScenario:
+class Scenario:
     snapshot: Snapshot
     fleet: FleetConfig
 
 
 @dataclass(frozen=True)
-class Character:
-    """A worker, its machines as they are listed, and what is remembered of it."""
+class WorkerCase:
+    """A worker, its listed machines, and its part of the planner state."""
 
     view: WorkerView
     machine: MachineState | None = MachineState.RUNNING
@@ -53,10 +53,10 @@ class Character:
     unclaimed_since: datetime | None = None
 
 
-# --------------------------------------------------------------------------------------------------------------- cast
+# -------------------------------------------------------------------------------------------------------------- workers
 
 
-def _character(dice: random.Random) -> Character:
+def _worker_case(dice: random.Random) -> WorkerCase:
     def maybe(value: Any, chance: float) -> Any:
         return value if dice.random() < chance else None
 
@@ -71,7 +71,7 @@ def _character(dice: random.Random) -> Character:
     vram_at = maybe(since(created), 0.6)
     vram_mb = dice.choice((0, 24_000, 24_000)) if vram_at else None
     states = (MachineState.RUNNING,) * 5 + (MachineState.BOOTING, MachineState.EXITED)
-    return Character(
+    return WorkerCase(
         view=WorkerView(
             id="",
             slot=0,
@@ -103,29 +103,29 @@ def _character(dice: random.Random) -> Character:
     )
 
 
-def _cast() -> list[Character]:
+def _worker_pool() -> list[WorkerCase]:
     dice = random.Random(5)  # noqa: S311
     plain = [
-        Character(worker(claimed=50.5, created=90.5, running=(RunningView(0, ago(5.5), None),), vram_mb=24_000)),
-        Character(worker(created=90.5, vram_mb=24_000)),
-        Character(worker(status="spawning", created=5.5, heartbeat=None)),
+        WorkerCase(worker(claimed=50.5, created=90.5, running=(RunningView(0, ago(5.5), None),), vram_mb=24_000)),
+        WorkerCase(worker(created=90.5, vram_mb=24_000)),
+        WorkerCase(worker(status="spawning", created=5.5, heartbeat=None)),
     ]
-    return plain + [_character(dice) for _ in range(CAST_SIZE)]
+    return plain + [_worker_case(dice) for _ in range(POOL_SIZE)]
 
 
-# -------------------------------------------------------------------------------------------------------------- scenes
+# ------------------------------------------------------------------------------------------------------------ scenarios
 
-characters = st.sampled_from(_cast())
+worker_cases = st.sampled_from(_worker_pool())
 moments = st.sampled_from(AGES).map(ago)
 maybe_moments = st.one_of(st.none(), moments)
-waits = st.sampled_from((0.0, 45.0))
+intervals = st.sampled_from((0.0, 45.0))
 
 
 @st.composite
 def fleets(draw: st.DrawFn) -> FleetConfig:
     max_workers = draw(st.integers(1, MAX_SLOTS - 2))
     has_gpu = draw(st.booleans())
-    patience = draw(st.sampled_from((30.0, 600.0)))
+    timeout_s = draw(st.sampled_from((30.0, 600.0)))
     return FleetConfig(
         policy=draw(st.sampled_from(("buffered", "threshold", "clear-time"))),
         min_workers=draw(st.integers(0, max_workers)),
@@ -136,29 +136,29 @@ def fleets(draw: st.DrawFn) -> FleetConfig:
         idle_buffer=draw(st.integers(0, 2)),
         scale_up_multiplier=draw(st.sampled_from((1.0, 0.5, 1.5))),
         scale_down_multiplier=draw(st.sampled_from((0.9, 0.5, 1.0))),
-        min_scaling_interval_s=draw(waits),
-        spawn_grace_s=draw(waits),
-        scale_down_grace_s=draw(waits),
+        min_scaling_interval_s=draw(intervals),
+        spawn_grace_s=draw(intervals),
+        scale_down_grace_s=draw(intervals),
         idle_timeout_s=draw(st.sampled_from((0.0, 30.0))),
-        heartbeat_timeout_s=patience,
-        spawn_timeout_s=patience,
-        stop_timeout_s=patience,
+        heartbeat_timeout_s=timeout_s,
+        spawn_timeout_s=timeout_s,
+        stop_timeout_s=timeout_s,
         min_spawns_for_rate=draw(st.sampled_from((5, 2))),
         max_restarts=draw(st.sampled_from((5, 2))),
     )
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> DemoScenario:
+def scenarios(draw: st.DrawFn) -> Scenario:
     fleet = draw(fleets())
-    # Sometimes in slots beyond the maximum: the fleet was larger once.
+    # Sometimes in slots above max_workers: the maximum was lowered.
     last_slot = draw(st.sampled_from((fleet.max_workers, MAX_SLOTS))) - 1
     slots = draw(st.lists(st.integers(0, last_slot), unique=True))
-    hired = [_hired(draw(characters), slot) for slot in slots]
-    by_hand = [_by_hand(draw(characters), n) for n in range(draw(st.sampled_from((0, 0, 1, 2))))]
-    everybody = [*hired, *by_hand]
-    views = tuple(character.view for character in everybody)
-    return DemoScenario(
+    managed = [_managed(draw(worker_cases), slot) for slot in slots]
+    manual = [_manual(draw(worker_cases), n) for n in range(draw(st.sampled_from((0, 0, 1, 2))))]
+    cases = [*managed, *manual]
+    views = tuple(case.view for case in cases)
+    return Scenario(
         Snapshot(
             now=NOW,
             fleet="default",
@@ -169,12 +169,12 @@ def scenes(draw: st.DrawFn) -> DemoScenario:
             ),
             workers=views,
             slots=draw(slot_views()),
-            machines=_listed(hired, draw(st.sampled_from((0, 0, 1, 2, 5))), draw(st.sampled_from(MachineState)))
+            machines=_listed(managed, draw(st.sampled_from((0, 0, 1, 2, 5))), draw(st.sampled_from(MachineState)))
             if draw(st.integers(0, 4))
             else None,
             listed_at=draw(st.sampled_from((None, ago(1.0)))),
             traits=draw(st.sampled_from(TRAITS)),
-            launches=_hirings(views, draw(st.lists(st.tuples(moments, st.booleans()), max_size=6)), fleet),
+            launches=_launches(views, draw(st.lists(st.tuples(moments, st.booleans()), max_size=6)), fleet),
             refusal=draw(st.sampled_from(REFUSALS)),
             orphaned=_orphaned(views, draw(st.booleans())),
             is_paused=draw(st.integers(0, 9)) == 9,
@@ -182,49 +182,49 @@ def scenes(draw: st.DrawFn) -> DemoScenario:
             reset_at=draw(st.sampled_from((None, None, ago(1000.5), ago(5.5)))),
             restarted_at=draw(st.sampled_from((None, None, ago(1000.5), ago(5.5)))),
             requested=draw(st.sampled_from((0, 0, 1, 5))),
-            planner_state=draw(memories(everybody)),
+            planner_state=draw(planner_states(cases)),
         ),
         fleet,
     )
 
 
-def _hired(character: Character, slot: int) -> Character:
-    view = character.view
+def _managed(case: WorkerCase, slot: int) -> WorkerCase:
+    view = case.view
     machine_id = None if view.machine_id is None else f"m-w{slot}"
-    return replace(character, view=replace(view, id=f"w{slot}", slot=slot, machine_id=machine_id))
+    return replace(case, view=replace(view, id=f"w{slot}", slot=slot, machine_id=machine_id))
 
 
-def _by_hand(character: Character, number: int) -> Character:
-    view = character.view
+def _manual(case: WorkerCase, number: int) -> WorkerCase:
+    view = case.view
     status = WorkerStatus.ACTIVE if view.status is WorkerStatus.SPAWNING else view.status
     view = replace(view, id=f"h{number}", slot=None, status=status, machine_id=None, machine_at=None, creation=None)
-    return replace(character, view=view)
+    return replace(case, view=view)
 
 
-def _listed(hired: list[Character], orphans: int, state: MachineState) -> tuple[Machine, ...]:
+def _listed(managed: list[WorkerCase], orphans: int, state: MachineState) -> tuple[Machine, ...]:
     listed = [
-        Machine(f"{prefix}-{character.view.id}", character.view.id, found, character.view.created_at)
-        for character in hired
-        for prefix, found in (("m", character.machine), ("d", character.double))
+        Machine(f"{prefix}-{case.view.id}", case.view.id, found, case.view.created_at)
+        for case in managed
+        for prefix, found in (("m", case.machine), ("d", case.double))
         if found is not None
     ]
-    return (*listed, *(Machine(f"orphan-{n}", f"nobody-{n}", state) for n in range(orphans)))
+    return (*listed, *(Machine(f"orphan-{n}", f"unknown-{n}", state) for n in range(orphans)))
 
 
-def _hirings(
+def _launches(
     views: tuple[WorkerView, ...], others: list[tuple[datetime, bool]], fleet: FleetConfig
 ) -> tuple[LaunchRecord, ...]:
     found = [
         LaunchRecord(view.created_at, view.status is WorkerStatus.ERROR) for view in views if view.slot is not None
     ]
     found += [LaunchRecord(at, has_failed) for at, has_failed in others]
-    recent = [hiring for hiring in found if (NOW - hiring.at).total_seconds() < fleet.failure_window_s]
-    return tuple(sorted(recent, key=lambda hiring: hiring.at))
+    recent = [launch for launch in found if (NOW - launch.at).total_seconds() < fleet.failure_window_s]
+    return tuple(sorted(recent, key=lambda launch: launch.at))
 
 
-def _orphaned(views: tuple[WorkerView, ...], has_ghost: bool) -> tuple[str, ...]:
+def _orphaned(views: tuple[WorkerView, ...], has_unknown: bool) -> tuple[str, ...]:
     ids = [view.id for view in views if view.running and view.status not in LIVE]
-    return tuple(sorted([*ids, *(["long-gone"] if has_ghost else [])]))
+    return tuple(sorted([*ids, *(["long-gone"] if has_unknown else [])]))
 
 
 @st.composite
@@ -235,9 +235,9 @@ def slot_views(draw: st.DrawFn) -> tuple[SlotView, ...]:
 
 
 @st.composite
-def memories(draw: st.DrawFn, everybody: list[Character]) -> PlannerState:
+def planner_states(draw: st.DrawFn, cases: list[WorkerCase]) -> PlannerState:
     def of_all(name: str) -> dict[str, datetime]:
-        found = {character.view.id: getattr(character, name) for character in everybody}
+        found = {case.view.id: getattr(case, name) for case in cases}
         return {id_: moment for id_, moment in found.items() if moment is not None}
 
     return with_state(
@@ -254,7 +254,7 @@ def memories(draw: st.DrawFn, everybody: list[Character]) -> PlannerState:
         unclaimed_since=of_all("unclaimed_since"),
         own_listed_at=draw(maybe_moments),
         unlisted_since=draw(maybe_moments),
-        failure_rate=draw(st.sampled_from(GUARDS)),
+        failure_rate=draw(st.sampled_from(FAILURE_RATES)),
         provider_backoff=draw(
             st.sampled_from(
                 (None, None, ProviderBackoff("NO_CAPACITY", 1, ago(90.5)), ProviderBackoff("DENIED", 2, ago(-20.5)))
@@ -269,16 +269,16 @@ REFUSALS = (
     None,
     ProviderRefusal("NO_CAPACITY", "none left", ago(20.5)),
     ProviderRefusal("LIMIT_REACHED", "no more than ten", ago(90.5)),
-    ProviderRefusal("DENIED", "who are you", ago(400.5)),
+    ProviderRefusal("DENIED", "unauthorized", ago(400.5)),
 )
-# The third is paid in units of which a machine that is 400.5 s old has 40.5 s left: in the middle of the time to leave.
+# The third has billing units of 441 s: a machine of 400.5 s has 40.5 s left, within its termination window.
 TRAITS = (
     ProviderTraits(),
     ProviderTraits(60.25, 120.25, 60.25),
     ProviderTraits(60.25, 120.25, 60.25, billing_unit_s=441),
     ProviderTraits(60.25, 120.25, 60.25, has_prepare_step=True),
 )
-GUARDS = (
+FAILURE_RATES = (
     FailureRateState(),
     FailureRateState(failed_starts=1, last_failure_at=ago(20.5)),
     FailureRateState(trips=1, until=ago(-100.5), judged_until=ago(200.5)),
@@ -288,9 +288,9 @@ GUARDS = (
 
 
 @st.composite
-def paid_scenes(draw: st.DrawFn) -> DemoScenario:
-    """The same with prices and budgets."""
-    scene = draw(scenes())
+def priced_scenarios(draw: st.DrawFn) -> Scenario:
+    """Scenarios with prices and budgets."""
+    scene = draw(scenarios())
     limits = draw(st.fixed_dictionaries({name: st.sampled_from((None, "0.5", "2", "40")) for name in BUDGETS}))
     action = draw(st.sampled_from(("warn", "stop-spawning", "drain")))
     fleet = FleetConfig.model_validate(scene.fleet.model_dump() | limits | {"budget_action": action})
@@ -305,9 +305,9 @@ def paid_scenes(draw: st.DrawFn) -> DemoScenario:
         spending=draw(st.sampled_from(((), (Spending("EUR", 0, 300_000, 1_900_000),), (Spending("USD", 5, 5, 5),)))),
         ended_bills=draw(st.sampled_from(((), (Bill(tariff, ago(2000.5), ago(90.5)),)))),
     )
-    return DemoScenario(snapshot, fleet)
+    return Scenario(snapshot, fleet)
 
 
-def uncapped(scene: DemoScenario) -> DemoScenario:
-    """The same, where nothing limits how much changes at once."""
+def uncapped(scene: Scenario) -> Scenario:
+    """The scenario without a limit on changes per cycle."""
     return replace(scene, fleet=scene.fleet.model_copy(update={"max_changes_per_cycle": 100}))

@@ -1,4 +1,4 @@
-"""Real `windlass worker` processes for tests: started, watched, signalled, and proven to leave nothing behind."""
+"""Real `windlass worker` processes for tests. At the end of a test none of their processes may still run."""
 
 import asyncio
 import inspect
@@ -27,25 +27,25 @@ from windlass.store.postgres import PostgresStore
 HERE = Path(__file__).parents[1] / "e2e"
 PROGRAM = Path(sys.executable).with_name("windlass")
 POLL_S = 0.02
-# For everything that takes a moment on an idle machine; the machine may be busy with other tests.
+# Generous, because the machine may be busy with other tests.
 PATIENCE_S = 30.0
 QUEUE = "work"
-# What Python says when something was forgotten. No worker may say it, not even at its end.
-NEGLECT = ("ResourceWarning", "RuntimeWarning", "never retrieved", "Task was destroyed", "Exception ignored")
+# Warnings of Python about unclosed resources. No worker may print one, not even at its exit.
+LEAK_WARNINGS = ("ResourceWarning", "RuntimeWarning", "never retrieved", "Task was destroyed", "Exception ignored")
 
-# One row for each beat that reached the database, so that a test can ask for the longest silence.
-BEATS_SQL = """
+# One row for each heartbeat that reached the database, for the longest gap between two.
+HEARTBEATS_SQL = """
 create table public.beats (worker_id text, at timestamptz);
-create function public.note_beat() returns trigger language plpgsql as $$
+create function public.record_heartbeat() returns trigger language plpgsql as $$
 begin
   insert into public.beats values (new.id, clock_timestamp());
   return null;
 end
 $$;
-create trigger note_beat after update of last_heartbeat on windlass.workers
-  for each row when (new.last_heartbeat is distinct from old.last_heartbeat) execute function public.note_beat();
+create trigger record_heartbeat after update of last_heartbeat on windlass.workers
+  for each row when (new.last_heartbeat is distinct from old.last_heartbeat) execute function public.record_heartbeat();
 """
-LONGEST_SILENCE_SQL = """
+LONGEST_GAP_SQL = """
 select extract(epoch from max(gap))::float8
 from (
   select at - lag(at) over (order by at) as gap
@@ -58,17 +58,17 @@ from (
 """
 
 
-async def until(is_so: Callable[[], Awaitable[Any] | Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
-    """Wait for a condition, with a limit. Returns what the condition returned, once it is true."""
+async def until(condition: Callable[[], Awaitable[Any] | Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
+    """Wait until the condition is true and return its value."""
     deadline = time.monotonic() + timeout_s
     while True:
-        found = is_so()
+        found = condition()
         if inspect.isawaitable(found):
             found = await found
         if found:
             return found
         if time.monotonic() > deadline:
-            raise TimeoutError(f"after {timeout_s:g} s still not so: {what}")
+            raise TimeoutError(f"timed out after {timeout_s:g} s: {what}")
         await asyncio.sleep(POLL_S)
 
 
@@ -79,24 +79,24 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def family_of(pid: int) -> list[psutil.Process]:
-    """Everything that a worker started, living."""
+def descendants(pid: int) -> list[psutil.Process]:
+    """The live descendants of a process."""
     try:
         return [p for p in psutil.Process(pid).children(recursive=True) if is_alive(p.pid)]
     except psutil.NoSuchProcess:
         return []
 
 
-class Hand:
+class WorkerProcess:
     """One worker process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.process = process
+    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
+        self.popen = popen
         self._log = log
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        return self.popen.pid
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -105,13 +105,13 @@ class Hand:
         return "\n".join(line[:300] for line in self.log().splitlines()[-40:])
 
     def is_running(self) -> bool:
-        return self.process.poll() is None
+        return self.popen.poll() is None
 
     def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        self.popen.send_signal(number)
 
     async def send_again(self, number: signal.Signals) -> None:
-        """After a first one that it has heard: until it counts as the second, and not as the same."""
+        """Repeat a signal until it counts as a second one: signals within half a second count as one."""
         while '"limit_s": 0.0' not in self.log():
             handled = self._count_signals()
             self.send(number)
@@ -121,27 +121,27 @@ class Hand:
         return self.log().count('"event": "draining"') + self.log().count('"event": "repeated signal ignored"')
 
     def send_to_all(self, number: signal.Signals) -> None:
-        """To the worker and everything it started, as a service manager or a job control does it."""
-        for process in [*family_of(self.pid), psutil.Process(self.pid)]:
+        """Signal the worker and its descendants, as a service manager or a terminal does."""
+        for process in [*descendants(self.pid), psutil.Process(self.pid)]:
             process.send_signal(number)
 
     def children(self) -> list[psutil.Process]:
-        return [p for p in family_of(self.pid) if "windlass.worker.child" in p.cmdline()]
+        return [p for p in descendants(self.pid) if "windlass.worker.child" in p.cmdline()]
 
     async def exit_code(self, timeout_s: float = PATIENCE_S) -> int:
         await until(lambda: not self.is_running(), f"worker {self.pid} ends\n{self.last_lines()}", timeout_s)
-        return self.process.returncode
+        return self.popen.returncode
 
 
-class Crew:
-    """Workers over one database. On exit all are ended, and nothing of theirs may still run."""
+class WorkerHarness:
+    """Workers of one database. At exit all are killed, and none of their descendants may still run."""
 
     def __init__(self, dsn: str, folder: Path) -> None:
         self.dsn = dsn
         self.folder = folder
         self.store = PostgresStore(dsn)
-        self.hands: list[Hand] = []
-        # In the environment of everything the workers start, however it detaches itself.
+        self.processes: list[WorkerProcess] = []
+        # A marker in the environment of all descendants of the workers, even detached ones.
         self._mark = f"CREW_{uuid4().hex}"
 
     async def __aenter__(self) -> Self:
@@ -150,21 +150,21 @@ class Crew:
 
     async def __aexit__(self, *error: object) -> None:
         try:
-            for hand in self.hands:
-                if hand.is_running():
-                    hand.process.kill()
-                hand.process.wait(PATIENCE_S)
-            await until(lambda: not self.remains(), f"everything is gone, but {self.remains()} runs")
-            logs = "".join(hand.log() for hand in self.hands)
-            assert [words for words in NEGLECT if words in logs] == []
+            for process in self.processes:
+                if process.is_running():
+                    process.popen.kill()
+                process.popen.wait(PATIENCE_S)
+            await until(lambda: not self.live_processes(), f"everything is gone, but {self.live_processes()} runs")
+            logs = "".join(process.log() for process in self.processes)
+            assert [words for words in LEAK_WARNINGS if words in logs] == []
         finally:
-            for process in self.remains():
+            for process in self.live_processes():
                 process.kill()
-            for hand in self.hands:
-                print(f"--- worker {hand.pid}\n{hand.last_lines()}")
+            for process in self.processes:
+                print(f"--- worker {process.pid}\n{process.last_lines()}")
             await self.store.__aexit__(*error)
 
-    def remains(self) -> list[psutil.Process]:
+    def live_processes(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
             try:
@@ -182,17 +182,17 @@ class Crew:
         lease_s: float = 10.0,
         env: Mapping[str, str] | None = None,
         stderr: int | None = None,
-    ) -> Hand:
+    ) -> WorkerProcess:
         command = [PROGRAM, "worker", "--queue", QUEUE, "--chdir", HERE, *arguments]
         command += ["--heartbeat-interval", str(heartbeat_s), "--lease", str(lease_s), "--log-format", "json"]
         if handler is not None:
             command += ["--handler", f"handlers:{handler}"]
         return self.start_command(command, {"DATABASE_URL": self.dsn, **(env or {})}, stderr)
 
-    def start_command(self, command: list[Any], env: Mapping[str, str], stderr: int | None = None) -> Hand:
-        log = self.folder / f"worker-{len(self.hands)}.log"
+    def start_command(self, command: list[Any], env: Mapping[str, str], stderr: int | None = None) -> WorkerProcess:
+        log = self.folder / f"worker-{len(self.processes)}.log"
         with log.open("wb") as output:
-            process = subprocess.Popen(
+            popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -200,19 +200,19 @@ class Crew:
                 env={**os.environ, "PYTHONWARNINGS": "default", self._mark: "1", **env},
                 start_new_session=True,
             )
-        hand = Hand(process, log)
-        self.hands.append(hand)
-        return hand
+        process = WorkerProcess(popen, log)
+        self.processes.append(process)
+        return process
 
-    async def hire(self, *arguments: str, **options: Any) -> Hand:
-        """A worker that has registered and sent its first beat."""
-        hand = self.start(*arguments, **options)
-        await until(lambda: self.row_of(hand), f"a row of worker {hand.pid}\n{hand.last_lines()}")
-        return hand
+    async def start_registered(self, *arguments: str, **options: Any) -> WorkerProcess:
+        """Start a worker and wait for its first heartbeat."""
+        process = self.start(*arguments, **options)
+        await until(lambda: self.worker_row(process), f"a row of worker {process.pid}\n{process.last_lines()}")
+        return process
 
-    async def row_of(self, hand: Hand) -> Worker | None:
+    async def worker_row(self, process: WorkerProcess) -> Worker | None:
         """The newest row of this process, once it has a heartbeat."""
-        rows = [w for w in await self.store.workers(include_terminated=True) if w.pid == hand.pid]
+        rows = [w for w in await self.store.workers(include_terminated=True) if w.pid == process.pid]
         return rows[-1] if rows and rows[-1].last_heartbeat is not None else None
 
     async def enqueue(self, payload: Any = None, **options: Any) -> int:
@@ -223,15 +223,15 @@ class Crew:
         assert task is not None
         return task
 
-    async def running(self, task_id: int) -> Task:
+    async def wait_until_running(self, task_id: int) -> Task:
         return await self._until_status(task_id, TaskStatus.RUNNING)
 
-    async def complete(self, task_id: int, timeout_s: float = PATIENCE_S) -> Any:
+    async def wait_for_result(self, task_id: int, timeout_s: float = PATIENCE_S) -> Any:
         """Wait for the result of a task and return it."""
         task = await self._until_status(task_id, TaskStatus.COMPLETE, timeout_s)
         return json.loads(task.result or "null")
 
-    async def failed(self, task_id: int, timeout_s: float = PATIENCE_S) -> Task:
+    async def wait_until_failed(self, task_id: int, timeout_s: float = PATIENCE_S) -> Task:
         return await self._until_status(task_id, TaskStatus.FAILED, timeout_s)
 
     async def _until_status(self, task_id: int, status: TaskStatus, timeout_s: float = PATIENCE_S) -> Task:
@@ -242,11 +242,11 @@ class Crew:
             await asyncio.sleep(POLL_S)
         return task
 
-    async def status_of(self, hand: Hand) -> WorkerStatus | None:
-        row = await self.row_of(hand)
+    async def worker_status(self, process: WorkerProcess) -> WorkerStatus | None:
+        row = await self.worker_row(process)
         return row.status if row is not None else None
 
-    async def codes(self, *, task_id: int | None = None, worker_id: str | None = None) -> list[str]:
+    async def event_codes(self, *, task_id: int | None = None, worker_id: str | None = None) -> list[str]:
         return [event.code for event in await self.store.events(task_id=task_id, worker_id=worker_id)]
 
     async def sql(self, statement: str, *values: Any) -> Any:
@@ -266,18 +266,18 @@ class Crew:
         finally:
             await connection.close()
 
-    async def note_beats(self) -> None:
-        await self.sql(BEATS_SQL)
+    async def record_heartbeats(self) -> None:
+        await self.sql(HEARTBEATS_SQL)
 
-    async def longest_silence_s(self, hand: Hand, since: datetime) -> float:
-        row = await self.row_of(hand)
+    async def longest_heartbeat_gap_s(self, process: WorkerProcess, since: datetime) -> float:
+        row = await self.worker_row(process)
         assert row is not None
-        silence: float = await self.sql(LONGEST_SILENCE_SQL, row.id, since)
+        silence: float = await self.sql(LONGEST_GAP_SQL, row.id, since)
         return silence
 
 
-class MortalServer:
-    """A server for tests that end it. Commits reach the operating system, so that they survive its processes."""
+class KillableServer:
+    """A database server for tests that kill it. Commits reach the operating system and so survive its processes."""
 
     def __init__(self, folder: Path) -> None:
         self._postgres = EmbeddedPostgres(folder / "data")

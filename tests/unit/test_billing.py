@@ -1,4 +1,4 @@
-"""What a machine's life costs, when what is paid is used up, and when an idle worker should leave."""
+"""Costs of billing units, and termination windows."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -34,7 +34,7 @@ def after(**span: float) -> datetime:
 @pytest.mark.parametrize(
     ("tariff", "lived", "micros"),
     [
-        pytest.param(HOURLY, timedelta(0), 6_000, id="a machine that was there for no time has begun an hour"),
+        pytest.param(HOURLY, timedelta(0), 6_000, id="a machine that lived for no time has begun an hour"),
         pytest.param(HOURLY, timedelta(seconds=1), 6_000, id="a started hour is an hour"),
         pytest.param(HOURLY, timedelta(hours=1), 6_000, id="an hour is an hour"),
         pytest.param(HOURLY, timedelta(hours=1, microseconds=1), 12_000, id="a moment more is another"),
@@ -47,14 +47,14 @@ def after(**span: float) -> datetime:
         pytest.param(BY_SECOND, timedelta(hours=1), 1_234_567, id="3600 seconds are an hour's price"),
     ],
 )
-def test_what_a_life_costs(tariff: Tariff, lived: timedelta, micros: int) -> None:
+def test_cost_of_a_machine(tariff: Tariff, lived: timedelta, micros: int) -> None:
     assert billing.cost(tariff, T0, T0 + lived) == micros
 
 
 @always
 @given(tariffs, moments, spans)
-def test_a_life_costs_what_a_clerk_would_count_unit_by_unit(tariff: Tariff, since: datetime, lived: timedelta) -> None:
-    """Month by month: count the units that begin in it, price them, and stop at the cap."""
+def test_cost_equals_counting_units_by_month(tariff: Tariff, since: datetime, lived: timedelta) -> None:
+    """Reference: count the units that begin in each month, price them, apply the cap."""
     if lived / timedelta(seconds=tariff.unit_s) > 20_000:
         return
     counts: dict[datetime, int] = {}
@@ -72,14 +72,14 @@ def test_a_life_costs_what_a_clerk_would_count_unit_by_unit(tariff: Tariff, sinc
 
 @always
 @given(tariffs, moments, spans, spans)
-def test_living_longer_never_costs_less(tariff: Tariff, since: datetime, one: timedelta, more: timedelta) -> None:
+def test_longer_life_never_costs_less(tariff: Tariff, since: datetime, one: timedelta, more: timedelta) -> None:
     shorter, longer = (billing.cost(tariff, since, since + lived) for lived in (one, one + more))
     assert shorter <= longer
 
 
 @always
 @given(tariffs, moments, spans)
-def test_periods_follow_one_another_and_add_up_to_the_bill(tariff: Tariff, since: datetime, lived: timedelta) -> None:
+def test_periods_are_contiguous_and_add_up(tariff: Tariff, since: datetime, lived: timedelta) -> None:
     bill = Bill(tariff, since, since + min(lived, timedelta(days=40)))
     assert bill.until is not None
     found = list(billing.periods(bill))
@@ -93,7 +93,7 @@ def test_periods_follow_one_another_and_add_up_to_the_bill(tariff: Tariff, since
 
 @always
 @given(tariffs, moments, st.integers(0, 30), spans)
-def test_what_is_settled_is_not_charged_again(tariff: Tariff, since: datetime, closed: int, lived: timedelta) -> None:
+def test_settled_units_are_not_charged_again(tariff: Tariff, since: datetime, closed: int, lived: timedelta) -> None:
     bill = Bill(tariff, since, since + min(lived, timedelta(days=3)))
     found = list(billing.periods(bill))[:closed]
     rest = Bill(tariff, since, bill.until, found[-1].until_at if found else None)
@@ -108,7 +108,7 @@ def test_what_is_settled_is_not_charged_again(tariff: Tariff, since: datetime, c
 
 @always
 @given(tariffs, moments, spans)
-def test_months_days_and_hours_are_parts_of_the_whole(tariff: Tariff, since: datetime, lived: timedelta) -> None:
+def test_charges_by_hour_day_and_month_add_up(tariff: Tariff, since: datetime, lived: timedelta) -> None:
     bill, now = Bill(tariff, since), since + lived
     month = month_of(since)
     total = 0
@@ -121,22 +121,22 @@ def test_months_days_and_hours_are_parts_of_the_whole(tariff: Tariff, since: dat
     assert 0 <= this_hour <= this_month <= billing.cost(tariff, since, now)
 
 
-# ------------------------------------------------------------------------------------------------------------ leaving
+# -------------------------------------------------------------------------------------------------- termination windows
 
 
 @pytest.mark.parametrize(
     ("unit_s", "poll_s", "is_kept"),
     [
-        pytest.param(1, 10.0, False, id="seconds are paid as they pass"),
-        pytest.param(29, 1.0, False, id="so is nearly half a minute"),
-        pytest.param(30, 1.0, True, id="half a minute, as in a rehearsal"),
-        pytest.param(60, 10.0, True, id="a minute, with cycles that are short enough"),
-        pytest.param(60, 30.0, False, id="a minute, and the way out takes longer"),
+        pytest.param(1, 10.0, False, id="seconds"),
+        pytest.param(29, 1.0, False, id="29 seconds"),
+        pytest.param(30, 1.0, True, id="30 seconds, as in the simulator"),
+        pytest.param(60, 10.0, True, id="a minute with short cycles"),
+        pytest.param(60, 30.0, False, id="a minute, but draining takes longer"),
         pytest.param(3600, 10.0, True, id="an hour"),
-        pytest.param(3600, 1200.0, False, id="an hour, and three cycles are as long"),
+        pytest.param(3600, 1200.0, False, id="an hour, but three cycles are as long"),
     ],
 )
-def test_where_idle_workers_are_kept(unit_s: int, poll_s: float, is_kept: bool) -> None:
+def test_when_idle_workers_are_kept(unit_s: int, poll_s: float, is_kept: bool) -> None:
     assert billing.is_worth_waiting(unit_s, poll_s) is is_kept
 
 
@@ -147,39 +147,37 @@ def test_where_idle_workers_are_kept(unit_s: int, poll_s: float, is_kept: bool) 
         pytest.param(3530, 3540, 3600, id="shortly before the window"),
         pytest.param(3540, 3540, 3600, id="as the window opens"),
         pytest.param(3560, 3540, 3600, id="at the last safe moment"),
-        pytest.param(3561, 7140, 7200, id="too late: it would be paid for again, so it stays"),
+        pytest.param(3561, 7140, 7200, id="too late: it stays for the next unit"),
         pytest.param(3600, 7140, 7200, id="in the next hour"),
     ],
 )
-def test_when_a_worker_can_leave_an_hour(lived_s: float, opens_s: float, boundary_s: float) -> None:
-    """Cycles of 10 s: 3 cycles and 30 s for the deletion before the boundary, 1 cycle and 30 s at the latest."""
-    departure = billing.next_window(3600, T0, after(seconds=lived_s), 10.0)
-    assert departure.opens == after(seconds=opens_s)
-    assert departure.boundary == after(seconds=boundary_s)
+def test_termination_window_of_an_hour(lived_s: float, opens_s: float, boundary_s: float) -> None:
+    """Cycles of 10 s: opens 3 cycles and 30 s before the boundary, closes 1 cycle and 30 s before it."""
+    window = billing.next_window(3600, T0, after(seconds=lived_s), 10.0)
+    assert window.opens == after(seconds=opens_s)
+    assert window.boundary == after(seconds=boundary_s)
 
 
 @always
 @given(st.sampled_from((60, 600, 3600)), moments, spans, st.floats(0.1, 100.0))
-def test_a_departure_is_always_in_time_and_late_in_its_unit(
-    unit_s: int, since: datetime, lived: timedelta, poll_s: float
-) -> None:
+def test_termination_window_is_in_time_and_late(unit_s: int, since: datetime, lived: timedelta, poll_s: float) -> None:
     if not billing.is_worth_waiting(unit_s, poll_s):
         return
     now = since + lived
-    departure = billing.next_window(unit_s, since, now, poll_s)
-    closes = departure.boundary - timedelta(seconds=poll_s + min(30.0, unit_s / 20))
-    assert departure.opens < closes < departure.boundary
+    window = billing.next_window(unit_s, since, now, poll_s)
+    closes = window.boundary - timedelta(seconds=poll_s + min(30.0, unit_s / 20))
+    assert window.opens < closes < window.boundary
     assert now <= closes, "enough time is left for a cycle and the deletion"
-    assert (departure.boundary - since) % timedelta(seconds=unit_s) == timedelta(0)
-    assert closes - departure.opens >= timedelta(seconds=2 * poll_s) - timedelta.resolution
-    lead = departure.boundary - departure.opens
+    assert (window.boundary - since) % timedelta(seconds=unit_s) == timedelta(0)
+    assert closes - window.opens >= timedelta(seconds=2 * poll_s) - timedelta.resolution
+    lead = window.boundary - window.opens
     assert lead < timedelta(seconds=unit_s)
     if poll_s <= 10 and unit_s == 3600:
-        assert lead <= timedelta(seconds=0.2 * unit_s), "nobody is let go in the first four fifths of a paid hour"
+        assert lead <= timedelta(seconds=0.2 * unit_s), "no drain in the first four fifths of a billing hour"
 
 
 def windows(*boundaries_s: float, per_s: float | None, unit_s: int = 3600) -> list[float]:
-    """How long before its boundary each may go."""
+    """Seconds before its boundary at which each window opens."""
     leaving = [
         billing.next_window(unit_s, after(seconds=at - unit_s), after(seconds=at - unit_s), 10.0) for at in boundaries_s
     ]
@@ -191,15 +189,15 @@ def windows(*boundaries_s: float, per_s: float | None, unit_s: int = 3600) -> li
 @pytest.mark.parametrize(
     ("boundaries_s", "per_s", "opens_s"),
     [
-        pytest.param([9000], 0.5, [60], id="alone, it needs no more than ever"),
+        pytest.param([9000], 0.5, [60], id="alone"),
         pytest.param([9000] * 4, None, [60] * 4, id="all can be deleted at once"),
-        pytest.param([9000] * 4, 0.5, [66, 64, 62, 60], id="together, one after another"),
-        pytest.param([9000, 9100, 9200], 0.5, [60, 60, 60], id="far enough apart, nobody waits for another"),
-        pytest.param([9000, 9000, 9001, 9050], 0.5, [63, 61, 60, 60], id="those a moment later are in the way too"),
-        pytest.param([9000] * 1000, 0.1, [600] * 941, id="nobody goes more than ten minutes early"),
+        pytest.param([9000] * 4, 0.5, [66, 64, 62, 60], id="together"),
+        pytest.param([9000, 9100, 9200], 0.5, [60, 60, 60], id="far apart"),
+        pytest.param([9000, 9000, 9001, 9050], 0.5, [63, 61, 60, 60], id="close together"),
+        pytest.param([9000] * 1000, 0.1, [600] * 941, id="at most ten minutes early"),
     ],
 )
-def test_those_who_end_together_leave_one_after_another(
+def test_windows_that_end_together_are_staggered(
     boundaries_s: list[float], per_s: float | None, opens_s: list[float]
 ) -> None:
     assert windows(*boundaries_s, per_s=per_s)[: len(opens_s)] == pytest.approx(opens_s)
@@ -215,17 +213,17 @@ def test_those_who_end_together_leave_one_after_another(
         (1_234, "0.00123"), (12, "0.000012"), (1, "0.000001"), (-5_500_000, "-5.50"), (999_999, "1.0000"),
     ],
 )  # fmt: skip
-def test_money_is_written_for_people(micros: int, text: str) -> None:
+def test_amount_text(micros: int, text: str) -> None:
     assert amount(micros) == text
     assert with_currency(micros, "EUR") == f"EUR {text}"
 
 
 @pytest.mark.parametrize(("text", "micros"), [("10.00", 10_000_000), ("0.000001", 1), ("7", 7_000_000)])
-def test_money_is_read_exactly(text: str, micros: int) -> None:
+def test_amount_parsing_is_exact(text: str, micros: int) -> None:
     assert to_micros(text) == micros
 
 
 @pytest.mark.parametrize("text", ["0.0000001", "ten", "", "nan", "inf"])
-def test_what_is_no_amount_is_refused(text: str) -> None:
+def test_invalid_amount_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="amount|decimals"):
         to_micros(text)

@@ -1,4 +1,7 @@
-"""What a worker is, row by row as the seeds say it, with the corrections of DESIGN section 11."""
+"""Derived worker states: lifecycle, failure codes and reasons, idle time, machine presence.
+
+The failure table starts from the original GPU orchestrator's, with those of the local and Hetzner fleets added.
+"""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,7 +43,7 @@ def node(state: str, said: float = 1, since: float = 1, **rest: Any) -> NodeView
 
 @dataclass(frozen=True)
 class Case:
-    """A worker, what is around it, and what it must be judged to be."""
+    """A worker in its situation, and the expected state."""
 
     says: str
     worker: WorkerView
@@ -100,85 +103,85 @@ LIFECYCLES = (
         Lifecycle.SPAWNING_SCRIPT_PENDING,
     ),
     Case(
-        "spawning with its script started is not heard of yet",
+        "spawning with its program started has no heartbeat yet",
         worker(status="spawning", heartbeat=None, prepared=10),
         Lifecycle.SPAWNING_SCRIPT_RUNNING,
     ),
     Case(
-        "active without any heartbeat counts as on its way",
+        "active without any heartbeat counts as starting",
         worker(heartbeat=None),
         Lifecycle.SPAWNING_POD_PENDING,
         machine=None,
         presence=Presence.UNKNOWN,
     ),
     Case(
-        "a node that its engine has never been asked about is joining",
+        "a node without a report is joining",
         worker(status="spawning", created=5),
         Lifecycle.NODE_JOINING,
         fleet=RAY,
         flags={"is_booting": True, "should_promote": False},
     ),
     Case(
-        "a node that its engine does not know yet is joining",
+        "a node that Ray does not know is joining",
         worker(status="spawning", created=5, node=node("absent")),
         Lifecycle.NODE_JOINING,
         fleet=RAY,
         flags={"is_booting": True, "should_promote": False},
     ),
     Case(
-        "a node that its engine has is ready",
+        "a node that Ray lists as alive is ready",
         worker(status="spawning", node=node("alive", total={"CPU": 2})),
         Lifecycle.ACTIVE_READY,
         fleet=RAY,
         flags={"is_booting": False, "should_promote": True, "is_healthy": True},
     ),
     Case(
-        "a node that runs what another's handler placed there is not idle",
+        "a node with Ray work of others is not idle",
         worker(node=node("alive", total={"CPU": 2}, used={"CPU": 1.0, "memory": 0.0})),
         Lifecycle.ACTIVE_READY,
         fleet=RAY,
         flags={"has_active_task": True, "idle_s": None},
     ),
     Case(
-        "a node of which nothing is in use is idle",
+        "a node without usage is idle",
         worker(node=node("alive", total={"CPU": 2}, used={"CPU": 0.0})),
         Lifecycle.ACTIVE_READY,
         fleet=RAY,
         flags={"has_active_task": False, "idle_s": 0.0},
     ),
     Case(
-        "what was in use when its engine was last looked at, long ago, is no work",
+        "an old usage report does not count",
         worker(node=node("alive", said=31, total={"CPU": 2}, used={"CPU": 1.0})),
         Lifecycle.ACTIVE_READY,
         fleet=RAY,
         flags={"has_active_task": False},
     ),
     Case(
-        "a node without the GPU it should have is judged by its engine's word",
+        "a node without a GPU in Ray has none, whatever the worker reports",
         worker(node=node("alive", total={"CPU": 2}), vram_mb=24_000),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
         fleet=fleet(RAY, has_gpu=True),
     ),
     Case(
-        "a dead node of which nobody has said anything lately is not judged",
+        "an old report of a dead node is no failure",
         worker(node=node("dead", said=31)),
         Lifecycle.NODE_DEAD,
         fleet=RAY,
     ),
     Case(
-        "one that never joined is not judged while nobody looks at its engine",
+        "an old report of an absent node is no failure",
         worker(status="spawning", created=90, node=node("absent", said=31, since=90)),
         Lifecycle.NODE_JOINING,
         fleet=RAY,
     ),
     Case(
-        "one that took long to boot has all its time to join from then on",
+        "the time to join counts from the first heartbeat",
         worker(status="spawning", created=300, node=node("absent", since=60)),
         Lifecycle.NODE_JOINING,
         fleet=RAY,
     ),
     Case(
-        "one that gets no tasks is not judged while nobody places any",
+        "not claiming is no failure while the dispatcher does not report",
         worker(created=700, node=node("alive", said=650, since=690, total={"CPU": 2})),
         Lifecycle.ACTIVE_READY,
         fleet=RAY,
@@ -187,38 +190,38 @@ LIFECYCLES = (
         flags={"unclaimed_since": None},
     ),
     Case(
-        "nor by a GPU that was not there when somebody last looked",
+        "an old report of a missing GPU is no failure",
         worker(created=900, node=node("alive", said=650, since=690, total={"CPU": 2})),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
         fleet=fleet(RAY, has_gpu=True),
     ),
     Case(
-        "heard of, without a word about its GPU, is initializing",
+        "heartbeat without a GPU report is initializing",
         worker(),
         Lifecycle.ACTIVE_INITIALIZING,
         flags={"is_booting": True, "is_healthy": False},
     ),
     Case(
-        "heard of with zero GPU memory has no GPU",
+        "zero GPU memory is no GPU",
         worker(vram_mb=0),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
         flags={"is_healthy": False},
     ),
     Case(
-        "heard of with GPU memory is ready",
+        "GPU memory is ready",
         worker(vram_mb=24_000),
         Lifecycle.ACTIVE_READY,
         flags={"is_healthy": True, "is_booting": False, "is_stale": False},
     ),
     Case(
-        "without a GPU in the fleet a heartbeat is all it takes to be ready",
+        "without a GPU in the fleet a heartbeat is ready",
         worker(),
         Lifecycle.ACTIVE_READY,
         fleet=LOCAL,
         flags={"is_healthy": True},
     ),
     Case(
-        "a spawning worker that was heard of is no longer spawning, and is promoted",
+        "a spawning worker with a heartbeat is promoted",
         worker(status="spawning", vram_mb=24_000),
         Lifecycle.ACTIVE_READY,
         flags={"should_promote": True},
@@ -229,10 +232,10 @@ LIFECYCLES = (
         Lifecycle.TERMINATING,
         flags={"is_stale": True},
     ),
-    Case("an error is an error", worker(status="error", heartbeat=9999), Lifecycle.ERROR, flags={"is_stale": False}),
-    Case("what is terminated is terminated", worker(status="terminated"), Lifecycle.TERMINATED),
+    Case("error", worker(status="error", heartbeat=9999), Lifecycle.ERROR, flags={"is_stale": False}),
+    Case("terminated", worker(status="terminated"), Lifecycle.TERMINATED),
     Case(
-        "ages in the future, from a clock that was set back, condemn nobody",
+        "times in the future are no failure",
         worker(created=-50, heartbeat=-50, vram_mb=24_000, running=(task(started=-50),)),
         Lifecycle.ACTIVE_READY,
         flags={"is_healthy": True},
@@ -241,13 +244,13 @@ LIFECYCLES = (
 
 
 @table(*LIFECYCLES)
-def test_the_lifecycle_of_a_worker_follows_from_its_signals(case: Case) -> None:
+def test_lifecycle(case: Case) -> None:
     check(case)
 
 
 TERMINATIONS = (
     Case(
-        "booted, and never joined its cluster within the time to start",
+        "never joined its Ray cluster within spawn_timeout_s",
         worker(status="spawning", created=90, node=node("absent", since=61)),
         Lifecycle.NODE_JOINING,
         "NODE_NOT_JOINED",
@@ -255,16 +258,16 @@ TERMINATIONS = (
         fleet=RAY,
     ),
     Case(
-        "its engine has given its node up",
+        "Ray declared its node dead",
         worker(node=node("dead", note="missed its health checks")),
         Lifecycle.NODE_DEAD,
         "NODE_DEAD",
         "Its Ray node is dead: missed its health checks",
         fleet=RAY,
     ),
-    # ---- seed 003's rows
+    # ---- the original GPU orchestrator's table
     Case(
-        "003: a stale heartbeat with an active task",
+        "a stale heartbeat with an active task",
         worker(heartbeat=601, running=(task(),)),
         Lifecycle.ACTIVE_STALE,
         "STALE_HEARTBEAT_ACTIVE_TASK",
@@ -273,7 +276,7 @@ TERMINATIONS = (
         flags={"is_stale": True, "has_active_task": True},
     ),
     Case(
-        "000, 003: a heartbeat that expired with tasks queued",
+        "a heartbeat that expired with tasks queued",
         worker(heartbeat=601),
         Lifecycle.ACTIVE_STALE,
         "STALE_HEARTBEAT_TASKS_QUEUED",
@@ -282,45 +285,45 @@ TERMINATIONS = (
         flags={"is_stale": True},
     ),
     Case(
-        "DESIGN: stale and idle with an empty queue is ended too, since it is billed",
+        "stale and idle with an empty queue fails too, because it is billed",
         worker(heartbeat=601),
         Lifecycle.ACTIVE_STALE,
         "STALE_HEARTBEAT_IDLE",
         "Heartbeat expired while idle (601s old)",
     ),
-    Case("a heartbeat exactly at its limit is still good", worker(heartbeat=600, vram_mb=1), Lifecycle.ACTIVE_READY),
+    Case("a heartbeat exactly at its limit is recent", worker(heartbeat=600, vram_mb=1), Lifecycle.ACTIVE_READY),
     Case(
-        "003: no GPU after its time",
+        "no GPU after the timeout",
         worker(created=301, vram_mb=0),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
         "GPU_NOT_DETECTED",
         "GPU not detected (VRAM=0) after 301s",
     ),
-    Case("003: no GPU yet is waited for", worker(created=300, vram_mb=0), Lifecycle.ACTIVE_GPU_NOT_DETECTED),
+    Case("no GPU before the timeout", worker(created=300, vram_mb=0), Lifecycle.ACTIVE_GPU_NOT_DETECTED),
     Case(
-        "003: the time for the GPU is counted from the start of the script",
+        "the GPU timeout counts from the start of the program",
         worker(created=9000, prepared=200, vram_mb=0),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
     ),
     Case(
-        "one look at its GPU in vain is nothing, however long it has worked",
+        "one report without GPU memory is no failure",
         worker(created=7200, claimed=7000, running=(task(),), vram_mb=0, vram_lost=1),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
     ),
     Case(
-        "a GPU that was there and is gone has its whole time to come back",
+        "a lost GPU has the whole timeout to come back",
         worker(created=7200, vram_mb=0, vram_lost=300),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
     ),
     Case(
-        "a GPU that was there and has been gone for its time is counted from when it went",
+        "a lost GPU fails after the timeout since it was lost",
         worker(created=7200, claimed=7000, vram_mb=0, vram_lost=301),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
         "GPU_NOT_DETECTED",
         "GPU not detected (VRAM=0) after 301s",
     ),
     Case(
-        "003: ready, tasks waiting for it all the while, and never claimed one",
+        "ready and never claimed while tasks are queued",
         worker(created=500, vram_mb=24_000),
         Lifecycle.ACTIVE_READY,
         "GPU_READY_NOT_CLAIMING",
@@ -330,7 +333,7 @@ TERMINATIONS = (
         flags={"is_healthy": False},
     ),
     Case(
-        "003: ready for an hour without a task proves nothing, once it does not claim",
+        "an hour of readiness does not excuse not claiming",
         worker(created=3600, vram_mb=24_000),
         Lifecycle.ACTIVE_READY,
         "GPU_READY_NOT_CLAIMING",
@@ -340,7 +343,7 @@ TERMINATIONS = (
         flags={"is_proven": False},
     ),
     Case(
-        "003, without a GPU: ready, tasks waiting, and never claimed one",
+        "without a GPU: ready and never claimed while tasks are queued",
         worker(created=500),
         Lifecycle.ACTIVE_READY,
         "GPU_READY_NOT_CLAIMING",
@@ -350,14 +353,14 @@ TERMINATIONS = (
         fleet=LOCAL,
     ),
     Case(
-        "idle for an hour, and the first task has just arrived: it gets its time to claim",
+        "the first task has just arrived",
         worker(created=3600, vram_mb=24_000),
         Lifecycle.ACTIVE_READY,
         queued=1,
         flags={"unclaimed_since": NOW},
     ),
     Case(
-        "resumed after an hour's pause: it gets its time to claim",
+        "resumed after a pause of an hour",
         worker(created=3600, vram_mb=24_000, is_paused=True),
         Lifecycle.ACTIVE_READY,
         queued=1,
@@ -365,14 +368,14 @@ TERMINATIONS = (
         flags={"unclaimed_since": None},
     ),
     Case(
-        "one that has ever claimed may rest",
+        "a worker that has claimed before",
         worker(created=500, claimed=400, vram_mb=24_000),
         Lifecycle.ACTIVE_READY,
         queued=1,
         unclaimed=400,
     ),
     Case(
-        "003: never a word about its GPU while tasks wait",
+        "no GPU report while tasks are queued",
         worker(created=601),
         Lifecycle.ACTIVE_INITIALIZING,
         "STARTUP_NEVER_READY",
@@ -381,47 +384,47 @@ TERMINATIONS = (
         unclaimed=21,
     ),
     Case(
-        "003: not ready after all its time, but the task came just now: one more beat",
+        "no GPU report, but the task has just arrived",
         worker(created=601),
         Lifecycle.ACTIVE_INITIALIZING,
         queued=1,
         unclaimed=20,
     ),
     Case(
-        "003: not ready yet is waited for",
+        "no GPU report within the grace",
         worker(created=600),
         Lifecycle.ACTIVE_INITIALIZING,
         queued=1,
         unclaimed=500,
     ),
-    Case("003: not ready, but nothing waits for it", worker(created=601), Lifecycle.ACTIVE_INITIALIZING),
+    Case("no GPU report with an empty queue", worker(created=601), Lifecycle.ACTIVE_INITIALIZING),
     Case(
-        "beyond 003: never a word about its GPU in twice the time, whatever waits: it is paid for",
+        "no GPU report in twice the grace, with an empty queue",
         worker(created=1201),
         Lifecycle.ACTIVE_INITIALIZING,
         "STARTUP_NEVER_READY",
         "Never initialized after startup grace period (1201s)",
     ),
     Case(
-        "not in twice the time either, but it has worked",
+        "no GPU report in twice the grace, but it has claimed",
         worker(created=1201, claimed=900),
         Lifecycle.ACTIVE_INITIALIZING,
     ),
     Case(
-        "003: the spawning time-out counts from hiring",
+        "spawning timeout",
         worker(status="spawning", created=601, heartbeat=None, prepared=10),
         Lifecycle.SPAWNING_SCRIPT_RUNNING,
         "SPAWNING_TIMEOUT",
         "Spawning timeout (601s)",
     ),
     Case(
-        "003: within its time it may spawn",
+        "within the spawning timeout",
         worker(status="spawning", created=600, heartbeat=None),
         Lifecycle.SPAWNING_SCRIPT_PENDING,
     ),
-    # ---- seed 000's reasons that 003 dropped
+    # ---- general failures
     Case(
-        "000: no heartbeat received with tasks queued",
+        "no heartbeat received with tasks queued",
         worker(created=9000, activated=601, heartbeat=None),
         Lifecycle.SPAWNING_SCRIPT_PENDING,
         "NO_HEARTBEAT",
@@ -436,31 +439,31 @@ TERMINATIONS = (
         "No heartbeat received (601s after it registered)",
     ),
     Case(
-        "a long boot is not silence: that is counted from when it announced itself",
+        "a long boot is not silence: silence counts from registration",
         worker(created=9000, activated=10, heartbeat=None),
         Lifecycle.SPAWNING_SCRIPT_PENDING,
     ),
     Case(
-        "000: a stuck task",
+        "a stuck task",
         worker(vram_mb=1, running=(task(7, started=1201),)),
         Lifecycle.ACTIVE_READY,
         "STUCK_TASK",
         "Stuck task 7 (1201s)",
     ),
     Case(
-        "a task with a limit of its own may take that long, and a margin",
+        "a task with its own timeout has a margin",
         worker(vram_mb=1, running=(task(7, started=3659, timeout_s=3600),)),
         Lifecycle.ACTIVE_READY,
     ),
     Case(
-        "a worker that does not keep its task's own limit is stuck",
+        "a worker that exceeds its task's timeout and margin is stuck",
         worker(vram_mb=1, running=(task(6), task(7, started=121, timeout_s=60))),
         Lifecycle.ACTIVE_READY,
         "STUCK_TASK",
         "Stuck task 7 (121s)",
     ),
     Case(
-        "000: no machine id",
+        "no machine id",
         worker(status="spawning", heartbeat=None, machine_id=None, created=130),
         Lifecycle.SPAWNING_POD_PENDING,
         "NO_MACHINE_ID",
@@ -468,9 +471,9 @@ TERMINATIONS = (
         machine=None,
         presence=Presence.NEVER,
     ),
-    # ---- seed 004's rows
+    # ---- local processes
     Case(
-        "004: starting for more than 30 s is crashed",
+        "starting for more than 30 s is crashed",
         worker(status="spawning", created=31, heartbeat=None),
         Lifecycle.SPAWNING_SCRIPT_PENDING,
         "SPAWNING_TIMEOUT",
@@ -478,7 +481,7 @@ TERMINATIONS = (
         fleet=LOCAL,
     ),
     Case(
-        "004: healthy, and silent for more than 30 s, is crashed",
+        "healthy, and silent for more than 30 s, is crashed",
         worker(heartbeat=31),
         Lifecycle.ACTIVE_STALE,
         "STALE_HEARTBEAT_IDLE",
@@ -486,7 +489,7 @@ TERMINATIONS = (
         fleet=LOCAL,
     ),
     Case(
-        "004: a process that is dead is crashed although its heartbeat is recent",
+        "a process that is dead is crashed although its heartbeat is recent",
         worker(heartbeat=1, running=(task(),)),
         Lifecycle.CRASHED,
         "MACHINE_GONE",
@@ -497,7 +500,7 @@ TERMINATIONS = (
         flags={"is_stale": False, "is_healthy": False},
     ),
     Case(
-        "004: a pid that refers to no process is crashed although its heartbeat is recent",
+        "a pid that refers to no process is crashed although its heartbeat is recent",
         worker(heartbeat=1),
         Lifecycle.CRASHED,
         "MACHINE_GONE",
@@ -507,7 +510,7 @@ TERMINATIONS = (
         presence=Presence.MISSING,
     ),
     Case(
-        "004: one that died before its first heartbeat is crashed at once",
+        "one that died before its first heartbeat is crashed at once",
         worker(status="spawning", created=1, heartbeat=None),
         Lifecycle.CRASHED,
         "MACHINE_GONE",
@@ -516,9 +519,9 @@ TERMINATIONS = (
         machine=machine("w0", "exited", note="exit code 1"),
         presence=Presence.EXITED,
     ),
-    # ---- seed 001's rows (Hetzner: heartbeat and boot 120 s)
+    # ---- Hetzner: heartbeat and boot 120 s
     Case(
-        "001: dead after 120 s without a heartbeat",
+        "dead after 120 s without a heartbeat",
         worker(heartbeat=121, running=(task(),)),
         Lifecycle.ACTIVE_STALE,
         "STALE_HEARTBEAT_ACTIVE_TASK",
@@ -526,7 +529,7 @@ TERMINATIONS = (
         fleet=fleet(heartbeat_timeout_s=120, spawn_timeout_s=120),
     ),
     Case(
-        "001: in limbo, never joined, after 120 s",
+        "no heartbeat after 120 s",
         worker(status="spawning", created=121, heartbeat=None),
         Lifecycle.SPAWNING_SCRIPT_PENDING,
         "SPAWNING_TIMEOUT",
@@ -537,31 +540,31 @@ TERMINATIONS = (
 
 
 @table(*TERMINATIONS)
-def test_a_worker_ends_for_the_reason_the_seeds_name(case: Case) -> None:
+def test_failure_codes_and_reasons(case: Case) -> None:
     check(case)
 
 
-def test_every_code_has_its_row() -> None:
+def test_every_failure_code_has_a_case() -> None:
     assert {case.code for case in TERMINATIONS if case.code} == ALL_CODES
 
 
-def test_every_lifecycle_has_its_row() -> None:
+def test_every_lifecycle_has_a_case() -> None:
     assert {case.lifecycle for case in (*LIFECYCLES, *TERMINATIONS)} == set(Lifecycle)
 
 
 @pytest.mark.parametrize(
     ("view", "is_promoted"),
     [
-        pytest.param(worker(status="spawning", heartbeat=89), True, id="initializing, heard of 89 s ago"),
-        pytest.param(worker(status="spawning", heartbeat=89, vram_mb=0), True, id="no GPU yet, heard of 89 s ago"),
-        pytest.param(worker(status="spawning", heartbeat=89, vram_mb=1), True, id="ready, heard of 89 s ago"),
-        pytest.param(worker(status="spawning", heartbeat=90, vram_mb=1), False, id="heard of three cycles ago"),
-        pytest.param(worker(status="spawning", heartbeat=None), False, id="never heard of: no heartbeat, no promotion"),
+        pytest.param(worker(status="spawning", heartbeat=89), True, id="initializing, heartbeat 89 s ago"),
+        pytest.param(worker(status="spawning", heartbeat=89, vram_mb=0), True, id="no GPU yet, heartbeat 89 s ago"),
+        pytest.param(worker(status="spawning", heartbeat=89, vram_mb=1), True, id="ready, heartbeat 89 s ago"),
+        pytest.param(worker(status="spawning", heartbeat=90, vram_mb=1), False, id="heartbeat three cycles ago"),
+        pytest.param(worker(status="spawning", heartbeat=None), False, id="no heartbeat"),
         pytest.param(worker(status="active", heartbeat=1, vram_mb=1), False, id="active already"),
-        pytest.param(worker(status="terminating", heartbeat=1), False, id="on its way out"),
+        pytest.param(worker(status="terminating", heartbeat=1), False, id="terminating"),
     ],
 )
-def test_only_a_recent_heartbeat_of_its_own_promotes_a_spawning_worker(view: WorkerView, is_promoted: bool) -> None:
+def test_recent_heartbeat_promotes_spawning_worker(view: WorkerView, is_promoted: bool) -> None:
     state = derive_worker_state(view, machine("w0"), Presence.PRESENT, GPU, NOW, 0)
     assert state.should_promote is is_promoted
 
@@ -569,13 +572,13 @@ def test_only_a_recent_heartbeat_of_its_own_promotes_a_spawning_worker(view: Wor
 @pytest.mark.parametrize(
     ("view", "idle_since", "idle_s"),
     [
-        pytest.param(worker(idle_s=40.0, heartbeat=3), 1, 43, id="its own word, and what passed since"),
-        pytest.param(worker(idle_s=0.0, heartbeat=3), 500, 0, id="at work when it last spoke: since when is unknown"),
-        pytest.param(worker(), 25, 25, id="no word of its own: since cycles have seen it idle"),
+        pytest.param(worker(idle_s=40.0, heartbeat=3), 1, 43, id="reported idle time plus the time since"),
+        pytest.param(worker(idle_s=0.0, heartbeat=3), 500, 0, id="busy at its last heartbeat"),
+        pytest.param(worker(), 25, 25, id="not reported: idle since cycles saw it"),
         pytest.param(worker(), None, 0, id="seen idle for the first time"),
-        pytest.param(worker(heartbeat=None), 7, 7, id="never heard of"),
-        pytest.param(worker(idle_s=1.0, heartbeat=-30), 1, 0, id="a beat from the future"),
-        pytest.param(worker(running=(task(),), idle_s=9.0), 500, None, id="at work"),
+        pytest.param(worker(heartbeat=None), 7, 7, id="no heartbeat"),
+        pytest.param(worker(idle_s=1.0, heartbeat=-30), 1, 0, id="heartbeat in the future"),
+        pytest.param(worker(running=(task(),), idle_s=9.0), 500, None, id="busy"),
     ],
 )
 def test_idle_time(view: WorkerView, idle_since: float | None, idle_s: float | None) -> None:
@@ -584,7 +587,7 @@ def test_idle_time(view: WorkerView, idle_since: float | None, idle_s: float | N
     assert state.idle_s == idle_s
 
 
-def test_vram_that_is_not_reported_for_long_is_stale_and_nothing_more() -> None:
+def test_old_vram_report_is_stale_but_no_failure() -> None:
     state = derive_worker_state(worker(vram_mb=1, vram=121), machine("w0"), Presence.PRESENT, GPU, NOW, 5)
     assert state.is_vram_stale
     assert state.is_healthy
@@ -593,21 +596,21 @@ def test_vram_that_is_not_reported_for_long_is_stale_and_nothing_more() -> None:
 @pytest.mark.parametrize(
     ("view", "is_proven"),
     [
-        pytest.param(worker(heartbeat=None), False, id="never heard of"),
-        pytest.param(worker(created=360), False, id="ready, and nothing to claim, for less than six minutes"),
-        pytest.param(worker(created=361), True, id="ready, and nothing to claim, for six minutes"),
-        pytest.param(worker(claimed=5, running=(task(started=5),)), False, id="at its first task"),
-        pytest.param(worker(claimed=90, running=(task(started=90),)), True, id="at its first task for over a minute"),
+        pytest.param(worker(heartbeat=None), False, id="no heartbeat"),
+        pytest.param(worker(created=360), False, id="ready for less than six minutes"),
+        pytest.param(worker(created=361), True, id="ready for six minutes"),
+        pytest.param(worker(claimed=5, running=(task(started=5),)), False, id="runs its first task"),
+        pytest.param(worker(claimed=90, running=(task(started=90),)), True, id="runs its first task for over a minute"),
         pytest.param(worker(claimed=90, heartbeat=40, running=(task(started=90),)), False, id="died within a minute"),
-        pytest.param(worker(claimed=5), True, id="through with its first"),
-        pytest.param(worker(claimed=5, running=(task(started=2),)), True, id="at its second"),
+        pytest.param(worker(claimed=5), True, id="completed its first task"),
+        pytest.param(worker(claimed=5, running=(task(started=2),)), True, id="runs its second task"),
     ],
 )
-def test_a_worker_proves_itself_by_working(view: WorkerView, is_proven: bool) -> None:
+def test_worker_is_proven_by_work(view: WorkerView, is_proven: bool) -> None:
     assert derive_worker_state(view, None, Presence.UNKNOWN, LOCAL, NOW, 0).is_proven is is_proven
 
 
-# ------------------------------------------------------------------------------------------------- started by hand
+# ------------------------------------------------------------------------------------------------------- manual workers
 
 BY_HAND = (
     Case(
@@ -641,11 +644,11 @@ BY_HAND = (
 
 
 @table(*BY_HAND)
-def test_a_worker_started_by_hand_is_judged_by_its_silence_alone(case: Case) -> None:
+def test_manual_worker_fails_only_by_silence(case: Case) -> None:
     check(case)
 
 
-# -------------------------------------------------------------------------------------- what a list of machines says
+# -------------------------------------------------------------------------------------------------------- machine lists
 
 CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, orphan_grace_s=60)
 
@@ -687,7 +690,7 @@ def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:
                 state={"missing_since": {"w0": ago(60)}},
             ),
             Presence.UNKNOWN,
-            id="missing and told to leave, but it still speaks and may finish",
+            id="missing and draining, but with a recent heartbeat",
         ),
         pytest.param(
             snapshot(worker(machine_at=1), machines=(), listed_at=ago(2)),
@@ -739,18 +742,18 @@ def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:
         ),
     ],
 )
-def test_what_a_list_says_about_a_machine(seen: Snapshot, expected: Presence) -> None:
+def test_machine_presence(seen: Snapshot, expected: Presence) -> None:
     assert presence(seen) is expected
 
 
-def test_what_must_last_is_remembered_from_cycle_to_cycle() -> None:
+def test_lasting_conditions_keep_their_start() -> None:
     seen = snapshot(worker(), queued=1, idle=90, unclaimed={"w0": ago(50)})
     state = build_context(seen, LOCAL).planner_state
     assert state.health.idle_since == {"w0": NOW - timedelta(seconds=90)}
     assert state.health.unclaimed_since == {"w0": NOW - timedelta(seconds=50)}
 
 
-def test_what_no_longer_holds_is_forgotten() -> None:
+def test_ended_conditions_are_dropped() -> None:
     seen = snapshot(worker(running=(task(),)), state={"idle_since": {"w0": ago(9)}, "unclaimed_since": {"w0": ago(9)}})
     state = build_context(seen, LOCAL).planner_state
     assert (state.health.idle_since, state.health.unclaimed_since) == ({}, {})

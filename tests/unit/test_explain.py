@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from windlass.control.explain import explain_fleet, explain_task, explain_worker, tell
+from windlass.control.explain import explain, explain_fleet, explain_task, explain_worker
 from windlass.model.action import Delete, Drain, Fail, Promote, Spawn
 from windlass.model.config import Retention
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
@@ -88,10 +88,10 @@ def told_of(task: Task, **known: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        pytest.param({}, "Task 7 has been waiting for 40 s; it is the next in its queue.", id="waiting"),
+        pytest.param({}, "Task 7 has been queued for 40 s; it is next in its queue.", id="waiting"),
         pytest.param(
             {"run_after": NOW + timedelta(hours=1)},
-            "Task 7 is not to run before 2030-01-01 13:00:00 UTC.",
+            "Task 7 is scheduled for 2030-01-01 13:00:00 UTC.",
             id="waiting for its time",
         ),
         pytest.param(
@@ -107,12 +107,12 @@ def told_of(task: Task, **known: Any) -> list[str]:
         ),
         pytest.param(
             {"status": TaskStatus.ERROR, "attempts": 1, "run_after": NOW + timedelta(seconds=8)},
-            "Task 7 failed in attempt 1 of 3 and is tried again in 8 s.",
+            "Task 7 failed in attempt 1 of 3 and will be retried in 8 s.",
             id="to be tried again",
         ),
         pytest.param(
             {"status": TaskStatus.ERROR, "attempts": 1, "run_after": ago(1)},
-            "Task 7 failed in attempt 1 of 3 and is tried again as soon as a worker is free.",
+            "Task 7 failed in attempt 1 of 3 and will be retried as soon as a worker is free.",
             id="due",
         ),
         pytest.param(
@@ -125,7 +125,7 @@ def told_of(task: Task, **known: Any) -> list[str]:
                 "error_code": "CRASHED",
                 "error": "Traceback\nOSError: no disk",
             },
-            "Task 7 is a dead letter (CRASHED) after 3 of 3 attempts: OSError: no disk.",
+            "Task 7 failed permanently (CRASHED) after 3 of 3 attempts: OSError: no disk.",
             id="a dead letter",
         ),
     ],
@@ -135,14 +135,14 @@ def test_a_task_is_explained_by_its_status(changes: dict[str, Any], sentence: st
 
 
 def test_how_far_a_task_is_from_its_turn_is_told_up_to_a_bound() -> None:
-    assert told_of(TASK, ahead=10_000)[0] == "Task 7 has been waiting for 40 s; 10000 are before it."
-    assert told_of(TASK, ahead=10_001)[0] == "Task 7 has been waiting for 40 s; more than 10,000 are before it."
+    assert told_of(TASK, ahead=10_000)[0] == "Task 7 has been queued for 40 s; 10000 tasks are ahead of it."
+    assert told_of(TASK, ahead=10_001)[0] == "Task 7 has been queued for 40 s; more than 10,000 tasks are ahead of it."
 
 
 def test_a_waiting_task_is_explained_by_who_could_take_it_and_what_its_fleet_decided() -> None:
     busy = [WORKER, replace(WORKER, id="b", is_paused=True), replace(WORKER, id="c", queues=("other",))]
     assert told_of(TASK, ahead=2, workers=busy, fleets=[(FLEET, [CYCLE])]) == [
-        "Task 7 has been waiting for 40 s; 2 are before it.",
+        "Task 7 has been queued for 40 s; 2 tasks are ahead of it.",
         "Its queue has 2 workers: 2 active (1 of them paused).",
         "Fleet renders, 9 s ago: steady: 3 waiting, 2 of 2 workers busy: 2 needed.",
     ]
@@ -161,7 +161,7 @@ def test_the_story_of_a_task_is_in_its_order() -> None:
     assert [text for _, text in story.history] == [
         "enqueued into renders",
         "TASK_REQUEUED: attempt 1 of 3: lost",
-        "attempt 2 begun by w",
+        "attempt 2 started on w",
         "complete",
     ]
 
@@ -170,9 +170,9 @@ def test_a_retry_whose_time_has_come_is_explained_like_any_task_that_waits() -> 
     due = replace(TASK, status=TaskStatus.ERROR, attempts=1, run_after=ago(3))
     held = replace(FLEET, hold=Hold("FAILURE_RATE", "6 of 7 workers broke", ago(60)))
     answer = explain_task(due, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, [CYCLE])]).answer
-    assert "is tried again as soon as a worker is free." in answer[0]
+    assert "will be retried as soon as a worker is free." in answer[0]
     assert answer[1] == "Its queue has 1 worker: 1 active."
-    held_back = "(FAILURE_RATE): 6 of 7 workers broke; once it is mended: `windlass restart renders`."
+    held_back = "(FAILURE_RATE): 6 of 7 workers broke. After fixing the cause: `windlass restart renders`."
     assert f"It is on hold since 11:59:00 UTC {held_back}" in answer
     later = replace(due, run_after=ago(-30))
     assert len(explain_task(later, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, [CYCLE])]).answer) == 1
@@ -196,9 +196,9 @@ def test_a_worker_that_has_ended_is_explained_by_its_reason_and_its_last_cycle()
     drain = Drain(WORKER.id, "IDLE", "idle 31 s; 0 waiting")
     seen = CycleDetail(replace(CYCLE, actions=(drain,)), Snapshot(NOW, "renders", workers=(view,), settings=settings))
     answer = explain_worker(gone, [event("WORKER_TERMINATING", "idle")], cycle=seen).answer
-    assert answer[0] == f"Worker {WORKER.id} has ended (IDLE): idle 31 s; 0 waiting."
-    assert answer[1].startswith("Cycle 12 saw it as ")
-    assert "heartbeat 2 s old; at work on 7; Stuck task 7 (5s)" in answer[1], "by the settings of then"
+    assert answer[0] == f"Worker {WORKER.id} is terminated (IDLE): idle 31 s; 0 waiting."
+    assert answer[1].startswith("Cycle 12 observed it as ")
+    assert "heartbeat 2 s old; running task 7; Stuck task 7 (5s)" in answer[1], "by the settings of then"
     assert answer[2] == "It decided: drain.", "the reason stands in the first sentence"
 
 
@@ -211,8 +211,8 @@ def test_no_reason_is_told_twice_and_no_sentence_ends_in_two_stops() -> None:
     seen = Snapshot(NOW, "renders", workers=(view,), machines=(machine,), settings=FleetConfig())
     answer = explain_worker(gone, [], cycle=CycleDetail(replace(CYCLE, actions=actions), seen)).answer
     assert answer == [
-        f"Worker {WORKER.id} has ended (MACHINE_GONE): {reason}",
-        "Cycle 12 saw it as crashed.",
+        f"Worker {WORKER.id} is terminated (MACHINE_GONE): {reason}",
+        "Cycle 12 observed it as crashed.",
         "It decided: fail, delete; it is broken.",
     ]
 
@@ -223,7 +223,7 @@ def test_whoever_was_not_heard_of_yet_is_not_called_idle() -> None:
     for seen, saw in ((view, "spawning_pod_pending."), (heard, "active_ready (heartbeat 1 s old; idle for 0 s).")):
         snapshot = Snapshot(NOW, "renders", workers=(seen,), settings=FleetConfig())
         answer = explain_worker(WORKER, [], cycle=CycleDetail(CYCLE, snapshot)).answer
-        assert answer[1] == f"Cycle 12 saw it as {saw}"
+        assert answer[1] == f"Cycle 12 observed it as {saw}"
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_paused_workers_are_counted_among_those_there_are(pauses: tuple[bool, ..
         pytest.param({"planned_at": ago(40), "is_led": True}, None, id="somebody leads, and may be slow"),
         pytest.param(
             {"planned_at": ago(400), "is_led": True},
-            "for 400 s, though one leads; see whether its windlass.toml has it.",
+            "for 400 s, although an orchestrator leads; check that its windlass.toml has this fleet.",
             id="somebody leads, and does not run it",
         ),
         pytest.param(
@@ -261,7 +261,7 @@ def test_paused_workers_are_counted_among_those_there_are(pauses: tuple[bool, ..
 )
 def test_a_fleet_that_nobody_runs_is_said_to_be_so(changes: dict[str, Any], sentence: str | None) -> None:
     fleet = replace(FLEET, **{"next_plan_in_s": 10.0, **changes})
-    expected = f"Nobody runs fleet renders: no orchestrator has run a cycle of it {sentence}" if sentence else None
+    expected = f"Fleet renders has no orchestrator: no cycle {sentence}" if sentence else None
     for answer in (told_of(TASK, fleets=[(fleet, [CYCLE])])[1:], explain_fleet(fleet, [CYCLE], now=NOW).answer):
         assert (answer[0] == expected) == (sentence is not None), answer
         assert not any("paused" in said for said in answer)
@@ -288,13 +288,13 @@ def test_a_fleet_is_explained_by_its_last_decision_and_all_that_holds_it_back() 
     story = explain_fleet(held, [replace(CYCLE, repeats=3, repeated_at=ago(1)), hired], now=NOW)
     assert story.answer == [
         "Fleet renders, 1 s ago: steady: 3 waiting, 2 of 2 workers busy: 2 needed.",
-        "It is paused: `windlass resume --fleet renders` lets it go on.",
-        "It is on hold since 11:59:00 UTC (FAILURE_RATE): 6 of 7 workers broke; once it is mended: "
+        "It is paused: `windlass resume --fleet renders` resumes it.",
+        "It is on hold since 11:59:00 UTC (FAILURE_RATE): 6 of 7 workers broke. After fixing the cause: "
         "`windlass restart renders`.",
         "Slots 0, 2 have failed too often and stay empty until `windlass restart renders`.",
     ]
     assert [text for _, text in story.history] == [
-        "cycle 11: hiring 1: 1 waiting [hired 1]",
+        "cycle 11: hiring 1: 1 waiting [spawned 1]",
         "cycle 12: steady: 3 waiting, 2 of 2 workers busy: 2 needed; unchanged until 11:59:59",
     ]
     overnight = replace(CYCLE, started_at=ago(50_000), repeats=1, repeated_at=ago(40_000))
@@ -307,8 +307,8 @@ def test_cycles_that_decided_the_same_differ_by_what_they_did() -> None:
     story = explain_fleet(FLEET, cycles, now=NOW)
     assert sorted(text.partition(" needed")[2] for _, text in story.history) == [
         "",
-        " [1 ready, 1 failed, let 1 go, ended 1]",
-        " [hired 2]",
+        " [promoted 1, failed 1, drained 1, deleted 1]",
+        " [spawned 2]",
     ]
 
 
@@ -327,20 +327,20 @@ async def test_a_name_of_digits_is_a_tasks_or_a_workers_or_a_fleets() -> None:
     await store.register(Registration("4", ("q",)))
     assert await store.enqueue(NewTask("q")) == 1
     for name, what in (
-        ("1", "Task 1 has been waiting"),
+        ("1", "Task 1 has been queued"),
         ("2", "Fleet 2 has had no cycle"),
         ("4", "Worker 4 is active"),
     ):
-        assert (await tell(store, name)).answer[0].startswith(what)
-    with pytest.raises(BadInput, match="there is no task 5, nor a worker or a fleet of that name"):
-        await tell(store, "5")
+        assert (await explain(store, name)).answer[0].startswith(what)
+    with pytest.raises(BadInput, match="task 5 not found"):
+        await explain(store, "5")
 
 
 async def test_a_name_of_several_is_said_to_be_so_and_each_has_its_story() -> None:
     store = await store_with("1")
     await store.register(Registration("1", ("q",)))
     await store.enqueue(NewTask("q"))
-    answer = (await tell(store, "1")).answer
-    assert answer[0] == "1 is a task, a worker and a fleet: here is what there is to say of each."
+    answer = (await explain(store, "1")).answer
+    assert answer[0] == "1 is a task, a worker and a fleet."
     assert [sentence for sentence in answer if sentence.startswith(("Task 1 ", "Worker 1 ", "Fleet 1 "))]
     assert {sentence.split()[0] for sentence in answer} >= {"Task", "Worker", "Fleet"}

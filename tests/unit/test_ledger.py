@@ -1,4 +1,4 @@
-"""The ledger closes: what a worker did adds up to what its machine cost, whatever it did."""
+"""The ledger: charges by kind add up to what the machine cost."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -34,8 +34,8 @@ def account(
     return BillingAccount("w", "f", bill, None if ready is None else at(ready), done)
 
 
-def told(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int]:
-    """What for, in micros. With a price of 3.60 an hour, a second is a thousand."""
+def charges_by_kind(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int]:
+    """Charges by kind, in micros. At 3.60 per hour a second costs 1,000."""
     names: dict[str, int] = {}
     for charge in charges:
         name = f"task {charge.task_id}" if charge.task_id is not None else str(charge.kind)
@@ -66,7 +66,7 @@ def told(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int]:
         pytest.param(
             account((1, 30, 100), until=3600),
             {"boot": 30_000, "task 1": 70_000, "idle": 3_500_000},
-            id="who works before anybody knew it was ready, works",
+            id="a task before the worker was reported ready",
         ),
         pytest.param(
             account((1, 100, 4000), until=3700),
@@ -80,29 +80,29 @@ def told(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int]:
         ),
     ],
 )
-def test_what_an_hour_was_spent_on(given: BillingAccount, expected: dict[str, int]) -> None:
+def test_charges_by_kind(given: BillingAccount, expected: dict[str, int]) -> None:
     closed = settle(given, at(100_000))
-    assert told(closed.charges) == expected
+    assert charges_by_kind(closed.charges) == expected
     assert closed.settle_at is None
 
 
-def test_a_worker_that_lives_is_closed_hour_by_hour() -> None:
+def test_live_worker_is_settled_hourly() -> None:
     living = account((1, 100, None), tariff=HOURLY)
     first = settle(living, at(3600) + SETTLE_AFTER)
-    assert told(first.charges) == {"boot": 60_000, "idle": 40_000, "task 1": 3_500_000}
+    assert charges_by_kind(first.charges) == {"boot": 60_000, "idle": 40_000, "task 1": 3_500_000}
     assert (first.settled_until, first.settle_at) == (at(3600), at(7200) + SETTLE_AFTER)
     second = settle(replace(living, bill=replace(living.bill, settled_until=first.settled_until)), at(9000))
-    assert told(second.charges) == {"task 1": 3_600_000}
+    assert charges_by_kind(second.charges) == {"task 1": 3_600_000}
 
 
-def test_nothing_is_closed_before_what_was_done_is_known() -> None:
+def test_settlement_waits_for_late_reports() -> None:
     early = settle(account((1, 100, None)), at(3600))
     assert (early.charges, early.settled_until, early.settle_at) == ((), T0, at(3600) + SETTLE_AFTER)
     ended = settle(account(until=1000), at(1000))
     assert (ended.charges, ended.settle_at) == ((), at(1000) + SETTLE_AFTER)
 
 
-def test_a_worker_nobody_settled_for_days_is_closed_in_several_goes() -> None:
+def test_long_open_bill_is_settled_in_steps() -> None:
     now = at(100 * 3600)
     closed = settle(account(), now)
     assert closed.settled_until == at(24 * 3600)
@@ -110,24 +110,24 @@ def test_a_worker_nobody_settled_for_days_is_closed_in_several_goes() -> None:
     assert closed.settle_at <= now
 
 
-def test_seconds_are_closed_by_the_hour_of_the_clock() -> None:
+def test_second_billing_is_settled_by_clock_hour() -> None:
     closed = settle(account((1, 100, 400), until=3000, tariff=Tariff(3_600_000, "EUR", 1)), at(9999))
     assert [(charge.from_at, charge.until_at) for charge in closed.charges if charge.kind is ChargeKind.IDLE] == [
         (T0, at(2400)), (at(2400), at(3000)),
     ]  # fmt: skip
-    assert told(closed.charges) == {"boot": 60_000, "task 1": 300_000, "idle": 2_640_000}
+    assert charges_by_kind(closed.charges) == {"boot": 60_000, "task 1": 300_000, "idle": 2_640_000}
 
 
-def test_an_estimate_tells_what_is_paid_ahead() -> None:
-    assert told(estimate(account((1, 100, None)), at(600))) == {
+def test_estimate_includes_charges_ahead() -> None:
+    assert charges_by_kind(estimate(account((1, 100, None)), at(600))) == {
         "boot": 60_000, "idle": 40_000, "task 1": 500_000, "ahead": 3_000_000,
     }  # fmt: skip
-    assert told(estimate(account((1, 100, 200), until=600), at(610)))["tail"] == 3_000_000
+    assert charges_by_kind(estimate(account((1, 100, 200), until=600), at(610)))["tail"] == 3_000_000
 
 
 @always
 @given(st.integers(0, 10**9), st.lists(st.integers(0, 10**12), min_size=1, max_size=30))
-def test_parts_add_up_and_are_never_off_by_more_than_one(whole: int, weights: list[int]) -> None:
+def test_split_adds_up_within_one_micro(whole: int, weights: list[int]) -> None:
     if not sum(weights):
         return
     parts = apportion(whole, weights)
@@ -136,7 +136,7 @@ def test_parts_add_up_and_are_never_off_by_more_than_one(whole: int, weights: li
         assert abs(part - Fraction(whole * weight, sum(weights))) < 1
 
 
-# --------------------------------------------------------------------------------------------------- whatever it did
+# --------------------------------------------------------------------------------------------------- properties
 
 tariffs = st.builds(
     Tariff,
@@ -164,7 +164,7 @@ def accounts(draw: st.DrawFn) -> BillingAccount:
 
 @always
 @given(accounts())
-def test_the_parts_of_a_life_add_up_to_what_the_provider_charges(given: BillingAccount) -> None:
+def test_charges_add_up_to_the_bill(given: BillingAccount) -> None:
     bill = given.bill
     assert bill.until is not None
     closed = settle(given, bill.until + timedelta(days=1))
@@ -176,8 +176,8 @@ def test_the_parts_of_a_life_add_up_to_what_the_provider_charges(given: BillingA
 
 @always
 @given(accounts(), st.lists(st.floats(0, 25_000), max_size=5))
-def test_it_makes_no_difference_when_it_is_closed(given: BillingAccount, looks: list[float]) -> None:
-    """Hour by hour while it lives, or all at once when it is gone."""
+def test_settlement_time_does_not_change_charges(given: BillingAccount, looks: list[float]) -> None:
+    """Settled hourly while the machine exists, or at once after its deletion."""
     until = given.bill.until
     assert until is not None
     living = replace(given, bill=replace(given.bill, until=None))
@@ -207,7 +207,7 @@ def after(before: BillingAccount, closed: Settlement) -> BillingAccount:
 
 @always
 @given(accounts(), seconds)
-def test_an_estimate_adds_up_to_what_has_begun(given: BillingAccount, now_s: float) -> None:
+def test_estimate_adds_up_to_begun_units(given: BillingAccount, now_s: float) -> None:
     now = at(now_s)
     living = replace(given, bill=replace(given.bill, until=None))
     guessed = sum(charge.amount_micros for charge in estimate(living, now))
@@ -217,7 +217,7 @@ def test_an_estimate_adds_up_to_what_has_begun(given: BillingAccount, now_s: flo
 # ------------------------------------------------------------------------------------------------------------ reports
 
 
-def test_costs_are_added_up_by_what_one_asks_for() -> None:
+def test_costs_are_grouped_by_requested_key() -> None:
     charges = settle(account((1, 100, 400), (2, 500, 900), until=3000), at(99_999)).charges
     by_queue = {cost.key: cost for cost in add_up(charges, By.QUEUE)}
     assert by_queue["q1"] == Cost("q1", "EUR", task_micros=300_000)
@@ -231,7 +231,7 @@ def test_costs_are_added_up_by_what_one_asks_for() -> None:
     assert [cost.total_micros for cost in total(again)] == [7_200_000]
 
 
-def test_the_month_is_foretold_from_what_is_spent_and_who_is_there() -> None:
+def test_month_forecast_from_spending_and_live_workers() -> None:
     now = datetime(2026, 3, 31, 22, 30, tzinfo=UTC)
     plain = Tariff(1_000_000, "EUR", 3600)
     capped = replace(plain, parts=(PricePart(1_000_000, 1_500_000),))
@@ -241,9 +241,9 @@ def test_the_month_is_foretold_from_what_is_spent_and_who_is_there() -> None:
         BillingAccount("b", "f", Bill(capped, born), None),
         BillingAccount("c", "f", Bill(plain, born, until=born), None),
     ]
-    (told,) = forecasts([Cost(None, "EUR", task_micros=5)], open_accounts, datetime(2026, 3, 1, tzinfo=UTC), now)
-    # Each has begun one hour; the next begin at 22:45 and 23:45, and the cap leaves half of the first.
-    assert told.spent_micros == 5 + 3_000_000
-    assert (told.workers, told.burn_micros_per_hour) == (2, 2_000_000)
-    assert told.rest_micros == 2_000_000 + 500_000
-    assert told.month_micros == 5_500_005
+    (forecast,) = forecasts([Cost(None, "EUR", task_micros=5)], open_accounts, datetime(2026, 3, 1, tzinfo=UTC), now)
+    # Each has begun one hour. The next begin at 22:45 and 23:45, and the cap leaves half of the first.
+    assert forecast.spent_micros == 5 + 3_000_000
+    assert (forecast.workers, forecast.burn_micros_per_hour) == (2, 2_000_000)
+    assert forecast.rest_micros == 2_000_000 + 500_000
+    assert forecast.month_micros == 5_500_005

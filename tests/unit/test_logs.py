@@ -119,10 +119,10 @@ async def test_what_is_read_of_a_workers_log_has_no_secrets(tmp_path: Path) -> N
     first, last = [line async for line in folder.read("w0", 2)]
     assert first == "cannot reach postgresql://app:********@db.internal:5432/app with ******** and wlt_********"
     assert last.endswith(" ******** is cut in the middle")
-    assert "handler" not in folder.last_words("w0")
+    assert "handler" not in folder.last_line("w0")
     folder.path_of("w0").write_text(json.dumps({"level": "error", "event": "it broke", "error": said}))
-    assert folder.last_words("w0").startswith("it last said: it broke: cannot reach postgresql://app:********@db")
-    assert not any(secret in folder.last_words("w0") for secret in SECRETS)
+    assert folder.last_line("w0").startswith("last error: it broke: cannot reach postgresql://app:********@db")
+    assert not any(secret in folder.last_line("w0") for secret in SECRETS)
 
 
 def test_settings_are_shown_without_the_values_of_environments_and_passwords_in_addresses() -> None:
@@ -155,7 +155,7 @@ def test_cycle_and_worker_are_in_every_line(stream: Written) -> None:
 
 def test_who_taps_gets_what_was_said_until_they_stop(stream: Written) -> None:
     heard: list[Any] = []
-    untap = logs.tap(heard.append)
+    untap = logs.add_tap(heard.append)
     log = structlog.get_logger("test")
     log.info("one", token=TOKEN)
     untap()

@@ -1,4 +1,4 @@
-"""Between the boot of a machine and the start of its worker's program."""
+"""Preparation: starting the worker's program on a machine that runs."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def seen(view: WorkerView, state: str = "running", **rest: object) -> Snapshot:
     return snapshot(view, machines=(machine("w0", state),), **{"traits": PREPARING, "queued": 1, **rest})  # type: ignore[arg-type]
 
 
-def test_a_machine_that_runs_is_prepared() -> None:
+def test_running_machine_is_prepared() -> None:
     planned = plan(seen(new()), FLEET)
     assert of_kind(planned.actions, Prepare) == [Prepare("w0", "m-w0", "its machine is running")]
 
@@ -30,27 +30,29 @@ def test_a_machine_that_runs_is_prepared() -> None:
 @pytest.mark.parametrize(
     "snap",
     [
-        pytest.param(seen(new(), "booting"), id="it does not run yet"),
-        pytest.param(seen(new(prepared=1)), id="it is prepared"),
-        pytest.param(seen(new(), preparing=("w0",)), id="we are at it"),
-        pytest.param(seen(new(heartbeat=1)), id="it has been heard of"),
-        pytest.param(seen(new(status="terminating", terminating=1)), id="it is to end"),
-        pytest.param(seen(new(prepare_code="DISK_FULL")), id="it cannot be"),
-        pytest.param(seen(new(created=5000)), id="its time is over"),
-        pytest.param(seen(new(), traits=ProviderTraits(60, 120, 60, is_remote=True)), id="it starts by itself"),
-        pytest.param(seen(new(), is_shutting_down=True), id="its fleet is to end"),
+        pytest.param(seen(new(), "booting"), id="not running"),
+        pytest.param(seen(new(prepared=1)), id="already prepared"),
+        pytest.param(seen(new(), preparing=("w0",)), id="preparation in progress"),
+        pytest.param(seen(new(heartbeat=1)), id="has a heartbeat"),
+        pytest.param(seen(new(status="terminating", terminating=1)), id="terminating"),
+        pytest.param(seen(new(prepare_code="DISK_FULL")), id="preparation failed"),
+        pytest.param(seen(new(created=5000)), id="spawn timeout"),
+        pytest.param(
+            seen(new(), traits=ProviderTraits(60, 120, 60, is_remote=True)), id="provider without a prepare step"
+        ),
+        pytest.param(seen(new(), is_shutting_down=True), id="fleet shuts down"),
     ],
 )
-def test_nobody_else_is(snap: Snapshot) -> None:
+def test_other_machines_are_not_prepared(snap: Snapshot) -> None:
     assert of_kind(plan(snap, FLEET).actions, Prepare) == []
 
 
-def test_one_that_was_just_found_is_prepared_at_once() -> None:
+def test_adopted_machine_is_prepared_at_once() -> None:
     planned = plan(seen(new(machine_id=None)), FLEET)
     assert [type(action) for action in planned.actions if isinstance(action, Adopt | Prepare)] == [Adopt, Prepare]
 
 
-def test_one_that_another_orchestrator_began_is_begun_again() -> None:
+def test_preparation_of_another_orchestrator_is_restarted() -> None:
     planned = plan(seen(new(preparing_at=ago(3))), FLEET)
     assert len(of_kind(planned.actions, Prepare)) == 1
 
@@ -62,14 +64,14 @@ def test_one_that_another_orchestrator_began_is_begun_again() -> None:
         "DEPENDENCY_MISSING", "START_SCRIPT_FAILED",
     ],
 )  # fmt: skip
-def test_one_that_cannot_be_prepared_is_ended_with_the_code_of_what_failed(code: str) -> None:
+def test_failed_preparation_fails_worker_with_its_code(code: str) -> None:
     planned = plan(seen(new(prepare_code=code, prepare_reason="that is how it is")), FLEET)
     assert of_kind(planned.actions, Fail) == [Fail("w0", code, "that is how it is")]
     assert "delete" in kinds(planned)
     assert planned.planner_state.failure_rate.failed_starts == 1
 
 
-def test_while_nothing_may_be_touched_nothing_is_prepared() -> None:
+def test_total_hold_stops_preparation() -> None:
     silent = [worker(f"s{n}", n + 1, heartbeat=5000, created=9000) for n in range(3)]
     snap = snapshot(new(), *silent, traits=PREPARING)
     planned = plan(snap, FLEET)
@@ -78,7 +80,7 @@ def test_while_nothing_may_be_touched_nothing_is_prepared() -> None:
     assert of_kind(planned.actions, Prepare) == []
 
 
-def test_the_lifecycle_follows_the_preparation() -> None:
+def test_lifecycle_follows_preparation() -> None:
     for view, state, lifecycle in (
         (new(), "booting", Lifecycle.SPAWNING_POD_PENDING),
         (new(), "running", Lifecycle.SPAWNING_SCRIPT_PENDING),

@@ -1,4 +1,4 @@
-"""What holds for every plan, whatever the fleet looks like."""
+"""Properties of every plan, for random fleets."""
 
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.snapshots import Clockwork, apply, beating, of_kind, with_state
-from support.strategies import DemoScenario, paid_scenes, scenes, uncapped
+from support.snapshots import FleetSimulation, apply, beating, of_kind, with_state
+from support.strategies import Scenario, priced_scenarios, scenarios, uncapped
 from windlass.model.action import (
     Action,
     Delete,
@@ -30,7 +30,7 @@ from windlass.policy.budget import budgets
 from windlass.policy.plan import plan
 from windlass.policy.planning_context import build_context
 
-# The same scenes in every run: a failure in CI is a failure at home.
+# Deterministic: a failure in CI can be reproduced locally.
 always = settings(
     max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
@@ -39,8 +39,11 @@ often = settings(always, max_examples=500)
 
 
 def unforeseen(first: Plan, second: Plan) -> list[Action]:
-    """What comes second and does not follow from what was done first: where that made the fleet smaller, those who were
-    told to leave need not be doubted any more if they are not listed, and strays may have become the most."""
+    """Actions of a second plan that the first could not foresee.
+
+    If the first made the fleet smaller, unlisted terminating workers no longer make a list suspect, and orphans may
+    have become the majority.
+    """
     leaving = {action.worker_id for action in of_kind(first.actions, Drain)}
     is_smaller = bool(of_kind(first.actions, Delete))
     return [
@@ -52,12 +55,12 @@ def unforeseen(first: Plan, second: Plan) -> list[Action]:
 
 
 @often
-@given(st.one_of(scenes(), paid_scenes()))
-def test_planning_again_after_its_own_actions_gives_nothing(scene: DemoScenario) -> None:
+@given(st.one_of(scenarios(), priced_scenarios()))
+def test_plan_is_idempotent(scene: Scenario) -> None:
     first = plan(scene.snapshot, scene.fleet)
     second = plan(apply(first, scene.snapshot, scene.fleet), scene.fleet)
     if first.is_cut_short:
-        # What a cap left for later, in the same direction, is all that may follow.
+        # Only what a cap postponed may follow, in the same direction.
         going_on = Spawn if not of_kind(first.actions, Drain) else Drain
         assert all(isinstance(action, going_on | DeleteOrphan) for action in unforeseen(first, second)), second.actions
     else:
@@ -65,8 +68,8 @@ def test_planning_again_after_its_own_actions_gives_nothing(scene: DemoScenario)
 
 
 @often
-@given(st.one_of(scenes(), paid_scenes()))
-def test_a_moment_later_nothing_more_is_wanted(scene: DemoScenario) -> None:
+@given(st.one_of(scenarios(), priced_scenarios()))
+def test_plan_is_stable_a_moment_later(scene: Scenario) -> None:
     scene = uncapped(scene)
     first = plan(scene.snapshot, scene.fleet)
     if first.is_cut_short:
@@ -77,15 +80,15 @@ def test_a_moment_later_nothing_more_is_wanted(scene: DemoScenario) -> None:
 
 
 @settings(always, max_examples=60)
-@given(scenes())
-def test_every_fleet_comes_to_rest_under_a_constant_load(scene: DemoScenario) -> None:
-    """Whatever it looks like at first, if its machines live from now on and no task ends."""
+@given(scenarios())
+def test_every_fleet_converges_under_constant_load(scene: Scenario) -> None:
+    """From any state, if all machines live from now on and no task ends."""
 
     def live(view: WorkerView, now: datetime) -> WorkerView:
         running = tuple(replace(task, timeout_s=None) for task in view.running)
         return beating(replace(view, idle_s=None, running=running), now)
 
-    world = Clockwork(scene.fleet.model_copy(update={"stuck_timeout_s": 1e9}), scene.snapshot, live)
+    world = FleetSimulation(scene.fleet.model_copy(update={"stuck_timeout_s": 1e9}), scene.snapshot, live)
     for _ in range(150):
         world.cycle()
     assert [
@@ -94,9 +97,9 @@ def test_every_fleet_comes_to_rest_under_a_constant_load(scene: DemoScenario) ->
 
 
 @always
-@given(scenes())
-def test_there_are_never_more_machines_than_the_maximum(scene: DemoScenario) -> None:
-    """Counted as a provider would: what exists, what is being deleted, what is being made."""
+@given(scenarios())
+def test_machines_never_exceed_max_workers(scene: Scenario) -> None:
+    """Counted like a provider: existing machines, those being deleted, and those being created."""
     seen, limit = scene.snapshot, scene.fleet.max_workers
     planned = plan(seen, scene.fleet)
     held = {view.slot: view.id for view in seen.workers if view.slot is not None}
@@ -111,7 +114,7 @@ def test_there_are_never_more_machines_than_the_maximum(scene: DemoScenario) -> 
     assert not spawned or len(held) - len(deleted & set(held.values())) + orphans + len(spawned) <= limit
 
 
-def strays_of(scene: DemoScenario) -> int:
+def strays_of(scene: Scenario) -> int:
     rows = {view.id: view for view in scene.snapshot.workers}
     running = [m for m in scene.snapshot.machines or () if m.state is not MachineState.EXITED]
     names = [machine.name for machine in running if machine.name in rows]
@@ -120,11 +123,11 @@ def strays_of(scene: DemoScenario) -> int:
 
 
 @always
-@given(scenes())
-def test_an_unknown_list_deletes_no_stray_and_closes_no_row_whose_machine_may_exist(scene: DemoScenario) -> None:
+@given(scenarios())
+def test_without_list_no_orphan_and_no_row_is_removed(scene: Scenario) -> None:
     unknown = replace(scene.snapshot, machines=None)
     planned = plan(unknown, scene.fleet)
-    # What else ends a worker (silence, a stuck task, its own drain) needs no list, and deletes the machine it knows of.
+    # Other terminations (silence, a stuck task, a drain) need no list and delete the known machine.
     rows = {view.id: view for view in unknown.workers}
     assert not of_kind(planned.actions, DeleteOrphan)
     for action in of_kind(planned.actions, Delete):
@@ -135,8 +138,8 @@ def test_an_unknown_list_deletes_no_stray_and_closes_no_row_whose_machine_may_ex
 
 
 @always
-@given(scenes())
-def test_a_healthy_worker_at_work_is_neither_failed_nor_deleted(scene: DemoScenario) -> None:
+@given(scenarios())
+def test_healthy_busy_worker_is_never_failed_or_deleted(scene: Scenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     states = build_context(scene.snapshot, scene.fleet).states
     at_work = {
@@ -147,13 +150,13 @@ def test_a_healthy_worker_at_work_is_neither_failed_nor_deleted(scene: DemoScena
     ended = {action.worker_id for action in planned.actions if isinstance(action, Fail | Delete)}
     assert not at_work & ended
     drained = {drain.worker_id: drain.code for drain in of_kind(planned.actions, Drain)}
-    may_be = ("OVER_MAX", "SHUT_DOWN")
-    assert all(drained.get(id_, "OVER_MAX") in may_be for id_ in at_work)
+    allowed = ("OVER_MAX", "SHUT_DOWN")
+    assert all(drained.get(id_, "OVER_MAX") in allowed for id_ in at_work)
 
 
 @always
-@given(scenes())
-def test_a_draining_worker_that_is_heard_and_at_work_lives_until_its_deadline(scene: DemoScenario) -> None:
+@given(scenarios())
+def test_busy_draining_worker_lives_until_its_deadline(scene: Scenario) -> None:
     deleted = {action.worker_id for action in of_kind(plan(scene.snapshot, scene.fleet).actions, Delete)}
     for id_, state in build_context(scene.snapshot, scene.fleet).states.items():
         worker = state.worker
@@ -161,7 +164,7 @@ def test_a_draining_worker_that_is_heard_and_at_work_lives_until_its_deadline(sc
         if not is_at_work or id_ not in deleted:
             continue
         if not state.is_managed:
-            # Its time is its own: it ends with its silence alone.
+            # A manual worker has no deadline: only silence ends it.
             heard_at = worker.last_heartbeat or worker.activated_at or worker.created_at
             lease_s = worker.lease_s if worker.lease_s is not None else scene.fleet.heartbeat_timeout_s
             assert (scene.snapshot.now - heard_at).total_seconds() > lease_s
@@ -172,8 +175,8 @@ def test_a_draining_worker_that_is_heard_and_at_work_lives_until_its_deadline(sc
 
 
 @always
-@given(scenes())
-def test_a_worker_started_by_hand_is_never_drained_and_ends_only_when_it_is_over(scene: DemoScenario) -> None:
+@given(scenarios())
+def test_manual_worker_is_never_drained(scene: Scenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     states = build_context(scene.snapshot, scene.fleet).states
     for action in planned.actions:
@@ -188,17 +191,17 @@ def test_a_worker_started_by_hand_is_never_drained_and_ends_only_when_it_is_over
 
 
 @always
-@given(st.one_of(scenes(), paid_scenes()))
-def test_a_plan_keeps_its_manners(scene: DemoScenario) -> None:
+@given(st.one_of(scenarios(), priced_scenarios()))
+def test_plan_actions_are_consistent(scene: Scenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     spawns, drains = of_kind(planned.actions, Spawn), of_kind(planned.actions, Drain)
-    assert not (spawns and drains), "never both hired and let go"
+    assert not (spawns and drains), "spawns and drains in one plan"
     assert len(spawns) <= scene.fleet.max_changes_per_cycle
     assert len(drains) <= scene.fleet.max_changes_per_cycle or scene.snapshot.is_shutting_down
     assert len(of_kind(planned.actions, DeleteOrphan)) <= scene.fleet.max_changes_per_cycle
     assert all(action.reason.strip() for action in planned.actions)
     assert planned.decision.strip()
-    assert len(set(planned.actions)) == len(planned.actions), "nothing is asked for twice"
+    assert len(set(planned.actions)) == len(planned.actions), "duplicate action"
     failed = {slot.slot for slot in scene.snapshot.slots if slot.is_failed}
     failed |= {action.slot for action in of_kind(planned.actions, FailSlot)}
     assert not failed & {spawn.slot for spawn in spawns}, "a failed slot is never filled"
@@ -207,42 +210,42 @@ def test_a_plan_keeps_its_manners(scene: DemoScenario) -> None:
 
 
 @always
-@given(st.one_of(scenes(), paid_scenes()))
-def test_under_a_total_hold_nobody_is_touched(scene: DemoScenario) -> None:
+@given(st.one_of(scenarios(), priced_scenarios()))
+def test_total_hold_allows_no_action_on_workers(scene: Scenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     if planned.hold is not None and planned.hold.is_total:
-        # Whoever is told to leave because a person ends the fleet loses nothing by it.
+        # A shutdown still drains workers: they may finish their tasks.
         allowed = (Promote, RaiseAlert, Drain) if scene.snapshot.is_shutting_down else (Promote, RaiseAlert)
         assert all(isinstance(action, allowed) for action in planned.actions)
 
 
 @always
-@given(scenes())
-def test_a_plan_is_a_function_of_its_snapshot(scene: DemoScenario) -> None:
+@given(scenarios())
+def test_plan_is_deterministic(scene: Scenario) -> None:
     assert plan(scene.snapshot, scene.fleet) == plan(scene.snapshot, scene.fleet)
 
 
 @always
-@given(scenes())
-def test_letting_go_never_goes_below_the_minimum(scene: DemoScenario) -> None:
+@given(scenarios())
+def test_drains_never_go_below_the_minimum(scene: Scenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     if of_kind(planned.actions, Drain) and not scene.snapshot.is_shutting_down:
         assert staying_after(scene, planned) >= scene.fleet.min_workers
 
 
-def staying_after(scene: DemoScenario, planned: Plan) -> int:
+def staying_after(scene: Scenario, planned: Plan) -> int:
     after = apply(planned, scene.snapshot, scene.fleet)
     return sum(
         view.slot is not None and view.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE) for view in after.workers
     )
 
 
-# ------------------------------------------------------------------------------------------------- paid time and money
+# ------------------------------------------------------------------------------------------------- billing and budgets
 
 
 @always
-@given(scenes())
-def test_nobody_is_let_go_for_want_of_work_while_its_time_is_paid(scene: DemoScenario) -> None:
+@given(scenarios())
+def test_idle_drains_happen_only_in_termination_windows(scene: Scenario) -> None:
     unit_s, cycle_interval_s = (
         scene.snapshot.traits.billing_unit_s,
         build_context(scene.snapshot, scene.fleet).cycle_interval_s,
@@ -254,17 +257,15 @@ def test_nobody_is_let_go_for_want_of_work_while_its_time_is_paid(scene: DemoSce
         if drain.code != "BILLING_HOUR_END":
             continue
         view = views[drain.worker_id]
-        assert not view.running, "at work, it is never ended for billing"
-        departure = next_window(unit_s, view.machine_at or view.created_at, scene.snapshot.now, cycle_interval_s)
-        assert departure.opens <= scene.snapshot.now < departure.boundary
+        assert not view.running, "a busy worker drains for billing"
+        window = next_window(unit_s, view.machine_at or view.created_at, scene.snapshot.now, cycle_interval_s)
+        assert window.opens <= scene.snapshot.now < window.boundary
 
 
 @always
-@given(st.one_of(scenes(), paid_scenes()), st.floats(0, 1), st.sampled_from((0.0, 1.0, 9999.0)), st.booleans())
-def test_cycles_at_their_usual_pace_decide_as_if_nothing_were_known_of_it(
-    scene: DemoScenario, share: float, longer_s: float, is_now: bool
-) -> None:
-    """A single gap that is longer, the last one or the one before, is an outage."""
+@given(st.one_of(scenarios(), priced_scenarios()), st.floats(0, 1), st.sampled_from((0.0, 1.0, 9999.0)), st.booleans())
+def test_usual_cycle_gaps_do_not_change_decisions(scene: Scenario, share: float, longer_s: float, is_now: bool) -> None:
+    """A single longer gap, the last or the one before, is an outage."""
     usual_s, other_s = share * scene.fleet.poll_interval_s, scene.fleet.poll_interval_s + longer_s
     last_s, before_s = (other_s, usual_s) if is_now else (usual_s, other_s)
     last = scene.snapshot.now - timedelta(seconds=last_s)
@@ -278,8 +279,8 @@ def test_cycles_at_their_usual_pace_decide_as_if_nothing_were_known_of_it(
 
 
 @often
-@given(paid_scenes())
-def test_a_spent_budget_is_a_stop_whatever_waits(scene: DemoScenario) -> None:
+@given(priced_scenarios())
+def test_spent_budget_stops_spawning(scene: Scenario) -> None:
     planned = plan(scene.snapshot, scene.fleet)
     is_spent = any(budget.is_spent for budget in budgets(scene.snapshot, scene.fleet))
     drained = [drain for drain in of_kind(planned.actions, Drain) if drain.code == "BUDGET"]
@@ -296,9 +297,9 @@ def test_a_spent_budget_is_a_stop_whatever_waits(scene: DemoScenario) -> None:
 
 
 @always
-@given(paid_scenes())
-def test_hiring_stays_within_what_is_left(scene: DemoScenario) -> None:
-    """At the highest price that is known; those on their way whose price is not known yet count."""
+@given(priced_scenarios())
+def test_spawns_stay_within_remaining_budget(scene: Scenario) -> None:
+    """At the highest known price. Starting workers without a known price count."""
     if scene.fleet.budget_action == "warn":
         return
     spawned = len(of_kind(plan(scene.snapshot, scene.fleet).actions, Spawn))
@@ -312,7 +313,7 @@ def test_hiring_stays_within_what_is_left(scene: DemoScenario) -> None:
 
 
 @always
-@given(scenes())
-def test_without_a_budget_nothing_is_said_about_money(scene: DemoScenario) -> None:
+@given(scenarios())
+def test_no_budget_means_no_budget_alerts(scene: Scenario) -> None:
     paid = replace(scene.snapshot, spending=(Spending("EUR", 10**12, 10**12, 10**12),))
     assert plan(paid, scene.fleet) == plan(scene.snapshot, scene.fleet)

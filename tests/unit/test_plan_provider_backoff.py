@@ -1,4 +1,4 @@
-"""A provider's no: held in its own words, tried again after a while, forgotten when a machine is had."""
+"""Back-off after refusals of the provider."""
 
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -19,7 +19,7 @@ def refusal(code: str = "LIMIT_REACHED", age: float = 1) -> ProviderRefusal:
 
 
 @pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "PROVIDER_PAUSE"])
-def test_a_refusal_of_the_whole_fleet_is_a_hold_and_an_alert_in_the_vendors_words(code: str) -> None:
+def test_refusal_holds_and_alerts_with_provider_message(code: str) -> None:
     planned = plan(snapshot(queued=9, refusal=refusal(code)), LOCAL)
     assert kinds(planned) == ["alert"]
     assert of_kind(planned.actions, RaiseAlert)[0] == RaiseAlert(code, LIMIT)
@@ -29,7 +29,7 @@ def test_a_refusal_of_the_whole_fleet_is_a_hold_and_an_alert_in_the_vendors_word
     assert planned.decision.startswith("hold: ")
 
 
-def test_after_the_pause_one_worker_is_tried() -> None:
+def test_one_probe_after_the_backoff() -> None:
     known = ProviderBackoff("LIMIT_REACHED", 1, ago(1))
     planned = plan(
         snapshot(queued=9, refusal=refusal(age=301), state={"provider_backoff": known}), fleet(max_workers=9)
@@ -39,15 +39,15 @@ def test_after_the_pause_one_worker_is_tried() -> None:
     assert planned.planner_state.provider_backoff == known
 
 
-def test_while_one_is_tried_nobody_else_is_hired() -> None:
+def test_no_spawn_while_probe_is_in_flight() -> None:
     known = ProviderBackoff("LIMIT_REACHED", 1, ago(1))
     tried = worker("w0", status="spawning", machine_id=None, heartbeat=None, created=1)
     planned = plan(snapshot(tried, queued=9, refusal=refusal(age=301), state={"provider_backoff": known}), LOCAL)
     assert of_kind(planned.actions, Spawn) == []
 
 
-def test_each_refused_try_doubles_the_pause_up_to_an_hour() -> None:
-    state, at, pauses = PlannerState(), NOW, []
+def test_each_refused_probe_doubles_the_backoff() -> None:
+    state, at, backoffs = PlannerState(), NOW, []
     for _ in range(6):
         seen = snapshot(
             queued=1,
@@ -56,12 +56,12 @@ def test_each_refused_try_doubles_the_pause_up_to_an_hour() -> None:
         )
         state = plan(seen, LOCAL).planner_state
         assert state.provider_backoff is not None
-        pauses.append((state.provider_backoff.until - at).total_seconds())
+        backoffs.append((state.provider_backoff.until - at).total_seconds())
         at = state.provider_backoff.until + timedelta(seconds=5)
-    assert pauses == [300, 600, 1200, 2400, 3600, 3600]
+    assert backoffs == [300, 600, 1200, 2400, 3600, 3600]
 
 
-def test_those_asked_for_together_are_refused_once() -> None:
+def test_refusals_within_the_backoff_count_once() -> None:
     first = plan(snapshot(queued=9, refusal=refusal(age=10)), LOCAL).planner_state
     later = plan(
         snapshot(queued=9, refusal=refusal(age=2), state={"provider_backoff": first.provider_backoff}), LOCAL
@@ -69,14 +69,14 @@ def test_those_asked_for_together_are_refused_once() -> None:
     assert later.provider_backoff == first.provider_backoff
 
 
-def test_a_machine_that_was_had_ends_it() -> None:
+def test_created_machine_ends_the_backoff() -> None:
     known = ProviderBackoff("LIMIT_REACHED", 3, ago(-900))
     planned = plan(snapshot(queued=9, state={"provider_backoff": known}), fleet(max_workers=3))
     assert kinds(planned) == ["spawn"] * 3
     assert planned.planner_state.provider_backoff is None
 
 
-def test_no_capacity_is_asked_for_again_at_once_and_only_then_waited_for() -> None:
+def test_first_missing_capacity_is_retried_at_once() -> None:
     first = plan(snapshot(queued=9, refusal=refusal("NO_CAPACITY", age=5)), LOCAL)
     assert kinds(first) == ["spawn"]
     again = plan(
@@ -91,25 +91,25 @@ def test_no_capacity_is_asked_for_again_at_once_and_only_then_waited_for() -> No
     assert again.planner_state.provider_backoff == ProviderBackoff("NO_CAPACITY", 2, ago(1) + timedelta(seconds=30))
 
 
-def test_another_kind_of_refusal_begins_anew() -> None:
+def test_other_refusal_code_restarts_the_backoff() -> None:
     known = ProviderBackoff("NO_CAPACITY", 7, ago(-200))
     planned = plan(snapshot(queued=9, refusal=refusal("DENIED"), state={"provider_backoff": known}), LOCAL)
     assert planned.planner_state.provider_backoff == ProviderBackoff("DENIED", 1, ago(1) + timedelta(seconds=300))
 
 
-def test_a_person_may_try_what_the_hold_would_not() -> None:
+def test_request_spawns_one_probe_under_backoff() -> None:
     planned = plan(snapshot(queued=9, requested=3, refusal=refusal()), LOCAL)
     assert kinds(planned) == ["alert", "spawn"]
 
 
-def test_a_hold_hires_nobody_and_still_lets_idle_workers_go() -> None:
+def test_idle_workers_drain_under_backoff() -> None:
     idle = [worker(f"w{n}", n, claimed=90, created=200) for n in range(2)]
     planned = plan(snapshot(*idle, idle=100, refusal=refusal()), LOCAL)
     assert "drain" in kinds(planned)
 
 
 @pytest.mark.parametrize("at", [ago(1), ago(0)])
-def test_the_failure_guard_speaks_first(at: datetime) -> None:
+def test_failure_rate_hold_takes_precedence(at: datetime) -> None:
     guard = FailureRateState(trips=1, until=ago(-100), judged_until=ago(10))
     planned = plan(
         snapshot(queued=1, refusal=ProviderRefusal("DENIED", LIMIT, at), state={"failure_rate": guard}), LOCAL
@@ -119,21 +119,21 @@ def test_the_failure_guard_speaks_first(at: datetime) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hired", "maximum", "is_remote", "is_told"),
+    ("spawned", "maximum", "is_remote", "is_alerted"),
     [
         pytest.param(41, 50, True, True, id="more than four fifths"),
         pytest.param(40, 50, True, False, id="four fifths"),
-        pytest.param(41, 50, False, False, id="nobody pays for processes"),
+        pytest.param(41, 50, False, False, id="local processes"),
         pytest.param(5, 5, True, True, id="a small fleet"),
         pytest.param(4, 5, True, False, id="four fifths of a small fleet"),
     ],
 )
-def test_a_rented_fleet_near_its_maximum_is_told_of_once(
-    hired: int, maximum: int, is_remote: bool, is_told: bool
+def test_rented_fleet_near_maximum_raises_one_alert(
+    spawned: int, maximum: int, is_remote: bool, is_alerted: bool
 ) -> None:
-    views = [worker(f"w{n}", n, claimed=50, running=(task(n),)) for n in range(hired)]
+    views = [worker(f"w{n}", n, claimed=50, running=(task(n),)) for n in range(spawned)]
     seen = snapshot(*views, traits=ProviderTraits(is_remote=is_remote))
     planned = plan(seen, fleet(max_workers=maximum))
     alerts = of_kind(planned.actions, RaiseAlert)
-    assert alerts == ([RaiseAlert("NEAR_MAX", f"{hired} workers, max_workers {maximum}")] if is_told else [])
+    assert alerts == ([RaiseAlert("NEAR_MAX", f"{spawned} workers, max_workers {maximum}")] if is_alerted else [])
     assert plan(replace(seen, planner_state=planned.planner_state), fleet(max_workers=maximum)).actions == ()

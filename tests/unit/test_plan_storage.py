@@ -1,4 +1,4 @@
-"""When a network volume grows: the STORAGE_* settings as a table, and what a person is told."""
+"""Growth of the shared volume: the storage settings as a table, and the alerts."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,22 +25,20 @@ def seen(size_gb: int | None, used_gb: float | None, measured: float = 10, **res
     ("at", "settings", "grown_to"),
     [
         pytest.param(seen(500, 400), {}, None, id="80 % used and 100 GB free is fine"),
-        pytest.param(seen(1000, 850), {}, None, id="85 % used is fine, and no more"),
-        pytest.param(seen(1000, 851), {}, 1050, id="more than that is used"),
-        pytest.param(seen(100, 50), {}, None, id="50 GB free is fine, and no less"),
-        pytest.param(seen(100, 51), {}, 150, id="less than that is free"),
-        pytest.param(seen(100, 107), {}, 150, id="one step for each look, however much is missing"),
-        pytest.param(seen(100, 51), {"storage_min_free_gb": 10}, None, id="who needs less free says so"),
-        pytest.param(seen(100, 51), {"storage_expansion_increment_gb": 7}, 107, id="by the increment"),
-        pytest.param(seen(4090, 4080), {}, 4096, id="up to the largest there is"),
-        pytest.param(seen(None, 99), {}, None, id="it was not looked at in this cycle"),
-        pytest.param(seen(100, None), {}, None, id="nobody has measured it"),
-        pytest.param(seen(100, 99, measured=3601), {}, None, id="what was measured long ago says nothing"),
+        pytest.param(seen(1000, 850), {}, None, id="85 % used is fine"),
+        pytest.param(seen(1000, 851), {}, 1050, id="more than 85 % used"),
+        pytest.param(seen(100, 50), {}, None, id="50 GB free is fine"),
+        pytest.param(seen(100, 51), {}, 150, id="less than 50 GB free"),
+        pytest.param(seen(100, 107), {}, 150, id="one step per check"),
+        pytest.param(seen(100, 51), {"storage_min_free_gb": 10}, None, id="lower storage_min_free_gb"),
+        pytest.param(seen(100, 51), {"storage_expansion_increment_gb": 7}, 107, id="larger increment"),
+        pytest.param(seen(4090, 4080), {}, 4096, id="up to the largest size"),
+        pytest.param(seen(None, 99), {}, None, id="not checked in this cycle"),
+        pytest.param(seen(100, None), {}, None, id="not measured"),
+        pytest.param(seen(100, 99, measured=3601), {}, None, id="measured long ago"),
     ],
 )
-def test_a_volume_grows_by_one_step_when_little_is_free_or_much_is_used(
-    at: Snapshot, settings: dict[str, Any], grown_to: int | None
-) -> None:
+def test_volume_grows_one_step_when_nearly_full(at: Snapshot, settings: dict[str, Any], grown_to: int | None) -> None:
     config = fleet(GPU, **settings)
     planned = plan(at, config)
     assert [action.size_gb for action in of_kind(planned.actions, GrowVolume)] == ([grown_to] if grown_to else [])
@@ -49,7 +47,7 @@ def test_a_volume_grows_by_one_step_when_little_is_free_or_much_is_used(
 
 
 @pytest.mark.parametrize("used_gb", [108, 2_000, -1])
-def test_a_measurement_that_cannot_be_true_is_told_of_and_buys_nothing(used_gb: float) -> None:
+def test_implausible_measurement_raises_alert_without_resize(used_gb: float) -> None:
     (alert,) = plan(seen(100, used_gb), GPU).actions
     assert isinstance(alert, RaiseAlert)
     assert alert.code == "STORAGE_DOUBTED"
@@ -58,21 +56,21 @@ def test_a_measurement_that_cannot_be_true_is_told_of_and_buys_nothing(used_gb: 
     )
 
 
-def test_a_volume_that_cannot_grow_any_more_is_told_of_once_an_hour() -> None:
+def test_volume_at_largest_size_raises_alert_hourly() -> None:
     full = seen(4096, 4090)
     (alert,) = plan(full, GPU).actions
     assert isinstance(alert, RaiseAlert)
     assert alert.code == "STORAGE_FULL"
     assert alert.reason == ("network volume v1 is at its largest size: 4090 of 4096 GB used (100 %), 6 GB free")
-    told = {"alerts": {"STORAGE_FULL v1": ago(300)}}
-    # Between two looks nothing is known, and what was told is remembered.
-    between = plan(seen(None, 4090, state=told), GPU)
-    assert between.planner_state.alerts == told["alerts"]
-    assert not plan(seen(4096, 4090, state=told), GPU).actions
-    assert plan(seen(4096, 100, state=told), GPU).planner_state.alerts == {}
+    alerted = {"alerts": {"STORAGE_FULL v1": ago(300)}}
+    # Between two checks the alert stays open.
+    between = plan(seen(None, 4090, state=alerted), GPU)
+    assert between.planner_state.alerts == alerted["alerts"]
+    assert not plan(seen(4096, 4090, state=alerted), GPU).actions
+    assert plan(seen(4096, 100, state=alerted), GPU).planner_state.alerts == {}
 
 
-def test_a_volume_that_did_not_grow_when_asked_to_is_told_of_and_asked_again() -> None:
+def test_failed_resize_raises_alert_and_is_repeated() -> None:
     asked = VolumeResize("v1", 150, NOW)
     assert plan(seen(100, 60), GPU).planner_state.storage.resize == asked
     planned = plan(seen(100, 60, state={"resize": VolumeResize("v1", 150, ago(300))}), GPU)
@@ -80,19 +78,19 @@ def test_a_volume_that_did_not_grow_when_asked_to_is_told_of_and_asked_again() -
     assert alert.code == "STORAGE_NOT_GROWN"
     assert "150 GB requested at 11:55:00 UTC, it has 100 GB" in alert.reason
     assert len(of_kind(planned.actions, GrowVolume)) == 1
-    # It grew, and is too small again: nothing is wrong.
+    # It grew and is nearly full again: no alert.
     again = plan(seen(150, 140, state={"resize": VolumeResize("v1", 150, ago(300))}), GPU)
     assert not of_kind(again.actions, RaiseAlert)
 
 
 def looks(first: Snapshot, count: int) -> list[list[str]]:
-    """What each look after another tells a person."""
-    told = []
+    """Alerts of each check."""
+    alerted = []
     for _ in range(count):
         planned = plan(first, GPU)
-        told.append([alert.code for alert in of_kind(planned.actions, RaiseAlert)])
+        alerted.append([alert.code for alert in of_kind(planned.actions, RaiseAlert)])
         first = replace(first, planner_state=planned.planner_state)
-    return told
+    return alerted
 
 
 def blind(active_s: float | None, **what: Any) -> Snapshot:
@@ -101,20 +99,20 @@ def blind(active_s: float | None, **what: Any) -> Snapshot:
 
 
 @pytest.mark.parametrize(
-    ("at", "is_told"),
+    ("at", "is_alerted"),
     [
-        pytest.param(blind(10, volume_problem="not found (404)"), True, id="it cannot be seen"),
-        pytest.param(blind(None, volume_problem="not found (404)"), False, id="it cannot be seen and nobody uses it"),
-        pytest.param(blind(1800, volume=Volume("v1", 100)), True, id="nobody measures it"),
-        pytest.param(blind(1799, volume=Volume("v1", 100)), False, id="nobody has had the time to measure it"),
-        pytest.param(blind(1800), False, id="it was not looked at"),
+        pytest.param(blind(10, volume_problem="not found (404)"), True, id="provider error"),
+        pytest.param(blind(None, volume_problem="not found (404)"), False, id="provider error without workers"),
+        pytest.param(blind(1800, volume=Volume("v1", 100)), True, id="no measurement"),
+        pytest.param(blind(1799, volume=Volume("v1", 100)), False, id="no time to measure yet"),
+        pytest.param(blind(1800), False, id="not checked"),
     ],
 )
-def test_how_full_it_is_being_unknown_is_told_after_three_looks(at: Snapshot, is_told: bool) -> None:
-    assert looks(at, 4) == [[], [], ["STORAGE_UNKNOWN"] if is_told else [], []]
+def test_unknown_usage_raises_alert_after_three_checks(at: Snapshot, is_alerted: bool) -> None:
+    assert looks(at, 4) == [[], [], ["STORAGE_UNKNOWN"] if is_alerted else [], []]
 
 
-def test_a_look_that_shows_it_ends_the_blindness_and_those_between_do_not() -> None:
+def test_successful_check_resets_unknown_checks() -> None:
     at = blind(1800, volume_problem="not found (404)", state={"unknown_checks": 2})
     assert plan(replace(at, volume_problem=None), GPU).planner_state.storage.unknown_checks == 2
     use = StorageUse("w0", 10**9, ago(5))

@@ -22,7 +22,7 @@ from windlass.ray.head_lease import given_head, sole_head
 from windlass.ray.supervisor import ProgramSupervisor
 from windlass.ray.versions import our_versions
 from windlass.store.memory.ray import MemoryRayStore
-from windlass.wiring.providers import _with_ray, provider
+from windlass.wiring.providers import _with_ray, make_provider
 from windlass.wiring.ray import RaySupervisor, check_ray, dispatchers
 
 FLEET = """
@@ -185,7 +185,7 @@ def test_only_nodes_are_told_how_to_join_the_cluster(monkeypatch: pytest.MonkeyP
     config = load_config().config.model_copy(update={"ray_address": ADDRESS})
     told = {}
     for name, fleet in config.fleets.items():
-        hires = provider(name, fleet, config, "i")
+        hires = make_provider(name, fleet, config, "i")
         assert isinstance(hires, LocalProvider)
         told[name] = hires._environment(MachineRequest("w", name, 0))
     assert {name: "RAY_AUTH_TOKEN" in environment for name, environment in told.items()} == {"a": True, "plain": False}

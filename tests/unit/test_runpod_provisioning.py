@@ -75,8 +75,6 @@ def test_no_cycle_waits_for_a_preparation_and_its_end_starts_one() -> None:
     async def live() -> None:
         store, provider = MemoryControlStore(virtual_now), Slow()
         cycle = await hired(store, provider)
-        settled = asyncio.Event()
-        cycle.on_settled = settled.set
         loop = asyncio.get_running_loop()
         began = loop.time()
         for _ in range(3):
@@ -86,7 +84,7 @@ def test_no_cycle_waits_for_a_preparation_and_its_end_starts_one() -> None:
         await asyncio.sleep(0)
         assert loop.time() == began, "nobody has waited"
         assert len(provider.asked) == 1
-        await settled.wait()
+        await cycle.wait_for_wake(600)
         assert loop.time() - began == pytest.approx(120, abs=1)
         await cycle.run(5.0)
         assert told(await store.events(limit=100)) == ["WORKER_SPAWNED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
@@ -102,7 +100,7 @@ def test_one_that_fails_ends_its_worker_with_its_code() -> None:
         provider = Slow(NotPrepared("DISK_FULL", "preparing it: the disk is full", "df says so", "its key"))
         cycle = await hired(store, provider)
         await cycle.run(5.0)
-        await cycle.settle(is_patient_with_all=True)
+        await cycle.settle(includes_preparations=True)
         await cycle.run(5.0)
         codes = told(await store.events(limit=100))
         assert codes[:5] == [
@@ -118,7 +116,7 @@ def test_one_whose_end_is_not_known_is_begun_again() -> None:
         cycle = await hired(store, provider)
         for _ in range(2):
             await cycle.run(5.0)
-            await cycle.settle(is_patient_with_all=True)
+            await cycle.settle(includes_preparations=True)
         assert len(provider.asked) == 2
         assert "PREPARATION_UNCLEAR" in told(await store.events(limit=100))
 
@@ -136,7 +134,7 @@ def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
         began = virtual_now()
         other = cycle_of(store, provider, "bob")
         await other.run(5.0)
-        await other.settle(is_patient_with_all=True)
+        await other.settle(includes_preparations=True)
         assert len(provider.asked) == 2
         assert virtual_now() - began < timedelta(seconds=130)
         assert [host_key for _, host_key in provider.asked] == [None, "its key"], "it believes nobody else"

@@ -1,30 +1,35 @@
-"""What is counted of a cycle: every outcome there is has a name."""
+"""The summary of a cycle: its keys, and how outcomes are counted as provider calls."""
 
 from typing import get_args
 
 from support.snapshots import snapshot
-from windlass.control.summary import Summary, call_of, count_actions, count_calls, count_status
+from windlass.control.summary import Summary, call_of, summarize
 from windlass.model.action import Plan
-from windlass.model.outcome import Outcome, VolumeGrown, VolumeNotGrown
+from windlass.model.outcome import Committed, Outcome, VolumeGrown, VolumeNotGrown
 from windlass.model.snapshot import PlannerState
 
 
-def test_every_outcome_is_counted_as_a_call_that_went_some_way() -> None:
+def leader_summary(*outcomes: Outcome) -> Summary:
+    plan, committed = Plan((), PlannerState(), "steady"), Committed(1, frozenset(), 0)
+    return summarize(snapshot(), plan, [*outcomes], committed, duration_s=0.1, refused_choices=())
+
+
+def test_every_outcome_counts_as_a_provider_call() -> None:
     for kind in get_args(Outcome):
-        call, how = call_of(object.__new__(kind))
+        call, result = call_of(object.__new__(kind))
         assert call in ("create", "delete", "prepare", "grow"), kind
-        assert how in ("ok", "refused", "error"), kind
+        assert result in ("ok", "refused", "error"), kind
 
 
-def test_a_summary_of_one_that_stands_by_has_every_key_that_one_of_a_leader_has() -> None:
-    did = count_actions(Plan((), PlannerState(), "steady"), [], 0)
-    led = Summary("f", is_leader=True, timestamp="", actions=did, status=count_status(snapshot())).to_plain()
-    stood_by = Summary("f", is_leader=False, timestamp="", standby_s=7.0).to_plain()
-    assert stood_by.keys() == led.keys()
-    assert stood_by["actions"] == dict.fromkeys(led["actions"], 0)
-    assert stood_by["status"] == dict.fromkeys(led["status"])
+def test_standby_summary_has_every_key_of_a_leader_summary() -> None:
+    leader = leader_summary().to_plain()
+    standby = Summary("f", is_leader=False, timestamp="", standby_s=7.0).to_plain()
+    assert standby.keys() == leader.keys()
+    assert standby["actions"] == dict.fromkeys(leader["actions"], 0)
+    assert standby["status"] == dict.fromkeys(leader["status"])
 
 
-def test_storage_that_grows_is_counted_and_so_is_storage_that_does_not() -> None:
-    outcomes = [VolumeGrown("v", 150, "full"), VolumeNotGrown("v", 150, "no answer"), VolumeGrown("u", 20, "full")]
-    assert count_calls(True, [*outcomes]) == (("grow", "error", 1), ("grow", "ok", 2), ("list", "ok", 1))
+def test_provider_calls_are_counted_by_call_and_result() -> None:
+    outcomes = (VolumeGrown("v", 150, "full"), VolumeNotGrown("v", 150, "no answer"), VolumeGrown("u", 20, "full"))
+    calls = leader_summary(*outcomes).provider_calls
+    assert calls == (("grow", "error", 1), ("grow", "ok", 2), ("list", "ok", 1))

@@ -1,11 +1,11 @@
-"""What is said of a provider that does not list its machines, and how often it is asked for storage they share."""
+"""Providers that return no machine list, and the interval of volume checks."""
 
 import asyncio
 from random import Random
 
 from structlog.testing import capture_logs
 
-from windlass.control.cycle import UNLISTED_TOLD_S, FleetCycle
+from windlass.control.cycle import LISTING_LOG_INTERVAL_S, FleetCycle
 from windlass.model.errors import Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
@@ -16,7 +16,7 @@ from windlass.store.memory.control import MemoryControlStore
 
 
 class Away:
-    """Has no machines, and cannot be reached while there is a problem."""
+    """Lists no machines, or fails while `problem` is set."""
 
     traits = ProviderTraits()
 
@@ -24,7 +24,7 @@ class Away:
         self.problem: str | None = None
 
     async def create(self, request: MachineRequest) -> Machine:
-        raise AssertionError(f"nobody asked for {request.name}")
+        raise AssertionError(f"unexpected request {request.name}")
 
     async def list_machines(self) -> tuple[Machine, ...]:
         if self.problem is not None:
@@ -40,7 +40,7 @@ class Away:
     async def close(self) -> None: ...
 
 
-def test_the_same_trouble_with_a_list_is_said_once_and_then_every_minute() -> None:
+def test_repeated_list_error_is_logged_once_per_minute() -> None:
     provider = Away()
 
     async def said_after(problem: str | None, cycles: int, cycle: FleetCycle) -> list[str]:
@@ -49,7 +49,7 @@ def test_the_same_trouble_with_a_list_is_said_once_and_then_every_minute() -> No
             for _ in range(cycles):
                 await cycle.run(5.0)
                 await asyncio.sleep(5.0)
-        return [line["error"] for line in lines if line["event"] == "machines unknown"]
+        return [line["error"] for line in lines if line["event"] == "list machines failed"]
 
     async def live() -> None:
         fleet = FleetConfig(queues=("red",), poll_interval_s=5)
@@ -61,7 +61,7 @@ def test_the_same_trouble_with_a_list_is_said_once_and_then_every_minute() -> No
             Candidate("ann", 30.0),
             Random(1),  # noqa: S311
         )
-        minute = int(UNLISTED_TOLD_S / 5)
+        minute = int(LISTING_LOG_INTERVAL_S / 5)
         assert await said_after("refused", minute, cycle) == ["refused"]
         assert await said_after("refused", minute, cycle) == ["refused"]
         assert await said_after("no answer", 3, cycle) == ["no answer"]
@@ -73,7 +73,7 @@ def test_the_same_trouble_with_a_list_is_said_once_and_then_every_minute() -> No
 
 
 class Sharing(Away):
-    """Its machines share a volume."""
+    """A provider with a shared volume."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Sharing(Away):
         raise AssertionError(f"{volume_id} has {size_gb} GB already")
 
 
-def test_storage_is_looked_at_every_so_many_cycles_whoever_runs_them() -> None:
+def test_volume_check_interval_spans_orchestrators() -> None:
     async def live() -> None:
         store, provider = MemoryControlStore(virtual_now), Sharing()
         fleet = FleetConfig(queues=("red",), poll_interval_s=5, storage_check_interval_cycles=4)
@@ -97,7 +97,7 @@ def test_storage_is_looked_at_every_so_many_cycles_whoever_runs_them() -> None:
         async def looks_in(cycles: int) -> int:
             before = provider.looks
             for _ in range(cycles):
-                # Each a process of its own, as with `windlass cycle`.
+                # Each cycle is a separate process, as with `windlass cycle`.
                 cycle = FleetCycle("red", fleet, store, provider, Candidate("ann", 30.0), Random(1))  # noqa: S311
                 await cycle.run()
                 await asyncio.sleep(5.0)

@@ -1,18 +1,18 @@
-"""Tells people what is the matter, and when it is over. Beside the cycles, never in them.
+"""Evaluates alert conditions and sends notifications, in a background task separate from the cycles.
 
-Every few seconds it looks, judges (policy/alerts.py) and writes down what began and what ended, with a message to each
-receiver in the same transaction. Then it sends what is due. Several orchestrators may do the same at the same time:
-each alert begins once, and each message is taken by one of them. A receiver that does not answer is tried again with
-growing pauses and given up after MAX_ATTEMPTS; it delays no other.
+Every few seconds it evaluates the rules in policy/alerts.py and records alerts that fired or resolved, with one outbox
+message per notifier in the same transaction; then it sends due messages. Any number of orchestrators may run it: the
+database ensures that each alert fires once and each message has one sender. A failing notifier is retried with back-off
+up to MAX_ATTEMPTS and never delays the others.
 
-Whoever begins to look, or could not for a while, first waits for the fleets' next cycles: meanwhile what was the matter
-goes on, and what only seems so because nobody was there is not told.
+After a start or an outage, evaluation waits for the next cycle of each fleet: open alerts stay open, and conditions
+caused only by our own absence do not fire.
 """
 
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -26,38 +26,37 @@ from windlass.policy.alerts import EVALUATION_INTERVAL_S, PROVIDER_ERRORS_TO_ALE
 from windlass.policy.backoff import retry_delay_s
 from windlass.ports.alerts import AlertStore, Notifier
 
-# Errors in a row that ended with nobody calling again are over after this time: longer than a refusal keeps a cycle
-# from asking again, short enough that a fleet without demand does not seem broken.
-STREAK_FORGOTTEN_S = 900.0
-# So long a fleet has for its first cycle after we begin to look: as long as a slow one may take where somebody leads.
+# A streak of provider errors is forgotten this long after the last one: longer than a refusal keeps cycles from
+# calling again, short enough that a fleet without demand does not seem broken.
+STREAK_TTL_S = 900.0
+# Time for each fleet's first cycle after evaluation starts: as long as a slow cycle may take while there is a leader.
 SETTLING_S = SLOW_CYCLE_S
-# A pause between two looks that is longer was an absence, of the database, this process or its host: we begin anew.
-ABSENCE_S = 30.0
-# Retention is applied so often.
+# A longer gap between two evaluations was an outage of the database, this process or its host: settle again.
+OUTAGE_S = 30.0
 SWEEP_INTERVAL_S = 300.0
-# Longer than any receiver takes: then a message is anybody's again.
+# Longer than any notifier takes. After that another sender may take the message.
 MESSAGE_LEASE_S = 120.0
 SEND_TIMEOUT_S = 60.0
-# With the pauses of retry_delay_s that is about two hours: long enough for a receiver to be mended.
+# With the delays of retry_delay_s about two hours: enough time to repair a receiver.
 MAX_ATTEMPTS = 14
-# To one receiver: one that does not answer has no more than these waiting for it, and leaves the others theirs.
-MAX_AT_ONCE = 10
+# Messages in flight per notifier: one that does not answer has no more than these waiting, and never delays the others.
+MAX_CONCURRENT_SENDS = 10
 MAX_ERROR_CHARACTERS = 300
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorStreak:
-    """Calls of one kind that went wrong in a row, and when the last of them did."""
+    """Consecutive errors of one kind of provider call. `last_at`: by `clock`."""
 
     count: int
     last_at: float
 
 
 class AlertManager:
-    """`on_message` hears of every message sent, by receiver: delivered, failed or given_up; and refused, for each of
-    those behind a receiver who did not get what the others did. `settling_s`: 0 for whoever begins to look after the
-    cycles of this process."""
+    """`on_message` receives the notifier and the outcome of every message: delivered, failed or given_up; and refused
+    once per recipient that a partly delivered message did not reach. `settling_s` is 0 for a process whose cycles have
+    run before it evaluates."""
 
     def __init__(
         self,
@@ -81,123 +80,115 @@ class AlertManager:
         self._on_message = on_message
         self._rng = rng or random.Random()  # noqa: S311
         self._clock = clock
-        # By fleet and call, of the fleets that we lead.
+        # By fleet and call, for the fleets that this process leads.
         self._streaks: dict[str, dict[str, ErrorStreak]] = {}
-        # Since when we have looked without an absence, and when we last did, by the database's clock.
+        # Start of the current series of evaluations, and the last one, by the database's clock.
         self._since: datetime | None = None
-        self._looked_at: datetime | None = None
+        self._evaluated_at: datetime | None = None
         self._swept_at = float("-inf")
-        self._under_way: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._notifiers}
+        self._sending: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._notifiers}
 
-    def note(self, summary: Summary) -> None:
-        """A cycle was: what its provider answered is known only here."""
+    def record_cycle(self, summary: Summary) -> None:
+        """Record the results of a cycle's provider calls, which are known only in this process."""
         if not summary.is_leader:
-            # Whoever leads now asks the provider, and knows better.
+            # The new leader calls the provider and knows better.
             self._streaks.pop(summary.fleet, None)
             return
         streaks = self._streaks.setdefault(summary.fleet, {})
-        # In the order of their outcomes' names: a call that went well ends the errors of its own cycle.
+        # Sorted by outcome: "ok" comes after "error", so a success ends the errors of its own cycle.
         for call, outcome, count in summary.provider_calls:
             before = streaks.pop(call, None)
             if outcome == "error":
                 streaks[call] = ErrorStreak(count + (before.count if before is not None else 0), self._clock())
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Evaluate and send until cancelled."""
         try:
-            await self._go_on()
+            while True:
+                await self._evaluate_and_send(is_awaited=False)
+                await asyncio.sleep(EVALUATION_INTERVAL_S)
         finally:
-            under_way = [sending for sendings in self._under_way.values() for sending in sendings]
-            for sending in under_way:
-                sending.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            sending = [task for tasks in self._sending.values() for task in tasks]
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
 
-    async def _go_on(self) -> None:
-        while True:
-            await self._look_and_send(is_waited_for=False)
-            await asyncio.sleep(EVALUATION_INTERVAL_S)
+    async def run_once(self, limit_s: float) -> None:
+        """Evaluate once and send due messages, for a process that ends afterwards. Raises nothing.
 
-    async def tell_once(self, limit_s: float) -> None:
-        """One look, and what is due is sent, for whoever goes away afterwards. Raises nothing. What has not arrived
-        within this time is sent by whoever looks next."""
+        Messages that were not delivered in time are sent by the next process.
+        """
         try:
             async with asyncio.timeout(limit_s):
-                await self._look_and_send(is_waited_for=True)
+                await self._evaluate_and_send(is_awaited=True)
         except TimeoutError:
-            log.warning("not everybody could be told in time: the rest is sent next time", limit_s=limit_s)
+            log.warning("send alerts timed out", limit_s=limit_s)
 
-    async def _look_and_send(self, *, is_waited_for: bool) -> None:
+    async def _evaluate_and_send(self, *, is_awaited: bool) -> None:
         try:
-            await self.look()
-            while await self.send_due(is_waited_for=is_waited_for) and is_waited_for:
+            await self.evaluate()
+            while await self.send_due(is_awaited=is_awaited) and is_awaited:
                 pass
-            await self._sweep()
+            if self._clock() - self._swept_at >= SWEEP_INTERVAL_S:
+                await self._store.sweep_alerts()
+                self._swept_at = self._clock()
         except DatabaseUnavailable as error:
-            log.warning("nobody is told anything: the database is away, or refuses", error=str(error))
+            log.warning("evaluate alerts failed", error=str(error))
         except Exception:
-            log.exception("looking for what is the matter failed")
+            log.exception("evaluate alerts failed")
 
-    async def _sweep(self) -> None:
-        if self._clock() - self._swept_at >= SWEEP_INTERVAL_S:
-            await self._store.sweep_alerts()
-            self._swept_at = self._clock()
-
-    async def look(self) -> None:
-        """Write down what is the matter now, and what is over."""
-        watched = await self._store.alert_inputs()
-        settling_since = self._note_look(watched)
-        watched = replace(_with_errors(watched, self._errors_in_a_row()), settling_since=settling_since)
-        found = evaluate_alerts(watched, self._dead_letters_allowed, self._leader_grace_s)
-        problems = [problem for problem in found if problem.code not in self._ignored]
-        changes = await self._store.record_alerts(problems, tuple(self._notifiers), RESOLVE_AFTER_S)
+    async def evaluate(self) -> None:
+        """Record which alerts fire now and which are resolved."""
+        inputs = await self._store.alert_inputs()
+        settling_since = self._settling_since(inputs)
+        counted_from = self._clock() - STREAK_TTL_S
+        errors = {
+            name: {call: streak.count for call, streak in streaks.items() if streak.last_at > counted_from}
+            for name, streaks in self._streaks.items()
+        }
+        fleets = tuple(replace(fleet, provider_errors=errors.get(fleet.fleet.name)) for fleet in inputs.fleets)
+        inputs = replace(inputs, fleets=fleets, settling_since=settling_since)
+        alerts = evaluate_alerts(inputs, self._dead_letters_allowed, self._leader_grace_s)
+        alerts = [alert for alert in alerts if alert.code not in self._ignored]
+        changes = await self._store.record_alerts(alerts, tuple(self._notifiers), RESOLVE_AFTER_S)
         for kind, fleet, code, reason in changes:
-            log.warning(f"alert {kind}", fleet=fleet, code=code, reason=reason)
+            log.warning("alert changed", kind=kind, fleet=fleet, code=code, reason=reason)
 
-    def _note_look(self, watched: AlertInputs) -> datetime | None:
-        """Since when we look, if that is not long yet."""
-        now, last = watched.now, self._looked_at
-        if self._since is None or last is None or (now - last).total_seconds() > ABSENCE_S:
+    def _settling_since(self, inputs: AlertInputs) -> datetime | None:
+        """The start of evaluation after a start or an outage; None once `settling_s` has passed since."""
+        now, last = inputs.now, self._evaluated_at
+        if self._since is None or last is None or (now - last).total_seconds() > OUTAGE_S:
             self._since = now
-        self._looked_at = now
+        self._evaluated_at = now
         if (now - self._since).total_seconds() >= self._settling_s:
             return None
         if last is None:
-            self._take_up(watched)
+            self._resume_streaks(inputs)
         return self._since
 
-    def _take_up(self, watched: AlertInputs) -> None:
-        """Errors in a row that whoever looked before us told of go on, until a call says otherwise."""
-        for alert in watched.open:
+    def _resume_streaks(self, inputs: AlertInputs) -> None:
+        """Continue the error streaks that an earlier process alerted on, until a call succeeds."""
+        for alert in inputs.open:
             if alert.code == "PROVIDER_ERRORS" and alert.fleet is not None:
                 call = alert.key.removeprefix(alert.code).lstrip()
                 self._streaks.setdefault(alert.fleet, {}).setdefault(
                     call, ErrorStreak(PROVIDER_ERRORS_TO_ALERT, self._clock())
                 )
 
-    def _errors_in_a_row(self) -> dict[str, dict[str, int]]:
-        """By fleet and call, those that are not yet forgotten."""
-        begins = self._clock() - STREAK_FORGOTTEN_S
-        return {
-            fleet: {call: streak.count for call, streak in streaks.items() if streak.last_at > begins}
-            for fleet, streaks in self._streaks.items()
-        }
-
-    async def send_due(self, *, is_waited_for: bool = True) -> int:
-        """Send what is due, all at once. Returns how many messages that were."""
-        sendings: list[asyncio.Task[None]] = []
-        for name, under_way in self._under_way.items():
-            if len(under_way) < MAX_AT_ONCE:
-                due = await self._store.take_messages((name,), MESSAGE_LEASE_S, MAX_AT_ONCE - len(under_way))
-                sendings += [self._begin(message, under_way) for message in due]
-        if is_waited_for:
-            await asyncio.gather(*sendings)
-        return len(sendings)
-
-    def _begin(self, message: Message, under_way: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-        sending = asyncio.create_task(self._send(message))
-        under_way.add(sending)
-        sending.add_done_callback(under_way.discard)
-        return sending
+    async def send_due(self, *, is_awaited: bool = True) -> int:
+        """Start to send all due messages, and wait for them if `is_awaited`. Returns their number."""
+        started: list[asyncio.Task[None]] = []
+        for name, sending in self._sending.items():
+            if len(sending) < MAX_CONCURRENT_SENDS:
+                limit = MAX_CONCURRENT_SENDS - len(sending)
+                for message in await self._store.take_messages((name,), MESSAGE_LEASE_S, limit):
+                    task = asyncio.create_task(self._send(message))
+                    sending.add(task)
+                    task.add_done_callback(sending.discard)
+                    started.append(task)
+        if is_awaited:
+            await asyncio.gather(*started)
+        return len(started)
 
     async def _send(self, message: Message) -> None:
         try:
@@ -207,41 +198,34 @@ class AlertManager:
             log.warning("message delivered in part", notifier=message.notifier, code=message.code, error=str(part))
             for _ in range(part.refused):
                 self._on_message(message.notifier, "refused")
-            await self._note_delivered(message)
         except (NotDelivered, TimeoutError) as error:
-            await self._put_off(message, str(error) or f"no answer within {SEND_TIMEOUT_S:g} s")
+            await self._schedule_retry(message, str(error) or f"no answer within {SEND_TIMEOUT_S:g} s")
+            return
         except Exception as error:
-            # A receiver's own fault must not keep the others from being told; what it holds may be a secret.
-            log.exception("a receiver failed", notifier=message.notifier)
-            await self._put_off(message, type(error).__name__)
-        else:
-            await self._note_delivered(message)
-
-    async def _note_delivered(self, message: Message) -> None:
+            # A defect of one notifier must not stop the others. The error's text may hold a secret.
+            log.exception("send message failed", notifier=message.notifier)
+            await self._schedule_retry(message, type(error).__name__)
+            return
         self._on_message(message.notifier, "delivered")
-        await self._write_down(self._store.message_delivered(message.id))
+        await self._record(self._store.message_delivered(message.id))
 
-    async def _put_off(self, message: Message, why: str) -> None:
+    async def _schedule_retry(self, message: Message, problem: str) -> None:
         is_last = message.attempts >= MAX_ATTEMPTS
         self._on_message(message.notifier, "given_up" if is_last else "failed")
+        retry_in_s = None if is_last else retry_delay_s(message.attempts, self._rng.random())
         log.warning(
-            "message given up" if is_last else "message not delivered, trying again",
+            "send message failed",
             notifier=message.notifier,
             code=message.code,
             attempts=message.attempts,
-            error=why,
+            retry_in_s=retry_in_s,
+            error=problem,
         )
-        retry_in_s = None if is_last else retry_delay_s(message.attempts, self._rng.random())
-        await self._write_down(self._store.message_failed(message.id, why[:MAX_ERROR_CHARACTERS], retry_in_s))
+        await self._record(self._store.message_failed(message.id, problem[:MAX_ERROR_CHARACTERS], retry_in_s))
 
-    async def _write_down(self, writing: Awaitable[None]) -> None:
+    async def _record(self, write: Awaitable[None]) -> None:
         try:
-            await writing
+            await write
         except WindlassError as error:
-            # It is due again when our lease on it is over.
-            log.warning("what became of a message is not written down", error=str(error))
-
-
-def _with_errors(watched: AlertInputs, errors: Mapping[str, Mapping[str, int]]) -> AlertInputs:
-    fleets = tuple(replace(fleet, provider_errors=errors.get(fleet.fleet.name)) for fleet in watched.fleets)
-    return replace(watched, fleets=fleets)
+            # The message is due again when its lease expires.
+            log.warning("record message outcome failed", error=str(error))

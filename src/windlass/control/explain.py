@@ -1,7 +1,6 @@
-"""Why is it so? Sentences about a task, a worker or a fleet, from what was stored.
+"""Explains the state of a task, a worker or a fleet in sentences.
 
-Every sentence is a fact that stands in a row, an event or a cycle's snapshot; nothing is guessed. `tell` reads the
-store; the rest is pure.
+Every sentence states a stored fact: a row, an event or a cycle's snapshot. `explain` reads the store; the rest is pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,71 +19,66 @@ from windlass.policy.stages.failure_rate import CODE as FAILURE_RATE
 from windlass.ports.control import MAX_AHEAD, Operations
 from windlass.ports.store import Store
 
-CYCLES_TOLD = 10
-# What a cycle did, in the order of a worker's life: two that decided the same and have a line each differ by this.
-_DEEDS: tuple[tuple[type, str], ...] = (
-    (Spawn, "hired {}"),
-    (Promote, "{} ready"),
-    (Fail, "{} failed"),
-    (Drain, "let {} go"),
-    (Delete, "ended {}"),
+CYCLES_SHOWN = 10
+# Actions shown in a cycle's line, in the order of a worker's lifecycle.
+_COUNTED_ACTIONS: tuple[tuple[type, str], ...] = (
+    (Spawn, "spawned {}"),
+    (Promote, "promoted {}"),
+    (Fail, "failed {}"),
+    (Drain, "drained {}"),
+    (Delete, "deleted {}"),
 )
 
 
 class ExplainStore(Store, Operations, Protocol):
-    """What a story is told from."""
+    """The store as explanations read it."""
 
 
-async def tell(store: ExplainStore, what: str) -> Explanation:
-    """The story of a task (by its id), a worker or a fleet; of each, if several are called so. BadInput if none is."""
+async def explain(store: ExplainStore, name: str) -> Explanation:
+    """Explain the task (by its id), the worker or the fleet of this name; all of them if several have it. BadInput if
+    none has."""
     now = await store.now()
     fleets = await store.fleets()
-    stories: dict[str, Explanation] = {}
-    is_number = what.isascii() and what.isdigit()
-    # Python does not read numbers of thousands of digits.
-    could_be_task = is_number and len(what) <= len(str(MAX_TASK_ID)) and int(what) <= MAX_TASK_ID
-    task = await store.task(int(what)) if could_be_task else None
+    found: dict[str, Explanation] = {}
+    is_number = name.isascii() and name.isdigit()
+    # Python refuses to parse numbers with thousands of digits.
+    could_be_task = is_number and len(name) <= len(str(MAX_TASK_ID)) and int(name) <= MAX_TASK_ID
+    task = await store.task(int(name)) if could_be_task else None
     if task is not None:
-        stories["a task"] = await _tell_task(store, task, fleets, now)
-    worker = await store.worker(what)
+        found["a task"] = await _explain_stored_task(store, task, fleets, now)
+    worker = await store.worker(name)
     if worker is not None:
         seen = await store.last_cycle_with(worker.fleet, worker.id)
-        stories["a worker"] = explain_worker(worker, await store.events(worker_id=what), cycle=seen)
+        found["a worker"] = explain_worker(worker, await store.events(worker_id=name), cycle=seen)
     for fleet in fleets:
-        if fleet.name == what:
-            stories["a fleet"] = explain_fleet(fleet, await store.cycles(what, CYCLES_TOLD), now=now)
-    if len(stories) > 1:
-        return _together(what, stories)
-    for story in stories.values():
-        return story
+        if fleet.name == name:
+            found["a fleet"] = explain_fleet(fleet, await store.cycles(name, CYCLES_SHOWN), now=now)
+    if len(found) > 1:
+        return _together(name, found)
+    for explanation in found.values():
+        return explanation
     if is_number:
-        raise BadInput(
-            f"there is no task {what}, nor a worker or a fleet of that name: it was never enqueued, or its retention "
-            "is over."
-        )
-    if what in await store.known_queues():
-        raise BadInput(f"{what} is a queue: {_about_queue(what, fleets)}.")
+        raise BadInput(f"task {name} not found (unknown, or already purged); no worker or fleet has that name either.")
+    if name in await store.known_queues():
+        raise BadInput(f"{name} is a queue: {_about_queue(name, fleets)}.")
     known = ", ".join(fleet.name for fleet in fleets) or "none yet"
-    raise BadInput(
-        f"there is no task, worker or fleet {what}: fleets are {known}; `windlass workers list` shows workers."
-    )
+    raise BadInput(f"no task, worker or fleet {name}. Fleets: {known}. `windlass workers list` shows workers.")
 
 
-def _together(name: str, stories: Mapping[str, Explanation]) -> Explanation:
-    *others, last = stories
-    answer = [f"{name} is {', '.join(others)} and {last}: here is what there is to say of each."]
-    answer += [sentence for story in stories.values() for sentence in story.answer]
-    return Explanation(answer, sorted(line for story in stories.values() for line in story.history))
+def _together(name: str, found: Mapping[str, Explanation]) -> Explanation:
+    *others, last = found
+    answer = [f"{name} is {', '.join(others)} and {last}."]
+    answer += [sentence for each in found.values() for sentence in each.answer]
+    return Explanation(answer, sorted(line for each in found.values() for line in each.history))
 
 
 def _about_queue(queue: str, fleets: Sequence[Fleet]) -> str:
-    """What to ask instead."""
     serving = [fleet.name for fleet in fleets if queue in fleet.queues]
-    whom = f"`windlass explain {serving[0]}` tells of the fleet that serves it" if serving else "no fleet serves it"
-    return f"{whom}; `windlass tasks list --queue {queue}` shows its tasks, each of which has a story"
+    fleet = f"`windlass explain {serving[0]}` explains the fleet that serves it" if serving else "no fleet serves it"
+    return f"{fleet}; `windlass tasks list --queue {queue}` lists its tasks, and each can be explained"
 
 
-async def _tell_task(store: ExplainStore, task: Task, fleets: Sequence[Fleet], now: datetime) -> Explanation:
+async def _explain_stored_task(store: ExplainStore, task: Task, fleets: Sequence[Fleet], now: datetime) -> Explanation:
     serving = [fleet for fleet in fleets if task.queue in fleet.queues]
     is_waiting = task.status in (TaskStatus.QUEUED, TaskStatus.ERROR)
     return explain_task(
@@ -92,9 +86,9 @@ async def _tell_task(store: ExplainStore, task: Task, fleets: Sequence[Fleet], n
         await store.events(task_id=task.id),
         now=now,
         ahead=await store.ready_before(task.id) if is_waiting else 0,
-        # Thousands, perhaps: only for a task that waits for one of them.
+        # There may be thousands: read them only for a task that waits for one.
         workers=await store.workers() if is_waiting else [],
-        fleets=[(fleet, await store.cycles(fleet.name, CYCLES_TOLD)) for fleet in serving],
+        fleets=[(fleet, await store.cycles(fleet.name, CYCLES_SHOWN)) for fleet in serving],
     )
 
 
@@ -110,18 +104,18 @@ def explain_task(
     workers: Sequence[Worker],
     fleets: Sequence[tuple[Fleet, Sequence[Cycle]]],
 ) -> Explanation:
-    """`ahead`: ready tasks of its queue that come before it, MAX_AHEAD + 1 for "more". `fleets`: those serving its
+    """`ahead`: ready tasks of its queue that come before it, MAX_AHEAD + 1 for more. `fleets`: those that serve its
     queue, with their last cycles, newest first."""
     answer = _task_answer(task, now, ahead)
-    if task.status in (TaskStatus.QUEUED, TaskStatus.ERROR) and not _is_waiting_for_time(task, now):
-        answer += _who_could_take_it(task, workers)
+    if task.status in (TaskStatus.QUEUED, TaskStatus.ERROR) and not _is_scheduled(task, now):
+        answer += _workers_of_queue(task, workers)
         answer += [sentence for fleet, cycles in fleets for sentence in _fleet_sentences(fleet, cycles, now)]
         if not fleets and not any(task.queue in worker.queues for worker in workers):
             answer.append(f"No fleet and no worker serves the queue {task.queue}: start one, or check its name.")
     history = [(task.created_at, f"enqueued into {task.queue}")]
     history += [(event.at, _event_line(event)) for event in events]
     if task.started_at is not None and task.worker_id is not None:
-        history.append((task.started_at, f"attempt {task.attempts} begun by {task.worker_id}"))
+        history.append((task.started_at, f"attempt {task.attempts} started on {task.worker_id}"))
     if task.finished_at is not None and task.status is TaskStatus.COMPLETE:
         history.append((task.finished_at, "complete"))
     return Explanation(answer, sorted(history))
@@ -130,12 +124,12 @@ def explain_task(
 def _task_answer(task: Task, now: datetime, ahead: int) -> list[str]:
     match task.status:
         case TaskStatus.COMPLETE:
-            return [f"Task {task.id} is complete after {_times(task.attempts, 'attempt')}."]
+            return [f"Task {task.id} is complete after {_plural(task.attempts, 'attempt')}."]
         case TaskStatus.FAILED:
             return [
-                f"Task {task.id} is a dead letter ({task.error_code}) after {task.attempts} of "
-                f"{_times(task.max_attempts, 'attempt')}: {_last_line(task.error)}.",
-                f"`windlass tasks retry {task.id}` puts it back.",
+                f"Task {task.id} failed permanently ({task.error_code}) after {task.attempts} of "
+                f"{_plural(task.max_attempts, 'attempt')}: {_last_line(task.error)}.",
+                f"`windlass tasks retry {task.id}` queues it again.",
             ]
         case TaskStatus.RUNNING:
             since_s = _since_s(task.started_at, now)
@@ -145,35 +139,37 @@ def _task_answer(task: Task, now: datetime, ahead: int) -> list[str]:
         case TaskStatus.ERROR:
             wait_s = -_since_s(task.run_after, now)
             return [
-                f"Task {task.id} failed in attempt {task.attempts} of {task.max_attempts} and is tried again "
+                f"Task {task.id} failed in attempt {task.attempts} of {task.max_attempts} and will be retried "
                 + (f"in {wait_s:.0f} s." if wait_s > 0 else "as soon as a worker is free.")
             ]
-        case TaskStatus.QUEUED if _is_waiting_for_time(task, now):
-            return [f"Task {task.id} is not to run before {task.run_after:%Y-%m-%d %H:%M:%S} UTC."]
+        case TaskStatus.QUEUED if _is_scheduled(task, now):
+            return [f"Task {task.id} is scheduled for {task.run_after:%Y-%m-%d %H:%M:%S} UTC."]
         case TaskStatus.QUEUED:
-            return [f"Task {task.id} has been waiting for {_since_s(task.created_at, now):.0f} s; {_before(ahead)}."]
+            return [
+                f"Task {task.id} has been queued for {_since_s(task.created_at, now):.0f} s; {_queue_position(ahead)}."
+            ]
 
 
-def _before(count: int) -> str:
+def _queue_position(count: int) -> str:
     if count > MAX_AHEAD:
-        return f"more than {MAX_AHEAD:,} are before it"
-    return {0: "it is the next in its queue", 1: "1 is before it"}.get(count, f"{count} are before it")
+        return f"more than {MAX_AHEAD:,} tasks are ahead of it"
+    return {0: "it is next in its queue", 1: "1 task is ahead of it"}.get(count, f"{count} tasks are ahead of it")
 
 
-def _is_waiting_for_time(task: Task, now: datetime) -> bool:
+def _is_scheduled(task: Task, now: datetime) -> bool:
     return task.run_after is not None and task.run_after > now
 
 
-def _who_could_take_it(task: Task, workers: Sequence[Worker]) -> list[str]:
+def _workers_of_queue(task: Task, workers: Sequence[Worker]) -> list[str]:
     serving = [worker for worker in workers if task.queue in worker.queues]
     if not serving:
         return []
     counts = {status: sum(worker.status is status for worker in serving) for status in WorkerStatus}
     parts = [f"{count} {status}" for status, count in counts.items() if count]
-    return [f"Its queue has {_times(len(serving), 'worker')}: {', '.join(parts)}{_of_them_paused(serving)}."]
+    return [f"Its queue has {_plural(len(serving), 'worker')}: {', '.join(parts)}{_paused_note(serving)}."]
 
 
-def _of_them_paused(workers: Sequence[Worker]) -> str:
+def _paused_note(workers: Sequence[Worker]) -> str:
     paused = sum(worker.is_paused for worker in workers)
     if paused < len(workers):
         return f" ({paused} of them paused)" if paused else ""
@@ -184,28 +180,28 @@ def _of_them_paused(workers: Sequence[Worker]) -> str:
 
 
 def explain_worker(worker: Worker, events: Sequence[Event], *, cycle: CycleDetail | None) -> Explanation:
-    """`cycle`: the newest that saw it. What it was judged to be is said by the settings of then, not of today."""
+    """`cycle`: the newest that observed it. Its state is derived with the settings of that cycle."""
     if worker.status is WorkerStatus.TERMINATED:
-        answer = [f"Worker {worker.id} has ended ({worker.code or 'no code'}): {_clause(worker.reason)}."]
+        answer = [f"Worker {worker.id} is terminated ({worker.code or 'no code'}): {_clause(worker.reason)}."]
     elif worker.reason is not None:
         answer = [f"Worker {worker.id} is {worker.status} ({worker.code}): {_clause(worker.reason)}."]
     else:
         answer = [f"Worker {worker.id} is {worker.status}{' and paused' if worker.is_paused else ''}."]
-    state = _judged(worker.id, cycle)
+    state = _state_in_cycle(worker.id, cycle)
     if state is not None and cycle is not None:
-        answer.append(f"Cycle {cycle.cycle.id} saw it as {state.lifecycle}{_details(state, worker.reason)}.")
+        answer.append(f"Cycle {cycle.cycle.id} observed it as {state.lifecycle}{_details(state, worker.reason)}.")
         decided = [action for action in cycle.cycle.actions if getattr(action, "worker_id", None) == worker.id]
-        # What the first sentence says already is not said again.
+        # Reasons that the first sentence gives are not repeated.
         reasons = [_clause(a.reason) for a in decided if _clause(a.reason) != _clause(worker.reason)]
         if decided:
             what = ", ".join(ACTION_KINDS[type(action)] for action in decided)
             answer.append(f"It decided: {'; '.join([what, *dict.fromkeys(reasons)])}.")
-    history = [(worker.created_at, "hired" if worker.slot is not None else "started by hand")]
+    history = [(worker.created_at, "spawned" if worker.slot is not None else "started by hand")]
     history += [(event.at, _event_line(event)) for event in events]
     return Explanation(answer, sorted(history))
 
 
-def _judged(worker_id: str, cycle: CycleDetail | None) -> WorkerState | None:
+def _state_in_cycle(worker_id: str, cycle: CycleDetail | None) -> WorkerState | None:
     if cycle is None or cycle.snapshot.settings is None:
         return None
     return build_context(cycle.snapshot, cycle.snapshot.settings).states.get(worker_id)
@@ -216,9 +212,9 @@ def _details(state: WorkerState, known_reason: str | None) -> str:
     if state.heartbeat_age_s is not None:
         parts.append(f"heartbeat {state.heartbeat_age_s:.0f} s old")
     if state.worker.running:
-        parts.append("at work on " + ", ".join(str(task.task_id) for task in state.worker.running))
+        parts.append("running task " + ", ".join(str(task.task_id) for task in state.worker.running))
     elif state.has_active_task:
-        parts.append("at work on what others placed there")
+        parts.append("running a task placed by Ray")
     elif state.idle_s is not None and state.has_heartbeat:
         parts.append(f"idle for {state.idle_s:.0f} s")
     if state.reason is not None and _clause(state.reason) != _clause(known_reason):
@@ -246,16 +242,18 @@ def _fleet_sentences(fleet: Fleet, cycles: Sequence[Cycle], now: datetime) -> li
         sentences = [f"Fleet {fleet.name}, {_since_s(seen_at, now):.0f} s ago: {cycle.decision}."]
     else:
         sentences = [
-            f"Nobody runs fleet {fleet.name}: {no_orchestrator_reason(fleet, without_orchestrator_s)}.",
+            f"Fleet {fleet.name} has no orchestrator: {no_orchestrator_reason(fleet, without_orchestrator_s)}.",
             f"Its last decision was: {cycle.decision}.",
         ]
-    sentences += _last_failure(cycles, now)
+    sentences += _latest_failure(cycles, now)
     if fleet.is_paused:
-        sentences.append(f"It is paused: `windlass resume --fleet {fleet.name}` lets it go on.")
+        sentences.append(f"It is paused: `windlass resume --fleet {fleet.name}` resumes it.")
     if fleet.hold is not None:
-        mended = f"; once it is mended: `windlass restart {fleet.name}`" if fleet.hold.code == FAILURE_RATE else ""
+        restart = (
+            f". After fixing the cause: `windlass restart {fleet.name}`" if fleet.hold.code == FAILURE_RATE else ""
+        )
         sentences.append(
-            f"It is on hold since {fleet.hold.since:%H:%M:%S} UTC ({fleet.hold.code}): {fleet.hold.reason}{mended}."
+            f"It is on hold since {fleet.hold.since:%H:%M:%S} UTC ({fleet.hold.code}): {fleet.hold.reason}{restart}."
         )
     if fleet.failed_slots:
         which = ", ".join(map(str, fleet.failed_slots))
@@ -267,8 +265,8 @@ def _fleet_sentences(fleet: Fleet, cycles: Sequence[Cycle], now: datetime) -> li
     return sentences
 
 
-def _last_failure(cycles: Sequence[Cycle], now: datetime) -> list[str]:
-    """Whoever waits for a fleet should hear why its workers break, long before that is worth a hold."""
+def _latest_failure(cycles: Sequence[Cycle], now: datetime) -> list[str]:
+    """The newest failed worker: an operator should see the cause long before it leads to a hold."""
     for cycle in cycles:
         for action in reversed(cycle.actions):
             if isinstance(action, Fail):
@@ -278,23 +276,23 @@ def _last_failure(cycles: Sequence[Cycle], now: datetime) -> list[str]:
 
 
 def no_orchestrator_reason(fleet: Fleet, without_orchestrator_s: float) -> str:
-    """What is the matter with a fleet that has had no cycle for so long, and what to do."""
-    silent = f"no orchestrator has run a cycle of it for {without_orchestrator_s:.0f} s"
+    """Why a fleet without recent cycles has none, and what to do."""
+    silent = f"no cycle for {without_orchestrator_s:.0f} s"
     return (
-        f"{silent}, though one leads; see whether its windlass.toml has it"
+        f"{silent}, although an orchestrator leads; check that its windlass.toml has this fleet"
         if fleet.is_led
         else f"{silent}; start `windlass up`"
     )
 
 
 def _cycle_line(cycle: Cycle) -> str:
-    counts = [(sum(isinstance(action, kind) for action in cycle.actions), words) for kind, words in _DEEDS]
-    did = ", ".join(words.format(count) for count, words in counts if count)
-    return f"cycle {cycle.id}: {cycle.decision}{f' [{did}]' if did else ''}{_unchanged(cycle)}"
+    counts = [(sum(isinstance(action, kind) for action in cycle.actions), text) for kind, text in _COUNTED_ACTIONS]
+    did = ", ".join(text.format(count) for count, text in counts if count)
+    return f"cycle {cycle.id}: {cycle.decision}{f' [{did}]' if did else ''}{_repeated_note(cycle)}"
 
 
-def _unchanged(cycle: Cycle) -> str:
-    """Until when cycles that have no number, and so no line, decided the same."""
+def _repeated_note(cycle: Cycle) -> str:
+    """Until when later cycles, which are not stored, decided the same."""
     if cycle.repeated_at is None:
         return ""
     is_same_day = cycle.repeated_at.date() == cycle.started_at.date()
@@ -306,16 +304,16 @@ def _event_line(event: Event) -> str:
 
 
 def _clause(reason: str | None) -> str:
-    return (reason or "no reason was given").rstrip(".")
+    return (reason or "no reason given").rstrip(".")
 
 
-def _times(count: int, what: str) -> str:
+def _plural(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _last_line(text: str | None) -> str:
     lines = (text or "").strip().splitlines()
-    return lines[-1].strip().rstrip(".") if lines else "no error was given"
+    return lines[-1].strip().rstrip(".") if lines else "no error given"
 
 
 def _since_s(moment: datetime | None, now: datetime) -> float:

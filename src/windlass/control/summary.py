@@ -1,4 +1,4 @@
-"""What a cycle did, in the form that programs and people read."""
+"""The summary of one cycle: what it observed, decided and did, for logs, metrics and the CLI."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from windlass.model.action import Fail, Plan, Promote, RaiseAlert
 from windlass.model.cycle import ACTION_COUNTS, COUNTED_STATUSES, STATUS_COUNTS
 from windlass.model.machine import MachineState
 from windlass.model.outcome import (
+    Committed,
     Created,
     CreationRefused,
     CreationUnclear,
@@ -27,7 +28,7 @@ from windlass.model.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One cycle of one fleet. `is_leader` False: another orchestrator leads, and nothing was done."""
+    """One cycle of one fleet. `is_leader` False: another orchestrator leads, and the cycle did nothing."""
 
     fleet: str
     is_leader: bool
@@ -36,25 +37,26 @@ class Summary:
     hold: str | None = None
     cycle_id: int | None = None
     duration_s: float = 0.0
-    # While another leads: for how long at least, unless it resigns.
+    # On standby: the remaining time of the leader's lease.
     standby_s: float | None = None
     actions: dict[str, int] | None = None
     status: dict[str, int] | None = None
-    # Of all workers it saw, those that were hired: one that a person started is not the fleet's to wait for.
-    hired: int | None = None
-    # Machines that it saw and that are paid for, whoever's they are. None: their list could not be had.
-    machines: int | None = None
-    # Who was found broken, or was refused, and why: worker id, code, reason.
+    # Observed workers that the fleet spawned. A fleet does not wait for workers that a person started.
+    managed_workers: int | None = None
+    # Observed machines that cost money, with or without a worker. None: the listing failed.
+    billed_machines: int | None = None
+    # Workers that failed, and creations that were refused: worker id, code, reason.
     failures: tuple[tuple[str, str, str], ...] = ()
-    # Which of the fleet's choices of machine were refused lately, while others could be had: choice, why.
+    # Machine choices of the fleet that the provider refused lately while it accepted others: choice, reason.
     refused_choices: tuple[tuple[str, str], ...] = ()
-    # What a person should know: code, reason.
+    # Alerts for a person: code, reason.
     alerts: tuple[tuple[str, str], ...] = ()
-    # What was asked of the provider, and how it went: call, outcome (ok, refused, error), how often.
+    # Provider calls: call, outcome (ok, refused, error), count.
     provider_calls: tuple[tuple[str, str, int], ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
-        """Every key in every summary. Of one that stands by: nothing was done, and what nobody looked at is null."""
+        """Every summary has every key. On standby the actions are 0 and the status, which was not read, is null."""
+        standby = f" for {self.standby_s:.0f} s more" if self.standby_s is not None else ""
         return {
             "timestamp": self.timestamp,
             "fleet": self.fleet,
@@ -62,20 +64,60 @@ class Summary:
             "cycle_id": self.cycle_id,
             "actions": self.actions or dict.fromkeys(ACTION_COUNTS, 0),
             "status": self.status or dict.fromkeys(STATUS_COUNTS),
-            "decision": self.decision or self._why_nothing(),
+            "decision": self.decision or f"standby: another orchestrator leads{standby}",
             "hold": self.hold,
             "failures": [{"worker_id": id_, "code": code, "reason": reason} for id_, code, reason in self.failures],
-            "refused_choices": [{"choice": choice, "reason": words} for choice, words in self.refused_choices],
+            "refused_choices": [{"choice": choice, "reason": reason} for choice, reason in self.refused_choices],
             "duration_s": round(self.duration_s, 3),
         }
 
-    def _why_nothing(self) -> str:
-        if self.standby_s is None:
-            return "another orchestrator leads; nothing was done"
-        return f"another orchestrator leads for {self.standby_s:.0f} s more; nothing was done"
+
+def summarize(
+    snapshot: Snapshot,
+    plan: Plan,
+    outcomes: list[Outcome],
+    committed: Committed,
+    *,
+    duration_s: float,
+    refused_choices: tuple[tuple[str, str], ...],
+) -> Summary:
+    """The summary of a leader's cycle. Status and machines are counted as observed, before the actions."""
+    failed = [(a.worker_id, a.code, a.reason) for a in plan.actions if isinstance(a, Fail)]
+    refused = [(o.worker_id, o.code, o.reason) for o in outcomes if isinstance(o, CreationRefused)]
+    by_status = {status: sum(worker.status is status for worker in snapshot.workers) for status in COUNTED_STATUSES}
+    calls = Counter(call_of(outcome) for outcome in outcomes)
+    calls["list", "ok" if snapshot.machines is not None else "error"] += 1
+    billed_machines = None
+    if snapshot.machines is not None:
+        # An exited process is listed for a while and costs nothing; an exited pod does.
+        is_billed = snapshot.traits.is_remote
+        billed_machines = sum(is_billed or machine.state is not MachineState.EXITED for machine in snapshot.machines)
+    return Summary(
+        fleet=snapshot.fleet,
+        is_leader=True,
+        timestamp=snapshot.now.isoformat(),
+        decision=plan.decision,
+        hold=plan.hold.reason if plan.hold is not None else None,
+        cycle_id=committed.cycle_id,
+        duration_s=duration_s,
+        actions=count_actions(plan, outcomes, committed.requeued),
+        status={
+            "queued_tasks": snapshot.queue.queued,
+            "running_tasks": snapshot.queue.running,
+            **{f"{status}_workers": count for status, count in by_status.items()},
+            "total_workers": len(snapshot.workers),
+        },
+        managed_workers=sum(worker.slot is not None for worker in snapshot.workers),
+        billed_machines=billed_machines,
+        failures=(*failed, *refused),
+        refused_choices=refused_choices,
+        alerts=tuple((action.code, action.reason) for action in plan.actions if isinstance(action, RaiseAlert)),
+        provider_calls=tuple((call, outcome, count) for (call, outcome), count in sorted(calls.items())),
+    )
 
 
 def count_actions(plan: Plan, outcomes: list[Outcome], requeued: int) -> dict[str, int]:
+    """Keys: model/cycle.py ACTION_COUNTS."""
     return {
         "workers_promoted": sum(isinstance(action, Promote) for action in plan.actions),
         "workers_failed": sum(isinstance(action, Fail) for action in plan.actions),
@@ -85,27 +127,8 @@ def count_actions(plan: Plan, outcomes: list[Outcome], requeued: int) -> dict[st
     }
 
 
-def count_machines(snapshot: Snapshot) -> int | None:
-    """A process that has ended is listed for a while and costs nothing; a pod that has does."""
-    if snapshot.machines is None:
-        return None
-    is_paid = snapshot.traits.is_remote
-    return sum(is_paid or machine.state is not MachineState.EXITED for machine in snapshot.machines)
-
-
-def count_status(snapshot: Snapshot) -> dict[str, int]:
-    """What the cycle saw, before it acted."""
-    by_status = {status: sum(worker.status is status for worker in snapshot.workers) for status in COUNTED_STATUSES}
-    return {
-        "queued_tasks": snapshot.queue.queued,
-        "running_tasks": snapshot.queue.running,
-        **{f"{status}_workers": count for status, count in by_status.items()},
-        "total_workers": len(snapshot.workers),
-    }
-
-
 def call_of(outcome: Outcome) -> tuple[str, str]:
-    """What was asked of the provider, and how it went."""
+    """The provider call of an outcome, and its result: ok, refused or error."""
     match outcome:
         case Created():
             return "create", "ok"
@@ -127,19 +150,3 @@ def call_of(outcome: Outcome) -> tuple[str, str]:
             return "grow", "ok"
         case VolumeNotGrown():
             return "grow", "error"
-
-
-def count_calls(is_listed: bool, outcomes: list[Outcome]) -> tuple[tuple[str, str, int], ...]:
-    counts = Counter(call_of(outcome) for outcome in outcomes)
-    counts["list", "ok" if is_listed else "error"] += 1
-    return tuple((call, outcome, count) for (call, outcome), count in sorted(counts.items()))
-
-
-def failures_of(plan: Plan, outcomes: list[Outcome]) -> tuple[tuple[str, str, str], ...]:
-    broken = [(a.worker_id, a.code, a.reason) for a in plan.actions if isinstance(a, Fail)]
-    refused = [(o.worker_id, o.code, o.reason) for o in outcomes if isinstance(o, CreationRefused)]
-    return (*broken, *refused)
-
-
-def alerts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
-    return tuple((action.code, action.reason) for action in plan.actions if isinstance(action, RaiseAlert))

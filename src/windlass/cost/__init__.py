@@ -1,1 +1,1 @@
-"""What every worker and task cost. Pure: the store keeps what is settled here, and hands over what is to be settled."""
+"""Cost of workers and tasks: settlement, estimates, reports. Pure functions; the store reads and writes the ledger."""

@@ -1,11 +1,11 @@
-"""The ledger closes: for every worker, tasks + boot + idle + tail = what its provider charges, to the micro.
+"""The ledger balances: for every worker, task + boot + idle + tail = the provider's charges, to the micro.
 
-Paid time is closed period by period (policy/billing.py). What a period cost is divided by time among what the worker
-did in it: while n tasks run at once, each has an n-th of that time; time without a task is boot until the worker was
-ready and idle from then on; what is paid and comes after the machine's end is tail. Rounded by largest remainder, so
-that the parts of a period add up to its price. Parts of nothing are not written down.
+Billed time is settled period by period (policy/billing.py). The price of a period is divided by time among what the
+worker did in it. While n tasks run at once, each gets an n-th of that time. Time without a task is boot until the
+worker was ready, and idle after that. Billed time after the machine's end is tail. Amounts are rounded by largest
+remainder, so the parts of a period add up to its price. Zero amounts are not stored.
 
-What is closed is closed: a span that comes to light later than SETTLE_AFTER has been counted as idle.
+A settled period never changes: an attempt that is reported later than SETTLE_AFTER has been counted as idle.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,22 +15,22 @@ from datetime import datetime, timedelta
 from windlass.model.cost import BillingAccount, Charge, ChargeKind, Settlement, Span
 from windlass.policy.billing import Period, periods
 
-# What a worker did is in the database by then: no statement of ours takes as long.
+# By then everything that a worker did is in the database: no statement takes as long.
 SETTLE_AFTER = timedelta(seconds=60)
-# Closed in one go. A worker nobody settled for longer (there was no orchestrator) is closed in several.
+# Periods settled per call. A worker that was not settled for longer, because no orchestrator ran, needs several calls.
 MAX_PERIODS = 24
 
 _INSTANT = timedelta.resolution
-# Time is divided among tasks in units this much finer than a microsecond: enough that what is lost to rounding is less
-# than a micro for any price, and it is made good by the largest remainder anyway.
-_FINENESS = 1_000_000
+# Units per microsecond in which time is divided among tasks. Division then loses less than a micro at any price, and
+# the largest remainder makes up for it.
+_UNITS_PER_INSTANT = 1_000_000
 
 # What a part of a period was for: the kind, and the task with its queue.
 _Purpose = tuple[ChargeKind, int | None, str | None]
 
 
 def settle(account: BillingAccount, now: datetime) -> Settlement:
-    """Close what can be closed. There may be nothing yet; then only the time of the next look is new."""
+    """Settle all periods that are due. If none is, the settlement only says when the next one will be."""
     bill = account.bill
     charges: list[Charge] = []
     settled_until = bill.settled_until or bill.since
@@ -46,9 +46,9 @@ def settle(account: BillingAccount, now: datetime) -> Settlement:
 
 
 def estimate(account: BillingAccount, now: datetime) -> list[Charge]:
-    """What has begun and is not closed, divided as it would be if the machine ended now.
+    """Divide the periods that began and are not settled as if the machine ended now.
 
-    Of a machine that is there, what is paid beyond now is not tail but ahead.
+    For a machine that exists, billed time after now is `ahead` and not `tail`.
     """
     bill = account.bill
     if bill.until is not None:
@@ -58,10 +58,10 @@ def estimate(account: BillingAccount, now: datetime) -> list[Charge]:
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Whole parts in proportion to the weights that add up to the total: by largest remainder, the first of equals."""
+    """Split `total` into integers proportional to the weights, by largest remainder; among equals the first wins."""
     whole = sum(weights)
     if whole == 0:
-        raise ValueError("nothing can be divided among nobody")
+        raise ValueError("cannot apportion: all weights are zero")
     parts = [total * weight // whole for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda n: (-(total * weights[n] % whole), n))
     for n in by_remainder[: total - sum(parts)]:
@@ -88,23 +88,26 @@ def _divide(account: BillingAccount, period: Period, after_end: ChargeKind) -> I
 
 
 def _purposes(account: BillingAccount, period: Period, after_end: ChargeKind) -> dict[_Purpose, int]:
-    """What the time of a period was spent on, in the same small units throughout."""
+    """Time per purpose of a period, in _UNITS_PER_INSTANT."""
     begins = period.from_at
     ends = period.until_at if account.bill.until is None else min(period.until_at, account.bill.until)
     ends = max(ends, begins)
     ready = min(max(account.ready_at or ends, begins), ends)
     spent: dict[_Purpose, int] = {}
-    clock = _Clock(begins, ends, ready, account.spans)
-    for span, share in clock.shares():
+    shares = _SharedTime(begins, ends, ready, account.spans)
+    for span, share in shares.by_span():
         purpose = (ChargeKind.TASK, span.task_id, span.queue)
         spent[purpose] = spent.get(purpose, 0) + share
-    rest = {ChargeKind.BOOT: clock.boot, ChargeKind.IDLE: clock.idle, after_end: _length(ends, period.until_at)}
+    rest = {ChargeKind.BOOT: shares.boot, ChargeKind.IDLE: shares.idle, after_end: _length(ends, period.until_at)}
     return spent | {(kind, None, None): weight for kind, weight in rest.items() if weight}
 
 
-class _Clock:
-    """Goes once through a period. It runs at an n-th of its speed while n tasks run, so that what it shows at the end
-    of a task less what it showed at its beginning is that task's share."""
+class _SharedTime:
+    """Divides a period among concurrent tasks, in one pass over its start and end times.
+
+    A counter advances at 1/n of real time while n tasks run. A task's share is the counter at its end minus the counter
+    at its start.
+    """
 
     def __init__(self, begins: datetime, ends: datetime, ready: datetime, spans: Iterable[Span]) -> None:
         self.boot = self.idle = 0
@@ -117,24 +120,24 @@ class _Clock:
         for _, starts, stops in self._clipped:
             changes[starts] = changes.get(starts, 0) + 1
             changes[stops] = changes.get(stops, 0) - 1
-        self._shows: dict[datetime, int] = {}
-        reading, running, before = 0, 0, begins
+        self._counter_at: dict[datetime, int] = {}
+        counter, running, before = 0, 0, begins
         for moment in sorted(changes):
             passed = _length(before, moment)
             if running:
-                reading += passed // running
+                counter += passed // running
             elif before < ready:
                 self.boot += passed
             else:
                 self.idle += passed
-            self._shows[moment] = reading
+            self._counter_at[moment] = counter
             running += changes[moment]
             before = moment
 
-    def shares(self) -> Iterator[tuple[Span, int]]:
+    def by_span(self) -> Iterator[tuple[Span, int]]:
         for span, starts, stops in self._clipped:
-            yield span, self._shows[stops] - self._shows[starts]
+            yield span, self._counter_at[stops] - self._counter_at[starts]
 
 
 def _length(begins: datetime, ends: datetime) -> int:
-    return (ends - begins) // _INSTANT * _FINENESS
+    return (ends - begins) // _INSTANT * _UNITS_PER_INSTANT

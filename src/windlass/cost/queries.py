@@ -1,6 +1,6 @@
-"""What people ask about money, answered from the ledger and the accounts that are still open.
+"""Cost reports from the ledger and from accounts that are not settled yet.
 
-What is settled is exact. What is not (the last hour or so of workers that are there) is estimated, and says so.
+Settled amounts are exact. The rest, about the last hour of live workers, is estimated and marked as an estimate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from windlass.model.cost import BillingAccount, Cost, hour_of, month_of
 from windlass.ports.costs import Costs
 
 MAX_ROWS = 100_000
-# What is not settled may move somebody up among those shown, from as far down as this.
-ROWS_TO_CHOOSE_FROM = 1_000
+# Estimates may move a row up in the ranking. Rows below this rank are not considered.
+ROWS_TO_RANK = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,36 +28,40 @@ class CostReport:
 
 @dataclass(frozen=True, slots=True)
 class CostReportInputs:
-    """One look at the ledger, from as many sides as were asked for."""
+    """Costs by several dimensions, from one read of the ledger."""
 
     since: datetime
     costs: Mapping[By, list[Cost]]
     total: list[Cost]
     forecasts: list[Forecast]
-    # All that are not closed.
+    # All that are not fully settled.
     accounts: Sequence[BillingAccount]
 
 
-async def look(store: Costs, by: By, since: datetime, now: datetime, fleet: str | None, limit: int) -> CostReport:
-    seen = await look_from(store, {by: limit}, since, now, fleet)
-    return CostReport(by, seen.since, seen.costs[by], seen.total, seen.forecasts)
+async def build_report(
+    store: Costs, by: By, since: datetime, now: datetime, fleet: str | None, limit: int
+) -> CostReport:
+    read = await read_costs(store, {by: limit}, since, now, fleet)
+    return CostReport(by, read.since, read.costs[by], read.total, read.forecasts)
 
 
-async def look_from(
-    store: Costs, sides: Mapping[By, int], since: datetime, now: datetime, fleet: str | None
+async def read_costs(
+    store: Costs, limits: Mapping[By, int], since: datetime, now: datetime, fleet: str | None
 ) -> CostReportInputs:
-    """`sides`: by what it is added up, and how many rows of each are wanted."""
-    # Whole hours: the sums are kept by the hour.
+    """`limits`: the dimensions to group by, with the number of rows for each."""
+    # Whole hours: the ledger keeps sums by the hour.
     since = hour_of(since)
     accounts = await store.open_accounts(fleet=fleet)
     open_charges = [charge for account in accounts for charge in estimate(account, now) if charge.from_at >= since]
     everything = await store.costs(By.FLEET, since, fleet=fleet, limit=MAX_ROWS)
     this_month = await store.costs(By.FLEET, month_of(now), fleet=fleet, limit=MAX_ROWS)
     costs = {}
-    for by, limit in sides.items():
-        rows = max(limit, ROWS_TO_CHOOSE_FROM)
+    for by, limit in limits.items():
+        rows = max(limit, ROWS_TO_RANK)
         settled = everything if by is By.FLEET else await store.costs(by, since, fleet=fleet, limit=rows)
-        costs[by] = _first(merged(settled, add_up(open_charges, by, is_estimate=True)), by, limit)
+        found = merged(settled, add_up(open_charges, by, is_estimate=True))
+        found.sort(key=lambda cost: (cost.key or "") if by is By.DAY else cost.total_micros, reverse=True)
+        costs[by] = found[:limit]
     return CostReportInputs(
         since,
         costs,
@@ -67,23 +71,19 @@ async def look_from(
     )
 
 
-def _first(costs: list[Cost], by: By, limit: int) -> list[Cost]:
-    return sorted(costs, key=lambda cost: (cost.key or "") if by is By.DAY else cost.total_micros, reverse=True)[:limit]
-
-
 async def task_cost(store: Costs, task_id: int, now: datetime, worker_id: str | None = None) -> Cost | None:
-    """What a task has cost in all its attempts; None if it ran on nothing that has a price.
+    """The cost of all attempts of a task; None if it ran only on workers without a price.
 
-    `worker_id`: whose open account to look at for what is not settled; without it all are looked at.
+    `worker_id`: the only worker whose unsettled account is read; without it all are.
     """
     charges = await store.charges_of_task(task_id)
     accounts = await store.open_accounts(worker_id=worker_id)
-    guessed = [
+    estimated = [
         charge
         for account in accounts
         if any(span.task_id == task_id for span in account.spans)
         for charge in estimate(account, now)
         if charge.task_id == task_id
     ]
-    costs = merged(add_up(charges, By.TASK), add_up(guessed, By.TASK, is_estimate=True))
+    costs = merged(add_up(charges, By.TASK), add_up(estimated, By.TASK, is_estimate=True))
     return max(costs, key=lambda cost: cost.total_micros, default=None)

@@ -1,4 +1,4 @@
-"""Costs for people: added up by day, fleet, queue, worker or task, and what the month will come to. Pure."""
+"""Cost sums by day, fleet, queue, worker or task, the forecast for the month, and the meter of one machine. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, day_of, next_month
-from windlass.policy.billing import charged, charged_between
+from windlass.policy.billing import charged, charged_between, cost, unit_end
 
 
 class By(StrEnum):
@@ -34,38 +34,35 @@ def key_of(charge: Charge, by: By) -> str | None:
 def add_up(charges: Iterable[Charge], by: By, *, is_estimate: bool = False) -> list[Cost]:
     costs: dict[tuple[str | None, str], Cost] = {}
     for charge in charges:
-        cost = Cost(key_of(charge, by), charge.currency, is_estimate=is_estimate)
-        merged = costs.get((cost.key, cost.currency), cost)
+        empty = Cost(key_of(charge, by), charge.currency, is_estimate=is_estimate)
+        row = costs.get((empty.key, empty.currency), empty)
         field = f"{charge.kind}_micros"
-        costs[cost.key, cost.currency] = replace(merged, **{field: getattr(merged, field) + charge.amount_micros})
+        costs[row.key, row.currency] = replace(row, **{field: getattr(row, field) + charge.amount_micros})
     return list(costs.values())
 
 
 def merged(*parts: Iterable[Cost]) -> list[Cost]:
-    """The same things together, each once for each currency."""
+    """Add up rows with the same key and currency."""
     costs: dict[tuple[str | None, str], Cost] = {}
-    for cost in (cost for part in parts for cost in part):
-        before = costs.get((cost.key, cost.currency))
-        costs[cost.key, cost.currency] = cost if before is None else _sum(before, cost)
+    for row in (row for part in parts for row in part):
+        before = costs.setdefault((row.key, row.currency), row)
+        if before is not row:
+            fields = [f"{kind}_micros" for kind in ChargeKind]
+            amounts = {field: getattr(before, field) + getattr(row, field) for field in fields}
+            is_estimate = before.is_estimate or row.is_estimate
+            costs[row.key, row.currency] = replace(before, is_estimate=is_estimate, **amounts)
     return list(costs.values())
 
 
 def total(costs: Iterable[Cost]) -> list[Cost]:
-    """One for each currency."""
-    return merged([replace(cost, key=None) for cost in costs])
-
-
-def _sum(one: Cost, other: Cost) -> Cost:
-    amounts = {
-        f"{kind}_micros": getattr(one, f"{kind}_micros") + getattr(other, f"{kind}_micros") for kind in ChargeKind
-    }
-    return replace(one, is_estimate=one.is_estimate or other.is_estimate, **amounts)
+    """One row per currency."""
+    return merged([replace(row, key=None) for row in costs])
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What this month comes to if everybody who is there stays: spent so far, and each machine's price for the rest of
-    the month, its monthly cap kept."""
+    """The cost of this month if all current machines stay: the amount so far, plus each machine's price for the rest of
+    the month, within its monthly cap."""
 
     currency: str
     spent_micros: int
@@ -81,25 +78,24 @@ class Forecast:
 def forecasts(
     settled: Iterable[Cost], accounts: Iterable[BillingAccount], month: datetime, now: datetime
 ) -> list[Forecast]:
-    """`settled`: of this month, which began at `month`. `accounts`: all that are not closed."""
+    """`settled`: the rows of this month, which began at `month`. `accounts`: all that are not fully settled."""
     found: dict[str, Forecast] = {}
 
     def of(currency: str) -> Forecast:
         return found.get(currency, Forecast(currency, 0, 0, 0, 0))
 
-    for cost in settled:
-        found[cost.currency] = replace(
-            of(cost.currency), spent_micros=of(cost.currency).spent_micros + cost.total_micros
-        )
+    for row in settled:
+        before = of(row.currency)
+        found[row.currency] = replace(before, spent_micros=before.spent_micros + row.total_micros)
     for bill in (account.bill for account in accounts):
         tariff, before = bill.tariff, of(bill.tariff.currency)
-        is_there = bill.until is None
+        is_live = bill.until is None
         found[tariff.currency] = replace(
             before,
             spent_micros=before.spent_micros + charged_between(bill, month, now),
-            workers=before.workers + is_there,
-            burn_micros_per_hour=before.burn_micros_per_hour + (tariff.price_micros_per_hour if is_there else 0),
-            rest_micros=before.rest_micros + (_rest_of_month(bill, now) if is_there else 0),
+            workers=before.workers + is_live,
+            burn_micros_per_hour=before.burn_micros_per_hour + (tariff.price_micros_per_hour if is_live else 0),
+            rest_micros=before.rest_micros + (_rest_of_month(bill, now) if is_live else 0),
         )
     return [found[currency] for currency in sorted(found)]
 
@@ -107,3 +103,26 @@ def forecasts(
 def _rest_of_month(bill: Bill, now: datetime) -> int:
     begun = max(now, bill.since + datetime.resolution)
     return charged(bill.tariff, bill.since, next_month(now)) - charged(bill.tariff, bill.since, begun)
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """The cost of one machine up to now. `billed_until` and `left_s` are None after its end."""
+
+    currency: str
+    cost_micros: int
+    micros_per_hour: int
+    billed_until: datetime | None
+    left_s: float | None
+
+
+def read_meter(bill: Bill, now: datetime) -> Meter:
+    tariff = bill.tariff
+    billed_until = unit_end(tariff.unit_s, bill.since, now) if bill.until is None else None
+    return Meter(
+        currency=tariff.currency,
+        cost_micros=cost(tariff, bill.since, bill.until or now),
+        micros_per_hour=tariff.price_micros_per_hour,
+        billed_until=billed_until,
+        left_s=(billed_until - now).total_seconds() if billed_until is not None else None,
+    )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from windlass.cost.meter import Meter, read_meter
+from windlass.cost.report import Meter, read_meter
 from windlass.dashboard.filters import count
 from windlass.dashboard.render import PageContext, next_page_url, render
 from windlass.model.cycle import Fleet

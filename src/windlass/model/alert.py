@@ -59,7 +59,7 @@ ADVICE = {
     "they may still be charged",
     "OTHER_PROVIDER": "restore the fleet's former provider until its machines are gone, or use a new fleet",
     "PROVIDER_ERRORS": "check the provider's status page, and the log for its answers",
-    "PROVIDER_PAUSE": "wait until the pause ends; if it comes again, check what else uses the account's key so often",
+    "PROVIDER_PAUSE": "wait until the pause ends; if it comes again, check what else uses the account's key",
     "PROVISIONING_TIMEOUT": "check the machine's console or log: it was created and never became ready",
     "SLOT_FAILED": "check the log of its last worker, fix the cause, then run `windlass restart FLEET`",
     "SLOT_RESTARTS": "check the log of its last worker before max_restarts is reached",

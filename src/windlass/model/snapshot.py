@@ -195,7 +195,7 @@ class HealthState:
     idle_since: dict[str, datetime] = field(default_factory=dict)
     # Worker id to the first of the consecutive cycles that saw queued tasks and a worker that has never claimed one.
     unclaimed_since: dict[str, datetime] = field(default_factory=dict)
-    # Since when so many workers have been silent that the cause may be the database or this orchestrator.
+    # Start of a mass silence: most workers are silent, perhaps because of the database or this orchestrator.
     mass_silence_since: datetime | None = None
     # When a worker was last replaced as a trial, without evidence from other workers (policy/quarantine.py).
     quarantine_trial_at: datetime | None = None
@@ -215,7 +215,7 @@ class MachineListState:
 class OrphanState:
     # Machine id to when it was first listed without a worker row.
     orphan_since: dict[str, datetime] = field(default_factory=dict)
-    # Since when so many machines have been orphaned that the database may have lost their rows.
+    # Since when most machines have been orphaned: the database may have lost their rows.
     orphans_held_since: datetime | None = None
 
 

@@ -1,1 +1,1 @@
-"""Receivers of messages: a webhook, Slack and its like, e-mail, a command. ports/alerts.py is their contract."""
+"""Notifiers: webhook, Slack, e-mail and command. ports/alerts.py is their contract."""

@@ -1,4 +1,4 @@
-"""Messages to a command of the operator's: JSON on its standard input, exit code 0 for "delivered"."""
+"""Sends messages to a command of the operator: JSON on its standard input, exit code 0 means delivered."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ from windlass.notify.format import to_plain
 TIMEOUT_S = 30.0
 
 
-class Command:
-    """`withheld`: names of variables that it does not get: our own secrets are not its business."""
+class CommandNotifier:
+    """`withheld`: environment variables that the command does not get, because they hold secrets of Windlass."""
 
     name = "command"
 
@@ -35,7 +35,7 @@ class Command:
                 start_new_session=True,
             )
         except OSError as error:
-            raise NotDelivered(f"{self._words[0]} cannot be started ({error.strerror})") from None
+            raise NotDelivered(f"{self._words[0]} did not start ({error.strerror})") from None
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await process.communicate(json.dumps(to_plain(message)).encode())
@@ -43,9 +43,9 @@ class Command:
             raise NotDelivered(f"{self._words[0]} did not end within {TIMEOUT_S:g} s") from None
         finally:
             if process.returncode is None:
-                # With all that it started.
+                # The whole process group, with everything that the command started.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         if process.returncode != 0:
-            raise NotDelivered(f"{self._words[0]} ended with {process.returncode}")
+            raise NotDelivered(f"{self._words[0]} exited with code {process.returncode}")

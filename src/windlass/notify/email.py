@@ -1,4 +1,4 @@
-"""Messages by e-mail, with the standard library's SMTP in a thread: a few a day need no library of their own."""
+"""Sends messages by e-mail, with the standard library's SMTP client in a thread."""
 
 import smtplib
 import ssl
@@ -12,15 +12,17 @@ from windlass.model.errors import DeliveredInPart, NotDelivered
 from windlass.notify.format import to_sentences
 from windlass.notify.thread_runner import SingleThreadRunner
 
-# For each step of it, and for all of it.
+# Limits for each step, and for the whole delivery.
 TIMEOUT_S = 20.0
 DEADLINE_S = 50.0
 _PORTS = {"smtp": 587, "smtps": 465}
 
 
-class Email:
-    """`url`: smtp://user:password@host:587 (encrypted if the server offers it, and always with a password), smtps://
-    from the first byte on."""
+class EmailNotifier:
+    """`url`: smtp://user:password@host:587, or smtps:// for TLS from the first byte.
+
+    With smtp:// the connection is encrypted if the server offers it, and always if there is a password.
+    """
 
     name = "email"
 
@@ -33,18 +35,18 @@ class Email:
         self._password = unquote(parts.password or "")
         self._sender = sender
         self._recipients = recipients
-        self._aside = SingleThreadRunner(self.name)
+        self._thread = SingleThreadRunner(self.name)
 
     async def send(self, message: Message) -> None:
         letter = self._letter(message)
         try:
-            refused = await self._aside.call(lambda: self._send(letter), DEADLINE_S)
+            refused = await self._thread.call(lambda: self._send(letter), DEADLINE_S)
         except (smtplib.SMTPException, OSError, ssl.SSLError) as error:
-            # What the server says may repeat what we said.
-            raise NotDelivered(f"the mail server at {self._host} did not take it ({type(error).__name__})") from None
+            # The server's text may repeat our credentials.
+            raise NotDelivered(f"mail server {self._host} did not accept it ({type(error).__name__})") from None
         if refused:
-            whom = ", ".join(f"{recipient} ({code})" for recipient, (code, _) in refused.items())
-            raise DeliveredInPart(f"the mail server at {self._host} refused {whom}", len(refused))
+            recipients = ", ".join(f"{recipient} ({code})" for recipient, (code, _) in refused.items())
+            raise DeliveredInPart(f"mail server {self._host} refused {recipients}", len(refused))
 
     def _letter(self, message: Message) -> EmailMessage:
         letter = EmailMessage()
@@ -54,17 +56,17 @@ class Email:
         letter["Date"] = datetime.now(UTC)
         letter["Message-ID"] = self._message_id(message, message.kind)
         if message.kind is MessageKind.RESOLVED:
-            # One thread for an alert's beginning and end.
+            # Mail clients show both messages of an alert in one thread.
             letter["In-Reply-To"] = letter["References"] = self._message_id(message, MessageKind.FIRING)
         letter.set_content(to_sentences(message))
         return letter
 
     def _message_id(self, message: Message, kind: MessageKind) -> str:
-        """The same when it comes twice."""
+        """The same for a repeated delivery."""
         return f"<windlass-{message.alert_id}-{kind}-{message.since:%Y%m%d%H%M%S}@{self._host}>"
 
     def _send(self, letter: EmailMessage) -> Mapping[str, tuple[int, bytes]]:
-        """Who of the recipients was refused, if others were not."""
+        """Returns the refused recipients, if others were accepted."""
         context = ssl.create_default_context()
         if self._is_encrypted:
             server: smtplib.SMTP = smtplib.SMTP_SSL(self._host, self._port, timeout=TIMEOUT_S, context=context)

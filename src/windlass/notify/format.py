@@ -1,4 +1,4 @@
-"""A message as programs and people read it, the same in every receiver."""
+"""The contents of a message, the same for every notifier."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from windlass.model.alert import ADVICE, Message, MessageKind
 
 
 def to_plain(message: Message) -> dict[str, Any]:
-    """For programs. `id` is the same when a message comes twice, `alert_id` for an alert's beginning and end."""
+    """For programs. A repeated delivery has the same `id`; both messages of an alert have the same `alert_id`."""
     return {
         "id": message.id,
         "alert_id": message.alert_id,
@@ -22,9 +22,9 @@ def to_plain(message: Message) -> dict[str, Any]:
 
 
 def to_sentences(message: Message) -> str:
-    """For people, below the title."""
+    """For people; the title comes first."""
     if message.kind is MessageKind.RESOLVED:
         lasted_s = (message.resolved_at - message.since).total_seconds() if message.resolved_at is not None else 0.0
-        return f"It is over after {lasted_s / 60:.0f} minutes: {message.reason}."
+        return f"Resolved after {lasted_s / 60:.0f} minutes: {message.reason}."
     advice = ADVICE.get(message.code)
     return f"{message.reason}." + (f"\nWhat to do: {advice}." if advice is not None else "")

@@ -1,8 +1,8 @@
-"""Calls that block, in a thread of their own: what a receiver takes its time for, or the resolver of its name, holds up
-that receiver alone. In the loop's threads it would hold up cycles, whose providers are asked in them too.
+"""Runs blocking calls of one notifier in a thread of its own, so that a slow receiver or name lookup delays no other.
 
-A thread cannot be made to end. So whoever calls is let go when its time is over, and the next call waits, within its
-own time, for the thread: however long a name is looked up, there is one thread, and nobody waits longer than said.
+In the loop's default threads a blocked call would delay cycles, whose provider calls run there too. A thread cannot be
+interrupted: a caller that times out returns, and the next call waits for the thread within its own time limit. There is
+never more than one thread per notifier.
 """
 
 import asyncio
@@ -14,18 +14,18 @@ _Value = TypeVar("_Value")
 
 
 class SingleThreadRunner:
-    """One call after the other. Whoever gives up waiting before its turn is not served any more."""
+    """Runs one call at a time. A call whose caller has timed out before its turn is not run."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"notify-{name}")
         self._turn = asyncio.Lock()
-        # What the thread does, perhaps for somebody who waits no more.
-        self._doing: asyncio.Future[Any] | None = None
+        # The call in the thread. Its caller may have timed out.
+        self._running: asyncio.Future[Any] | None = None
 
     async def call(self, function: Callable[[], _Value], limit_s: float) -> _Value:
-        """Raises TimeoutError when so much time has passed since its turn."""
+        """Raises TimeoutError after `limit_s`, counted from its turn."""
         async with self._turn, asyncio.timeout(limit_s):
-            if self._doing is not None:
-                await asyncio.wait([self._doing])
-            doing = self._doing = asyncio.get_running_loop().run_in_executor(self._thread, function)
-            return await asyncio.shield(doing)
+            if self._running is not None:
+                await asyncio.wait([self._running])
+            running = self._running = asyncio.get_running_loop().run_in_executor(self._thread, function)
+            return await asyncio.shield(running)

@@ -1,8 +1,8 @@
-"""Messages by HTTP: as JSON for programs, or as Slack and what speaks like it wants them.
+"""Sends messages by HTTP: as JSON for programs, or as text for Slack and compatible chats.
 
-Of an answer only its status is read, and all of it has one time limit: a receiver that sends a byte now and then, for
-ever, is as good as one that does not answer, and keeps the next message no longer than that. So is one whose name is
-being looked up for ever: that cannot be broken off, but nobody waits for it any longer.
+Only the status of the response is read, and DEADLINE_S covers the whole delivery. A receiver that sends a byte now and
+then counts as one that does not answer, and so does a name lookup that hangs: it cannot be interrupted, but the caller
+does not wait for it.
 """
 
 import asyncio
@@ -14,30 +14,30 @@ from windlass.model.errors import NotDelivered
 from windlass.notify.format import to_plain, to_sentences
 from windlass.notify.thread_runner import SingleThreadRunner
 
-# For each step of it, and for all of it.
+# Limits for each step, and for the whole delivery.
 TIMEOUT_S = 10.0
 DEADLINE_S = 20.0
 
 
-class Webhook:
+class WebhookNotifier:
     name = "webhook"
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._aside = SingleThreadRunner(self.name)
+        self._thread = SingleThreadRunner(self.name)
 
     async def send(self, message: Message) -> None:
         headers = {"User-Agent": "windlass", "X-Message-Id": str(message.id)}
         body = self._body(message)
-        # The address may hold a secret: no error repeats it.
+        # The URL may hold a secret, so errors do not repeat it.
         try:
-            status = await self._aside.call(lambda: asyncio.run(self._post(body, headers)), DEADLINE_S)
+            status = await self._thread.call(lambda: asyncio.run(self._post(body, headers)), DEADLINE_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NotDelivered(f"the {self.name} cannot be reached ({type(error).__name__})") from None
+            raise NotDelivered(f"{self.name} is unreachable ({type(error).__name__})") from None
         except TimeoutError:
-            raise NotDelivered(f"the {self.name} did not answer within {DEADLINE_S:g} s") from None
+            raise NotDelivered(f"{self.name} did not answer within {DEADLINE_S:g} s") from None
         if not httpx.codes.is_success(status):
-            raise NotDelivered(f"the {self.name} answered {status}")
+            raise NotDelivered(f"{self.name} answered {status}")
 
     async def _post(self, body: dict[str, object], headers: dict[str, str]) -> int:
         async with (
@@ -51,10 +51,10 @@ class Webhook:
         return to_plain(message)
 
 
-class Slack(Webhook):
+class SlackNotifier(WebhookNotifier):
     name = "slack"
 
     def _body(self, message: Message) -> dict[str, object]:
-        # Slack reads &, < and > as its own.
+        # Slack treats &, < and > as markup.
         text = f"*{message.title}*\n{to_sentences(message)}"
         return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}

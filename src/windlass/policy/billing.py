@@ -38,7 +38,7 @@ DELETE_CALL_S = 30.0
 _CALL_SHARE = 20
 WINDOW_OPENS_CYCLES = 3
 WINDOW_CLOSES_CYCLES = 1
-# Share of a unit that is given up at most so that many machines can be deleted in time: ten minutes of an hour. Beyond
+# Share of a unit that is wasted at most so that many machines can be deleted in time: ten minutes of an hour. Beyond
 # that, another unit for some of them costs less than draining all of them so early.
 MAX_EARLY_SHARE = 1 / 6
 

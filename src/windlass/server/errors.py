@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from windlass.model.auth import without_tokens
 from windlass.model.errors import WORDS_OF_TYPES, BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
-from windlass.model.urls import masked
+from windlass.model.redaction import masked
 from windlass.operations import OperationOutcome, OperationResult
 from windlass.ports import http
 

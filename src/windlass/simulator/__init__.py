@@ -5,7 +5,7 @@
     link.py           how calls travel: late, lost on their way, answered never; also after their caller died
     cloud.py          a Provider whose every fault can be scripted or drawn
     workers.py        what runs on its machines
-    orchestrators.py  Daemon and FleetCycle, killed and started again
+    orchestrators.py  FleetTask and FleetCycle, killed and started again
     watch.py          what must hold, judged by the cloud's and the tasks' own books
     scenario.py       everything about a run that a seed decides
     world.py          all of it put together, and what happens in which order

@@ -1,15 +1,16 @@
-"""Orchestrators: the real Daemon over the real FleetCycle, as a process that can be killed and started again.
+"""Orchestrators: the real FleetTask over the real FleetCycle, as a process that can be killed and started again.
 
 Each start is another holder, as in the world: a process that died cannot renew the lease it had.
 """
 
+import asyncio
 from collections.abc import Callable
 from datetime import datetime
 from random import Random
 from typing import Any
 
 from windlass.control.cycle import FleetCycle
-from windlass.control.daemon import Daemon
+from windlass.control.fleet_task import FleetTask
 from windlass.control.summary import Summary
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
@@ -68,7 +69,10 @@ class SimOrchestrator:
             FleetCycle(name, config, store, self._wrap(self, GatedProvider(provider, process)), candidate, self._rng)
             for name, (config, provider) in self.fleets.items()
         ]
-        await Daemon(cycles, lambda summary: self._note(process.name, summary), self._rng).run()
+        async with asyncio.TaskGroup() as group:
+            for cycle in cycles:
+                task = FleetTask(cycle, lambda summary: self._note(process.name, summary), self._rng)
+                group.create_task(task.run())
 
     def _note(self, who: str, summary: Summary) -> None:
         if summary.is_leader and any((summary.actions or {}).values()):

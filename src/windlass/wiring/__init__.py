@@ -1,5 +1,5 @@
-"""The composition root: the only package that knows all the others and puts them together.
+"""The composition root: the only package that imports all others and connects them.
 
-Each part is imported when it is asked for: a producer with a DATABASE_URL loads neither the worker nor the embedded
-server, and a worker nothing that only people look at.
+Heavy optional parts (the embedded database, provider SDKs, the HTTP server, Ray) are imported when they are used: a
+producer with a DATABASE_URL loads neither the worker nor the embedded server.
 """

@@ -1,4 +1,4 @@
-"""What goes on for as long as something else does."""
+"""Background tasks that run for as long as a context is open."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -7,9 +7,8 @@ from typing import Any
 
 
 @asynccontextmanager
-async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """It goes on for as long as this is open, then it is cancelled, and has ended. What it raises is lost: it sees to
-    its troubles itself."""
+async def background_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` until the context ends, then cancel it and wait for its end. Its errors are lost."""
     task = asyncio.create_task(work)
     try:
         yield

@@ -1,36 +1,33 @@
-"""Whether the workers of this host could run what they are to run: asked before the first of them is started."""
+"""Checks before the start that local workers can import their handlers."""
 
 import asyncio
 import contextlib
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
+from windlass.model.fleet import FleetConfig
 from windlass.wiring.providers import withheld_from
 from windlass.worker.check_handler import NOT_FOUND
 
-if TYPE_CHECKING:
-    from windlass.model.fleet import FleetConfig
-
-# An import that takes longer may still succeed: a worker has more patience, and says itself what went wrong.
+# A slower import is not judged here: a worker waits longer, and reports the error itself.
 CHECK_TIMEOUT_S = 10.0
-MAX_SENTENCE_BYTES = 4_000
+MAX_ERROR_BYTES = 4_000
 
 
 async def check_handlers(config: Config) -> None:
-    """Raise ConfigError, in the words of `windlass worker`, if a fleet of this host cannot import its handler."""
+    """Raise ConfigError, with the message of `windlass worker`, if a local fleet cannot import its handler."""
     checked = {name: fleet for name, fleet in config.fleets.items() if fleet.provider == "local" and fleet.handler}
-    problems = await asyncio.gather(*(_problem_of(fleet) for fleet in checked.values()))
+    problems = await asyncio.gather(*(_check_handler(fleet) for fleet in checked.values()))
     for name, problem in zip(checked, problems, strict=True):
         if problem is not None:
             raise ConfigError(f"fleet {name}: {problem}")
 
 
-async def _problem_of(fleet: "FleetConfig") -> str | None:
-    # As its workers: LocalProvider starts them in this folder, with this environment.
+async def _check_handler(fleet: FleetConfig) -> str | None:
+    """What is wrong; None if nothing is, or if that is unknown. Same folder and environment as LocalProvider uses."""
     withheld = withheld_from(fleet)
     environment = {name: value for name, value in os.environ.items() if name not in withheld}
     try:
@@ -45,18 +42,18 @@ async def _problem_of(fleet: "FleetConfig") -> str | None:
             start_new_session=True,
         )
     except (OSError, ValueError):
-        return None  # nor can a worker be started: its provider says why
+        return None  # the provider reports why a worker cannot start
     if process.stdout is None:
-        raise AssertionError("its standard output is a pipe")
+        raise AssertionError("standard output is a pipe")
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             code = await process.wait()
-            said = await process.stdout.read(MAX_SENTENCE_BYTES) if code == NOT_FOUND else b""
+            message = await process.stdout.read(MAX_ERROR_BYTES) if code == NOT_FOUND else b""
     except TimeoutError:
         return None
     finally:
-        # With all that the module has started.
+        # The whole process group, with everything that the module started.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-    return said.decode(errors="replace") or None
+    return message.decode(errors="replace") or None

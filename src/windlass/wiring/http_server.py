@@ -25,7 +25,7 @@ from windlass.model.errors import BadInput, DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.urls import LOOPBACK
 from windlass.model.work_order import RayHead
-from windlass.wiring.background import beside
+from windlass.wiring.background import background_task
 from windlass.wiring.providers import worker_log
 from windlass.wiring.stores import access_store
 
@@ -120,7 +120,7 @@ class OrchestratorControlPlane:
 
         now = asyncio.get_running_loop().time()
         health = {}
-        for name, last in self._orchestrator.heard().items():
+        for name, last in self._orchestrator.last_cycles().items():
             fleet = self._orchestrator.fleet(name)
             if fleet is not None:
                 limit_s = max(MIN_STUCK_S, STUCK_INTERVALS * fleet.poll_interval_s)
@@ -128,7 +128,7 @@ class OrchestratorControlPlane:
         return health
 
     def last_actions(self) -> Mapping[str, Mapping[str, int]]:
-        return {name: last.summary.actions or {} for name, last in self._orchestrator.heard().items()}
+        return {name: last.summary.actions or {} for name, last in self._orchestrator.last_cycles().items()}
 
     def ray_head(self) -> RayHead | None:
         return self._ray_head()
@@ -137,9 +137,9 @@ class OrchestratorControlPlane:
         return [summary.to_plain() for summary in await self._orchestrator.cycle_now()]
 
     async def explain(self, subject: str) -> Explanation:
-        from windlass.control.explain import tell
+        from windlass.control.explain import explain
 
-        return await tell(self._store, subject)
+        return await explain(self._store, subject)
 
     def worker_log(self, fleet: str, worker_id: str, lines: int) -> AsyncIterator[str]:
         return worker_log(self._config, fleet, worker_id, lines, is_following=False)
@@ -198,7 +198,7 @@ async def run_http_server(
         )
         url = _browser_url(config, listener.getsockname()[1])
         async with (
-            beside(take_samples(user_store, overview_feed)),
+            background_task(take_samples(user_store, overview_feed)),
             serving(make_app(context), listener),
             _recorded_address(user_store, url),
         ):
@@ -259,7 +259,7 @@ async def _recorded_address(store: "PostgresAuthStore", url: str) -> AsyncIterat
 
     await store.record_server(address)
     try:
-        async with beside(record_again()):
+        async with background_task(record_again()):
             yield
     finally:
         with contextlib.suppress(DatabaseUnavailable):

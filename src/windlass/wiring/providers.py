@@ -1,56 +1,65 @@
-"""Who rents which machines, with what they need for it."""
+"""Makes the providers of fleets, and checks that they have what they need: keys, URLs, networks."""
 
 import functools
+import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from windlass.config_loader import environment_of, secret_variables, secrets_of
+from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
+from windlass.model.fleet import FleetConfig
+from windlass.model.hetzner import HetznerSettings
+from windlass.model.machine import MachineRequest
 from windlass.model.redaction import Mask, mask_of
+from windlass.model.runpod import RunpodSettings
 from windlass.model.urls import LOOPBACK, problem_of_control_plane_url
+from windlass.ports.provider import Provider
+from windlass.providers.diagnostic import Diagnostic
+from windlass.providers.local import LocalProvider
+from windlass.providers.local.logs import log_folder
+from windlass.ray.versions import our_versions
 from windlass.wiring.stores import control_store, data_dir, has_embedded_database
+from windlass.worker.bootstrap import render_user_data
 
+# The SDKs of Hetzner and Runpod are imported where they are used: they are slow to load, and most processes need none.
 if TYPE_CHECKING:
-    from windlass.model.bootstrap import BootstrapSettings
-    from windlass.model.fleet import FleetConfig
-    from windlass.model.machine import MachineRequest
-    from windlass.ports.provider import Provider
-    from windlass.providers.diagnostic import Diagnostic
     from windlass.providers.hetzner import HetznerAccount
     from windlass.providers.runpod.account import RunpodAccount
     from windlass.providers.runpod.ssh import Identity
 
-# Of each raylet on this host: they are many, and Ray's own choice is a third of the memory.
+# Per raylet on this host. There are many, and Ray's default is a third of the memory.
 LOCAL_OBJECT_STORE_MB = 100
 
 
-def spawning_fleets(config: Config) -> "dict[str, FleetConfig]":
-    """Those that have cycles: the nodes of a cluster that others run are not hired."""
+def spawning_fleets(config: Config) -> dict[str, FleetConfig]:
+    """Fleets with cycles. The nodes of a Ray cluster that others run are not spawned by Windlass."""
     return {name: fleet for name, fleet in config.fleets.items() if fleet.provider != "ray"}
 
 
-def check_machines_can_call(config: Config) -> None:
-    """Raise ConfigError where a fleet's machines work over HTTP and nobody could tell them whom to call."""
+def check_machine_url(config: Config) -> None:
+    """Raise ConfigError if remote machines of a fleet could not reach this control plane."""
     remote = next((name for name, fleet in config.fleets.items() if fleet.provider in ("hetzner", "runpod")), None)
     if remote is None:
         return
     url = _machine_url(remote, config)
     problem = problem_of_control_plane_url(url)
     if problem is not None:
-        raise ConfigError(f"the machines of fleet {remote} are to call {url}, which {problem}.")
+        raise ConfigError(f"machines of fleet {remote} call {url}, which {problem}.")
     is_only_here = config.api.host in LOOPBACK
     if config.api.url is None and config.control_plane_ip not in (None, config.api.host) and is_only_here:
         raise ConfigError(
-            f"the machines of fleet {remote} are to call {config.machine_url}, but api.host is {config.api.host}, "
-            f"where only this host can: set it to {config.control_plane_ip} or 0.0.0.0."
+            f"machines of fleet {remote} call {config.machine_url}, but api.host is {config.api.host}, which only this "
+            f"host can reach. Set api.host to {config.control_plane_ip} or 0.0.0.0."
         )
 
 
 def check_keys(config: Config) -> None:
-    """Raise ConfigError where a fleet's machines cannot be rented because we have no key to the provider."""
+    """Raise ConfigError if the API key of a fleet's provider is missing."""
     providers = {fleet.provider for fleet in config.fleets.values()}
     if "hetzner" in providers:
         _hetzner_token(config)
@@ -61,26 +70,19 @@ def check_keys(config: Config) -> None:
 def _machine_url(fleet: str, config: Config) -> str:
     if config.machine_url is None:
         raise ConfigError(
-            f"the machines of fleet {fleet} work over HTTP, but where they call is not known: "
-            "set api.port (or --port) and control_plane_ip, or api.url."
+            f"machines of fleet {fleet} work over HTTP, but the address of this control plane is unknown. "
+            "Set api.port (or --port) and control_plane_ip, or api.url."
         )
     return config.machine_url
 
 
-def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
-    """Who rents a fleet's machines. `instance_id`: the database's, with which they are tagged.
-
-    Raises ConfigError if something is missing for that.
-    """
+def make_provider(name: str, fleet: FleetConfig, config: Config, instance_id: str) -> Provider:
+    """The provider of a fleet. `instance_id`: the database's id, with which machines are tagged. Raises ConfigError."""
     if fleet.provider == "hetzner":
         return _hetzner_provider(name, fleet, config, instance_id)
     if fleet.provider == "runpod":
         return _runpod_provider(name, fleet, config, instance_id)
-    from windlass.config_loader import environment_of
-    from windlass.providers.local import LocalProvider
-
     program = _node_program(fleet, config) if fleet.provider == "ray-local" else ("windlass", "worker")
-
     url = config.database_url.get_secret_value() if config.database_url is not None else None
     return LocalProvider(
         name,
@@ -96,18 +98,14 @@ def provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) 
     )
 
 
-def _mask(name: str, fleet: "FleetConfig", config: Config) -> Mask:
-    """What workers of this fleet say, before it is told to anybody. The fleet may have been reloaded since."""
-    from windlass.config_loader import secrets_of
-
+def _mask(name: str, fleet: FleetConfig, config: Config) -> Mask:
+    """Masks secrets in output of a fleet's workers. The fleet may be newer than `config`, after a reload."""
     return mask_of(secrets_of(config.model_copy(update={"fleets": {**config.fleets, name: fleet}})))
 
 
-def withheld_from(fleet: "FleetConfig") -> list[str]:
-    """Variables of our environment that workers of this host are not to see: all that one needs to know is where its
-    database is, and a node how to join its cluster."""
-    from windlass.config_loader import secret_variables
-
+def withheld_from(fleet: FleetConfig) -> list[str]:
+    """Environment variables with secrets that local workers do not get. A worker needs the database's URL, and a node
+    the token of its Ray cluster."""
     secrets = [name for name, key in secret_variables().items() if key != ("database_url",)]
     return secrets if fleet.engine is not None else [*secrets, "RAY_AUTH_TOKEN"]
 
@@ -115,32 +113,29 @@ def withheld_from(fleet: "FleetConfig") -> list[str]:
 async def worker_log(
     config: Config, fleet: str, worker_id: str, lines: int, *, is_following: bool
 ) -> AsyncIterator[str]:
-    """What a worker of a local fleet printed on this host, without secrets. Raises BadInput if nothing is here."""
-    from windlass.config_loader import secrets_of
-    from windlass.providers.local.logs import log_folder
-
+    """Log lines of a local worker on this host, with secrets masked. BadInput if there is no log here."""
     mask = mask_of(secrets_of(config))
     async for line in log_folder(data_dir(config), fleet, mask).read(worker_id, lines, follow=is_following):
         yield line
 
 
-def _node_program(fleet: "FleetConfig", config: Config) -> tuple[str, ...]:
-    """What makes a process of this host a node of the Ray cluster."""
+def _node_program(fleet: FleetConfig, config: Config) -> tuple[str, ...]:
+    """The command of a process that joins the Ray cluster as a node."""
     if config.ray_address is None:
-        raise ConfigError("there is no Ray cluster to join: set RAY_ADDRESS, or use `windlass up`, which starts one.")
+        raise ConfigError("no Ray cluster to join. Set RAY_ADDRESS, or use `windlass up`, which starts one.")
     offered = (fleet.node_offer or fleet.ray).model_copy(
         update={"object_store_mb": fleet.ray.object_store_mb or LOCAL_OBJECT_STORE_MB}
     )
     return ("windlass", "ray", "node", "--address", config.ray_address, "--settings", offered.model_dump_json())
 
 
-def _hetzner_provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
+def _hetzner_provider(name: str, fleet: FleetConfig, config: Config, instance_id: str) -> Provider:
     from windlass.providers.hetzner import HetznerProvider
 
     settings = fleet.hetzner
     if not (settings.is_ipv4_on or settings.is_ipv6_on or settings.network_id or config.hetzner_network_id):
         raise ConfigError(
-            f"the servers of fleet {name} would have no network: set hetzner_network_id, or turn is_ipv4_on back on."
+            f"servers of fleet {name} would have no network. Set hetzner_network_id, or set is_ipv4_on = true."
         )
     return HetznerProvider(
         name,
@@ -152,19 +147,15 @@ def _hetzner_provider(name: str, fleet: "FleetConfig", config: Config, instance_
     )
 
 
-def _user_data(name: str, fleet: "FleetConfig", config: Config) -> "Callable[[MachineRequest], str]":
-    """What a new machine of this fleet is told at its first boot."""
-    from windlass.worker.bootstrap import render_user_data
-
+def _user_data(name: str, fleet: FleetConfig, config: Config) -> Callable[[MachineRequest], str]:
+    """Renders the cloud-init data for the first boot of a machine."""
     url = _machine_url(name, config)
     bootstrap = _with_ray(fleet.bootstrap) if fleet.engine == "ray" else fleet.bootstrap
     return lambda request: render_user_data(bootstrap, request, url, stop_timeout_s=fleet.stop_timeout_s)
 
 
-def _with_ray(bootstrap: "BootstrapSettings") -> "BootstrapSettings":
-    """The same, with the Ray that we have, since no other could work with it, and the extras that were asked for."""
-    from windlass.ray.versions import our_versions
-
+def _with_ray(bootstrap: BootstrapSettings) -> BootstrapSettings:
+    """Pin Ray to our own version, since only the same version can join, and keep the requested extras."""
     asked = {line: re.match(r"ray\b(?!-)\s*(\[[^\]]*\])?", line, re.IGNORECASE) for line in bootstrap.requirements}
     others = [line for line, ray in asked.items() if ray is None]
     extras = ",".join(ray[1].strip("[]") for ray in asked.values() if ray is not None and ray[1])
@@ -173,7 +164,7 @@ def _with_ray(bootstrap: "BootstrapSettings") -> "BootstrapSettings":
 
 
 def hetzner_account(config: Config, timeout_s: float) -> "HetznerAccount":
-    """One for all fleets with the same token: they share its allowance of requests, and what is out of stock."""
+    """One account for all fleets with the same token: they share its rate limit, and what is out of stock."""
     account = _hetzner_account(_hetzner_token(config), config.hetzner_endpoint)
     account.be_patient(timeout_s)
     return account
@@ -182,8 +173,8 @@ def hetzner_account(config: Config, timeout_s: float) -> "HetznerAccount":
 def _hetzner_token(config: Config) -> str:
     if config.hetzner_api_token is None:
         raise ConfigError(
-            "there is no token for Hetzner: set HETZNER_API_TOKEN to one that may read and write "
-            "(Hetzner's console, Security, API tokens)."
+            "the Hetzner API token is missing. Set HETZNER_API_TOKEN to a token with read and write permission "
+            "(Hetzner console, Security, API tokens)."
         )
     return config.hetzner_api_token.get_secret_value()
 
@@ -195,10 +186,9 @@ def _hetzner_account(token: str, endpoint: str) -> "HetznerAccount":
     return HetznerAccount(token, endpoint=endpoint, timeout_s=0.0)
 
 
-async def examine_hetzner(config: Config) -> "AsyncGenerator[Diagnostic, None]":
-    """What stands in the way of the Hetzner fleets, and what is there of others: as long as there is a token, also when
-    the last fleet has left the configuration. Reads only. Raises ConfigError."""
-    from windlass.model.hetzner import HetznerSettings
+async def examine_hetzner(config: Config) -> AsyncGenerator[Diagnostic, None]:
+    """Diagnose the Hetzner fleets, and what else is in the account; with a token also if no fleet uses it. Only reads.
+    Raises ConfigError."""
     from windlass.providers.hetzner.doctor_checks import boot_time, examine
 
     fleets = {name: fleet.hetzner for name, fleet in config.fleets.items() if fleet.provider == "hetzner"}
@@ -218,7 +208,7 @@ async def examine_hetzner(config: Config) -> "AsyncGenerator[Diagnostic, None]":
         account.close()
 
 
-def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_id: str) -> "Provider":
+def _runpod_provider(name: str, fleet: FleetConfig, config: Config, instance_id: str) -> Provider:
     from windlass.providers.runpod import RunpodProvider
     from windlass.providers.runpod.provisioning import Preparer
 
@@ -237,21 +227,21 @@ def _runpod_provider(name: str, fleet: "FleetConfig", config: Config, instance_i
     )
 
 
-def runpod_identity(name: str, fleet: "FleetConfig", config: Config) -> "Identity":
+def runpod_identity(name: str, fleet: FleetConfig, config: Config) -> "Identity":
     """The key that opens a fleet's pods. Raises ConfigError."""
     from windlass.providers.runpod.ssh import read_identity
 
     file = fleet.runpod.ssh.private_key_file or config.runpod_ssh_key_file
     if file is None:
         raise ConfigError(
-            f"auto_start_worker is set for fleet {name}, which needs an SSH key: make one with `ssh-keygen -t ed25519 "
-            "-N ''` and name it in runpod_ssh_key_file (RUNPOD_SSH_PRIVATE_KEY_PATH)."
+            f"fleet {name} has auto_start_worker, which needs an SSH key. Create one with "
+            "`ssh-keygen -t ed25519 -N ''` and set runpod_ssh_key_file (RUNPOD_SSH_PRIVATE_KEY_PATH)."
         )
     return read_identity(file)
 
 
 def runpod_account(config: Config, timeout_s: float) -> "RunpodAccount":
-    """One for all fleets with the same key: they share its allowance of requests, and its list of pods."""
+    """One account for all fleets with the same key: they share its rate limit and its list of pods."""
     account = _runpod_account(_runpod_key(config), config.runpod_endpoint)
     account.be_patient(timeout_s)
     return account
@@ -260,8 +250,8 @@ def runpod_account(config: Config, timeout_s: float) -> "RunpodAccount":
 def _runpod_key(config: Config) -> str:
     if config.runpod_api_key is None:
         raise ConfigError(
-            "there is no key for Runpod: set RUNPOD_API_KEY to one that may read and write "
-            "(Runpod's console, Settings, API keys)."
+            "the Runpod API key is missing. Set RUNPOD_API_KEY to a key with read and write permission "
+            "(Runpod console, Settings, API keys)."
         )
     return config.runpod_api_key.get_secret_value()
 
@@ -273,11 +263,9 @@ def _runpod_account(key: str, endpoint: str) -> "RunpodAccount":
     return RunpodAccount(key, endpoint=endpoint, timeout_s=0.0)
 
 
-async def examine_runpod(config: Config) -> "AsyncGenerator[Diagnostic, None]":
-    """What stands in the way of the Runpod fleets, and what is there of others: as long as there is a key, also when
-    the last fleet has left the configuration. Reads only. Raises ConfigError."""
-    from windlass.model.runpod import RunpodSettings
-    from windlass.providers.diagnostic import Diagnostic
+async def examine_runpod(config: Config) -> AsyncGenerator[Diagnostic, None]:
+    """Diagnose the Runpod fleets, and what else is in the account; with a key also if no fleet uses it. Only reads.
+    Raises ConfigError."""
     from windlass.providers.runpod.doctor_checks import examine
 
     fleets = {name: fleet for name, fleet in config.fleets.items() if fleet.provider == "runpod"}
@@ -295,17 +283,17 @@ async def examine_runpod(config: Config) -> "AsyncGenerator[Diagnostic, None]":
     for name, fleet in fleets.items():
         if fleet.auto_start_worker:
             identity = runpod_identity(name, fleet, config)
-            yield Diagnostic("ssh key", f"the pods of fleet {name} let {identity.key.get_fingerprint()} in")
+            yield Diagnostic("ssh key", f"pods of fleet {name} accept {identity.key.get_fingerprint()}")
 
 
-def _remark(remark: "Diagnostic", *, has_fleets: bool) -> "Diagnostic":
-    """A key that no fleet uses may be for something else, and stands in nobody's way."""
+def _remark(remark: Diagnostic, *, has_fleets: bool) -> Diagnostic:
+    """A key that no fleet uses may belong to another purpose: its problems are not grave."""
     return remark if has_fleets else replace(remark, is_grave=False)
 
 
 async def _known_instance_id(config: Config) -> str | None:
-    """The database's, with which machines are tagged. None without a database: none is made for this, and
-    that it is away is said elsewhere."""
+    """The database's id, with which machines are tagged. None without a database: this creates none, and another check
+    reports that it is unavailable."""
     if config.database_url is None and not has_embedded_database(config):
         return None
     try:
@@ -313,3 +301,10 @@ async def _known_instance_id(config: Config) -> str | None:
             return await store.instance_id()
     except WindlassError:
         return None
+
+
+def startup_problem(name: str, fleet: "FleetConfig") -> str | None:
+    """Why no worker process of a local fleet could start, as a sentence; None if one could."""
+    from windlass.providers.local import spawn
+
+    return spawn.startup_problem(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))

@@ -15,7 +15,7 @@ from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.postgres import PostgresStore
 from windlass.wiring.signals import on_stop_signals
 from windlass.wiring.stores import data_dir, database
-from windlass.wiring.tracing import attempts_traced
+from windlass.wiring.tracing import trace_attempts
 
 if TYPE_CHECKING:
     from windlass.model.work_order import RayHead
@@ -64,7 +64,7 @@ async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, versio
     async with (
         database(config) as dsn,
         PostgresRayStore(dsn, retention=config.retention, max_connections=4) as opened,
-        attempts_traced(config, version) as traced,
+        trace_attempts(config, version) as traced,
     ):
         dispatcher = Dispatcher(
             Dispatch(

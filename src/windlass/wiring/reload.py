@@ -1,27 +1,26 @@
-"""A running `up` that is told to reload: all of a new configuration that can be taken over is, or nothing of it.
+"""Reload of the configuration of a running `up`: all of it that can change is applied, or nothing.
 
-What can be: the fleets, what their machines are rented with, and which Ray head there is while none is in use. The rest
-is read at the start only, and is in use: where it has changed that is said, and it stays as it was.
+Fleets, the accounts that rent their machines, and the Ray head while none is in use can change. Everything else is read
+at the start only: a changed value is logged and ignored.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import structlog
+
+from windlass.config_loader import Loaded, differing_keys
+from windlass.control.orchestrator import Orchestrator
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
-from windlass.wiring.background import beside
+from windlass.wiring.background import background_task
 from windlass.wiring.handlers import check_handlers
-from windlass.wiring.providers import check_keys, check_machines_can_call, spawning_fleets
+from windlass.wiring.providers import check_keys, check_machine_url, spawning_fleets
 from windlass.wiring.ray import RaySupervisor
 
-if TYPE_CHECKING:
-    from windlass.config_loader import Loaded
-    from windlass.control.orchestrator import Orchestrator
-
-# The settings with which machines are rented, beside those of their fleet.
+# Settings outside of [fleets] with which machines are rented.
 ACCOUNTS = (
     "hetzner_api_token",
     "hetzner_endpoint",
@@ -30,33 +29,30 @@ ACCOUNTS = (
     "runpod_endpoint",
     "runpod_ssh_key_file",
 )
-NOT_RELOADED = "configuration not reloaded, nothing changed"
-READ_AT_START = "settings have changed that are read at the start only: start `windlass up` again to use them"
+log = structlog.get_logger(__name__)
 
 
 @dataclass
-class Current:
-    """What providers are made with: a reload changes the fleets, what their machines are rented with, and which Ray
-    head there is while none is in use. All else is as at the start: it is in use."""
+class ActiveConfig:
+    """The configuration in use. `ray_address`: of the Ray head, configured or started by `up`."""
 
     config: Config
-    # Of the Ray head, given or ours.
     ray_address: str | None
 
-    def with_changes_of(self, loaded: Config, *, is_head_in_use: bool) -> Config:
-        """Raises ConfigError for another database: no part of what is asked for can be had there."""
+    def merged_with(self, loaded: Config, *, is_head_in_use: bool) -> Config:
+        """The active configuration with the reloadable settings of `loaded`. ConfigError if the database changed."""
         for name in ("database_url", "data_dir"):
             if getattr(loaded, name) != getattr(self.config, name):
                 raise ConfigError(
-                    f"{name} is not what it was at the start, and all that runs keeps what it knows there: put it "
-                    "back, or stop `windlass up` and start it again."
+                    f"{name} changed, and a running orchestrator cannot move to another database. "
+                    "Restore it, or restart `windlass up`."
                 )
         names = ("fleets", *ACCOUNTS, *(() if is_head_in_use else ("ray_address",)))
         return self.config.model_copy(update={name: getattr(loaded, name) for name in names})
 
     @contextmanager
-    def changed_to(self, config: Config, ray_address: str | None) -> Iterator[None]:
-        """From here on; unless this ends badly, for then it is as before."""
+    def replaced_by(self, config: Config, ray_address: str | None) -> Iterator[None]:
+        """Use these from now on; restore the old ones if the context raises."""
         before = self.config, self.ray_address
         self.config, self.ray_address = config, ray_address
         try:
@@ -65,61 +61,60 @@ class Current:
             self.config, self.ray_address = before
             raise
 
-    def of_providers(self) -> Config:
+    def for_providers(self) -> Config:
         return self.config.model_copy(update={"ray_address": self.ray_address})
 
 
-async def check_hiring(config: Config) -> None:
-    """Raise ConfigError if a fleet lacks what its machines need, as far as that can be seen before one is hired."""
-    check_machines_can_call(config)
+async def check_fleets(config: Config) -> None:
+    """Raise ConfigError if machines of a fleet could not work, as far as that shows before one is rented."""
+    check_machine_url(config)
     check_keys(config)
     await check_handlers(config)
 
 
 @asynccontextmanager
-async def reloading(
-    up: "Orchestrator", current: Current, load: "Callable[[], Loaded]", ray: RaySupervisor, is_wanted: asyncio.Event
+async def reload_on_request(
+    orchestrator: Orchestrator,
+    active: ActiveConfig,
+    load: Callable[[], Loaded],
+    ray: RaySupervisor,
+    is_requested: asyncio.Event,
 ) -> AsyncIterator[None]:
-    """The configuration is taken over as it is when that is wanted; wanted several times, while one is heeded, it is
-    once more."""
-    import structlog
+    """Reload whenever `is_requested` is set. Requests during a reload cause one more."""
 
-    log = structlog.get_logger(__name__)
-
-    async def heed() -> None:
+    async def reload_forever() -> None:
         while True:
-            await is_wanted.wait()
-            is_wanted.clear()
+            await is_requested.wait()
+            is_requested.clear()
             try:
-                await _reconfigure(up, current, load, ray)
+                await _reload(orchestrator, active, load, ray)
             except WindlassError as error:
-                log.error(NOT_RELOADED, error=str(error))
+                log.error("reload configuration failed", error=str(error), changed="nothing")
             except Exception:
-                # A defect; but without this loop nothing is ever reloaded again, and nobody is told why.
-                log.exception(NOT_RELOADED)
+                # A defect. The loop must continue, or no later reload would work.
+                log.exception("reload configuration failed", changed="nothing")
 
-    async with beside(heed()):
+    async with background_task(reload_forever()):
         yield
 
 
-async def _reconfigure(up: "Orchestrator", current: Current, load: "Callable[[], Loaded]", ray: RaySupervisor) -> None:
-    """Fleets and their dispatchers as the configuration now is. Raises whatever is in the way; nothing is changed
-    then."""
-    import structlog
-
-    from windlass.config_loader import differing_keys
-
+async def _reload(
+    orchestrator: Orchestrator, active: ActiveConfig, load: Callable[[], Loaded], ray: RaySupervisor
+) -> None:
+    """Apply the configuration to fleets and dispatchers. If it raises, nothing has changed."""
     loaded = load().config
-    if current.config.fleets and not loaded.fleets:
-        # A file that is gone, or empty, is more often a mistake than a wish.
-        raise ConfigError("there is no fleet any more: to let all of them go, stop `windlass up`.")
-    config = current.with_changes_of(loaded, is_head_in_use=ray.address is not None)
-    # Before anything is refused: what is missing may be among them.
+    if active.config.fleets and not loaded.fleets:
+        # A missing or empty file is more often a mistake than an intention.
+        raise ConfigError("the configuration has no fleets any longer. To shut them all down, stop `windlass up`.")
+    config = active.merged_with(loaded, is_head_in_use=ray.address is not None)
+    # Before the checks: a check may fail because of a setting that was ignored.
     if ignored := differing_keys(config, loaded):
-        structlog.get_logger(__name__).warning(READ_AT_START, settings=ignored)
-    await check_hiring(config)
+        log.warning("ignored changed settings", settings=ignored, hint="restart `windlass up` to apply them")
+    await check_fleets(config)
     await ray.check(loaded)
-    has_new_accounts = any(getattr(config, name) != getattr(current.config, name) for name in ACCOUNTS)
+    has_new_accounts = any(getattr(config, name) != getattr(active.config, name) for name in ACCOUNTS)
     async with ray.rearranged(config) as ray_address:
-        with current.changed_to(config, ray_address):
-            up.reconfigure(spawning_fleets(config), has_new_accounts=has_new_accounts, is_clearing_up=not config.fleets)
+        with active.replaced_by(config, ray_address):
+            orchestrator.reconfigure(
+                spawning_fleets(config), has_new_accounts=has_new_accounts, stops_when_empty=not config.fleets
+            )

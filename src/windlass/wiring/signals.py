@@ -1,4 +1,4 @@
-"""What SIGTERM and Ctrl-C mean to programs that run until they are told to stop."""
+"""SIGTERM and Ctrl-C for programs that run until they are stopped."""
 
 import asyncio
 import signal
@@ -8,17 +8,20 @@ from windlass.model.worker import SAME_SIGNAL_S
 
 
 def on_stop_signals(stop: Callable[[], None]) -> None:
-    """From now on it is called at the first, and at each that comes later than the first's echo."""
-    loop = asyncio.get_running_loop()
-    echoes_until: float | None = None
+    """Call `stop` at the first signal, and at each one that comes SAME_SIGNAL_S or more after the first.
 
-    def heed() -> None:
-        nonlocal echoes_until
-        if echoes_until is None:
-            echoes_until = loop.time() + SAME_SIGNAL_S
-        elif loop.time() < echoes_until:
+    One Ctrl-C may arrive several times within that time: from the terminal, and forwarded by a parent process.
+    """
+    loop = asyncio.get_running_loop()
+    repeats_until: float | None = None
+
+    def on_signal() -> None:
+        nonlocal repeats_until
+        if repeats_until is None:
+            repeats_until = loop.time() + SAME_SIGNAL_S
+        elif loop.time() < repeats_until:
             return
         stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, heed)
+        loop.add_signal_handler(number, on_signal)

@@ -1,4 +1,7 @@
-"""Where the database is, and everything that is kept in it."""
+"""Opens the database, external or embedded, and the stores on it.
+
+The client library imports this module, so the embedded server and structlog are imported where they are used.
+"""
 
 import asyncio
 import os
@@ -13,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, WindlassError
-from windlass.model.urls import masked
+from windlass.model.redaction import masked
 from windlass.store.connect import connected
 from windlass.store.migrate import applied_migrations, migrate
 from windlass.store.postgres import PostgresStore
-from windlass.wiring.background import beside
+from windlass.wiring.background import background_task
 
 if TYPE_CHECKING:
     from windlass.store.auth import PostgresAuthStore
@@ -25,8 +28,8 @@ if TYPE_CHECKING:
     from windlass.store.doctor_checks import DatabaseCheck
     from windlass.store.embedded import EmbeddedPostgres
 
-# How often we look whether an embedded server that we use still runs: a file is read, and a process looked at.
-LOOK_INTERVAL_S = 5.0
+# Interval of the check that the embedded server still runs. It reads a file and looks up a process.
+CHECK_INTERVAL_S = 5.0
 
 
 def data_dir(config: Config) -> Path:
@@ -36,38 +39,38 @@ def data_dir(config: Config) -> Path:
 
 
 def has_embedded_database(config: Config) -> bool:
-    """Whether the data directory holds one already; opening it would make one."""
+    """Whether the data directory holds a database. Opening one would create it."""
     try:
         return (data_dir(config) / "postgres" / "PG_VERSION").exists()
     except PermissionError:
-        return True  # somebody else's: opening it says so
+        return True  # it belongs to another user: opening it reports that
 
 
 def check_embedded_database_is_there(config: Config) -> None:
-    """Raise BadInput, with what makes one, where the data directory holds none yet."""
+    """Raise BadInput if the data directory holds no database yet."""
     if not has_embedded_database(config):
         raise BadInput(
-            f"there is no database in {data_dir(config)} yet: `windlass up`, `worker`, `enqueue` or `db migrate` makes "
-            "one; --data-dir or DATABASE_URL names another."
+            f"there is no database in {data_dir(config)} yet. `windlass up`, `worker`, `enqueue` or `db migrate` "
+            "creates one; --data-dir or DATABASE_URL selects another."
         )
 
 
 def check_place_of_embedded_database(config: Config) -> None:
-    """Raise WindlassError where no server could run in the data directory, as far as that is seen without making it."""
+    """Raise WindlassError if no server could run in the data directory. Creates nothing."""
     from windlass.store.embedded import EmbeddedPostgres
 
     EmbeddedPostgres(data_dir(config)).check_place()
 
 
 def described_database(config: Config) -> str:
-    """Where the database is, without secrets."""
+    """The location of the database, without secrets."""
     if config.database_url is not None:
         return masked(config.database_url.get_secret_value())
     return f"embedded, in {data_dir(config)}"
 
 
 def running_database_url(config: Config) -> str | None:
-    """The address of the embedded database, if it runs now. Starts nothing."""
+    """The URL of the embedded database, if it runs now. Starts nothing."""
     from windlass.store.embedded import EmbeddedPostgres
 
     server = EmbeddedPostgres(data_dir(config))
@@ -76,7 +79,7 @@ def running_database_url(config: Config) -> str | None:
 
 @contextmanager
 def temporary_data_dir() -> Iterator[Path]:
-    """A data directory that is gone afterwards, with all that is in it."""
+    """A data directory that is deleted afterwards."""
     folder = make_temporary_folder("windlass-")
     try:
         yield folder
@@ -85,27 +88,26 @@ def temporary_data_dir() -> Iterator[Path]:
 
 
 def make_temporary_folder(prefix: str) -> Path:
-    """For a data directory. Whoever asks deletes it."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_place()))
-    # Under root the server runs as somebody else, who must get through. What lies inside is closed to others.
+    """A folder for a data directory, which the caller deletes.
+
+    Under root the server runs as another user, who must reach the folder: if TMPDIR is closed to others (as in root's
+    home), /tmp is used. The contents stay closed to others.
+    """
+    parent = Path(tempfile.gettempdir()).absolute()
+    if os.geteuid() == 0 and not all(folder.stat().st_mode & 0o001 for folder in (parent, *parent.parents)):
+        parent = Path("/tmp")  # noqa: S108 - mkdtemp creates its own folder in it
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     folder.chmod(0o711)
     return folder
 
 
-def _temporary_place() -> Path:
-    """Where temporary files go; under root, if others cannot get there (TMPDIR in root's home), /tmp."""
-    place = Path(tempfile.gettempdir()).absolute()
-    is_open = os.geteuid() != 0 or all(folder.stat().st_mode & 0o001 for folder in (place, *place.parents))
-    return place if is_open else Path("/tmp")  # noqa: S108 - mkdtemp makes its own folder in it
-
-
 @asynccontextmanager
 async def database(config: Config, *, makes_schema: bool = True, may_create: bool = True) -> AsyncIterator[str]:
-    """The address of the database, running for as long as this is open.
+    """The URL of the database, which runs for as long as the context is open.
 
-    An embedded one without a schema gets it, unless `makes_schema` is false. A schema that is there is left as it is,
-    as any other database: only `windlass up` and `windlass db migrate` bring it up to date. For whoever only looks,
-    `may_create` is false: BadInput if there is none yet.
+    A new embedded database gets the schema, unless `makes_schema` is false. An existing schema, like that of any other
+    database, is only updated by `windlass up` and `windlass db migrate`. Commands that only read set `may_create` to
+    false: then a missing database is BadInput.
     """
     if config.database_url is not None:
         yield config.database_url.get_secret_value()
@@ -119,44 +121,44 @@ async def database(config: Config, *, makes_schema: bool = True, may_create: boo
         await _in_thread(server.open)
         if makes_schema and not await applied_migrations_of(server.dsn):
             await migrate(server.dsn)
-        async with beside(_keep_running(server, config)):
+        async with background_task(_keep_running(server, config)):
             yield server.dsn
     finally:
         await _in_thread(server.close)
 
 
 async def _keep_running(server: "EmbeddedPostgres", config: Config) -> None:
-    """A server that was killed has nobody but us, its users, to start it again. Whatever happens, we go on looking."""
+    """Restart an embedded server that was killed. Only its users can, and they check for as long as they run."""
     import structlog
 
     log = structlog.get_logger(__name__)
-    is_trouble_told = False
+    is_failure_logged = False
+
+    def restart() -> None:
+        # If the directory was deleted there is nothing to restart, and a new database would be empty.
+        if not server.is_running() and has_embedded_database(config):
+            server.open()
+
     while True:
-        # Not all of its users at the same moment.
-        await asyncio.sleep(LOOK_INTERVAL_S * random.uniform(0.5, 1.5))  # noqa: S311
+        # Jitter: the users of one server should not check at the same moment.
+        await asyncio.sleep(CHECK_INTERVAL_S * random.uniform(0.5, 1.5))  # noqa: S311
         try:
-            await _in_thread(lambda: _revive(server, config))
+            await _in_thread(restart)
         except Exception as error:
-            # Once: we look every few seconds, and what is the matter may last for days.
-            if not is_trouble_told:
+            # Logged once: the check runs every few seconds, and the failure may last for days.
+            if not is_failure_logged:
                 is_defect = not isinstance(error, WindlassError | OSError)
-                log.error("the database's server does not start again", error=str(error), exc_info=is_defect)
-            is_trouble_told = True
+                log.error("restart embedded database failed", error=str(error), exc_info=is_defect)
+            is_failure_logged = True
         else:
-            if is_trouble_told:
-                log.info("the database's server runs again")
-            is_trouble_told = False
-
-
-def _revive(server: "EmbeddedPostgres", config: Config) -> None:
-    # Where somebody deleted the directory there is nothing to bring back, and a new one would be empty.
-    if not server.is_running() and has_embedded_database(config):
-        server.open()
+            if is_failure_logged:
+                log.info("restarted embedded database")
+            is_failure_logged = False
 
 
 async def _in_thread(function: Callable[[], None]) -> None:
-    """Once begun it is waited for, even when we are cancelled: only then can what it did be undone."""
-    # Not in the loop's own threads: handlers may have taken all of them, for ever.
+    """Run a function to its end even if the caller is cancelled, so that its effect can be undone afterwards."""
+    # Not in the loop's default threads: handlers may occupy all of them indefinitely.
     thread = ThreadPoolExecutor(1)
     work = asyncio.get_running_loop().run_in_executor(thread, function)
     thread.shutdown(wait=False)
@@ -201,7 +203,7 @@ async def control_store(
 
 
 async def applied_migrations_of(dsn: str) -> dict[int, Any]:
-    """Version to row of what the database has; changes nothing."""
+    """The applied migrations, by version. Changes nothing."""
     async with connected(dsn, "reading the schema's version") as connection, connection.transaction(readonly=True):
         return await applied_migrations(connection)
 

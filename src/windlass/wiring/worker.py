@@ -15,7 +15,7 @@ from windlass.model.errors import BadInput, HandlerNotFound, WindlassError
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.postgres import PostgresStore
 from windlass.wiring.stores import database
-from windlass.wiring.tracing import attempts_traced
+from windlass.wiring.tracing import trace_attempts
 
 if TYPE_CHECKING:
     from windlass.model.work_order import RayOrder, WorkOrder
@@ -36,7 +36,7 @@ async def run_worker(
     from windlass.worker.lifecycle import WorkerRuntime
 
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
-    async with database(config) as dsn, attempts_traced(config, settings.version) as traced:
+    async with database(config) as dsn, trace_attempts(config, settings.version) as traced:
 
         def open_transport() -> PostgresStore:
             return PostgresStore(
@@ -68,7 +68,7 @@ async def run_self_registered_worker(
 
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
     self_registration = new_self_registration(url, api_token, tls_context(url, None))
-    async with attempts_traced(config, settings.version) as traced:
+    async with trace_attempts(config, settings.version) as traced:
         return await WorkerRuntime(settings, lambda: SelfRegisteredTransport(self_registration), traced(executor)).run()
 
 
@@ -126,7 +126,7 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
     executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
     if not order.is_inline:
         _mark_sniffio_missing()
-    async with attempts_traced(config, settings.version) as traced:
+    async with trace_attempts(config, settings.version) as traced:
         return await WorkerRuntime(settings, open_transport, traced(executor)).run()
 
 

@@ -115,12 +115,6 @@ class HetznerEmulator(VendorEmulator[Project, HetznerFaults]):
     def ledger(self) -> HetznerBill:
         return self.project.ledger
 
-    def crash(self, server_id: int) -> None:
-        """Kill the processes of a server. The API still reports it as `running`, and it is still billed."""
-        with self._lock:
-            self.settle()
-            self.project.crash(self.project.servers[server_id])
-
     def throttle(self) -> None:
         if self._faults.wants_drained_bucket:
             self._faults.wants_drained_bucket = False

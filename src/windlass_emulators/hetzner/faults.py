@@ -5,6 +5,7 @@ request, or to as many as `times` says. Missing capacity, a list lag and a serve
 """
 
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from windlass_emulators.fault_script import DEFAULT_HELD_S, FaultScript, ScriptedFault, Shortage, check_one_outcome
 from windlass_emulators.hetzner.errors import STATUS_OF_CODE, HetznerApiError
@@ -74,16 +75,12 @@ class HetznerFaults(FaultScript):
         times_out_after_taking_effect: bool = False,
         times_out_before_taking_effect: bool = False,
         takes_effect: bool = False,
-        times: int = 1,
-        skip: int = 0,
-        held_s: float = DEFAULT_HELD_S,
+        **options: Any,
     ) -> None:
-        """The next creation of a server fails or times out."""
+        """The next creation of a server fails or times out. `options` as for `next`."""
         check_one_outcome(code, times_out_after_taking_effect, times_out_before_taking_effect)
         is_effective = takes_effect or times_out_after_taking_effect
-        self.next(
-            code, method="POST", path="/v1/servers", takes_effect=is_effective, times=times, skip=skip, held_s=held_s
-        )
+        self.next(code, method="POST", path="/v1/servers", takes_effect=is_effective, **options)
 
     def next_delete(
         self,
@@ -92,22 +89,16 @@ class HetznerFaults(FaultScript):
         times_out_after_taking_effect: bool = False,
         times_out_before_taking_effect: bool = False,
         takes_effect: bool = False,
-        times: int = 1,
-        skip: int = 0,
-        held_s: float = DEFAULT_HELD_S,
+        **options: Any,
     ) -> None:
         """The next deletion of a server fails or times out. `next_delete("not_found")` denies an existing server."""
         check_one_outcome(code, times_out_after_taking_effect, times_out_before_taking_effect)
         is_effective = takes_effect or times_out_after_taking_effect
-        self.next(
-            code, method="DELETE", path=_ONE_SERVER, takes_effect=is_effective, times=times, skip=skip, held_s=held_s
-        )
+        self.next(code, method="DELETE", path=_ONE_SERVER, takes_effect=is_effective, **options)
 
-    def next_list(
-        self, code: str | None = None, *, times: int = 1, skip: int = 0, held_s: float = DEFAULT_HELD_S
-    ) -> None:
+    def next_list(self, code: str | None = None, **options: Any) -> None:
         """The next list of servers fails or times out. With `skip=1`, the second page of a list."""
-        self.next(code, method="GET", path="/v1/servers", times=times, skip=skip, held_s=held_s)
+        self.next(code, method="GET", path="/v1/servers", **options)
 
     def burst(self, times: int = 5, code: str = "unavailable", for_s: float | None = None) -> None:
         """The next `times` requests of any kind fail, by default with 503."""

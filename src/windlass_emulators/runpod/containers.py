@@ -45,13 +45,6 @@ class Container:
     faults: PodFaults
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerLogLine:
-    # RFC 3339.
-    at: str
-    text: str
-
-
 class PodHost(Protocol):
     """Runs pods. Calls start or stop a pod and do not wait for it."""
 
@@ -75,9 +68,6 @@ class PodHost(Protocol):
 
     def is_running(self, pod_id: str) -> bool:
         """Whether a program runs in the pod. A pod whose program has ended still exists and is still billed."""
-
-    def log(self, pod_id: str) -> Sequence[ContainerLogLine]:
-        """The output of its program."""
 
 
 class VirtualPodHost:
@@ -118,6 +108,3 @@ class VirtualPodHost:
 
     def is_running(self, pod_id: str) -> bool:
         return pod_id in self.running
-
-    def log(self, pod_id: str) -> Sequence[ContainerLogLine]:  # noqa: ARG002
-        return ()

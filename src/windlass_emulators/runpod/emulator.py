@@ -94,12 +94,6 @@ class RunpodEmulator(VendorEmulator[EmulatedRunpodAccount, RunpodFaults]):
 
     # -------------------------------------------------------------------------------------------------- machine faults
 
-    def crash(self, pod_id: str) -> None:
-        """Kill the processes of a pod. The API still reports it as `RUNNING`, and it is still billed."""
-        with self._lock:
-            self.settle()
-            self.account.crash(self.account.pods[pod_id])
-
     def lose_gpus(self, pod_id: str) -> None:
         """Remove the GPUs of a running pod."""
         with self._lock:

@@ -101,22 +101,18 @@ class RunpodFaults(FaultScript):
         self,
         status: int | None = None,
         *,
-        detail: str | None = None,
         times_out_after_taking_effect: bool = False,
         times_out_before_taking_effect: bool = False,
         takes_effect: bool = False,
-        times: int = 1,
-        skip: int = 0,
-        held_s: float = DEFAULT_HELD_S,
+        **options: Any,
     ) -> None:
-        """The next creation of a pod fails or times out. `next_create(500, takes_effect=True)` creates the pod and
-        reports a failure."""
+        """The next creation of a pod fails or times out. `options` as for `next`.
+
+        `next_create(500, takes_effect=True)` creates the pod and reports a failure.
+        """
         check_one_outcome(status, times_out_after_taking_effect, times_out_before_taking_effect)
         is_effective = takes_effect or times_out_after_taking_effect
-        self.next(
-            status, method="POST", path=_PODS, detail=detail, takes_effect=is_effective, times=times, skip=skip,
-            held_s=held_s,
-        )  # fmt: skip
+        self.next(status, method="POST", path=_PODS, takes_effect=is_effective, **options)
 
     def next_delete(
         self,
@@ -127,8 +123,7 @@ class RunpodFaults(FaultScript):
         times_out_before_taking_effect: bool = False,
         takes_effect: bool = False,
         times: int = 1,
-        skip: int = 0,
-        held_s: float = DEFAULT_HELD_S,
+        **options: Any,
     ) -> None:
         """The next deletion of a pod fails or times out. `next_delete(404)` denies an existing pod;
         `next_delete(does_nothing=True)` answers 204 and keeps the pod."""
@@ -137,17 +132,15 @@ class RunpodFaults(FaultScript):
             self.ineffective_deletions += times
             return
         is_effective = takes_effect or times_out_after_taking_effect
-        self.next(
-            status, method="DELETE", path=_ONE_POD, takes_effect=is_effective, times=times, skip=skip, held_s=held_s
-        )
+        self.next(status, method="DELETE", path=_ONE_POD, takes_effect=is_effective, times=times, **options)
 
-    def next_get(self, status: int | None = None, *, times: int = 1, held_s: float = DEFAULT_HELD_S) -> None:
+    def next_get(self, status: int | None = None, **options: Any) -> None:
         """The next request for one pod fails or times out."""
-        self.next(status, method="GET", path=_ONE_POD, times=times, held_s=held_s)
+        self.next(status, method="GET", path=_ONE_POD, **options)
 
-    def next_list(self, status: int | None = None, *, times: int = 1, held_s: float = DEFAULT_HELD_S) -> None:
+    def next_list(self, status: int | None = None, **options: Any) -> None:
         """The next list of pods fails or times out."""
-        self.next(status, method="GET", path=_PODS, times=times, held_s=held_s)
+        self.next(status, method="GET", path=_PODS, **options)
 
     def burst(self, times: int = 5, status: int = 503, for_s: float | None = None) -> None:
         """The next `times` requests of any kind fail, by default with 503."""

@@ -10,7 +10,6 @@ With `22/tcp` among its ports and a PUBLIC_KEY in its environment, the pod answe
 a new host key at every start. Every start has an empty disk; a persistent mount and network volumes keep their content.
 """
 
-import contextlib
 import json
 import os
 import pwd
@@ -20,14 +19,14 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from windlass_emulators.cloud_init import File, inside
 from windlass_emulators.process_host import map_path, mapped_command, write_file
 from windlass_emulators.processes import STOP_GRACE_S, EmulatedMachine, MachineProgram, Processes, bare_environment
-from windlass_emulators.runpod.containers import LOOPBACK, SSH_PORT, Container, ContainerLogLine
+from windlass_emulators.runpod.containers import LOOPBACK, SSH_PORT, Container
 
 HARDWARE = Path(__file__).parent / "hardware"
 JOIN_FILE = "/etc/windlass/join.json"
@@ -36,7 +35,6 @@ OFFICIAL_PREFIX = "runpod/"
 KEYGEN_TIMEOUT_S = 20.0
 # Disk space used by a fresh container, and GPU memory used by the driver.
 SYSTEM_GB, DRIVER_MB = 2.0, 4
-MAX_LOG_LINES = 5_000
 _JOIN_PARTS = {"worker_id": "WINDLASS_WORKER_ID", "url": "WINDLASS_URL", "join_token": "WINDLASS_JOIN_TOKEN"}
 # An image's start script writes these to the join file and removes them from the environment.
 _JOIN_VARIABLES = ("WINDLASS_JOIN", *_JOIN_PARTS.values())
@@ -119,19 +117,6 @@ class RealPodHost(Processes):
         folder = self.folder / "volumes" / volume_id
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def log(self, pod_id: str) -> Sequence[ContainerLogLine]:
-        try:
-            lines = (self.folder / pod_id / "container.log").read_text().splitlines()
-        except OSError:
-            return ()
-        entries = []
-        for line in lines[-MAX_LOG_LINES:]:
-            # The last line may be incomplete.
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(line)
-                entries.append(ContainerLogLine(entry["at"], entry["text"]))
-        return entries
 
     # ------------------------------------------------------------------------------------------------ the disk
 

@@ -25,7 +25,7 @@ def drain_workers(
     context: PlanningContext,
     demand: Demand,
     staying: list[WorkerState],
-    wish: ScalingDecision,
+    proposal: ScalingDecision,
     windows: dict[str, TerminationWindow],
 ) -> list[Action]:
     if context.is_stopped:
@@ -49,8 +49,8 @@ def drain_workers(
         if window is None or context.now >= window.opens - lead:
             forced.append(Drain(state.worker.id, budget.CODE, context.over_budget_reason or ""))
 
-    spare = _drainable_spare(context, staying, wish, windows)
-    idle = [_idle_drain(context, state, wish, windows.get(state.worker.id)) for state in spare]
+    spare = _drainable_spare(context, staying, proposal, windows)
+    idle = [_idle_drain(context, state, proposal, windows.get(state.worker.id)) for state in spare]
     # A worker with several reasons drains for the first.
     first: dict[str, Drain] = {}
     for drain in (*forced, *idle):
@@ -59,7 +59,7 @@ def drain_workers(
     if drains:
         context.is_cut_short = len(drains) < len(first)
         idle_s = min((state.idle_s or 0.0 for state in spare), default=0.0)
-        needed = len(staying) - len(wish.spare)
+        needed = len(staying) - len(proposal.spare)
         why = forced[0].reason if forced else f"idle {idle_s:.0f} s, {len(staying)} workers, {needed} needed"
         context.decision = f"drain {len(drains)}: {why}"
     return [*drains]
@@ -68,10 +68,10 @@ def drain_workers(
 def _drainable_spare(
     context: PlanningContext,
     staying: list[WorkerState],
-    wish: ScalingDecision,
+    proposal: ScalingDecision,
     windows: dict[str, TerminationWindow],
 ) -> list[WorkerState]:
-    """Spare workers that may drain now: the fleet was over capacity and each worker idle for long enough."""
+    """Spare workers that may drain now: the fleet exceeded its need, and each worker was idle, for long enough."""
     fleet, since = context.fleet, context.planner_state.scaling.over_capacity_since
     # A person requested workers: an idle worker that drains now would be spawned again at once.
     if context.snapshot.requested > 0 and spawnable_slots(context, staying) > 0:
@@ -85,7 +85,7 @@ def _drainable_spare(
     if not windows and (len(started) < len(staying) or is_any_new):
         return []
     found = []
-    for state in wish.spare:
+    for state in proposal.spare:
         idle_s, window = state.idle_s or 0.0, windows.get(state.worker.id)
         # Within a window one idle cycle is enough; a moment between two tasks is not.
         is_due = window is None or context.now >= window.opens
@@ -96,13 +96,13 @@ def _drainable_spare(
 
 
 def _idle_drain(
-    context: PlanningContext, state: WorkerState, wish: ScalingDecision, window: TerminationWindow | None
+    context: PlanningContext, state: WorkerState, proposal: ScalingDecision, window: TerminationWindow | None
 ) -> Drain:
     idle = f"idle {state.idle_s or 0.0:.0f} s"
     if window is None:
-        return Drain(state.worker.id, "IDLE", f"{idle}, {wish.reason}")
+        return Drain(state.worker.id, "IDLE", f"{idle}, {proposal.reason}")
     left_s = (window.boundary - context.now).total_seconds()
     is_hour = context.snapshot.traits.billing_unit_s == HOUR.total_seconds()
     period = "billing hour" if is_hour else "billing period"
-    why = "queue empty" if context.snapshot.queue.queued == 0 else wish.reason
+    why = "queue empty" if context.snapshot.queue.queued == 0 else proposal.reason
     return Drain(state.worker.id, "BILLING_HOUR_END", f"{idle}, {period} ends in {left_s:.0f} s, {why}")

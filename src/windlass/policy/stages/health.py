@@ -1,4 +1,4 @@
-"""Promotes workers with a heartbeat, and holds everything when so many are silent that the cause may be elsewhere."""
+"""Promotes workers with a heartbeat, and holds everything on mass silence, whose cause may be elsewhere."""
 
 from windlass.model.action import Action, Promote
 from windlass.model.worker import LIVE

@@ -99,7 +99,7 @@ def _hold_account(context: PlanningContext, why: str) -> list[Action]:
 
 
 def _are_abandoned(context: PlanningContext, states: list[WorkerState]) -> bool:
-    """A person restarted the whole fleet after the hold told them that the machines are not listed.
+    """A person restarted the whole fleet after the hold reported that the machines are not listed.
 
     A restart of one slot or worker does not count: it may have other reasons.
     """

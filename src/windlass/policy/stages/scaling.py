@@ -1,4 +1,4 @@
-"""Scaling: turns the policy's wish into spawns (stages/spawning.py) or drains (stages/draining.py).
+"""Scaling: turns the policy's proposal into spawns (stages/spawning.py) or drains (stages/draining.py).
 
 Only workers that the control plane spawned count. A worker that a person started claims tasks and shortens the queue,
 but it may leave at any moment and may serve other queues. It neither replaces a spawn nor counts towards a limit.
@@ -43,18 +43,18 @@ def scale(context: PlanningContext) -> list[Action]:
     staggered = billing.stagger_windows(traits.billing_unit_s, [windows[id_] for id_ in ids], traits.deletions_per_s)
     windows |= dict(zip(ids, staggered, strict=True))
 
-    wish = POLICIES[context.fleet.policy](demand)
-    is_over = wish.is_over_capacity or len(staying) > context.fleet.max_workers
+    proposal = POLICIES[context.fleet.policy](demand)
+    is_over = proposal.is_over_capacity or len(staying) > context.fleet.max_workers
     over_since = (context.planner_state.scaling.over_capacity_since or context.now) if is_over else None
     context.remember_in("scaling", over_capacity_since=over_since)
     if context.snapshot.is_shutting_down:
         return [*alerts, *drain_all(context, staying)]
-    changes = spawn_workers(context, demand, staying, wish)
+    changes = spawn_workers(context, demand, staying, proposal)
     # A fleet whose spawns are only postponed has no worker to spare, unless the budget forces it.
     if not changes and (not context.is_cut_short or context.over_budget_reason is not None):
-        changes = drain_workers(context, demand, staying, wish, windows)
+        changes = drain_workers(context, demand, staying, proposal, windows)
     if not context.decision:
-        context.decision = _no_change_reason(context, demand, staying, wish, windows)
+        context.decision = _no_change_reason(context, demand, staying, proposal, windows)
     return [*alerts, *changes]
 
 
@@ -92,24 +92,24 @@ def _no_change_reason(
     context: PlanningContext,
     demand: Demand,
     staying: list[WorkerState],
-    wish: ScalingDecision,
+    proposal: ScalingDecision,
     windows: dict[str, TerminationWindow],
 ) -> str:
     max_workers = context.fleet.max_workers
     if context.planner_state.hold is not None:
         return f"hold: {context.planner_state.hold.reason}"
     if context.snapshot.is_paused:
-        return f"paused: {wish.reason}"
-    if len(staying) >= max_workers and (wish.spawn > 0 or wish.target > max_workers):
-        return f"at max_workers ({max_workers}): {wish.reason}"
-    if wish.spawn > 0:
+        return f"paused: {proposal.reason}"
+    if len(staying) >= max_workers and (proposal.spawn > 0 or proposal.target > max_workers):
+        return f"at max_workers ({max_workers}): {proposal.reason}"
+    if proposal.spawn > 0:
         left_s = scaling_interval_left_s(context)
-        return f"waiting: min_scaling_interval has {left_s:.0f} s left; {wish.reason}"
-    kept = [windows[state.worker.id] for state in wish.spare if state.worker.id in windows]
+        return f"waiting: min_scaling_interval has {left_s:.0f} s left; {proposal.reason}"
+    kept = [windows[state.worker.id] for state in proposal.spare if state.worker.id in windows]
     if kept:
         # A clock time, not a countdown: a cycle with the same decision as the last one is not stored again.
         billed_until = min(window.boundary for window in kept)
-        return f"no change: {wish.reason}; {len(kept)} idle kept, first billed until {billed_until:%H:%M:%S} UTC"
+        return f"no change: {proposal.reason}; {len(kept)} idle kept, first billed until {billed_until:%H:%M:%S} UTC"
     if demand.queue.queued == 0 and not staying:
         return "queue empty, no workers"
-    return f"no change: {wish.reason}"
+    return f"no change: {proposal.reason}"

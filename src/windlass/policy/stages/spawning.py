@@ -20,11 +20,11 @@ PROBE_ON_REQUEST = frozenset({failure_rate.CODE, *provider_backoff.CODES})
 
 
 def spawn_workers(
-    context: PlanningContext, demand: Demand, staying: list[WorkerState], wish: ScalingDecision
+    context: PlanningContext, demand: Demand, staying: list[WorkerState], proposal: ScalingDecision
 ) -> list[Action]:
     if context.snapshot.is_paused or context.is_stopped:
         return []
-    wanted, reason = _wanted_workers(context, demand, staying, wish)
+    wanted, reason = _wanted_workers(context, demand, staying, proposal)
     if wanted <= 0:
         return []
     allowed, requested, hold = wanted, context.snapshot.requested, context.planner_state.hold
@@ -39,7 +39,7 @@ def spawn_workers(
     taken = _taken_slots(context)
     slots = _fillable_slots(context, taken, min(allowed, cap))
     free = context.fleet.max_workers - len(taken)
-    context.is_cut_short = len(slots) < min(wanted, free) or wish.is_first_step
+    context.is_cut_short = len(slots) < min(wanted, free) or proposal.is_first_step
     context.decision = f"spawn {len(slots)}: {reason}"
     if len(slots) < wanted:
         if len(slots) == allowed:
@@ -58,12 +58,12 @@ def spawn_workers(
 
 
 def _wanted_workers(
-    context: PlanningContext, demand: Demand, staying: list[WorkerState], wish: ScalingDecision
+    context: PlanningContext, demand: Demand, staying: list[WorkerState], proposal: ScalingDecision
 ) -> tuple[int, str]:
     """How many more the policy, a person or the minimum wants, whichever is most; and why. At most max_workers."""
     fleet, requested = context.fleet, context.snapshot.requested
-    wanted, reason = wish.spawn, wish.reason
-    if wish.target > fleet.max_workers:
+    wanted, reason = proposal.spawn, proposal.reason
+    if proposal.target > fleet.max_workers:
         reason += f", max_workers {fleet.max_workers}"
     # Two spawns in short order would answer the same tasks, so the policy waits; but not for the first worker.
     if demand.capacity > 0 and scaling_interval_left_s(context) > 0:
@@ -116,8 +116,8 @@ def _taken_slots(context: PlanningContext) -> set[int]:
 def _fillable_slots(context: PlanningContext, taken: set[int], most: int) -> list[int]:
     """Slots to fill now, so that never more than max_workers machines exist at the same time.
 
-    A slot whose worker this plan deletes is filled after the deletion. Any other slot needs room for one more machine,
-    and orphaned machines and machines that are being deleted take up room.
+    Orphaned machines and machines that are being deleted take up room. The slot of a worker that this plan deletes is
+    reserved for its replacement, which a later cycle spawns once the worker is gone.
     """
     max_workers = context.fleet.max_workers
     if context.snapshot.machines is None:
@@ -135,4 +135,5 @@ def _fillable_slots(context: PlanningContext, taken: set[int], most: int) -> lis
     # A machine whose deletion began in an earlier cycle may take long: its slot comes last.
     ending = (WorkerStatus.ERROR, WorkerStatus.TERMINATING)
     slow = {state.worker.slot for state in context.states.values() if state.worker.status in ending}
-    return sorted([*lowest, *freed], key=lambda slot: (slot in slow, slot))[: max(0, min(most, limit - remaining))]
+    chosen = sorted([*lowest, *freed], key=lambda slot: (slot in slow, slot))[: max(0, min(most, limit - remaining))]
+    return [slot for slot in chosen if slot not in rows]

@@ -415,9 +415,7 @@ class HetznerProvider:
         doing = f"deleting server {machine.id} of {machine.name}"
         if not machine.id.isdigit():
             # Whoever has such a one, it is not known here that it is gone.
-            raise Refused(
-                f"{doing}: that is no server of Hetzner's: look for it where the fleet's machines were before."
-            )
+            raise Refused(f"{doing}: not a Hetzner server id. Delete the machine at the fleet's former provider.")
         try:
             async with asyncio.timeout(DELETE_TIMEOUT_S):
                 return await self._delete(int(machine.id), machine.name, doing)

@@ -1,7 +1,8 @@
 """Workers as processes of this host.
 
-`provider.py` keeps the provider's contract, `processes.py` reads the process table, `logs.py` keeps what workers print
-within bounds, and `launch.py` is what a worker's process runs first. That one must not wait for the others to load.
+`provider.py` implements the provider contract, `spawn.py` starts a process, `processes.py` reads the process table,
+`logs.py` bounds log files, and `launch.py` is the entry point of a worker process. `launch.py` must start fast, so
+nothing is imported here until it is used.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,6 @@
-"""What a local worker's process runs first: `python -m windlass.providers.local.launch LOG MODULE ARGUMENTS...`
+"""Entry point of a local worker process: `python -m windlass.providers.local.launch LOG MODULE ARGUMENTS...`
 
-It sees to it that the log stays short, for as long as the process lives and whoever else does not, and then becomes
-`python -m MODULE ARGUMENTS...`.
+Starts a thread that bounds the log for as long as the process lives, then runs `python -m MODULE ARGUMENTS...`.
 """
 
 import faulthandler
@@ -10,14 +9,14 @@ import sys
 import threading
 from pathlib import Path
 
-from windlass.providers.local.logs import keep_short
+from windlass.providers.local.logs import bound_log
 
 
 def main() -> None:
     log, module, *arguments = sys.argv[1:]
-    # A crash of the interpreter itself says where, in the log.
+    # A crash of the interpreter prints its location into the log.
     faulthandler.enable()
-    threading.Thread(target=keep_short, args=(Path(log),), name="windlass-log", daemon=True).start()
+    threading.Thread(target=bound_log, args=(Path(log),), name="windlass-log", daemon=True).start()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

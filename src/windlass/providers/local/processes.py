@@ -1,8 +1,8 @@
-"""Which processes there are, and how to signal exactly the one that is meant.
+"""Reads the process table, and signals exactly the intended process.
 
-A process is named by its host, its pid and the moment it started, so a pid that was given to somebody else is never
-mistaken for the old one. A process that is gone or not ours to look at reads as nothing; any other trouble raises
-OSError, because a table of which a part could not be read must not pass for the whole.
+A process is identified by host, pid and start time, so a reused pid is never mistaken for the old process. A process
+that is gone or unreadable reads as None. Any other failure raises OSError: an incomplete table must not pass for a
+complete one.
 """
 
 import contextlib
@@ -18,25 +18,25 @@ from typing import Protocol
 
 import psutil
 
-# A slash is in no host's name. (In containers, each is a host.)
+# A host name contains no slash. Each container is a host of its own.
 HOST = socket.gethostname()
 # Nearly all environments are shorter; longer ones take another call.
 _READ_BYTES = 128 * 1024
-# What the kernel says of a process that ended while we looked, and of one that belongs to somebody else.
+# Errors of a process that exited while it was read, and of one that belongs to another user.
 _GONE = frozenset({errno.ENOENT, errno.ESRCH})
 _CLOSED = frozenset({errno.EACCES, errno.EPERM})
-# No such call in this kernel, or a sandbox that does not know it: then the signal goes by pid, right after the check.
+# The kernel or a sandbox lacks pidfd: the signal is then sent by pid, right after the check.
 _NO_PIDFD = frozenset({errno.ENOSYS, errno.EPERM, errno.EINVAL})
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
     pid: int
-    # In the unit of the table it was read from; together with the pid it names one process.
+    # In the unit of its table; together with the pid it identifies one process.
     started: int
     parent_pid: int
     session: int
-    # It has ended with all its threads, and waits for its parent to take note.
+    # It has exited with all its threads, and its parent has not reaped it.
     is_zombie: bool
 
     @property
@@ -48,39 +48,39 @@ class ProcessTable(Protocol):
     def pids(self) -> list[int]: ...
 
     def read(self, pid: int) -> Process | None:
-        """None: there is no such process, or not any more."""
+        """None if the process does not exist."""
 
     def environment(self, pid: int) -> bytes | None:
-        """As it was when its program started, entries ended by NUL. None: not there, or not ours to read."""
+        """The environment at program start, entries terminated by NUL. None if gone or unreadable."""
 
     def arguments(self, pid: int) -> list[bytes]:
-        """The words of its command line. Empty: not there, or not ours to read."""
+        """The command line. Empty if the process is gone or unreadable."""
 
     def created_at(self, process: Process) -> datetime: ...
 
 
 class ProcFs:
-    """Linux: read from /proc. `started` counts clock ticks since boot, which no change of the clock can move."""
+    """Linux: reads /proc. `started` counts clock ticks since boot, unaffected by clock changes."""
 
     def __init__(self) -> None:
         self._ticks_per_s = os.sysconf("SC_CLK_TCK")
         self._booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def pids(self) -> list[int]:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - no use for the paths
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - the paths are not needed
 
     def read(self, pid: int) -> Process | None:
         text = _read(f"/proc/{pid}/stat")
         if not text:
             return None
-        # Its name may contain anything, even ") ".
+        # The process name may contain anything, even ") ".
         fields = text[text.rindex(b")") + 2 :].split()
         return Process(
             pid=pid,
             started=int(fields[19]),
             parent_pid=int(fields[1]),
             session=int(fields[3]),
-            # While others of its threads are still dying, nobody can be told how it ended.
+            # While other threads are still exiting, the exit code is not available.
             is_zombie=fields[0] in (b"Z", b"X") and int(fields[17]) <= 1,
         )
 
@@ -95,7 +95,7 @@ class ProcFs:
 
 
 class PsutilTable:
-    """Elsewhere: by psutil, which takes about twice as long. `started` counts microseconds."""
+    """Other systems: psutil, about half as fast. `started` counts microseconds."""
 
     def pids(self) -> list[int]:
         return psutil.pids()
@@ -131,22 +131,22 @@ class PsutilTable:
 
 
 def process_table() -> ProcessTable:
-    """The best one this system has."""
+    """The fastest table that this system supports."""
     return ProcFs() if Path("/proc/self/stat").exists() else PsutilTable()
 
 
 def is_alive(table: ProcessTable, process: Process) -> bool:
-    """Whether this very process still runs."""
+    """Whether exactly this process still runs."""
     now = table.read(process.pid)
     return now is not None and now.started == process.started and not now.is_zombie
 
 
 def send_signal(table: ProcessTable, process: Process, number: signal.Signals) -> None:
-    """To this very process or to nobody. Raises PermissionError."""
+    """Send a signal to exactly this process or to none. Raises PermissionError."""
     with contextlib.suppress(ProcessLookupError):
         handle = _handle(process.pid)
         try:
-            # Checked while the handle is held: whoever gets the pid from now on does not get the signal.
+            # Checked while the handle is held: a process that reuses the pid now does not get the signal.
             if not is_alive(table, process):
                 return
             if handle is None:
@@ -159,7 +159,7 @@ def send_signal(table: ProcessTable, process: Process, number: signal.Signals) -
 
 
 def _handle(pid: int) -> int | None:
-    """What stands for the process that has this pid now, and for no later one. None where there is no such thing."""
+    """A pidfd of the process that has this pid now. None where pidfd is not supported."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -175,7 +175,7 @@ def _read(path: str) -> bytes | None:
         file = os.open(path, os.O_RDONLY)
         try:
             text = part = os.read(file, _READ_BYTES)
-            # These files give all they have in one call; a full answer may be cut off.
+            # These files return everything in one call; only a full buffer may be incomplete.
             while len(part) == _READ_BYTES:
                 part = os.read(file, _READ_BYTES)
                 text += part

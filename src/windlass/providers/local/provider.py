@@ -1,37 +1,29 @@
 """Workers as processes of this host.
 
-What it promises:
-- A worker is found again by whoever looks, whatever became of the orchestrator that started it. It carries a mark in
-  its environment, and so does everything it starts; its own command line carries it too. The process table is searched
-  for that mark, there is no list of pids to lose. The mark names the database, the fleet and the worker, so another
-  windlass on this host, or another fleet of this one, is never seen nor touched.
-- A machine's id is its host, and the pid and the start time of its process. Nothing is signalled that is not exactly
-  that process, carries the mark, or descends from one that does.
-- `delete` asks politely for a moment, then kills the worker and all that belongs to it, and returns when nothing of it
-  is left. Out of reach is only what cleared its environment, made a session of its own and lost its parent.
-- A process that ended is listed as exited for a while, with the reason, as far as we can know it: of our own children
-  the exit code or signal, of others only that they are gone, and of both the last words in the log.
-- Workers are not ended with us. They go on, and the next orchestrator finds them.
+Guarantees:
+- A worker is found again by any later orchestrator on this host. The process table is searched for the mark that the
+  worker carries (spawn.py); there is no list of pids to lose. Processes of other databases or fleets are never touched.
+- A machine's id is its host, pid and start time. Only that process, processes with its mark, and their descendants are
+  ever signalled.
+- `delete` sends SIGTERM first, then kills the worker and everything that belongs to it, and returns when nothing is
+  left. It cannot reach a process that cleared its environment, created its own session and lost its parent.
+- An exited process is listed for a while with its exit code or signal (of our own children) and its last log line.
+- Workers outlive the orchestrator.
 
-An orchestrator sees the processes of its own host. A machine's id names the host, so that one that leads elsewhere
-knows which it cannot see: those it judges by their heartbeats alone, and to end one is to let the database tell it so.
+An orchestrator sees only processes of its own host. Workers on another host are judged by their heartbeats alone, and
+terminate when the database says so.
 """
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import os
-import shlex
-import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 
 from windlass.model.errors import Ambiguous, NoCapacity, Refused, Unavailable
@@ -41,83 +33,63 @@ from windlass.model.redaction import Mask
 from windlass.ports.provider import OnHostKey
 from windlass.providers.local.logs import log_folder, safe_name
 from windlass.providers.local.processes import HOST, Process, ProcessTable, is_alive, process_table, send_signal
+from windlass.providers.local.spawn import MARK, OUT_OF_RESOURCES, ChildProcess, WorkerProcess, startup_problem
 
-# Whatever a worker starts inherits it, `windlass` commands too, and to them a name that begins WINDLASS_ is a setting.
-MARK = "_WINDLASS_MACHINE"
-# The worker is told by these who it is and where its tasks are, and takes them out of its environment.
-WORKER_ID = "WINDLASS_WORKER_ID"
-FLEET = "WINDLASS_FLEET"
-NEEDS_GPU = "WINDLASS_NEEDS_GPU"
-DATABASE_URL = "WINDLASS_HIRED_DATABASE_URL"
-
-# Any of these takes milliseconds. Longer, and something is wrong with the host: what happened is then found out later.
+# Each of these takes milliseconds on a healthy host. After the limit the outcome is settled by the next list.
 CREATE_TIMEOUT_S = 5.0
 LIST_TIMEOUT_S = 20.0
-# A worker that has nothing to do ends within this time; one that is at work has had its time before delete is called.
+# An idle worker exits within this time. A busy one has already had its drain time when delete is called.
 STOP_GRACE_S = 5.0
-# Asked a second time, a worker does not wait for the task at hand but gives it back.
-ASK_AGAIN_S = 1.0
-# From SIGKILL to the end of the process. Longer only in uninterruptible I/O.
+# A second SIGTERM makes a worker release its running task instead of finishing it.
+SECOND_SIGTERM_S = 1.0
+# From SIGKILL to the end of the process. It takes longer only in uninterruptible I/O.
 KILL_TIMEOUT_S = 10.0
 POLL_S = 0.02
 EXEC_POLL_S = 0.0005
-# For how long a process that ended is listed: some cycles, so that one lost to a database outage is not the last.
+# An exited process is listed this long: several cycles, so that one cycle lost to a database outage does not hide it.
 EXITED_LISTED_S = 20.0
 PRUNE_INTERVAL_S = 60.0
-
-# `create` forks within its own time limit or not at all, so nothing appears later than that; the rest is margin.
+# `create` forks within CREATE_TIMEOUT_S or not at all, so no process appears later; the rest is margin.
 _CREATION_LATENESS_S = 2 * CREATE_TIMEOUT_S
-# Longer than EXITED_LISTED_S: a worker that left in good order is listed for that long after its row has ended, and
-# ending it would only make a noise. What runs on without a row for this long is not about to end by itself.
-_STRAY_GRACE_S = 30.0
+# Longer than EXITED_LISTED_S: a worker that deregistered is listed for that long after its row was closed.
+_ORPHAN_GRACE_S = 30.0
 
-# The host has no room for another process, or we may have no more: that can change.
-_NO_ROOM = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC})
 Result = TypeVar("Result")
 
-
-class _ChildProcess(subprocess.Popen[bytes]):
-    """A process that may outlive us, and that is no mistake; Popen would warn of it."""
-
-    def __del__(self) -> None:
-        pass
-
-
-# By machine id. Being the parent is a matter of this process, whichever provider object was at it.
-_children: dict[str, _ChildProcess] = {}
+# Children of this process by machine id, shared by all provider objects: only the parent can learn an exit code.
+children: dict[str, ChildProcess] = {}
 
 
 @dataclass(slots=True)
-class _LocalGroup:
-    """The living processes that carry the mark of one worker."""
+class _MarkedProcesses:
+    """The live processes that carry the mark of one worker."""
 
-    # Those that were started as that worker: one, unless something went very wrong.
+    # Processes started as that worker: normally one.
     leaders: list[Process] = field(default_factory=list)
     others: list[Process] = field(default_factory=list)
 
-    def set_forks_aside(self) -> None:
-        """A fork of a worker has its command line until it starts a program of its own, and may lead a session by
-        then: every handler's process begins so. But its parent is one of us, and a worker's is not."""
+    def move_forks_to_others(self) -> None:
+        """A fork of a worker has the worker's command line until it executes its own program, and may already lead a
+        session: every handler process begins so. Unlike the worker, its parent is one of these processes."""
         pids = {process.pid for process in (*self.leaders, *self.others)}
         self.others += [process for process in self.leaders if process.parent_pid in pids]
         self.leaders = [process for process in self.leaders if process.parent_pid not in pids]
 
 
 @dataclass(slots=True)
-class _EndedProcess:
+class _ExitedProcess:
     machine: Machine
-    # Since when it has been listed.
-    since: float | None = None
+    first_listed_at: float | None = None
 
 
 class LocalProvider:
-    """The processes of one fleet on this host. `identity` is the database's: see ControlStore.instance_id."""
+    """The processes of one fleet on this host. `identity` is the database's (ControlStore.instance_id)."""
 
     traits = ProviderTraits(
         # The process table does not lag.
         absence_grace_s=0.0,
         creation_lateness_s=_CREATION_LATENESS_S,
-        orphan_grace_s=_STRAY_GRACE_S,
+        orphan_grace_s=_ORPHAN_GRACE_S,
         host=HOST,
     )
 
@@ -137,296 +109,211 @@ class LocalProvider:
         stop_grace_s: float = STOP_GRACE_S,
         table: ProcessTable | None = None,
     ) -> None:
-        """Workers use the database at `database_url`, or the embedded one in `data_dir`.
-
-        `settings` is all they are told beyond their command line, as environment: they read no file, which might have
-        changed since. `withheld`: names in our environment that are none of their business. `program` is a Python
-        module and its first arguments. `mask`: for what is told of their logs.
-        """
+        """Workers use the database at `database_url`, or the embedded one in `data_dir`. See WorkerProcess."""
         self._fleet = fleet
         self._config = config
-        self._database_url = database_url
-        self._data_dir = data_dir
-        self._settings = dict(settings or {})
-        self._withheld = frozenset(withheld)
-        self._program = tuple(program)
         self._stop_grace_s = stop_grace_s
         self._table = table or process_table()
         self._logs = log_folder(state_dir.absolute(), fleet, mask or Mask())
-        instance = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self._prefix = f"{instance}/{safe_name(fleet)}/"
-        # Worker and process by machine id. What was ours once stays ours, even if it overwrites its environment.
+        self._prefix = f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}/{safe_name(fleet)}/"
+        self._spawn = WorkerProcess(
+            fleet, config, self._prefix, database_url, data_dir, dict(settings or {}), frozenset(withheld), program
+        )
+        # Worker name and process by machine id. A known process stays ours even if it overwrites its environment.
         self._known: dict[str, tuple[str, Process]] = {}
-        self._ended: dict[str, _EndedProcess] = {}
+        self._exited: dict[str, _ExitedProcess] = {}
         self._pruned_at = 0.0
-        # Everything that looks and then acts on what it saw.
-        self._lock = threading.Lock()
+        # Held while the process table is read and acted upon.
+        self._lock = Lock()
 
     # ------------------------------------------------------------------------------------------------ the contract
 
     async def create(self, request: MachineRequest) -> Machine:
         doing = f"creating worker {request.name}"
-        give_up_at = time.monotonic() + CREATE_TIMEOUT_S
+        deadline = time.monotonic() + CREATE_TIMEOUT_S
         try:
             async with asyncio.timeout(CREATE_TIMEOUT_S):
-                return await asyncio.to_thread(self._create, request, doing, give_up_at)
+                return await asyncio.to_thread(self._create, request.name, doing, deadline)
         except TimeoutError:
             raise Ambiguous(f"{doing}: the host did not start a process within {CREATE_TIMEOUT_S:g} s") from None
 
     async def list_machines(self) -> tuple[Machine, ...]:
-        return await self._look(f"listing the processes of fleet {self._fleet}", self._list)
+        return await self._in_thread(f"listing the processes of fleet {self._fleet}", self._list)
 
     async def delete(self, machine: Machine) -> None:
-        doing = f"ending worker {machine.name} (process {machine.id})"
+        doing = f"deleting worker {machine.name} (process {machine.id})"
         if "/" not in machine.id:
-            # Whoever has such a one, it is not known here that it is gone.
-            raise Refused(f"{doing}: that is no process: look for it where the fleet's machines were before.")
+            # The machine of another provider: nothing is known about it here.
+            raise Refused(f"{doing}: not a process id. Delete the machine at the fleet's former provider.")
         if not machine.id.startswith(f"{HOST}/"):
-            # It hears from the database that it is over. One that does not listen is a stray to whoever leads there.
+            # A worker on another host learns from the database that it is terminated. If it does not react, the
+            # orchestrator there finds it as an orphan.
             return
-        # Looked up while it lives: some can be found only by their parents.
-        processes = await self._look(doing, lambda: self._belonging(machine))
+        # Collected while the worker lives: some of its processes are found only through their parents.
+        processes = await self._in_thread(doing, lambda: self._processes_of(machine))
         for process in processes:
             if process.id == machine.id:
-                await self._ask_to_end(process, doing)
+                await self._send_sigterm(process, doing)
         await self._kill_all(machine, processes, doing)
-        await self._look(doing, lambda: self._forget(machine))
+        await self._in_thread(doing, lambda: self._forget(machine))
 
     async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:  # noqa: ARG002
-        """Nothing to do: processes are workers from the first moment."""
+        """Nothing to do: a process is a worker from its start."""
         return Preparation()
 
     async def close(self) -> None:
-        """Nothing to do: workers go on without us."""
+        """Nothing to do: workers outlive the orchestrator."""
 
-    async def _look(self, doing: str, function: Callable[[], Result]) -> Result:
-        """Something that reads the process table, in a thread and within its time."""
+    async def _in_thread(self, doing: str, function: Callable[[], Result]) -> Result:
+        """Run a function that reads the process table, in a thread and within LIST_TIMEOUT_S."""
         try:
             async with asyncio.timeout(LIST_TIMEOUT_S):
                 return await asyncio.to_thread(function)
         except TimeoutError:
             raise Unavailable(f"{doing}: reading the process table took more than {LIST_TIMEOUT_S:g} s") from None
         except OSError as error:
-            raise Unavailable(f"{doing}: the process table cannot be read ({error})") from error
+            raise Unavailable(f"{doing}: cannot read the process table ({error})") from error
 
     # ------------------------------------------------------------------------------------------------------ create
 
-    def _create(self, request: MachineRequest, doing: str, give_up_at: float) -> Machine:
-        environment = self._environment(request)
-        problem = why_not_startable(self._fleet, self._config, environment.get("PATH"))
+    def _create(self, name: str, doing: str, deadline: float) -> Machine:
+        problem = startup_problem(self._fleet, self._config, self._spawn.environment(name).get("PATH"))
         if problem is not None:
             raise Refused(f"{doing}: {problem}")
         with self._lock:
             try:
-                for running in self._groups().get(request.name, _LocalGroup()).leaders:
-                    return self._machine(request.name, running)
+                for running in self._marked_processes().get(name, _MarkedProcesses()).leaders:
+                    return self._machine(name, running)
             except OSError as error:
-                raise Ambiguous(f"{doing}: whether it runs already cannot be read ({error})") from error
-            log = self._open_log(request.name, doing)
+                raise Ambiguous(f"{doing}: cannot tell whether it already runs ({error})") from error
+            log = self._open_log(name, doing)
             try:
-                child = self._start(request, environment, log, doing, give_up_at)
+                child = self._spawn.start(name, self._logs.path_of(name), log, doing, deadline)
             except BaseException:
-                self._logs.discard(request.name)
+                self._logs.discard(name)
                 raise
             finally:
                 os.close(log)
-            # It is our child and was not waited for, so it can be read even if it has ended.
+            # Our child was not waited for, so it can be read even if it has already exited.
             process = self._table.read(child.pid)
             if process is None:
-                raise Ambiguous(f"{doing}: process {child.pid} was started and cannot be found")
-            _children[process.id] = child
-            self._known[process.id] = (request.name, process)
-            self._wait_until_marked(process, give_up_at)
-            return self._machine(request.name, process)
+                raise Ambiguous(f"{doing}: process {child.pid} was started and is not in the process table")
+            children[process.id] = child
+            self._known[process.id] = (name, process)
+            # The environment of a started program becomes readable a moment later. Other orchestrators must be able to
+            # find this machine when they hear of it.
+            mark = f"{MARK}={self._prefix}".encode()
+            while mark not in (self._table.environment(process.pid) or b"") and self._is_running(process):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(EXEC_POLL_S)
+            return self._machine(name, process)
 
     def _open_log(self, name: str, doing: str) -> int:
         try:
             return self._logs.create(name)
         except FileExistsError:
-            raise Ambiguous(f"{doing}: a process was started for it before, and is not there now") from None
+            raise Ambiguous(f"{doing}: a process was started for it before and is gone now") from None
         except OSError as error:
-            message = f"{doing}: {self._logs.path_of(name)} cannot be written ({error.strerror})"
-            raise (NoCapacity if error.errno in _NO_ROOM else Refused)(message) from error
-
-    def _wait_until_marked(self, process: Process, give_up_at: float) -> None:
-        """The kernel says that a program was started a moment before others can read its environment. Whoever hears
-        of this machine from us must be able to find it."""
-        mark = f"{MARK}={self._prefix}".encode()
-        while mark not in (self._table.environment(process.pid) or b"") and self._lives(process):
-            if time.monotonic() > give_up_at:
-                return  # so others find it later; we know it
-            time.sleep(EXEC_POLL_S)
-
-    def _start(
-        self, request: MachineRequest, environment: dict[str, str], log: int, doing: str, give_up_at: float
-    ) -> _ChildProcess:
-        if time.monotonic() > give_up_at:
-            # Nobody waits for it any more. To start it now would be to start it behind everybody's back.
-            raise Unavailable(f"{doing}: it took too long")
-        try:
-            return _ChildProcess(
-                self._command(request),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise NoCapacity(f"{doing}: this host has no room for another process ({error.strerror})") from error
-            raise Refused(f"{doing}: {sys.executable} cannot be started ({error.strerror}).") from error
-        except ValueError as error:
-            raise Refused(f"{doing}: its environment or command is not one ({error}): check env and exec.") from error
-
-    def _command(self, request: MachineRequest) -> list[str]:
-        config = self._config
-        command = [
-            sys.executable,
-            # The folder we happen to be in is no place to import windlass from.
-            "-P",
-            *self._mark_argument(request.name),
-            "-m",
-            "windlass.providers.local.launch",
-            str(self._logs.path_of(request.name)),
-            *self._program,
-        ]
-        for queue in config.queues:
-            command += ["--queue", queue]
-        if config.handler is not None:
-            command += ["--handler", config.handler]
-        if config.exec is not None:
-            command += ["--exec", config.exec]
-        if config.is_inline:
-            command += ["--inline"]
-        if config.chdir is not None:
-            command += ["--chdir", str(config.chdir.absolute())]
-        command += ["--concurrency", str(config.concurrency)]
-        command += ["--heartbeat-interval", f"{config.heartbeat_interval_s:g}"]
-        command += ["--lease", f"{config.heartbeat_timeout_s:g}"]
-        command += ["--config", os.devnull]
-        if self._data_dir is not None:
-            command += ["--data-dir", str(self._data_dir.absolute())]
-        return command
-
-    def _mark_argument(self, name: str) -> list[str]:
-        # Python takes any -X and passes none of its own invention on: the worker has it, what it starts has not.
-        return ["-X", f"windlass={self._prefix}{name}"]
-
-    def _environment(self, request: MachineRequest) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if name not in self._withheld}
-        environment = {**inherited, **self._settings, **self._config.env}
-        # For the worker's own drain: what the control loop grants it, and no more.
-        environment["WINDLASS_WORKER__DRAIN_TIMEOUT_S"] = f"{self._config.stop_timeout_s:g}"
-        if self._database_url is not None:
-            # Not on the command line, which everybody on this host can read; nor as DATABASE_URL, which handlers read:
-            # there is what stands in our environment or the fleet's, and not what only our windlass.toml has.
-            environment[DATABASE_URL] = self._database_url
-        if self._config.has_gpu and self._config.engine is None:
-            # What a node has is its engine's word.
-            environment[NEEDS_GPU] = "yes"
-        return environment | {
-            MARK: f"{self._prefix}{request.name}",
-            WORKER_ID: request.name,
-            FLEET: self._fleet,
-        }
+            message = f"{doing}: cannot write {self._logs.path_of(name)} ({error.strerror})"
+            raise (NoCapacity if error.errno in OUT_OF_RESOURCES else Refused)(message) from error
 
     # -------------------------------------------------------------------------------------------------------- list
 
     def _list(self) -> tuple[Machine, ...]:
         with self._lock:
-            groups = self._groups()
-            running = {leader.id: (name, leader) for name, group in groups.items() for leader in group.leaders}
+            marked = self._marked_processes()
+            running = {leader.id: (name, leader) for name, found in marked.items() for leader in found.leaders}
             for machine_id, (name, process) in self._known.items():
                 if machine_id not in running:
-                    self._ended[machine_id] = _EndedProcess(self._exited(name, process))
+                    self._exited[machine_id] = _ExitedProcess(self._exited_machine(name, process))
             self._known = running
             if time.monotonic() - self._pruned_at > PRUNE_INTERVAL_S:
                 self._pruned_at = time.monotonic()
                 self._logs.prune()
             alive = [self._machine(name, process) for name, process in running.values()]
-            return (*alive, *self._listed_as_exited(groups))
+            return (*alive, *self._exited_machines(marked))
 
-    def _listed_as_exited(self, groups: dict[str, _LocalGroup]) -> list[Machine]:
+    def _exited_machines(self, marked: dict[str, _MarkedProcesses]) -> list[Machine]:
         now = time.monotonic()
-        for ended in self._ended.values():
-            ended.since = now if ended.since is None else ended.since
-        self._ended = {id_: ended for id_, ended in self._ended.items() if now - (ended.since or now) < EXITED_LISTED_S}
-        machines = [ended.machine for ended in self._ended.values()]
-        named = {machine.name for machine in machines}
-        # Their worker is gone and nobody knows since when. They must be found, or they would stay for ever.
-        for name, group in groups.items():
-            if not group.leaders and name not in named:
-                oldest = min(group.others, key=lambda process: process.started)
-                note = f"the worker is gone, and left {len(group.others)} of its processes behind"
+        for exited in self._exited.values():
+            exited.first_listed_at = now if exited.first_listed_at is None else exited.first_listed_at
+        self._exited = {
+            machine_id: exited
+            for machine_id, exited in self._exited.items()
+            if now - (exited.first_listed_at or now) < EXITED_LISTED_S
+        }
+        machines = [exited.machine for exited in self._exited.values()]
+        names = {machine.name for machine in machines}
+        # Processes whose worker is gone must be listed too, or they would never be deleted.
+        for name, found in marked.items():
+            if not found.leaders and name not in names:
+                oldest = min(found.others, key=lambda process: process.started)
+                note = f"the worker exited and {len(found.others)} of its processes still run"
                 machines.append(replace(self._machine(name, oldest), state=MachineState.EXITED, note=note))
         return machines
 
-    def _groups(self) -> dict[str, _LocalGroup]:
-        """All living processes that carry our mark, by worker. Raises OSError."""
+    def _marked_processes(self) -> dict[str, _MarkedProcesses]:
+        """All live processes that carry our mark, by worker. Raises OSError."""
         if self._table.environment(os.getpid()) is None:
-            # If we cannot even see our own, not seeing others means nothing.
-            raise PermissionError("environments are not to be read here")
-        groups: dict[str, _LocalGroup] = {}
+            # If even our own environment is unreadable, an empty result would mean nothing.
+            raise PermissionError("process environments cannot be read")
+        marked: dict[str, _MarkedProcesses] = {}
         entry = f"{MARK}={self._prefix}".encode()
         for pid in self._table.pids():
             environment = self._table.environment(pid)
             if environment is not None and entry in environment:
-                self._sort_in(pid, entry, groups)
-        for group in groups.values():
-            group.set_forks_aside()
-        leaders = {process.id for group in groups.values() for process in group.leaders}
-        others = {process.id for group in groups.values() for process in group.others}
+                self._add_marked(pid, entry, marked)
+        for found in marked.values():
+            found.move_forks_to_others()
+        leaders = {process.id for found in marked.values() for process in found.leaders}
+        others = {process.id for found in marked.values() for process in found.others}
         for machine_id, (name, process) in self._known.items():
-            # One that is marked and yet no worker runs another program now; a child of ours may also be just ending.
-            is_worker = machine_id in _children or machine_id not in others
-            if machine_id not in leaders and is_worker and self._lives(process):
-                groups.setdefault(name, _LocalGroup()).leaders.append(process)
-        return groups
+            # A marked process that is not a worker runs another program now; a child of ours may be exiting.
+            is_worker = machine_id in children or machine_id not in others
+            if machine_id not in leaders and is_worker and self._is_running(process):
+                marked.setdefault(name, _MarkedProcesses()).leaders.append(process)
+        return marked
 
-    def _lives(self, process: Process) -> bool:
-        child = _children.get(process.id)
-        # Of its own children a parent is told for certain, and how they ended in the same breath.
-        return is_alive(self._table, process) if child is None else child.poll() is None
-
-    def _sort_in(self, pid: int, entry: bytes, groups: dict[str, _LocalGroup]) -> None:
+    def _add_marked(self, pid: int, entry: bytes, marked: dict[str, _MarkedProcesses]) -> None:
         process = self._table.read(pid)
-        # Read again, since this pid may have changed hands between the two.
-        name = _value_of(entry, self._table.environment(pid) or b"")
+        # Read the environment again: the pid may have been reused between the two reads.
+        variables = (self._table.environment(pid) or b"").split(b"\0")
+        name = next((os.fsdecode(each[len(entry) :]) for each in variables if each.startswith(entry)), None)
         if process is None or process.is_zombie or name is None:
             return
-        group = groups.setdefault(name, _LocalGroup())
-        mark = [word.encode() for word in self._mark_argument(name)]
+        found = marked.setdefault(name, _MarkedProcesses())
+        mark = [word.encode() for word in self._spawn.mark_arguments(name)]
         is_leader = process.session == process.pid and self._table.arguments(pid)[2:4] == mark
-        (group.leaders if is_leader else group.others).append(process)
+        (found.leaders if is_leader else found.others).append(process)
+
+    def _is_running(self, process: Process) -> bool:
+        child = children.get(process.id)
+        # A parent learns the end of its child, and its exit code, in one call.
+        return is_alive(self._table, process) if child is None else child.poll() is None
 
     def _machine(self, name: str, process: Process) -> Machine:
-        return Machine(
-            id=process.id,
-            name=name,
-            state=MachineState.RUNNING,
-            created_at=self._table.created_at(process),
-            place=HOST,
-        )
+        created_at = self._table.created_at(process)
+        return Machine(process.id, name, MachineState.RUNNING, created_at=created_at, place=HOST)
 
-    def _exited(self, name: str, process: Process) -> Machine:
+    def _exited_machine(self, name: str, process: Process) -> Machine:
         code = _reap(process.id)
-        note = "its process is gone, and only the orchestrator that started it could know why"
+        note = "its process is gone; its exit code is known only to the orchestrator that started it"
         if code is not None:
-            note = f"its process {_how_it_ended(code)}"
-        words = self._logs.last_words(name)
-        if words:
-            note += f"; {words}"
+            note = f"its process {_describe_exit(code)}"
+        last_line = self._logs.last_line(name)
+        if last_line:
+            note += f"; {last_line}"
         return replace(self._machine(name, process), state=MachineState.EXITED, note=note)
 
     # ------------------------------------------------------------------------------------------------------ delete
 
-    async def _ask_to_end(self, worker: Process, doing: str) -> None:
-        """SIGTERM, twice if need be. Returns when it has ended or its time is up."""
+    async def _send_sigterm(self, worker: Process, doing: str) -> None:
+        """Send SIGTERM, a second one after SECOND_SIGTERM_S. Returns when the worker has exited or its time is up."""
         started = time.monotonic()
-        for wait_s in (min(ASK_AGAIN_S, self._stop_grace_s), self._stop_grace_s):
+        for wait_s in (min(SECOND_SIGTERM_S, self._stop_grace_s), self._stop_grace_s):
             _signal(self._table, worker, signal.SIGTERM, doing)
-            while self._lives(worker):
+            while self._is_running(worker):
                 if time.monotonic() - started >= wait_s:
                     break
                 await asyncio.sleep(POLL_S)
@@ -434,84 +321,54 @@ class LocalProvider:
                 return
 
     async def _kill_all(self, machine: Machine, seen: Sequence[Process], doing: str) -> None:
-        """SIGKILL to all that is left of it, again and again: what is killed may have forked a moment before."""
-        give_up_at = time.monotonic() + KILL_TIMEOUT_S
-        while left := await self._look(doing, lambda: self._belonging(machine, seen)):
-            if time.monotonic() > give_up_at:
+        """Send SIGKILL to everything that is left, repeatedly: a killed process may have forked a moment before."""
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while left := await self._in_thread(doing, lambda: self._processes_of(machine, seen)):
+            if time.monotonic() > deadline:
                 pids = ", ".join(str(process.pid) for process in left)
-                raise Unavailable(f"{doing}: {pids} still there {KILL_TIMEOUT_S:g} s after SIGKILL")
+                raise Unavailable(f"{doing}: {pids} still running {KILL_TIMEOUT_S:g} s after SIGKILL")
             for process in left:
                 _signal(self._table, process, signal.SIGKILL, doing)
             await asyncio.sleep(POLL_S)
 
-    def _belonging(self, machine: Machine, seen: Sequence[Process] = ()) -> list[Process]:
-        """Every living process of this machine: the worker, what carries its mark, and what `seen` remembers, with
-        all that descends from one of these or is in its session."""
+    def _processes_of(self, machine: Machine, seen: Sequence[Process] = ()) -> list[Process]:
+        """Every live process of this machine: the worker, processes with its mark, processes in `seen`, and all that
+        descend from one of these or are in its session."""
         with self._lock:
-            group = self._groups().get(machine.name, _LocalGroup())
-        roots = [*group.leaders, *group.others]
-        if any(leader.id != machine.id for leader in group.leaders):
-            # Another machine of the same worker lives, and the mark does not say whose the others are.
-            roots = [leader for leader in group.leaders if leader.id == machine.id]
+            found = self._marked_processes().get(machine.name, _MarkedProcesses())
+        roots = [*found.leaders, *found.others]
+        if any(leader.id != machine.id for leader in found.leaders):
+            # Another machine of the same worker lives, and the mark does not say which one the others belong to.
+            roots = [leader for leader in found.leaders if leader.id == machine.id]
         roots += [process for process in seen if is_alive(self._table, process)]
-        ours = {process.pid: process for process in roots}
-        everybody = [process for pid in self._table.pids() if (process := self._table.read(pid)) is not None]
-        is_growing = bool(ours)
+        members = {process.pid: process for process in roots}
+        table = [process for pid in self._table.pids() if (process := self._table.read(pid)) is not None]
+        is_growing = bool(members)
         while is_growing:
-            found = {p.pid: p for p in everybody if (p.parent_pid in ours or p.session in ours) and not p.is_zombie}
-            is_growing = not found.keys() <= ours.keys()
-            ours = found | ours
-        ours.pop(os.getpid(), None)  # a handler may run an orchestrator, if it must
-        return list(ours.values())
+            related = {
+                each.pid: each
+                for each in table
+                if (each.parent_pid in members or each.session in members) and not each.is_zombie
+            }
+            is_growing = not related.keys() <= members.keys()
+            members = related | members
+        members.pop(os.getpid(), None)  # a handler may itself run an orchestrator
+        return list(members.values())
 
     def _forget(self, machine: Machine) -> None:
         with self._lock:
             _reap(machine.id)
             self._known.pop(machine.id, None)
-            self._ended.pop(machine.id, None)
-
-
-def why_not_startable(fleet: str, config: FleetConfig, path: str | None) -> str | None:
-    """Why a worker could only fail, in a sentence. (Whether a handler can be imported, only its process can tell.)
-
-    `path`: the PATH of its environment.
-    """
-    if config.handler is None and config.exec is None:
-        return f"fleet {fleet} has neither handler nor exec: say what its workers run."
-    folder = Path() if config.chdir is None else config.chdir
-    if not folder.is_dir():
-        return f"there is no folder {folder}: check chdir of fleet {fleet}."
-    if not os.access(folder, os.X_OK):
-        return f"the folder {folder} may not be entered: check chdir of fleet {fleet}."
-    if config.exec is None:
-        return None
-    try:
-        words = shlex.split(config.exec)
-    except ValueError as error:
-        return f"the command {config.exec!r} cannot be read ({error}): check exec of fleet {fleet}."
-    name = words[0] if words else ""
-    # A name with a slash is meant from the folder the worker works in, any other is looked for in its PATH.
-    place = str(folder / name) if "/" in name else name
-    if not name or shutil.which(place, path=path) is None:
-        return f"there is no command {name!r}: check exec of fleet {fleet}, and the PATH of its workers."
-    return None
+            self._exited.pop(machine.id, None)
 
 
 def _reap(machine_id: str) -> int | None:
-    """How a child of ours ended; None if it was none. Its entry leaves the process table."""
-    child = _children.get(machine_id)
+    """The exit code of our child, removed from the process table; None if it runs or is not our child."""
+    child = children.get(machine_id)
     code = None if child is None else child.poll()
     if code is not None:
-        _children.pop(machine_id, None)
+        children.pop(machine_id, None)
     return code
-
-
-def _value_of(entry: bytes, environment: bytes) -> str | None:
-    """What follows `entry` in the variable that begins with it; None if none does."""
-    for variable in environment.split(b"\0"):
-        if variable.startswith(entry):
-            return os.fsdecode(variable[len(entry) :])
-    return None
 
 
 def _signal(table: ProcessTable, process: Process, number: signal.Signals, doing: str) -> None:
@@ -521,7 +378,7 @@ def _signal(table: ProcessTable, process: Process, number: signal.Signals, doing
         raise Refused(f"{doing}: {number.name} to process {process.pid} is not allowed ({error.strerror})") from error
 
 
-def _how_it_ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"exited with code {code}"
     with contextlib.suppress(ValueError):

@@ -340,7 +340,7 @@ class RunpodProvider:
         doing = f"deleting pod {machine.id} of {machine.name}"
         if not _POD_ID.fullmatch(machine.id) or machine.id.isdecimal():
             # Whoever has such a one, it is not known here that it is gone.
-            raise Refused(f"{doing}: that is no pod: look for it where the fleet's machines were before.")
+            raise Refused(f"{doing}: not a pod id. Delete the machine at the fleet's former provider.")
         try:
             async with asyncio.timeout(DELETE_TIMEOUT_S):
                 return await self._delete(machine, doing)

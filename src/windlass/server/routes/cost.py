@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import AwareDatetime
 
-from windlass.cost.queries import CostReport, CostReportInputs, look, look_from
+from windlass.cost.queries import CostReport, CostReportInputs, build_report, read_costs
 from windlass.cost.report import By, Forecast, forecasts
 from windlass.dashboard.cost import BudgetView, cost_page
 from windlass.model.cost import BillingAccount, Cost, day_of, hour_of, month_of
@@ -61,14 +61,14 @@ def routes(context: AppContext) -> APIRouter:
         now = await store.now()
         if since is not None and not FIRST_YEAR <= since.year <= now.year + 1:
             raise BadInput(f"since is in the year {since.year}: there are no charges from then.")
-        return await look(store, by, since if since is not None else now - DEFAULT_PERIOD, now, fleet, limit)
+        return await build_report(store, by, since if since is not None else now - DEFAULT_PERIOD, now, fleet, limit)
 
     async def load_page_data(key: tuple[str | None, int]) -> _CostPageData:
         fleet, days = key
         now = await store.now()
         since = hour_of(now - timedelta(days=1)) if days == 1 else day_of(now) - timedelta(days=days - 1)
         rows = {By.DAY: (days + 1) * MAX_CURRENCIES, By.FLEET: TABLE_ROWS, By.QUEUE: TABLE_ROWS}
-        report = await look_from(store, rows, since, now, fleet)
+        report = await read_costs(store, rows, since, now, fleet)
         return _CostPageData(now, report, await _budgets(context, report.accounts, fleet, now))
 
     reports, page_data = TtlCache(load_report, REPORT_TTL_S), TtlCache(load_page_data, REPORT_TTL_S)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from pydantic import Field
 
 from windlass import operations
-from windlass.cost.meter import Meter, read_meter
+from windlass.cost.report import Meter, read_meter
 from windlass.dashboard.workers import MAX_CELLS, SlotMap, slot_map, worker_page, workers_page
 from windlass.model.errors import BadInput
 from windlass.model.listing import WorkerRow

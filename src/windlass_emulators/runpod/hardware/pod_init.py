@@ -110,7 +110,7 @@ class PodInit:
         if os.path.exists(path) and os.path.getsize(path) > _MAX_LOG_BYTES:
             os.truncate(path, 0)
         with open(path, "a") as log:
-            log.write(json.dumps({"at": now, "text": line}) + "\n")
+            log.write(f"{now} {line}\n")
 
     # ------------------------------------------------------------------------------------------------------- SSH
 
