@@ -23,7 +23,7 @@ async def test_task_is_enqueued_failed_retried_and_cancelled(api: ApiFixture) ->
     shown = (await operator.get(f"{API}/tasks/{task_id}")).json()
     assert (shown["status"], shown["payload"]) == ("failed", {"n": 1})
     assert [event["code"] for event in shown["events"]] == ["TASK_FAILED"]
-    assert "dead letter" in shown["answer"][0]
+    assert "failed permanently" in shown["answer"][0]
     (found,) = (await operator.get(f"{API}/tasks", params={"status": "failed", "search": "broken"})).json()["items"]
     assert found["id"] == task_id
     assert (await operator.post(f"{API}/tasks/{task_id}/retry")).json()["outcome"] == "done"
