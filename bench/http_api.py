@@ -39,12 +39,12 @@ from windlass.server.long_poll import LongPollHub
 from windlass.server.metrics import Metrics
 from windlass.server.server import listen, serving
 from windlass.store.alerts import PostgresAlertStore
-from windlass.store.auth import PostgresAuthStore
 from windlass.store.control import PostgresControlStore
-from windlass.store.dashboard_queries import PostgresQueryStore
+from windlass.store.database import Database
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
 from windlass.wiring.http_server import server_stores, take_samples
+from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
 WORKERS = 1_000
 CYCLE_INTERVAL_S = 1.0
@@ -83,14 +83,15 @@ async def serve(dsn: str) -> None:
     token = new_token(API_PREFIX, random.SystemRandom())
     async with (
         server_stores(dsn) as (worker_store, user_store),
-        PostgresControlStore(dsn) as own,
-        PostgresAlertStore(dsn, max_connections=2) as alert_store,
+        Database(dsn) as own,
+        Database(dsn, max_connections=2) as alert_database,
     ):
         await user_store.create_token("bench", Role.VIEWER, hash_of(token))
         listener = listen("127.0.0.1", 0)
         feed = OverviewFeed(user_store, lambda: frozenset({FLEET}))
-        alerts = AlertManager(alert_store, [], dead_letters_allowed=0, leader_grace_s=60.0)
-        cycle = FleetCycle(FLEET, config, own, StaticProvider(WORKERS), Candidate("bench", 600), random.Random(1))
+        alerts = AlertManager(PostgresAlertStore(alert_database), [], dead_letters_allowed=0, leader_grace_s=60.0)
+        control = PostgresControlStore(own)
+        cycle = FleetCycle(FLEET, config, control, StaticProvider(WORKERS), Candidate("bench", 600), random.Random(1))
         background = [asyncio.create_task(work) for work in (take_samples(user_store, feed), alerts.run())]
         async with serving(make_app(_context(worker_store, user_store, feed, config)), listener):
             print(json.dumps({"port": listener.getsockname()[1], "token": token}), flush=True)
@@ -103,7 +104,7 @@ async def serve(dsn: str) -> None:
 
 
 def _context(
-    worker_store: PostgresAuthStore, user_store: PostgresQueryStore, feed: OverviewFeed, config: FleetConfig
+    worker_store: WorkerProtocolStores, user_store: DashboardStores, feed: OverviewFeed, config: FleetConfig
 ) -> AppContext:
     return AppContext(
         worker_store=worker_store,

@@ -5,13 +5,16 @@ from typing import Any
 
 from windlass.control.explain import ExplainStore, explain
 from windlass.model.cycle import Explanation
+from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.work_order import RayHead
 from windlass.server.context import LoopHealth
 
 
 class StaticControlPlane:
-    def __init__(self, fleet: FleetConfig, store: ExplainStore) -> None:
+    """Without a store it explains nothing."""
+
+    def __init__(self, fleet: FleetConfig, store: ExplainStore | None = None) -> None:
         self._fleet = fleet
         self._store = store
 
@@ -31,6 +34,8 @@ class StaticControlPlane:
         return []
 
     async def explain(self, subject: str) -> Explanation:
+        if self._store is None:
+            raise BadInput(f"{subject} not found.")
         return await explain(self._store, subject)
 
     async def worker_log(self, _fleet: str, _worker_id: str, _lines: int) -> AsyncIterator[str]:

@@ -24,8 +24,9 @@ from windlass.model.errors import BadInput, WindlassError
 from windlass.model.event import check_reason
 from windlass.model.task import NewTask, Task, TaskStatus, check_payload_size, new_task
 from windlass.operations import task_not_found
-from windlass.store.postgres import PostgresStore, enqueue_on
+from windlass.store.tasks import enqueue_on
 from windlass.wiring import stores
+from windlass.wiring.stores import CommandStore
 
 RESULT_POLL_MIN_S = 0.02
 RESULT_POLL_MAX_S = 1.0
@@ -55,7 +56,7 @@ class Client:
         file = Path(config) if config is not None else None
         self._config = load_config(file, given, overrides_from="the arguments of Client", has_fleets=False).config
         self._open = AsyncExitStack()
-        self._store: PostgresStore | None = None
+        self._store: CommandStore | None = None
 
     async def __aenter__(self) -> Self:
         self._store = await self._open.enter_async_context(stores.store(self._config))
@@ -143,7 +144,7 @@ class Client:
         return await self._opened.cancel_task(task_id, reason)
 
     @property
-    def _opened(self) -> PostgresStore:
+    def _opened(self) -> CommandStore:
         if self._store is None:
             raise WindlassError("the client is not open: use it inside `async with windlass.Client() as client:`.")
         return self._store

@@ -16,6 +16,8 @@ from uuid import UUID
 import asyncpg
 import pytest
 
+from support.provider_fixtures import set_status_in_memory
+from support.stores import PostgresStores
 from windlass.cost.ledger import settle
 from windlass.model.action import (
     Action,
@@ -73,16 +75,15 @@ from windlass.model.snapshot import (
 )
 from windlass.model.task import Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, RecoveredTasks, Registration, WorkerKind, WorkerStatus
-from windlass.store import control
-from windlass.store.control import PostgresControlStore
-from windlass.store.memory import control as memory_control
-from windlass.store.memory.control import MemoryControlStore
+from windlass.store import fleets
+from windlass.store.memory import fleet_store as memory_fleets
+from windlass.store.memory.stores import MemoryStores
 
 HISTORIES = int(os.environ.get("WINDLASS_HISTORIES", "0")) or 15
 STEPS = 60
 RETENTION = Retention(complete_s=3600, failed_s=7200, events_s=10_800, cycles_s=3600, charges_s=200_000)
 
-ControlStores = MemoryControlStore | PostgresControlStore
+ControlStores = MemoryStores | PostgresStores
 FLEET = FleetConfig(queues=("a", "b"), min_workers=0, max_workers=4)
 ANN = Candidate("ann", ttl_s=30.0)
 BOB = Candidate("bob", ttl_s=30.0)
@@ -118,11 +119,11 @@ def shared_dsn(embedded_server: Any) -> Iterator[str]:
 @pytest.fixture(params=["memory", "postgres"])
 async def store(request: pytest.FixtureRequest, clock: VirtualClock) -> AsyncIterator[ControlStores]:
     if request.param == "memory":
-        yield MemoryControlStore(clock, RETENTION, Random(1))  # noqa: S311
+        yield MemoryStores(clock, RETENTION, Random(1))  # noqa: S311
         return
     dsn = request.getfixturevalue("shared_dsn")
     await execute(dsn, EMPTY)
-    async with PostgresControlStore(dsn, retention=RETENTION, virtual_now=clock) as postgres:
+    async with PostgresStores(dsn, retention=RETENTION, virtual_now=clock) as postgres:
         yield postgres
 
 
@@ -142,8 +143,8 @@ def set_status(request: pytest.FixtureRequest, store: ControlStores) -> SetStatu
     """Past all functions, as a person with psql might."""
 
     async def set_status(worker_id: str, status: WorkerStatus) -> None:
-        if isinstance(store, MemoryControlStore):
-            store.move(worker_id, status)
+        if isinstance(store, MemoryStores):
+            set_status_in_memory(store, worker_id, status)
             return
         try:
             sql = "update windlass.workers set status = $2 where id = $1"
@@ -1133,8 +1134,8 @@ async def test_what_queues_cost_is_known_from_sums_and_adds_up_to_what_fleets_co
     assert set(by_queue) == {"a", "b", None}
     assert by_queue["a"][1:] == by_queue["b"][1:] == (0, 0, 0)
     assert [sum(parts) for parts in zip(*by_queue.values(), strict=True)] == list(by_fleet["f"])
-    if isinstance(store, PostgresControlStore):
-        async with store._connection("forgetting the charges themselves") as connection:
+    if isinstance(store, PostgresStores):
+        async with store.database.connection("forgetting the charges themselves") as connection:
             await connection.execute("truncate windlass.charges")
         assert await told(store, "queue") == by_queue
 
@@ -1541,7 +1542,7 @@ async def test_how_many_come_before_a_task(
     await store.enqueue(NewTask("b"))
     await store.enqueue(NewTask("a", priority=9, run_after=clock() + timedelta(seconds=9)))
     assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 2, 0]
-    for module in (control, memory_control):
+    for module in (fleets, memory_fleets):
         monkeypatch.setattr(module, "MAX_AHEAD", 0)
     assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 1, 0]
 
@@ -1897,7 +1898,7 @@ async def test_a_volume_that_grew_or_did_not_is_noted(store: ControlStores, ann:
 class Twins:
     """Both stores live through the same; what differs is a bug in one of them."""
 
-    def __init__(self, memory: MemoryControlStore, postgres: PostgresControlStore, clock: VirtualClock) -> None:
+    def __init__(self, memory: MemoryStores, postgres: PostgresStores, clock: VirtualClock) -> None:
         self.memory = memory
         self.postgres = postgres
         self.clock = clock
@@ -2117,8 +2118,8 @@ async def test_both_stores_tell_the_same_story(shared_dsn: str, chunk: int) -> N
     for seed in range(chunk, HISTORIES, 5):
         clock = VirtualClock()
         await execute(shared_dsn, EMPTY)
-        async with PostgresControlStore(shared_dsn, retention=RETENTION, virtual_now=clock) as postgres:
-            twins = Twins(MemoryControlStore(clock, RETENTION, Random(1)), postgres, clock)  # noqa: S311
+        async with PostgresStores(shared_dsn, retention=RETENTION, virtual_now=clock) as postgres:
+            twins = Twins(MemoryStores(clock, RETENTION, Random(1)), postgres, clock)  # noqa: S311
             try:
                 await live(twins, Random(seed))  # noqa: S311
             except AssertionError as error:

@@ -9,13 +9,13 @@ from uuid import UUID, uuid4
 import pytest
 
 from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
+from support.stores import PostgresStores
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.node import AliveNode, DeadNode, NodeState, NodeVerdict, Placement, dispatcher_lease
 from windlass.model.task import Claim, Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerKind, WorkerStatus
-from windlass.store.memory.ray import MemoryRayStore
-from windlass.store.ray import PostgresRayStore
+from windlass.store.memory.stores import MemoryStores
 
 FLEET = "many"
 LEASE_S = 30.0
@@ -69,13 +69,13 @@ def alive(worker_id: str, **changes: Any) -> AliveNode:
 @pytest.fixture(params=["memory", "postgres"])
 async def world(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[World]:
     if request.param == "memory":
-        made = World(MemoryRayStore(clock, RETENTION, Random(1)), clock, None)  # noqa: S311
+        made = World(MemoryStores(clock, RETENTION, Random(1)), clock, None)  # noqa: S311
         await _furnish(made)
         yield made
         return
     dsn = request.getfixturevalue("shared_dsn")
     await empty_tables(dsn)
-    async with PostgresRayStore(dsn, retention=RETENTION, virtual_now=clock) as postgres:
+    async with PostgresStores(dsn, retention=RETENTION, virtual_now=clock) as postgres:
         made = World(postgres, clock, dsn)
         await _furnish(made)
         yield made

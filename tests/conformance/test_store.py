@@ -12,64 +12,64 @@ from uuid import UUID, uuid4
 
 import pytest
 
+from support.stores import AnyStore
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, RecoveredTasks, Registration, WorkerStatus
 from windlass.policy.backoff import RETRY_CEILING_S, RETRY_FIRST_S, retry_delay_s
-from windlass.ports.store import Store
 
 # What a condition that needs real time (a notification) may take before it counts as absent.
 LIMIT_S = 20.0
 
 
-async def register(store: Store, *worker_ids: str, lease_s: float = 30.0, **fields: Any) -> None:
+async def register(store: AnyStore, *worker_ids: str, lease_s: float = 30.0, **fields: Any) -> None:
     for worker_id in worker_ids:
         await store.register(Registration(worker_id, ("q",), lease_s=lease_s, **{"start_id": "first", **fields}))
 
 
-async def add(store: Store, queue: str = "q", payload: Any = None, **fields: Any) -> int:
+async def add(store: AnyStore, queue: str = "q", payload: Any = None, **fields: Any) -> int:
     return await store.enqueue(new_task(queue, payload, **fields))
 
 
-async def claim_one(store: Store, worker_id: str = "w1", queues: Sequence[str] = ("q",)) -> Claim:
+async def claim_one(store: AnyStore, worker_id: str = "w1", queues: Sequence[str] = ("q",)) -> Claim:
     (claim,) = await store.claim(worker_id, queues)
     return claim
 
 
-async def claimed(store: Store, worker_id: str = "w1", **fields: Any) -> Claim:
+async def claimed(store: AnyStore, worker_id: str = "w1", **fields: Any) -> Claim:
     """A new task, in the hands of a worker."""
     await register(store, worker_id)
     await add(store, **fields)
     return await claim_one(store, worker_id)
 
 
-async def complete(store: Store, claim: Claim, worker_id: str = "w1", result: str | None = None) -> list[UUID]:
+async def complete(store: AnyStore, claim: Claim, worker_id: str = "w1", result: str | None = None) -> list[UUID]:
     """Returns what was lost."""
     turn = await store.finish_and_claim(worker_id, [Finished(claim.task_id, claim.token, result)], (), 0)
     return turn.lost
 
 
-async def fail(store: Store, claim: Claim, worker_id: str = "w1", **fields: Any) -> TaskStatus | None:
+async def fail(store: AnyStore, claim: Claim, worker_id: str = "w1", **fields: Any) -> TaskStatus | None:
     return await store.fail(worker_id, claim.task_id, claim.token, "it broke", **fields)
 
 
-async def task_of(store: Store, claim_or_id: Claim | int) -> Task:
+async def task_of(store: AnyStore, claim_or_id: Claim | int) -> Task:
     task = await store.task(claim_or_id if isinstance(claim_or_id, int) else claim_or_id.task_id)
     assert task is not None
     return task
 
 
-async def status_of(store: Store, claim_or_id: Claim | int) -> TaskStatus:
+async def status_of(store: AnyStore, claim_or_id: Claim | int) -> TaskStatus:
     return (await task_of(store, claim_or_id)).status
 
 
-async def late_results(store: Store, worker_id: str = "w1") -> int:
+async def late_results(store: AnyStore, worker_id: str = "w1") -> int:
     worker = await store.worker(worker_id)
     assert worker is not None
     return worker.late_results
 
 
-async def codes(store: Store, **filters: Any) -> list[str]:
+async def codes(store: AnyStore, **filters: Any) -> list[str]:
     return [event.code for event in await store.events(**filters)]
 
 
@@ -80,7 +80,7 @@ def held(claim: Claim, progress: float | None = None, note: str | None = None) -
 # ------------------------------------------------------------------------------------------------------ enqueueing
 
 
-async def test_an_enqueued_task_waits_with_everything_it_was_given(store: Store, clock: Any) -> None:
+async def test_an_enqueued_task_waits_with_everything_it_was_given(store: AnyStore, clock: Any) -> None:
     task_id = await add(
         store, payload={"b": [1, "ü"], "a": None}, priority=-7, max_attempts=5, timeout_s=1.5, unique_key="k"
     )
@@ -92,16 +92,16 @@ async def test_an_enqueued_task_waits_with_everything_it_was_given(store: Store,
     assert (task.progress, task.error, task.error_code, task.result, task.run_after) == (None,) * 5
 
 
-async def test_an_unknown_task_is_none(store: Store) -> None:
+async def test_an_unknown_task_is_none(store: AnyStore) -> None:
     assert await store.task(999_999_999) is None
 
 
-async def test_ids_grow(store: Store) -> None:
+async def test_ids_grow(store: AnyStore) -> None:
     ids = [await add(store) for _ in range(3)]
     assert ids == sorted(set(ids))
 
 
-async def test_a_key_that_is_already_there_gives_the_task_that_has_it_unchanged(store: Store) -> None:
+async def test_a_key_that_is_already_there_gives_the_task_that_has_it_unchanged(store: AnyStore) -> None:
     first = await add(store, payload=1, unique_key="k")
     assert await add(store, payload=2, priority=9, unique_key="k") == first
     task = await task_of(store, first)
@@ -109,7 +109,7 @@ async def test_a_key_that_is_already_there_gives_the_task_that_has_it_unchanged(
     assert len(await store.tasks()) == 1
 
 
-async def test_a_task_that_was_there_already_can_be_told_from_a_new_one(store: Store) -> None:
+async def test_a_task_that_was_there_already_can_be_told_from_a_new_one(store: AnyStore) -> None:
     first, is_new = await store.enqueue_or_find(new_task("q", unique_key="k"))
     assert is_new
     assert await store.enqueue_or_find(new_task("q", 2, unique_key="k")) == (first, False)
@@ -119,7 +119,7 @@ async def test_a_task_that_was_there_already_can_be_told_from_a_new_one(store: S
     assert await store.enqueue_or_find(new_task("q", unique_key="k")) == (first, False)
 
 
-async def test_of_a_long_error_the_end_is_told_where_its_cause_stands(store: Store) -> None:
+async def test_of_a_long_error_the_end_is_told_where_its_cause_stands(store: AnyStore) -> None:
     claim = await claimed(store)
     error = "Traceback (most recent call last):\n" + "  File x\n" * 2_000 + "OSError: no disk"
     await store.fail("w1", claim.task_id, claim.token, error)
@@ -128,32 +128,32 @@ async def test_of_a_long_error_the_end_is_told_where_its_cause_stands(store: Sto
     assert event.reason.endswith("OSError: no disk")
 
 
-async def test_a_key_is_unique_within_its_queue_only(store: Store) -> None:
+async def test_a_key_is_unique_within_its_queue_only(store: AnyStore) -> None:
     assert await add(store, "q", unique_key="k") != await add(store, "r", unique_key="k")
 
 
-async def test_a_key_stays_taken_after_its_task_completed(store: Store) -> None:
+async def test_a_key_stays_taken_after_its_task_completed(store: AnyStore) -> None:
     claim = await claimed(store, unique_key="k")
     await complete(store, claim)
     assert await add(store, unique_key="k") == claim.task_id
     assert await status_of(store, claim) is TaskStatus.COMPLETE
 
 
-async def test_a_key_is_free_again_once_its_task_was_purged(store: Store) -> None:
+async def test_a_key_is_free_again_once_its_task_was_purged(store: AnyStore) -> None:
     claim = await claimed(store, unique_key="k")
     await complete(store, claim)
     await store.purge(None, [TaskStatus.COMPLETE], 0)
     assert await add(store, unique_key="k") != claim.task_id
 
 
-async def test_many_are_enqueued_in_order(store: Store) -> None:
+async def test_many_are_enqueued_in_order(store: AnyStore) -> None:
     await register(store, "w1")
     assert await store.enqueue_many(new_task("q", number) for number in range(5)) == 5
     claims = await store.claim("w1", ("q",), 5)
     assert [json.loads(claim.payload) for claim in claims] == [0, 1, 2, 3, 4]
 
 
-async def test_many_may_come_from_an_async_stream(store: Store) -> None:
+async def test_many_may_come_from_an_async_stream(store: AnyStore) -> None:
     async def stream() -> AsyncIterator[NewTask]:
         for number in range(3):
             yield new_task("q", number)
@@ -161,11 +161,11 @@ async def test_many_may_come_from_an_async_stream(store: Store) -> None:
     assert await store.enqueue_many(stream()) == 3
 
 
-async def test_many_may_be_none(store: Store) -> None:
+async def test_many_may_be_none(store: AnyStore) -> None:
     assert await store.enqueue_many([]) == 0
 
 
-async def test_many_pass_over_known_keys_and_count_the_new(store: Store) -> None:
+async def test_many_pass_over_known_keys_and_count_the_new(store: AnyStore) -> None:
     first = await add(store, payload="old", unique_key="a")
     tasks = [new_task("q", "new", unique_key=key) for key in ("a", "b", "b", None, None)]
     assert await store.enqueue_many(tasks) == 3
@@ -193,7 +193,7 @@ BAD_TASKS = {
 
 
 @pytest.mark.parametrize("bad", BAD_TASKS.values(), ids=BAD_TASKS.keys())
-async def test_a_bad_task_is_refused_and_nothing_is_added(store: Store, bad: NewTask) -> None:
+async def test_a_bad_task_is_refused_and_nothing_is_added(store: AnyStore, bad: NewTask) -> None:
     with pytest.raises(BadInput):
         await store.enqueue(bad)
     with pytest.raises(BadInput):
@@ -204,7 +204,7 @@ async def test_a_bad_task_is_refused_and_nothing_is_added(store: Store, bad: New
     assert await add(store) > 0
 
 
-async def test_a_number_of_more_digits_than_python_reads_is_a_payload(store: Store) -> None:
+async def test_a_number_of_more_digits_than_python_reads_is_a_payload(store: AnyStore) -> None:
     task_id = await store.enqueue(NewTask("q", payload="9" * 5_000))
     assert (await task_of(store, task_id)).payload == "9" * 5_000
 
@@ -212,7 +212,7 @@ async def test_a_number_of_more_digits_than_python_reads_is_a_payload(store: Sto
 # -------------------------------------------------------------------------------------------------------- claiming
 
 
-async def test_a_claim_carries_the_task_and_marks_it_running(store: Store, clock: Any) -> None:
+async def test_a_claim_carries_the_task_and_marks_it_running(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     task_id = await add(store, payload={"a": 1}, priority=2, timeout_s=60, max_attempts=4)
     created_at = clock()
@@ -225,7 +225,7 @@ async def test_a_claim_carries_the_task_and_marks_it_running(store: Store, clock
     assert (task.status, task.worker_id, task.started_at, task.attempts) == (TaskStatus.RUNNING, "w1", clock(), 1)
 
 
-async def test_claims_go_first_in_first_out_within_priority(store: Store) -> None:
+async def test_claims_go_first_in_first_out_within_priority(store: AnyStore) -> None:
     await register(store, "w1")
     low = [await add(store, priority=0), await add(store, priority=0)]
     high = [await add(store, priority=5), await add(store, priority=5)]
@@ -233,7 +233,7 @@ async def test_claims_go_first_in_first_out_within_priority(store: Store) -> Non
     assert [(await claim_one(store)).task_id for _ in range(5)] == [*high, *low, least]
 
 
-async def test_several_claims_at_once_come_best_first(store: Store) -> None:
+async def test_several_claims_at_once_come_best_first(store: AnyStore) -> None:
     await register(store, "w1")
     ids = [await add(store, priority=priority) for priority in (0, 3, 1, 3)]
     claims = await store.claim("w1", ("q",), 3)
@@ -241,7 +241,7 @@ async def test_several_claims_at_once_come_best_first(store: Store) -> None:
     assert len({claim.token for claim in claims}) == 3
 
 
-async def test_no_more_is_claimed_than_asked_for_or_there(store: Store) -> None:
+async def test_no_more_is_claimed_than_asked_for_or_there(store: AnyStore) -> None:
     await register(store, "w1")
     for _ in range(3):
         await add(store)
@@ -251,7 +251,7 @@ async def test_no_more_is_claimed_than_asked_for_or_there(store: Store) -> None:
     assert await store.claim("w1", ("q",), 2) == []
 
 
-async def test_a_negative_limit_is_refused(store: Store) -> None:
+async def test_a_negative_limit_is_refused(store: AnyStore) -> None:
     await register(store, "w1")
     await add(store)
     with pytest.raises(BadInput):
@@ -262,7 +262,7 @@ async def test_a_negative_limit_is_refused(store: Store) -> None:
         await store.events(limit=-1)
 
 
-async def test_only_the_queues_asked_for_are_claimed(store: Store) -> None:
+async def test_only_the_queues_asked_for_are_claimed(store: AnyStore) -> None:
     await register(store, "w1")
     other = await add(store, "other")
     assert await store.claim("w1", ("q", "r")) == []
@@ -270,7 +270,7 @@ async def test_only_the_queues_asked_for_are_claimed(store: Store) -> None:
     assert (await claim_one(store, queues=("q", "other"))).task_id == other
 
 
-async def test_among_several_queues_the_one_whose_head_comes_first_is_served(store: Store) -> None:
+async def test_among_several_queues_the_one_whose_head_comes_first_is_served(store: AnyStore) -> None:
     await register(store, "w1")
     second = await add(store, "b", priority=1)
     first = await add(store, "a", priority=7)
@@ -284,21 +284,21 @@ async def test_among_several_queues_the_one_whose_head_comes_first_is_served(sto
     ]
 
 
-async def test_one_claim_may_take_from_several_queues(store: Store) -> None:
+async def test_one_claim_may_take_from_several_queues(store: AnyStore) -> None:
     await register(store, "w1")
     ids = [await add(store, "a"), await add(store, "b"), await add(store, "b")]
     claims = await store.claim("w1", ("b", "a"), 10)
     assert [claim.task_id for claim in claims] == ids
 
 
-async def test_a_queue_named_twice_is_served_once(store: Store) -> None:
+async def test_a_queue_named_twice_is_served_once(store: AnyStore) -> None:
     await register(store, "w1")
     ids = [await add(store), await add(store)]
     claims = await store.claim("w1", ("q", "q"), 5)
     assert [claim.task_id for claim in claims] == ids
 
 
-async def test_a_scheduled_task_is_claimed_when_its_time_has_come(store: Store, clock: Any) -> None:
+async def test_a_scheduled_task_is_claimed_when_its_time_has_come(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     task_id = await add(store, run_after=clock() + timedelta(seconds=60))
     clock.advance(59.999999)
@@ -308,7 +308,7 @@ async def test_a_scheduled_task_is_claimed_when_its_time_has_come(store: Store, 
     assert (await task_of(store, task_id)).run_after is None
 
 
-async def test_a_task_that_became_due_takes_its_old_place(store: Store, clock: Any) -> None:
+async def test_a_task_that_became_due_takes_its_old_place(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     scheduled = await add(store, run_after=clock() + timedelta(seconds=1))
     later = await add(store)
@@ -316,7 +316,7 @@ async def test_a_task_that_became_due_takes_its_old_place(store: Store, clock: A
     assert [(await claim_one(store)).task_id for _ in range(2)] == [scheduled, later]
 
 
-async def test_the_next_waiting_task_of_the_queues_is_known(store: Store, clock: Any) -> None:
+async def test_the_next_waiting_task_of_the_queues_is_known(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     assert await store.next_run_after(("q", "r")) is None
     await add(store, "q")
@@ -332,7 +332,7 @@ async def test_the_next_waiting_task_of_the_queues_is_known(store: Store, clock:
     assert await store.next_run_after(("q", "r")) == late
 
 
-async def test_the_next_waiting_task_may_be_one_that_waits_for_its_retry(store: Store, clock: Any) -> None:
+async def test_the_next_waiting_task_may_be_one_that_waits_for_its_retry(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await fail(store, claim, jitter=0)
     assert await store.next_run_after(("q",)) == clock() + timedelta(seconds=RETRY_FIRST_S)
@@ -340,7 +340,7 @@ async def test_the_next_waiting_task_may_be_one_that_waits_for_its_retry(store: 
     assert await store.next_run_after(("q",)) is None
 
 
-async def test_an_unregistered_worker_may_not_claim(store: Store) -> None:
+async def test_an_unregistered_worker_may_not_claim(store: AnyStore) -> None:
     await add(store)
     with pytest.raises(UnknownWorker):
         await store.claim("nobody", ("q",))
@@ -348,7 +348,7 @@ async def test_an_unregistered_worker_may_not_claim(store: Store) -> None:
         await store.finish_and_claim("nobody", [], ("q",), 1)
 
 
-async def test_a_paused_worker_gets_nothing_until_it_is_resumed(store: Store) -> None:
+async def test_a_paused_worker_gets_nothing_until_it_is_resumed(store: AnyStore) -> None:
     await register(store, "w1")
     await add(store)
     assert await store.set_paused(["w1"], True) == 1
@@ -357,7 +357,7 @@ async def test_a_paused_worker_gets_nothing_until_it_is_resumed(store: Store) ->
     assert await store.claim("w1", ("q",)) != []
 
 
-async def test_a_terminating_worker_gets_nothing_but_may_finish(store: Store) -> None:
+async def test_a_terminating_worker_gets_nothing_but_may_finish(store: AnyStore) -> None:
     claim = await claimed(store)
     await add(store)
     await store.set_terminating(["w1"], "enough")
@@ -367,7 +367,7 @@ async def test_a_terminating_worker_gets_nothing_but_may_finish(store: Store) ->
     assert await status_of(store, claim) is TaskStatus.COMPLETE
 
 
-async def test_a_worker_that_has_ended_is_told_so_when_it_claims(store: Store) -> None:
+async def test_a_worker_that_has_ended_is_told_so_when_it_claims(store: AnyStore) -> None:
     await register(store, "w1")
     task_id = await add(store)
     await store.deregister("w1", "done")
@@ -378,7 +378,7 @@ async def test_a_worker_that_has_ended_is_told_so_when_it_claims(store: Store) -
     assert await status_of(store, task_id) is TaskStatus.QUEUED
 
 
-async def test_a_worker_that_has_ended_first_hears_that_its_results_are_lost(store: Store) -> None:
+async def test_a_worker_that_has_ended_first_hears_that_its_results_are_lost(store: AnyStore) -> None:
     claim = await claimed(store)
     await store.deregister("w1", "done")
     turn = await store.finish_and_claim("w1", [Finished(claim.task_id, claim.token, "1")], ("q",), 1)
@@ -388,13 +388,13 @@ async def test_a_worker_that_has_ended_first_hears_that_its_results_are_lost(sto
         await store.finish_and_claim("w1", [], ("q",), 1)
 
 
-async def test_a_spawning_worker_may_claim(store: Store, hire: Any) -> None:
+async def test_a_spawning_worker_may_claim(store: AnyStore, hire: Any) -> None:
     await hire("h1", "gpus", 0)
     await add(store)
     assert await store.claim("h1", ("q",)) != []
 
 
-async def test_the_first_claim_of_a_worker_is_remembered(store: Store, clock: Any) -> None:
+async def test_the_first_claim_of_a_worker_is_remembered(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     await store.claim("w1", ("q",))
     worker = await store.worker("w1")
@@ -414,7 +414,7 @@ async def test_the_first_claim_of_a_worker_is_remembered(store: Store, clock: An
 # ------------------------------------------------------------------------------------------------------- finishing
 
 
-async def test_a_finished_task_is_complete_with_its_result(store: Store, clock: Any) -> None:
+async def test_a_finished_task_is_complete_with_its_result(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     clock.advance(3)
     assert await complete(store, claim, result='{"url": "s3://x"}') == []
@@ -423,7 +423,7 @@ async def test_a_finished_task_is_complete_with_its_result(store: Store, clock: 
     assert json.loads(task.result or "") == {"url": "s3://x"}
 
 
-async def test_finishing_hands_out_the_next_in_the_same_turn(store: Store) -> None:
+async def test_finishing_hands_out_the_next_in_the_same_turn(store: AnyStore) -> None:
     claim = await claimed(store)
     ids = [await add(store) for _ in range(3)]
     turn = await store.finish_and_claim("w1", [Finished(claim.task_id, claim.token, None)], ("q",), 2)
@@ -431,7 +431,7 @@ async def test_finishing_hands_out_the_next_in_the_same_turn(store: Store) -> No
     assert turn.lost == []
 
 
-async def test_a_worker_that_lost_its_claim_cannot_finish_the_task(store: Store, clock: Any) -> None:
+async def test_a_worker_that_lost_its_claim_cannot_finish_the_task(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await store.release("w1", claim.task_id, claim.token, "given back")
     before = await task_of(store, claim)
@@ -442,7 +442,7 @@ async def test_a_worker_that_lost_its_claim_cannot_finish_the_task(store: Store,
     assert await codes(store, task_id=claim.task_id) == ["TASK_RELEASED", "LATE_RESULT"]
 
 
-async def test_a_task_given_back_with_a_delay_is_nobodys_until_then(store: Store, clock: Any) -> None:
+async def test_a_task_given_back_with_a_delay_is_nobodys_until_then(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     assert await store.release("w1", claim.task_id, claim.token, "no place for it yet", 30.0)
     task = await task_of(store, claim)
@@ -453,7 +453,7 @@ async def test_a_task_given_back_with_a_delay_is_nobodys_until_then(store: Store
     assert [again.task_id for again in await store.claim("w1", ("q",), 1)] == [claim.task_id]
 
 
-async def test_a_late_result_cannot_finish_the_attempt_of_another(store: Store) -> None:
+async def test_a_late_result_cannot_finish_the_attempt_of_another(store: AnyStore) -> None:
     old = await claimed(store)
     await store.release("w1", old.task_id, old.token, "given back")
     await register(store, "w2")
@@ -470,7 +470,7 @@ async def test_a_late_result_cannot_finish_the_attempt_of_another(store: Store) 
     assert await late_results(store, "w2") == 0
 
 
-async def test_repeating_an_accepted_finish_is_accepted_and_changes_nothing(store: Store, clock: Any) -> None:
+async def test_repeating_an_accepted_finish_is_accepted_and_changes_nothing(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await complete(store, claim, result="1")
     before = await task_of(store, claim)
@@ -480,7 +480,7 @@ async def test_repeating_an_accepted_finish_is_accepted_and_changes_nothing(stor
     assert await late_results(store) == 0
 
 
-async def test_a_batch_reports_exactly_the_claims_that_were_lost(store: Store) -> None:
+async def test_a_batch_reports_exactly_the_claims_that_were_lost(store: AnyStore) -> None:
     await register(store, "w1")
     for _ in range(4):
         await add(store)
@@ -497,7 +497,7 @@ async def test_a_batch_reports_exactly_the_claims_that_were_lost(store: Store) -
     assert await late_results(store) == 3
 
 
-async def test_two_attempts_of_one_task_in_a_batch_are_told_apart(store: Store) -> None:
+async def test_two_attempts_of_one_task_in_a_batch_are_told_apart(store: AnyStore) -> None:
     old = await claimed(store)
     await store.release("w1", old.task_id, old.token, "given back")
     new = await claim_one(store)
@@ -508,27 +508,27 @@ async def test_two_attempts_of_one_task_in_a_batch_are_told_apart(store: Store) 
     assert await status_of(store, new) is TaskStatus.COMPLETE
 
 
-async def test_a_result_that_is_not_json_finishes_nothing(store: Store) -> None:
+async def test_a_result_that_is_not_json_finishes_nothing(store: AnyStore) -> None:
     claim = await claimed(store)
     with pytest.raises(BadInput):
         await complete(store, claim, result="{")
     assert await status_of(store, claim) is TaskStatus.RUNNING
 
 
-async def test_an_unregistered_worker_that_wants_more_finishes_nothing(store: Store) -> None:
+async def test_an_unregistered_worker_that_wants_more_finishes_nothing(store: AnyStore) -> None:
     claim = await claimed(store)
     with pytest.raises(UnknownWorker):
         await store.finish_and_claim("nobody", [Finished(claim.task_id, claim.token, None)], ("q",), 1)
     assert await status_of(store, claim) is TaskStatus.RUNNING
 
 
-async def test_the_result_of_a_worker_nobody_knows_is_noted(store: Store) -> None:
+async def test_the_result_of_a_worker_nobody_knows_is_noted(store: AnyStore) -> None:
     assert await store.fail("nobody", 999_999_999, uuid4(), "it broke") is None
     (event,) = await store.events(worker_id="nobody")
     assert (event.code, event.task_id, event.fleet) == ("LATE_RESULT", 999_999_999, None)
 
 
-async def test_only_one_of_many_results_is_accepted(store: Store) -> None:
+async def test_only_one_of_many_results_is_accepted(store: AnyStore) -> None:
     claim = await claimed(store)
     assert await fail(store, claim, retry=False) is TaskStatus.FAILED
     assert await complete(store, claim) == [claim.token]
@@ -538,7 +538,7 @@ async def test_only_one_of_many_results_is_accepted(store: Store) -> None:
 # --------------------------------------------------------------------------------------------------------- failing
 
 
-async def test_a_failed_attempt_waits_for_its_retry(store: Store, clock: Any) -> None:
+async def test_a_failed_attempt_waits_for_its_retry(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     failed_at = clock.advance(2)
     assert await fail(store, claim, code="OOM", jitter=0.5) is TaskStatus.ERROR
@@ -556,7 +556,7 @@ async def test_a_failed_attempt_waits_for_its_retry(store: Store, clock: Any) ->
     assert (again.task_id, again.attempt) == (claim.task_id, 2)
 
 
-async def test_attempts_used_up_end_as_a_dead_letter(store: Store, clock: Any) -> None:
+async def test_attempts_used_up_end_as_a_dead_letter(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     task_id = await add(store, max_attempts=2)
     assert await fail(store, await claim_one(store), jitter=1) is TaskStatus.ERROR
@@ -569,14 +569,14 @@ async def test_attempts_used_up_end_as_a_dead_letter(store: Store, clock: Any) -
     assert await codes(store, task_id=task_id) == ["TASK_ERROR", "TASK_FAILED"]
 
 
-async def test_a_failure_that_is_not_to_be_retried_is_final(store: Store) -> None:
+async def test_a_failure_that_is_not_to_be_retried_is_final(store: AnyStore) -> None:
     claim = await claimed(store)
     assert await fail(store, claim, retry=False) is TaskStatus.FAILED
     assert await status_of(store, claim) is TaskStatus.FAILED
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.25, 1 / 3, 1.0])
-async def test_back_off_doubles_up_to_its_ceiling(store: Store, clock: Any, jitter: float) -> None:
+async def test_back_off_doubles_up_to_its_ceiling(store: AnyStore, clock: Any, jitter: float) -> None:
     await register(store, "w1")
     await add(store, max_attempts=12)
     for attempt in range(1, 11):
@@ -588,7 +588,7 @@ async def test_back_off_doubles_up_to_its_ceiling(store: Store, clock: Any, jitt
         clock.now = run_after
 
 
-async def test_back_off_without_given_jitter_stays_within_its_bounds(store: Store, clock: Any) -> None:
+async def test_back_off_without_given_jitter_stays_within_its_bounds(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     delays = set()
     for _ in range(5):
@@ -602,7 +602,7 @@ async def test_back_off_without_given_jitter_stays_within_its_bounds(store: Stor
     assert len(delays) > 1
 
 
-async def test_repeating_an_accepted_failure_is_accepted_and_changes_nothing(store: Store, clock: Any) -> None:
+async def test_repeating_an_accepted_failure_is_accepted_and_changes_nothing(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await fail(store, claim, jitter=0)
     before = await task_of(store, claim)
@@ -613,7 +613,7 @@ async def test_repeating_an_accepted_failure_is_accepted_and_changes_nothing(sto
     assert await codes(store, task_id=claim.task_id) == ["TASK_ERROR"]
 
 
-async def test_a_success_clears_the_error_of_an_earlier_attempt(store: Store, clock: Any) -> None:
+async def test_a_success_clears_the_error_of_an_earlier_attempt(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await fail(store, claim, jitter=0)
     clock.advance(RETRY_FIRST_S)
@@ -622,7 +622,7 @@ async def test_a_success_clears_the_error_of_an_earlier_attempt(store: Store, cl
     assert (task.status, task.error, task.error_code, task.attempts) == (TaskStatus.COMPLETE, None, None, 2)
 
 
-async def test_an_error_is_kept_whatever_characters_it_has_and_however_long_it_is(store: Store) -> None:
+async def test_an_error_is_kept_whatever_characters_it_has_and_however_long_it_is(store: AnyStore) -> None:
     claim = await claimed(store)
     error = "TypeError: " + "x" * 9_000 + "NUL \x00, half a pair \udc80, the cause"
     await store.fail("w1", claim.task_id, claim.token, error)
@@ -635,7 +635,7 @@ async def test_an_error_is_kept_whatever_characters_it_has_and_however_long_it_i
 # ------------------------------------------------------------------------------------- releasing, retrying, cancelling
 
 
-async def test_a_released_task_is_as_if_never_taken(store: Store) -> None:
+async def test_a_released_task_is_as_if_never_taken(store: AnyStore) -> None:
     await register(store, "w1")
     first, second = await add(store), await add(store)
     before = await task_of(store, first)
@@ -648,7 +648,7 @@ async def test_a_released_task_is_as_if_never_taken(store: Store) -> None:
     assert (event.code, event.reason, event.worker_id) == ("TASK_RELEASED", "going home", "w1")
 
 
-async def test_a_task_is_released_once(store: Store) -> None:
+async def test_a_task_is_released_once(store: AnyStore) -> None:
     claim = await claimed(store)
     assert await store.release("w1", claim.task_id, claim.token, "first")
     assert not await store.release("w1", claim.task_id, claim.token, "second")
@@ -656,7 +656,7 @@ async def test_a_task_is_released_once(store: Store) -> None:
     assert (await task_of(store, claim)).attempts == 0
 
 
-async def test_a_released_attempt_does_not_count(store: Store) -> None:
+async def test_a_released_attempt_does_not_count(store: AnyStore) -> None:
     await register(store, "w1")
     await add(store, max_attempts=1)
     for _ in range(3):
@@ -665,7 +665,7 @@ async def test_a_released_attempt_does_not_count(store: Store) -> None:
         await store.release("w1", claim.task_id, claim.token, "not now")
 
 
-async def test_a_retried_task_has_all_its_attempts_again(store: Store) -> None:
+async def test_a_retried_task_has_all_its_attempts_again(store: AnyStore) -> None:
     claim = await claimed(store, max_attempts=1)
     await fail(store, claim)
     later = await add(store)
@@ -678,14 +678,14 @@ async def test_a_retried_task_has_all_its_attempts_again(store: Store) -> None:
     assert await codes(store, task_id=claim.task_id) == ["TASK_FAILED", "TASK_RETRIED"]
 
 
-async def test_a_waiting_task_can_be_retried_at_once(store: Store) -> None:
+async def test_a_waiting_task_can_be_retried_at_once(store: AnyStore) -> None:
     claim = await claimed(store)
     await fail(store, claim)
     assert await store.retry_task(claim.task_id)
     assert (await claim_one(store)).task_id == claim.task_id
 
 
-async def test_only_failed_and_waiting_tasks_can_be_retried(store: Store) -> None:
+async def test_only_failed_and_waiting_tasks_can_be_retried(store: AnyStore) -> None:
     await register(store, "w1")
     queued = await add(store)
     assert not await store.retry_task(queued)
@@ -696,7 +696,7 @@ async def test_only_failed_and_waiting_tasks_can_be_retried(store: Store) -> Non
     assert not await store.retry_task(999_999_999)
 
 
-async def test_the_dead_letters_of_a_queue_are_retried_in_bounded_steps(store: Store, clock: Any) -> None:
+async def test_the_dead_letters_of_a_queue_are_retried_in_bounded_steps(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     failed = [await finished_task(store, is_failure=True) for _ in range(3)]
     other = await finished_task(store, queue="r", is_failure=True)
@@ -712,7 +712,7 @@ async def test_the_dead_letters_of_a_queue_are_retried_in_bounded_steps(store: S
         await store.retry_failed("q", clock(), -1)
 
 
-async def test_each_round_of_retrying_dead_letters_goes_on_where_the_last_came_to(store: Store, clock: Any) -> None:
+async def test_each_round_of_retrying_dead_letters_goes_on_where_the_last_came_to(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     old = await finished_task(store, is_failure=True)
     failed, times = [], []
@@ -727,7 +727,7 @@ async def test_each_round_of_retrying_dead_letters_goes_on_where_the_last_came_t
     assert await status_of(store, old) is TaskStatus.FAILED
 
 
-async def test_a_dead_letter_that_fails_again_meanwhile_is_not_retried_for_ever(store: Store, clock: Any) -> None:
+async def test_a_dead_letter_that_fails_again_meanwhile_is_not_retried_for_ever(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store, max_attempts=1)
     await fail(store, claim)
     began = clock()
@@ -739,7 +739,7 @@ async def test_a_dead_letter_that_fails_again_meanwhile_is_not_retried_for_ever(
 
 
 @pytest.mark.parametrize("state", ["queued", "scheduled", "error"])
-async def test_a_cancelled_task_that_waits_never_runs(store: Store, clock: Any, state: str) -> None:
+async def test_a_cancelled_task_that_waits_never_runs(store: AnyStore, clock: Any, state: str) -> None:
     await register(store, "w1")
     run_after = clock() + timedelta(seconds=1) if state == "scheduled" else None
     task_id = await add(store, run_after=run_after)
@@ -754,7 +754,7 @@ async def test_a_cancelled_task_that_waits_never_runs(store: Store, clock: Any, 
     assert (await codes(store, task_id=task_id))[-1] == "TASK_CANCELLED"
 
 
-async def test_a_cancelled_task_that_runs_loses_its_claim(store: Store) -> None:
+async def test_a_cancelled_task_that_runs_loses_its_claim(store: AnyStore) -> None:
     claim = await claimed(store)
     assert await store.cancel_task(claim.task_id, "not wanted")
     pulse = await store.heartbeat("w1", [held(claim)])
@@ -764,7 +764,7 @@ async def test_a_cancelled_task_that_runs_loses_its_claim(store: Store) -> None:
     assert await status_of(store, claim) is TaskStatus.FAILED
 
 
-async def test_a_finished_task_cannot_be_cancelled(store: Store) -> None:
+async def test_a_finished_task_cannot_be_cancelled(store: AnyStore) -> None:
     claim = await claimed(store)
     await complete(store, claim)
     assert not await store.cancel_task(claim.task_id, "too late")
@@ -772,7 +772,7 @@ async def test_a_finished_task_cannot_be_cancelled(store: Store) -> None:
     assert await status_of(store, claim) is TaskStatus.COMPLETE
 
 
-async def test_a_cancelled_task_can_be_retried(store: Store) -> None:
+async def test_a_cancelled_task_can_be_retried(store: AnyStore) -> None:
     claim = await claimed(store)
     await store.cancel_task(claim.task_id, "not wanted")
     assert await store.retry_task(claim.task_id)
@@ -785,7 +785,7 @@ async def test_a_cancelled_task_can_be_retried(store: Store) -> None:
 # --------------------------------------------------------------------------------------------- registering, leaving
 
 
-async def test_a_worker_started_by_hand_is_active_at_once(store: Store, clock: Any) -> None:
+async def test_a_worker_started_by_hand_is_active_at_once(store: AnyStore, clock: Any) -> None:
     registration = Registration(
         "w1", ("q", "r"), fleet="cpus", concurrency=3, lease_s=12.5, host="box", pid=7, version="1"
     )
@@ -801,7 +801,7 @@ async def test_a_worker_started_by_hand_is_active_at_once(store: Store, clock: A
     assert event.reason == "registered on box, serving q, r"
 
 
-async def test_a_hired_worker_keeps_its_row_when_it_registers(store: Store, hire: Any, clock: Any) -> None:
+async def test_a_hired_worker_keeps_its_row_when_it_registers(store: AnyStore, hire: Any, clock: Any) -> None:
     await hire("h1", "gpus", 3)
     hired_at = clock()
     clock.advance(40)
@@ -815,7 +815,7 @@ async def test_a_hired_worker_keeps_its_row_when_it_registers(store: Store, hire
     assert event.fleet == "gpus"
 
 
-async def test_registering_again_renews_what_the_worker_says_of_itself(store: Store, clock: Any) -> None:
+async def test_registering_again_renews_what_the_worker_says_of_itself(store: AnyStore, clock: Any) -> None:
     await register(store, "w1", pid=1)
     created_at = clock()
     await store.heartbeat("w1")
@@ -836,7 +836,7 @@ async def test_registering_again_renews_what_the_worker_says_of_itself(store: St
     "starts", [("one", "two", "three"), (None, None, None)], ids=["starts with an id", "starts without an id"]
 )
 async def test_a_task_that_kills_a_worker_which_is_always_started_again_ends_as_a_dead_letter(
-    store: Store, hire: Any, clock: Any, starts: tuple[str | None, ...], is_managed: bool
+    store: AnyStore, hire: Any, clock: Any, starts: tuple[str | None, ...], is_managed: bool
 ) -> None:
     if is_managed:
         await hire("w1", "gpus", 0)
@@ -855,13 +855,13 @@ async def test_a_task_that_kills_a_worker_which_is_always_started_again_ends_as_
     assert await codes(store, task_id=poison) == ["TASK_REQUEUED", "TASK_FAILED"]
 
 
-async def test_a_registration_that_comes_twice_takes_nothing_from_its_worker(store: Store) -> None:
+async def test_a_registration_that_comes_twice_takes_nothing_from_its_worker(store: AnyStore) -> None:
     claim = await claimed(store)
     await register(store, "w1")
     assert await complete(store, claim) == []
 
 
-async def test_a_worker_that_has_ended_stays_ended(store: Store) -> None:
+async def test_a_worker_that_has_ended_stays_ended(store: AnyStore) -> None:
     await register(store, "w1")
     await store.deregister("w1", "done")
     assert await store.register(Registration("w1", ("q",))) is WorkerStatus.TERMINATED
@@ -877,13 +877,13 @@ async def test_a_worker_that_has_ended_stays_ended(store: Store) -> None:
         pytest.param(Registration("w1", ("q",), lease_s=math.inf), id="a lease without end"),
     ],
 )
-async def test_a_bad_registration_is_refused(store: Store, bad: Registration) -> None:
+async def test_a_bad_registration_is_refused(store: AnyStore, bad: Registration) -> None:
     with pytest.raises(BadInput):
         await store.register(bad)
     assert await store.workers(include_terminated=True) == []
 
 
-async def test_a_leaving_workers_tasks_go_back_to_the_queue(store: Store, clock: Any) -> None:
+async def test_a_leaving_workers_tasks_go_back_to_the_queue(store: AnyStore, clock: Any) -> None:
     await register(store, "w1", "w2")
     ids = [await add(store), await add(store)]
     claims = await store.claim("w1", ("q",), 2)
@@ -898,7 +898,7 @@ async def test_a_leaving_workers_tasks_go_back_to_the_queue(store: Store, clock:
     assert await complete(store, claims[0]) == [claims[0].token]
 
 
-async def test_a_hired_worker_that_leaves_is_ended_by_whoever_hired_it(store: Store, hire: Any) -> None:
+async def test_a_hired_worker_that_leaves_is_ended_by_whoever_hired_it(store: AnyStore, hire: Any) -> None:
     await hire("h1", "gpus", 0)
     await add(store)
     claim = await claim_one(store, "h1")
@@ -911,7 +911,7 @@ async def test_a_hired_worker_that_leaves_is_ended_by_whoever_hired_it(store: St
     assert await store.claim("h1", ("q",)) == []
 
 
-async def test_leaving_twice_or_unknown_does_nothing(store: Store) -> None:
+async def test_leaving_twice_or_unknown_does_nothing(store: AnyStore) -> None:
     await register(store, "w1")
     await store.deregister("w1", "first")
     await store.deregister("w1", "second")
@@ -920,7 +920,7 @@ async def test_leaving_twice_or_unknown_does_nothing(store: Store) -> None:
     assert await codes(store, worker_id="nobody") == []
 
 
-async def test_a_worker_told_to_end_keeps_that_reason_when_it_leaves(store: Store) -> None:
+async def test_a_worker_told_to_end_keeps_that_reason_when_it_leaves(store: AnyStore) -> None:
     await register(store, "w1")
     await store.set_terminating(["w1"], "too expensive")
     await store.deregister("w1", "drained")
@@ -932,7 +932,7 @@ async def test_a_worker_told_to_end_keeps_that_reason_when_it_leaves(store: Stor
 # ------------------------------------------------------------------------------------------------------ heartbeats
 
 
-async def test_a_heartbeat_is_kept_with_its_vitals(store: Store, clock: Any) -> None:
+async def test_a_heartbeat_is_kept_with_its_vitals(store: AnyStore, clock: Any) -> None:
     await register(store, "w1", pid=1)
     clock.advance(5)
     vitals = {"pid": 42, "vram_total_mb": 80_000, "vram_used_mb": 1_000, "gpu": "H200"}
@@ -946,7 +946,7 @@ async def test_a_heartbeat_is_kept_with_its_vitals(store: Store, clock: Any) -> 
     assert worker.metadata == {"gpu": "H200", "load": 0.5}
 
 
-async def test_vitals_that_cannot_be_stored_are_refused(store: Store) -> None:
+async def test_vitals_that_cannot_be_stored_are_refused(store: AnyStore) -> None:
     await register(store, "w1")
     for vitals in ({"pid": "many"}, {"load": float("nan")}):
         with pytest.raises(BadInput):
@@ -956,7 +956,7 @@ async def test_vitals_that_cannot_be_stored_are_refused(store: Store) -> None:
     assert worker.last_heartbeat is None
 
 
-async def test_a_heartbeat_tells_whether_the_worker_is_paused_or_to_end(store: Store) -> None:
+async def test_a_heartbeat_tells_whether_the_worker_is_paused_or_to_end(store: AnyStore) -> None:
     await register(store, "w1")
     await store.set_paused(["w1"], True)
     assert (await store.heartbeat("w1")).is_paused
@@ -965,7 +965,7 @@ async def test_a_heartbeat_tells_whether_the_worker_is_paused_or_to_end(store: S
     assert (pulse.status, pulse.is_paused) == (WorkerStatus.TERMINATING, True)
 
 
-async def test_a_heartbeat_tells_which_claims_are_lost(store: Store) -> None:
+async def test_a_heartbeat_tells_which_claims_are_lost(store: AnyStore) -> None:
     await register(store, "w1")
     for _ in range(4):
         await add(store)
@@ -978,7 +978,7 @@ async def test_a_heartbeat_tells_which_claims_are_lost(store: Store) -> None:
     assert pulse.lost == {released.token, cancelled.token, finished.token, stranger.token}
 
 
-async def test_a_heartbeat_brings_progress(store: Store) -> None:
+async def test_a_heartbeat_brings_progress(store: AnyStore) -> None:
     claim = await claimed(store)
     await store.heartbeat("w1", [held(claim, 0.25, "frame 1 of 4")])
     task = await task_of(store, claim)
@@ -991,7 +991,7 @@ async def test_a_heartbeat_brings_progress(store: Store) -> None:
     assert task.progress_note is None
 
 
-async def test_a_progress_note_may_be_any_text(store: Store) -> None:
+async def test_a_progress_note_may_be_any_text(store: AnyStore) -> None:
     claim = await claimed(store)
     await store.heartbeat("w1", [held(claim, 0.5, "NUL \x00, half a pair \udc80" + "x" * 600)])
     note = (await task_of(store, claim)).progress_note or ""
@@ -999,7 +999,7 @@ async def test_a_progress_note_may_be_any_text(store: Store) -> None:
     assert len(note) == 500
 
 
-async def test_progress_of_a_lost_claim_is_not_taken(store: Store) -> None:
+async def test_progress_of_a_lost_claim_is_not_taken(store: AnyStore) -> None:
     old = await claimed(store)
     await store.release("w1", old.task_id, old.token, "given back")
     await register(store, "w2")
@@ -1008,7 +1008,7 @@ async def test_progress_of_a_lost_claim_is_not_taken(store: Store) -> None:
     assert (await task_of(store, new)).progress is None
 
 
-async def test_progress_starts_anew_with_each_attempt(store: Store, clock: Any) -> None:
+async def test_progress_starts_anew_with_each_attempt(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await store.heartbeat("w1", [held(claim, 0.9, "almost")])
     await fail(store, claim, jitter=0)
@@ -1018,7 +1018,7 @@ async def test_progress_starts_anew_with_each_attempt(store: Store, clock: Any) 
     assert (task.progress, task.progress_note) == (None, None)
 
 
-async def test_the_heartbeat_of_a_terminated_worker_touches_no_row(store: Store, clock: Any) -> None:
+async def test_the_heartbeat_of_a_terminated_worker_touches_no_row(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await store.deregister("w1", "done")
     before = await store.worker("w1")
@@ -1029,14 +1029,14 @@ async def test_the_heartbeat_of_a_terminated_worker_touches_no_row(store: Store,
     assert (await task_of(store, claim)).progress is None
 
 
-async def test_an_unknown_worker_learns_that_it_is_unknown(store: Store) -> None:
+async def test_an_unknown_worker_learns_that_it_is_unknown(store: AnyStore) -> None:
     token = uuid4()
     pulse = await store.heartbeat("nobody", [HeldClaim(1, token)])
     assert (pulse.status, pulse.is_paused, pulse.lost) == (None, False, {token})
     assert await store.worker("nobody") is None
 
 
-async def test_a_claim_its_worker_never_received_is_released_after_a_lease(store: Store, clock: Any) -> None:
+async def test_a_claim_its_worker_never_received_is_released_after_a_lease(store: AnyStore, clock: Any) -> None:
     await register(store, "w1", lease_s=30)
     ids = [await add(store), await add(store)]
     received, _never_received = await store.claim("w1", ("q",), 2)
@@ -1054,7 +1054,7 @@ async def test_a_claim_its_worker_never_received_is_released_after_a_lease(store
 # ---------------------------------------------------------------------------------------------------- lost workers
 
 
-async def beat(store: Store, clock: Any, worker_id: str, duration_s: float, every_s: float = 5.0) -> None:
+async def beat(store: AnyStore, clock: Any, worker_id: str, duration_s: float, every_s: float = 5.0) -> None:
     """Heartbeats without a gap, from now until `duration_s` later."""
     await store.heartbeat(worker_id)
     for _ in range(round(duration_s / every_s)):
@@ -1062,7 +1062,7 @@ async def beat(store: Store, clock: Any, worker_id: str, duration_s: float, ever
         await store.heartbeat(worker_id)
 
 
-async def test_the_tasks_of_a_lost_worker_go_to_others(store: Store, clock: Any) -> None:
+async def test_the_tasks_of_a_lost_worker_go_to_others(store: AnyStore, clock: Any) -> None:
     await register(store, "lost", "judge", lease_s=30)
     task_id = await add(store)
     claim = await claim_one(store, "lost")
@@ -1090,7 +1090,7 @@ async def test_the_tasks_of_a_lost_worker_go_to_others(store: Store, clock: Any)
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_a_task_that_kills_its_workers_ends_as_a_dead_letter(store: Store, clock: Any) -> None:
+async def test_a_task_that_kills_its_workers_ends_as_a_dead_letter(store: AnyStore, clock: Any) -> None:
     await register(store, "judge", "fine")
     poison = await add(store, max_attempts=2)
     for victim in ("first", "second"):
@@ -1109,7 +1109,7 @@ async def test_a_task_that_kills_its_workers_ends_as_a_dead_letter(store: Store,
     assert await codes(store, task_id=poison) == ["TASK_REQUEUED", "TASK_FAILED"]
 
 
-async def test_a_worker_that_never_beat_is_judged_by_its_age(store: Store, clock: Any) -> None:
+async def test_a_worker_that_never_beat_is_judged_by_its_age(store: AnyStore, clock: Any) -> None:
     await register(store, "silent", "judge")
     await beat(store, clock, "judge", 30)
     assert await store.recover_lost_workers("judge") == []
@@ -1120,7 +1120,7 @@ async def test_a_worker_that_never_beat_is_judged_by_its_age(store: Store, clock
     assert worker.reason == "no heartbeat for 31 s"
 
 
-async def test_nobody_judges_by_a_longer_lease_than_it_was_itself_heard(store: Store, clock: Any) -> None:
+async def test_nobody_judges_by_a_longer_lease_than_it_was_itself_heard(store: AnyStore, clock: Any) -> None:
     await register(store, "patient", lease_s=60)
     await store.heartbeat("patient")
     clock.advance(61)
@@ -1131,7 +1131,7 @@ async def test_nobody_judges_by_a_longer_lease_than_it_was_itself_heard(store: S
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["patient"]
 
 
-async def test_a_beat_that_is_a_little_late_is_no_gap(store: Store, clock: Any) -> None:
+async def test_a_beat_that_is_a_little_late_is_no_gap(store: AnyStore, clock: Any) -> None:
     """Three beats fit into a lease; one may take four tenths of it."""
     await register(store, "lost", "judge", lease_s=30)
     await beat(store, clock, "judge", 60, every_s=12)
@@ -1144,7 +1144,9 @@ async def test_a_beat_that_is_a_little_late_is_no_gap(store: Store, clock: Any) 
 
 
 @pytest.mark.parametrize("share", [0.41, 0.7, 0.9, 1.0], ids=lambda share: f"{share:.0%} of a lease")
-async def test_after_an_outage_shorter_than_a_lease_nobody_is_condemned(store: Store, clock: Any, share: float) -> None:
+async def test_after_an_outage_shorter_than_a_lease_nobody_is_condemned(
+    store: AnyStore, clock: Any, share: float
+) -> None:
     """All were silenced; the judge is back first, and the other comes back within its time."""
     await register(store, "judge", "other", lease_s=30)
     await beat(store, clock, "judge", 60)
@@ -1158,7 +1160,9 @@ async def test_after_an_outage_shorter_than_a_lease_nobody_is_condemned(store: S
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_a_judge_with_a_longer_lease_allows_for_the_outages_it_would_not_notice(store: Store, clock: Any) -> None:
+async def test_a_judge_with_a_longer_lease_allows_for_the_outages_it_would_not_notice(
+    store: AnyStore, clock: Any
+) -> None:
     """It beats every 20 s: an outage of as much leaves no gap in its beats, but one in those of the other."""
     await register(store, "judge", lease_s=60)
     await register(store, "short", lease_s=30)
@@ -1170,7 +1174,7 @@ async def test_a_judge_with_a_longer_lease_allows_for_the_outages_it_would_not_n
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["short"]
 
 
-async def test_a_judge_with_a_shorter_lease_judges_by_that_of_the_silent(store: Store, clock: Any) -> None:
+async def test_a_judge_with_a_shorter_lease_judges_by_that_of_the_silent(store: AnyStore, clock: Any) -> None:
     await register(store, "judge", lease_s=10)
     await register(store, "long", lease_s=60)
     await store.heartbeat("long")
@@ -1180,14 +1184,14 @@ async def test_a_judge_with_a_shorter_lease_judges_by_that_of_the_silent(store: 
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["long"]
 
 
-async def test_who_is_itself_silent_does_not_judge(store: Store, clock: Any) -> None:
+async def test_who_is_itself_silent_does_not_judge(store: AnyStore, clock: Any) -> None:
     await register(store, "lost", "judge", lease_s=30)
     await beat(store, clock, "judge", 60)
     clock.advance(12.000001)
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_after_an_outage_that_silenced_all_nobody_is_condemned(store: Store, clock: Any) -> None:
+async def test_after_an_outage_that_silenced_all_nobody_is_condemned(store: AnyStore, clock: Any) -> None:
     await register(store, "judge", "other", lease_s=30)
     for worker_id in ("judge", "other"):
         await store.heartbeat(worker_id)
@@ -1203,7 +1207,7 @@ async def test_after_an_outage_that_silenced_all_nobody_is_condemned(store: Stor
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["other"]
 
 
-async def test_who_is_unknown_silent_or_ended_cannot_judge(store: Store, clock: Any) -> None:
+async def test_who_is_unknown_silent_or_ended_cannot_judge(store: AnyStore, clock: Any) -> None:
     await register(store, "lost", "silent", "left")
     await beat(store, clock, "left", 60)
     await store.deregister("left", "done")
@@ -1211,7 +1215,7 @@ async def test_who_is_unknown_silent_or_ended_cannot_judge(store: Store, clock: 
         assert await store.recover_lost_workers(judge) == []
 
 
-async def test_a_terminating_worker_that_fell_silent_is_lost_too(store: Store, clock: Any) -> None:
+async def test_a_terminating_worker_that_fell_silent_is_lost_too(store: AnyStore, clock: Any) -> None:
     await register(store, "lost", "judge")
     await store.set_terminating(["lost"], "enough")
     await beat(store, clock, "judge", 60)
@@ -1220,7 +1224,7 @@ async def test_a_terminating_worker_that_fell_silent_is_lost_too(store: Store, c
 
 @pytest.mark.parametrize("status", [WorkerStatus.SPAWNING, WorkerStatus.TERMINATING])
 async def test_where_nobody_leads_a_lost_hired_worker_loses_its_tasks_and_waits_for_the_control_loop(
-    store: Store, hire: Any, clock: Any, status: WorkerStatus
+    store: AnyStore, hire: Any, clock: Any, status: WorkerStatus
 ) -> None:
     await hire("h1", "gpus", 0)
     await register(store, "h1", "judge")
@@ -1253,14 +1257,14 @@ async def test_where_nobody_leads_a_lost_hired_worker_loses_its_tasks_and_waits_
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_a_hired_worker_that_was_never_heard_may_still_be_booting(store: Store, hire: Any, clock: Any) -> None:
+async def test_a_hired_worker_that_was_never_heard_may_still_be_booting(store: AnyStore, hire: Any, clock: Any) -> None:
     await hire("h1", "gpus", 0)
     await register(store, "judge")
     await beat(store, clock, "judge", 600)
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_upkeep_recovers_and_sweeps(store: Store, clock: Any) -> None:
+async def test_upkeep_recovers_and_sweeps(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store, "judge")
     await complete(store, claim, "judge")
     left_behind = await claimed(store, "lost")
@@ -1273,7 +1277,7 @@ async def test_upkeep_recovers_and_sweeps(store: Store, clock: Any) -> None:
 # --------------------------------------------------------------------------------------------------- pause and end
 
 
-async def test_pausing_counts_the_workers_that_changed(store: Store) -> None:
+async def test_pausing_counts_the_workers_that_changed(store: AnyStore) -> None:
     await register(store, "w1", "w2", "w3")
     await store.deregister("w3", "done")
     assert await store.set_paused(["w1", "w2", "w3", "nobody", "w1"], True) == 2
@@ -1283,7 +1287,7 @@ async def test_pausing_counts_the_workers_that_changed(store: Store) -> None:
     assert await codes(store, worker_id="w2") == ["WORKER_REGISTERED", "WORKER_PAUSED", "WORKER_RESUMED"]
 
 
-async def test_asking_workers_to_end_counts_those_that_were_asked(store: Store) -> None:
+async def test_asking_workers_to_end_counts_those_that_were_asked(store: AnyStore) -> None:
     await register(store, "w1", "w2", "w3")
     await store.deregister("w3", "done")
     assert await store.set_terminating(["w1", "w2", "w3", "nobody", "w1"], "enough") == 2
@@ -1297,7 +1301,7 @@ async def test_asking_workers_to_end_counts_those_that_were_asked(store: Store) 
 # --------------------------------------------------------------------------------------------------------- looking
 
 
-async def test_tasks_are_listed_newest_first_in_pages(store: Store) -> None:
+async def test_tasks_are_listed_newest_first_in_pages(store: AnyStore) -> None:
     ids = [await add(store) for _ in range(5)]
     first = await store.tasks(limit=2)
     second = await store.tasks(limit=2, before_id=first[-1].id)
@@ -1307,7 +1311,7 @@ async def test_tasks_are_listed_newest_first_in_pages(store: Store) -> None:
     assert await store.tasks(limit=0) == []
 
 
-async def test_tasks_are_listed_by_queue_and_status(store: Store) -> None:
+async def test_tasks_are_listed_by_queue_and_status(store: AnyStore) -> None:
     await register(store, "w1")
     running, queued, other = await add(store), await add(store), await add(store, "r")
     await claim_one(store)
@@ -1317,7 +1321,7 @@ async def test_tasks_are_listed_by_queue_and_status(store: Store) -> None:
     assert await store.tasks(queue="none") == []
 
 
-async def test_summaries_are_the_tasks_without_what_is_large(store: Store) -> None:
+async def test_summaries_are_the_tasks_without_what_is_large(store: AnyStore) -> None:
     await register(store, "w1")
     for queue in ("q", "q", "r"):
         await add(store, queue, {"large": "x" * 100})
@@ -1330,7 +1334,7 @@ async def test_summaries_are_the_tasks_without_what_is_large(store: Store) -> No
         ]
 
 
-async def test_tasks_that_wait_for_their_time_are_listed_until_it_has_come(store: Store, clock: Any) -> None:
+async def test_tasks_that_wait_for_their_time_are_listed_until_it_has_come(store: AnyStore, clock: Any) -> None:
     first, _, second = [
         await add(store, run_after=clock() + timedelta(hours=hours) if hours else None) for hours in (1, 0, 2)
     ]
@@ -1345,7 +1349,7 @@ async def test_tasks_that_wait_for_their_time_are_listed_until_it_has_come(store
     assert await scheduled() == [second]
 
 
-async def test_queues_are_known_by_what_waits_runs_or_is_served(store: Store, clock: Any) -> None:
+async def test_queues_are_known_by_what_waits_runs_or_is_served(store: AnyStore, clock: Any) -> None:
     assert await store.known_queues() == []
     await register(store, "w1")
     assert await store.known_queues() == ["q"]
@@ -1359,7 +1363,7 @@ async def test_queues_are_known_by_what_waits_runs_or_is_served(store: Store, cl
     assert await store.known_queues() == [ready, running, ended, later]
 
 
-async def test_workers_are_listed_oldest_first_without_the_ended(store: Store, clock: Any) -> None:
+async def test_workers_are_listed_oldest_first_without_the_ended(store: AnyStore, clock: Any) -> None:
     for worker_id in ("b", "a", "c"):
         await register(store, worker_id)
         clock.advance(1)
@@ -1369,7 +1373,7 @@ async def test_workers_are_listed_oldest_first_without_the_ended(store: Store, c
     assert await store.worker("nobody") is None
 
 
-async def test_events_come_oldest_first_and_the_newest_of_them(store: Store, clock: Any) -> None:
+async def test_events_come_oldest_first_and_the_newest_of_them(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await store.release("w1", claim.task_id, claim.token, "given back")
     clock.advance(1)
@@ -1382,7 +1386,7 @@ async def test_events_come_oldest_first_and_the_newest_of_them(store: Store, clo
     assert (await store.events())[-1].at == clock()
 
 
-async def test_queue_depths_count_what_is_not_finished(store: Store, clock: Any) -> None:
+async def test_queue_depths_count_what_is_not_finished(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     assert await store.queue_depths() == []
     for _ in range(4):
@@ -1407,7 +1411,7 @@ async def test_queue_depths_count_what_is_not_finished(store: Store, clock: Any)
     "way", ["its time came", "given back", "retried by hand", "its back-off is over", "worker lost"]
 )
 async def test_a_task_is_as_old_as_the_time_since_which_it_could_have_been_claimed(
-    store: Store, clock: Any, way: str
+    store: AnyStore, clock: Any, way: str
 ) -> None:
     if way == "its time came":
         await add(store, run_after=clock() + timedelta(days=7))
@@ -1434,7 +1438,7 @@ async def test_a_task_is_as_old_as_the_time_since_which_it_could_have_been_claim
     assert (depth.queued, depth.oldest_queued_age_s) == (1, 2)
 
 
-async def test_finished_tasks_are_counted_by_how_long_ago(store: Store, clock: Any) -> None:
+async def test_finished_tasks_are_counted_by_how_long_ago(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     for age_s, is_failure in ((100, False), (50, True), (50, False), (10, False)):
         clock.advance(100 - age_s - (clock() - clock().replace(minute=0, second=0)).total_seconds())
@@ -1450,7 +1454,7 @@ async def test_finished_tasks_are_counted_by_how_long_ago(store: Store, clock: A
     assert await store.finished_since(1000) == {TaskStatus.COMPLETE: 3, TaskStatus.FAILED: 1}
 
 
-async def test_the_store_tells_its_time(store: Store, clock: Any) -> None:
+async def test_the_store_tells_its_time(store: AnyStore, clock: Any) -> None:
     assert await store.now() == clock()
     clock.advance(1.5)
     assert await store.now() == clock()
@@ -1459,14 +1463,14 @@ async def test_the_store_tells_its_time(store: Store, clock: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ tidying up
 
 
-async def finished_task(store: Store, queue: str = "q", *, is_failure: bool = False) -> int:
+async def finished_task(store: AnyStore, queue: str = "q", *, is_failure: bool = False) -> int:
     await add(store, queue)
     claim = await claim_one(store, queues=(queue,))
     await (fail(store, claim, retry=False) if is_failure else complete(store, claim))
     return claim.task_id
 
 
-async def test_purging_deletes_finished_tasks_that_are_old_enough(store: Store, clock: Any) -> None:
+async def test_purging_deletes_finished_tasks_that_are_old_enough(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     old = await finished_task(store)
     clock.advance(60)
@@ -1478,7 +1482,7 @@ async def test_purging_deletes_finished_tasks_that_are_old_enough(store: Store, 
     assert await store.task(young) is None
 
 
-async def test_purging_keeps_other_queues_and_statuses(store: Store) -> None:
+async def test_purging_keeps_other_queues_and_statuses(store: AnyStore) -> None:
     await register(store, "w1")
     complete_q, complete_r = await finished_task(store, "q"), await finished_task(store, "r")
     failed_q = await finished_task(store, "q", is_failure=True)
@@ -1490,7 +1494,7 @@ async def test_purging_keeps_other_queues_and_statuses(store: Store) -> None:
     assert await store.purge(None, [], 0) == 0
 
 
-async def test_sweeping_applies_the_retention_of_each_kind(store: Store, clock: Any) -> None:
+async def test_sweeping_applies_the_retention_of_each_kind(store: AnyStore, clock: Any) -> None:
     """Here completed tasks are kept for 1 h, failed ones for 2 h, events for 3 h and ended workers as long as all."""
     await register(store, "w1")
     done, failed, waiting = await finished_task(store), await finished_task(store, is_failure=True), await add(store)
@@ -1514,7 +1518,7 @@ async def test_sweeping_applies_the_retention_of_each_kind(store: Store, clock: 
     assert await status_of(store, waiting) is TaskStatus.QUEUED
 
 
-async def test_a_retried_task_no_longer_counts_as_finished(store: Store, clock: Any) -> None:
+async def test_a_retried_task_no_longer_counts_as_finished(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     task_id = await finished_task(store, is_failure=True)
     await store.retry_task(task_id)
@@ -1526,7 +1530,7 @@ async def test_a_retried_task_no_longer_counts_as_finished(store: Store, clock: 
 
 
 @pytest.mark.parametrize("count", [1_000, 2_500])
-async def test_sweeping_goes_on_until_nothing_is_left(store: Store, clock: Any, count: int) -> None:
+async def test_sweeping_goes_on_until_nothing_is_left(store: AnyStore, clock: Any, count: int) -> None:
     await register(store, "w1")
     await store.enqueue_many(NewTask("q") for _ in range(count))
     while claims := await store.claim("w1", ("q",), count):
@@ -1536,7 +1540,7 @@ async def test_sweeping_goes_on_until_nothing_is_left(store: Store, clock: Any, 
     assert await store.sweep() == 0
 
 
-async def test_the_late_result_of_a_swept_task_changes_nothing(store: Store, clock: Any) -> None:
+async def test_the_late_result_of_a_swept_task_changes_nothing(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await complete(store, claim)
     clock.advance(3601)
@@ -1548,20 +1552,20 @@ async def test_the_late_result_of_a_swept_task_changes_nothing(store: Store, clo
 # --------------------------------------------------------------------------------------------------------- waiting
 
 
-async def waits(store: Store, *queues: str, timeout_s: float = 3600.0) -> "asyncio.Task[None]":
+async def waits(store: AnyStore, *queues: str, timeout_s: float = 3600.0) -> "asyncio.Task[None]":
     """A worker that has seen an empty queue and now waits: all earlier hints are used up."""
     for queue in queues:
         await store.wait_for_work((queue,), 0.01)
     return asyncio.create_task(store.wait_for_work(queues, timeout_s))
 
 
-async def test_waiting_ends_when_work_arrives(store: Store) -> None:
+async def test_waiting_ends_when_work_arrives(store: AnyStore) -> None:
     waiting = await waits(store, "q", "r")
     await add(store, "r")
     await asyncio.wait_for(waiting, LIMIT_S)
 
 
-async def test_waiting_ends_when_work_comes_back(store: Store) -> None:
+async def test_waiting_ends_when_work_comes_back(store: AnyStore) -> None:
     claim = await claimed(store)
     waiting = await waits(store, "q")
     await store.release("w1", claim.task_id, claim.token, "given back")
@@ -1573,13 +1577,13 @@ async def test_waiting_ends_when_work_comes_back(store: Store) -> None:
     await asyncio.wait_for(waiting, LIMIT_S)
 
 
-async def test_what_arrives_before_the_wait_is_not_missed(store: Store) -> None:
+async def test_what_arrives_before_the_wait_is_not_missed(store: AnyStore) -> None:
     await (await waits(store, "q", timeout_s=0.01))
     await add(store)
     await asyncio.wait_for(store.wait_for_work(("q",), 3600.0), LIMIT_S)
 
 
-async def test_waiting_ends_when_the_time_is_up(store: Store) -> None:
+async def test_waiting_ends_when_the_time_is_up(store: AnyStore) -> None:
     waiting = await waits(store, "q", timeout_s=0.01)
     await add(store, "other")
     await asyncio.wait_for(waiting, LIMIT_S)

@@ -9,6 +9,7 @@ import asyncpg
 import pytest
 
 from support.command_line import CommandLine
+from support.stores import PostgresStores
 from windlass.cost.ledger import settle
 from windlass.model.action import Plan, Promote
 from windlass.model.fleet import FleetConfig
@@ -17,7 +18,6 @@ from windlass.model.machine import Machine, MachineState
 from windlass.model.outcome import Created, Deleted, Intent
 from windlass.model.snapshot import PlannerState
 from windlass.model.task import Finished, NewTask
-from windlass.store.control import PostgresControlStore
 
 ANN = Candidate("ann", 100_000.0)
 FLEET = FleetConfig(queues=("renders", "mail"), max_workers=4)
@@ -36,7 +36,7 @@ class Clock:
         self.now += timedelta(**span)
 
 
-async def spawn(store: PostgresControlStore, clock: Clock, worker_id: str, slot: int) -> None:
+async def spawn(store: PostgresStores, clock: Clock, worker_id: str, slot: int) -> None:
     observed = await store.observe(ANN, "red", FLEET)
     assert not isinstance(observed, Standby)
     term, seen = observed
@@ -48,7 +48,7 @@ async def spawn(store: PostgresControlStore, clock: Clock, worker_id: str, slot:
     await store.commit_plan(ANN, term, seen, Plan((Promote(worker_id, "first heartbeat"),), PlannerState(), "up"), [])
 
 
-async def work(store: PostgresControlStore, clock: Clock, worker_id: str, queue: str, minutes: float) -> None:
+async def work(store: PostgresStores, clock: Clock, worker_id: str, queue: str, minutes: float) -> None:
     await store.enqueue(NewTask(queue))
     (claim,) = await store.claim(worker_id, (queue,), 1)
     clock.advance(minutes=minutes)
@@ -59,7 +59,7 @@ async def record_a_morning(dsn: str) -> datetime:
     """w0: billed for an hour, with 1 min of boot, 20 of renders, 9 of mail, 20 idle, deleted after 50. w1: started 30
     min ago, and has run its task for 19 min."""
     clock = Clock()
-    async with PostgresControlStore(dsn, virtual_now=clock) as store:
+    async with PostgresStores(dsn, virtual_now=clock) as store:
         await spawn(store, clock, "w0", 0)
         await work(store, clock, "w0", "renders", 20)
         await work(store, clock, "w0", "mail", 9)

@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from support.command_line import CommandLine, Completed
+from support.stores import PostgresStores
 from support.worker_harness import PATIENCE_S, is_alive, until
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import SAME_SIGNAL_S, Worker, WorkerStatus
-from windlass.store.control import PostgresControlStore
 
 QUEUE = "work"
 APP = """
@@ -68,7 +68,7 @@ class Host:
         # In the environment of all that is started, however it detaches itself.
         self._mark = f"HOST_{uuid4().hex}"
         self.windlass = CommandLine(folder, {"DATABASE_URL": dsn, self._mark: "1"})
-        self.store = PostgresControlStore(dsn)
+        self.store = PostgresStores(dsn)
         self.ups: list[subprocess.Popen[str]] = []
         (folder / "app.py").write_text(APP)
         self.configure()
@@ -530,7 +530,7 @@ async def test_a_fleet_that_nobody_runs_any_more_is_said_to_be_so_and_is_not_pau
     host.configure(min_workers=1)
     up = host.up()
     await host.until_workers(1)
-    assert "nobody runs" not in host.windlass("status").out
+    assert "no orchestrator" not in host.windlass("status").out
     assert host.windlass("status", "--json").json["fleets"][0]["without_orchestrator_s"] is None
     await host.end(up)
     first, *_, last = [json.loads(line) for line in host.log().splitlines()]
@@ -663,7 +663,7 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
 
 
 async def test_cycles_run_by_cron_apply_retention_and_refuse_what_cannot_be_run(host: Host) -> None:
-    async with host.store._connection("a finished task") as connection:
+    async with host.store.database.connection("a finished task") as connection:
         await connection.execute(
             "insert into windlass.tasks (queue, status, finished_at)"
             " values ('red', 'complete', now() - interval '1 year')"

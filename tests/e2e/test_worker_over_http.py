@@ -13,6 +13,7 @@ import pytest
 from support.command_line import CommandLine
 from support.fake_control_plane import FakeControlPlane
 from support.postgres_servers import reachable_temp_dir
+from support.stores import PostgresStores
 from support.worker_harness import HERE, PROGRAM, QUEUE, KillableServer, WorkerHarness, WorkerProcess, until
 from windlass.model.action import Fail, Plan
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, Role, hash_of, new_token
@@ -29,7 +30,6 @@ from windlass.server.app import make_app
 from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.server.server import listen, serving
-from windlass.store.auth import PostgresAuthStore
 
 ANN = Candidate("ann", ttl_s=3600.0)
 SETTINGS: dict[str, Any] = {
@@ -48,7 +48,7 @@ class Plane:
 
     def __init__(self, harness: WorkerHarness) -> None:
         self.harness = harness
-        self.store = PostgresAuthStore(harness.dsn)
+        self.store = PostgresStores(harness.dsn)
         self.control = FakeControlPlane()
         self.configure()
         self.port = 0
@@ -354,19 +354,21 @@ WORK = ("--queue", "q", "--handler", "a:b")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param(("--join", "f", "--queue", "q"), "--join brings the work order along", id="join with queue"),
-        pytest.param(("--join", "f", "--handler", "a:b"), "--join brings the work order along", id="join with handler"),
+        pytest.param(("--join", "f", "--queue", "q"), "--join cannot be combined", id="join with queue"),
+        pytest.param(("--join", "f", "--handler", "a:b"), "--join cannot be combined", id="join with handler"),
         pytest.param(("--join", "missing"), "cannot read the join file missing: No such file", id="missing file"),
-        pytest.param(("--handler", "a:b"), "a worker needs a queue to serve", id="no queue"),
-        pytest.param((*WORK, "--url", "http://192.0.2.1:80000"), "--url has a host or port that", id="invalid port"),
+        pytest.param(("--handler", "a:b"), "no queue to serve", id="no queue"),
         pytest.param(
-            (*WORK, "--url", "http://example.com"), "--url is http to example.com, where", id="http to a public host"
+            (*WORK, "--url", "http://192.0.2.1:80000"), "--url has an invalid host or port", id="invalid port"
         ),
-        pytest.param((*WORK, "--url", "https://example.com"), "there is no token in WINDLASS_TOKEN", id="no token"),
         pytest.param(
-            (*WORK, "--url", "https://e.com", "--token-file", "f"), "the token in f cannot", id="missing file"
+            (*WORK, "--url", "http://example.com"), "--url uses http to example.com, which", id="http to a public host"
         ),
-        pytest.param((*WORK, "--token-file", "f"), "--token-file goes with --url", id="token file without url"),
+        pytest.param((*WORK, "--url", "https://example.com"), "no token in WINDLASS_TOKEN", id="no token"),
+        pytest.param(
+            (*WORK, "--url", "https://e.com", "--token-file", "f"), "cannot read the token file f", id="missing file"
+        ),
+        pytest.param((*WORK, "--token-file", "f"), "--token-file needs --url", id="token file without url"),
     ],
 )
 def test_invalid_arguments_are_refused(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -101,12 +101,12 @@ REFUSALS = [
     (
         "nothing is to run",
         [],
-        "a worker needs exactly one of --handler and --exec: say what to run.",
+        "pass exactly one of --handler and --exec.",
     ),
     (
         "two things are to run",
         ["--handler", "odd:two", "--exec", "cat"],
-        "a worker needs exactly one of --handler and --exec: say what to run.",
+        "pass exactly one of --handler and --exec.",
     ),
     (
         "the database is not there",
@@ -133,7 +133,7 @@ REFUSALS = [
     (
         "there is no such folder",
         ["--exec", "cat", "--chdir", "/nowhere"],
-        "cannot work in /nowhere (No such file or directory): check --chdir.",
+        "cannot change to the folder /nowhere: No such file or directory. Check --chdir.",
     ),
 ]
 

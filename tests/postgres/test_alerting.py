@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
+from support.stores import PostgresStores
 from windlass.control.alerting import (
     MAX_ATTEMPTS,
     MAX_CONCURRENT_SENDS,
@@ -48,7 +49,7 @@ from windlass.notify.command import CommandNotifier
 from windlass.notify.email import EmailNotifier
 from windlass.notify.webhook import SlackNotifier, WebhookNotifier
 from windlass.server.server import listen
-from windlass.store.alerts import MAX_TOLD, QUERIES, TOLD_S, PostgresAlertStore
+from windlass.store.alerts import MAX_REASONS, QUERIES, REASONS_S
 
 ANN = Candidate("ann", ttl_s=1e6)
 FLEET = FleetConfig(queues=("a",), handler="app:work", poll_interval_s=10)
@@ -60,13 +61,13 @@ MESSAGE = Message(
 
 
 @pytest.fixture
-async def store(dsn: str, clock: Any) -> AsyncIterator[PostgresAlertStore]:
-    async with PostgresAlertStore(dsn, virtual_now=clock) as store:
+async def store(dsn: str, clock: Any) -> AsyncIterator[PostgresStores]:
+    async with PostgresStores(dsn, virtual_now=clock) as store:
         yield store
 
 
 async def plan(
-    store: PostgresAlertStore,
+    store: PostgresStores,
     *alerts: RaiseAlert,
     hold: Hold | None = None,
     fleet: str = "gpus",
@@ -119,19 +120,19 @@ async def inbox() -> AsyncIterator[Inbox]:
         yield inbox
 
 
-def alarm_of(store: PostgresAlertStore, *notifiers: Any, **other: Any) -> AlertManager:
+def alarm_of(store: PostgresStores, *notifiers: Any, **other: Any) -> AlertManager:
     """Of a process that has run for a while, unless `settling_s` is given."""
     settled = {"dead_letters_allowed": 0, "leader_grace_s": GRACE_S, "settling_s": 0.0, "rng": Random(1)}  # noqa: S311
     return AlertManager(store, notifiers, **{**settled, **other})
 
 
-def starting(store: PostgresAlertStore, *notifiers: Any) -> AlertManager:
+def starting(store: PostgresStores, *notifiers: Any) -> AlertManager:
     """Of a process that has just begun."""
     return alarm_of(store, *notifiers, settling_s=SETTLING_S)
 
 
 async def go_on(
-    store: PostgresAlertStore,
+    store: PostgresStores,
     alarm: AlertManager,
     clock: Any,
     for_s: int,
@@ -152,7 +153,7 @@ def heard(inbox: Inbox) -> list[tuple[str, str]]:
     return [(message["status"], message["code"]) for message in inbox.received]
 
 
-async def test_a_beginning_and_an_end_are_told_once(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_a_beginning_and_an_end_are_told_once(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
     for _ in range(3):
@@ -245,7 +246,7 @@ async def test_what_a_receiver_says_beyond_its_status_is_not_waited_for() -> Non
         assert len(callers) == 1
 
 
-async def test_another_slot_is_another_matter(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_another_slot_is_another_matter(store: PostgresStores, inbox: Inbox) -> None:
     alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
     await alarm.evaluate()
@@ -260,7 +261,7 @@ async def test_another_slot_is_another_matter(store: PostgresAlertStore, inbox: 
 
 
 async def test_a_restart_tells_nothing_again_and_forgets_nothing(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     first = alarm_of(store, WebhookNotifier(inbox.url))
@@ -280,7 +281,7 @@ async def test_a_restart_tells_nothing_again_and_forgets_nothing(
 
 @pytest.mark.parametrize("absence", ["killed", "stopped in good order", "without a database"])
 async def test_an_absence_ends_nothing_and_begins_nothing(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any, absence: str
+    store: PostgresStores, inbox: Inbox, clock: Any, absence: str
 ) -> None:
     failed = RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3")
     alarm = starting(store, WebhookNotifier(inbox.url))
@@ -301,7 +302,7 @@ async def test_an_absence_ends_nothing_and_begins_nothing(
 
 
 async def test_what_ended_while_nobody_looked_is_told_to_be_over(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     await go_on(store, starting(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10"))
     clock.advance(3600)
@@ -310,7 +311,7 @@ async def test_what_ended_while_nobody_looked_is_told_to_be_over(
 
 
 async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_known_of_it_lasts(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     await go_on(store, starting(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10"))
     clock.advance(3 * 3600)  # the words that it was told in are not looked for that far back
@@ -327,7 +328,7 @@ async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_know
 
 
 async def test_a_provider_that_goes_on_failing_is_told_once_over_a_restart(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     lists_fail = Summary("gpus", True, "", provider_calls=(("list", "error", 1),))
     for _ in range(2):
@@ -347,7 +348,7 @@ async def test_a_provider_that_goes_on_failing_is_told_once_over_a_restart(
 
 
 async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     def failed(*slots: int) -> list[RaiseAlert]:
         return [RaiseAlert("SLOT_FAILED", f"slot {slot} is failed", about=str(slot)) for slot in slots]
@@ -374,10 +375,10 @@ async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
 
 
 async def test_a_thousand_queues_with_dead_letters_are_one_message(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     await plan(store)
-    async with store._connection("failing tasks") as connection:
+    async with store.database.connection("failing tasks") as connection:
         await connection.execute(
             "insert into windlass.tasks (queue, status, finished_at, error_code)"
             " select 'q' || n, 'failed', windlass.now(), 'HANDLER_ERROR' from generate_series(1, 1000) as n"
@@ -396,7 +397,7 @@ async def test_a_thousand_queues_with_dead_letters_are_one_message(
     assert heard(inbox) == [("firing", "DEAD_LETTERS"), ("resolved", "DEAD_LETTERS")]
 
 
-async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresStores, inbox: Inbox) -> None:
     await plan(store)
     failures = [
         ("slow", "SPAWNING_TIMEOUT", None),
@@ -408,7 +409,7 @@ async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresAl
         ("lost its GPU", "GPU_NOT_DETECTED", None),
         ("fell silent", "STALE_HEARTBEAT_IDLE", None),
     ]
-    async with store._connection("failing workers") as connection:
+    async with store.database.connection("failing workers") as connection:
         await connection.executemany(
             "insert into windlass.workers (id, fleet, status, failed_at, code, prepare_code)"
             " values ($1, 'gpus', 'error', windlass.now(), $2, $3)",
@@ -425,9 +426,9 @@ async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresAl
 
 
 async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_at_it(
-    store: PostgresAlertStore, clock: Any
+    store: PostgresStores, clock: Any
 ) -> None:
-    async with store._connection("ending alerts") as connection:
+    async with store.database.connection("ending alerts") as connection:
         await connection.execute(
             "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
             " select 'X ' || n, 'X', 'warning', 'x', windlass.now() from generate_series(1, 2500) as n;"
@@ -437,7 +438,7 @@ async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_
     clock.advance(Retention().events_s + 1)
 
     async def left() -> int:
-        async with store._connection("counting") as connection:
+        async with store.database.connection("counting") as connection:
             return int(await connection.fetchval("select count(*) from windlass.messages"))
 
     running = asyncio.create_task(alarm_of(store).run())
@@ -448,11 +449,9 @@ async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_several_orchestrators_tell_it_once(
-    dsn: str, store: PostgresAlertStore, inbox: Inbox, clock: Any
-) -> None:
+async def test_several_orchestrators_tell_it_once(dsn: str, store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"), hold=Hold("NO_CAPACITY", "none", clock()))
-    async with PostgresAlertStore(dsn, virtual_now=clock) as other:
+    async with PostgresStores(dsn, virtual_now=clock) as other:
         alarms = [alarm_of(each, WebhookNotifier(inbox.url)) for each in (store, other)]
         await asyncio.gather(*(alarm.evaluate() for alarm in alarms for _ in range(3)))
         await asyncio.gather(*(alarm.send_due() for alarm in alarms))
@@ -460,7 +459,7 @@ async def test_several_orchestrators_tell_it_once(
 
 
 async def test_a_receiver_that_fails_is_tried_again_and_given_up_in_the_end(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     outcomes: list[tuple[str, str]] = []
     alarm = alarm_of(store, WebhookNotifier(inbox.url), on_message=lambda *outcome: outcomes.append(outcome))
@@ -476,7 +475,7 @@ async def test_a_receiver_that_fails_is_tried_again_and_given_up_in_the_end(
 
 
 async def test_one_that_does_not_answer_keeps_nobody_from_being_told(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     nowhere = SlackNotifier("http://127.0.0.1:9/nobody-listens")
     alarm = alarm_of(store, nowhere, WebhookNotifier(inbox.url))
@@ -486,9 +485,7 @@ async def test_one_that_does_not_answer_keeps_nobody_from_being_told(
     assert heard(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_what_was_over_before_it_was_told_is_not_told(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
-) -> None:
+async def test_what_was_over_before_it_was_told_is_not_told(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await alarm.evaluate()
@@ -500,7 +497,7 @@ async def test_what_was_over_before_it_was_told_is_not_told(
 
 @pytest.mark.parametrize("is_given_up", [False, True], ids=["tried in vain", "given up"])
 async def test_whoever_was_not_told_that_it_began_is_not_told_that_it_is_over(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any, is_given_up: bool
+    store: PostgresStores, inbox: Inbox, clock: Any, is_given_up: bool
 ) -> None:
     async with inbox_of() as other:
         alarm = alarm_of(store, WebhookNotifier(inbox.url), SlackNotifier(other.url))
@@ -523,7 +520,7 @@ async def test_whoever_was_not_told_that_it_began_is_not_told_that_it_is_over(
 
 
 async def test_what_is_being_told_when_it_is_over_is_ended_once_it_has_arrived(
-    store: PostgresAlertStore, clock: Any
+    store: PostgresStores, clock: Any
 ) -> None:
     alarm = alarm_of(store, WebhookNotifier("http://127.0.0.1:9/"))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
@@ -548,7 +545,7 @@ class Silent:
 
 
 async def test_whoever_looks_once_waits_for_nobody_beyond_its_time(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     async with asyncio.timeout(20):
@@ -559,7 +556,7 @@ async def test_whoever_looks_once_waits_for_nobody_beyond_its_time(
     assert heard(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_what_nobody_wants_to_hear_of_is_not_told(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_what_nobody_wants_to_hear_of_is_not_told(store: PostgresStores, inbox: Inbox) -> None:
     alarm = alarm_of(store, WebhookNotifier(inbox.url), ignored=["NEAR_MAX"])
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await alarm.evaluate()
@@ -567,13 +564,13 @@ async def test_what_nobody_wants_to_hear_of_is_not_told(store: PostgresAlertStor
 
 
 async def test_provider_errors_dead_letters_and_a_missing_leader(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(store)
     for _ in range(3):
         alarm.record_cycle(Summary("gpus", True, "", provider_calls=(("create", "error", 1), ("list", "ok", 1))))
-    async with store._connection("failing a task") as connection:
+    async with store.database.connection("failing a task") as connection:
         await connection.execute(
             "insert into windlass.tasks (queue, status, finished_at, error_code) values"
             " ('a', 'failed', windlass.now(), 'HANDLER_ERROR'), ('b', 'failed', windlass.now(), 'CANCELLED')"
@@ -590,7 +587,7 @@ async def test_provider_errors_dead_letters_and_a_missing_leader(
 
 
 async def test_where_nobody_leads_but_somebody_looks_after_it_the_fleet_is_what_is_told_of(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any
+    store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
     alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(store, next_plan_in_s=10)
@@ -609,7 +606,7 @@ ANOTHER_LEADS = Summary("gpus", False, "")
 
 @pytest.mark.parametrize(("next_summary", "later_s"), [(ANOTHER_LEADS, 0), (NOTHING_TO_CREATE, STREAK_TTL_S)])
 async def test_provider_errors_are_over_when_another_leads_or_nothing_is_asked_for_long(
-    store: PostgresAlertStore, inbox: Inbox, clock: Any, next_summary: Summary, later_s: float
+    store: PostgresStores, inbox: Inbox, clock: Any, next_summary: Summary, later_s: float
 ) -> None:
     alarm = alarm_of(store, WebhookNotifier(inbox.url), clock=lambda: clock().timestamp())
     await plan(store)
@@ -625,7 +622,7 @@ async def test_provider_errors_are_over_when_another_leads_or_nothing_is_asked_f
     assert heard(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
 
 
-async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresStores, inbox: Inbox) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     running = asyncio.create_task(alarm_of(store, WebhookNotifier(inbox.url)).run())
     async with asyncio.timeout(20):
@@ -636,7 +633,7 @@ async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresAlertSt
     assert heard(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_a_thousand_of_a_kind_are_one_message(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_a_thousand_of_a_kind_are_one_message(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     alarm = alarm_of(store, WebhookNotifier(inbox.url))
     await plan(
         store, *(RaiseAlert("VRAM_STALE", "its GPU is silent", about=f"w{number:03}") for number in range(1_000))
@@ -651,21 +648,21 @@ async def test_a_thousand_of_a_kind_are_one_message(store: PostgresAlertStore, i
     assert heard(inbox) == [("firing", "VRAM_STALE"), ("resolved", "VRAM_STALE")]
 
 
-async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(store: PostgresAlertStore) -> None:
-    async with store._connection("looking at a plan") as connection:
+async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(store: PostgresStores) -> None:
+    async with store.database.connection("looking at a plan") as connection:
         await connection.execute(
             "insert into windlass.events (code, reason) select 'TASK_ERROR', 'x' from generate_series(1, 20000);"
             "insert into windlass.events (code, reason) select 'ALERT', 'x' from generate_series(1, 10);"
             "analyze windlass.events"
         )
-        lines = await connection.fetch(f"explain {QUERIES['alert_reasons']}", TOLD_S, MAX_TOLD)
+        lines = await connection.fetch(f"explain {QUERIES['alert_reasons']}", REASONS_S, MAX_REASONS)
     assert any("events_alert" in line[0] for line in lines), lines
 
 
 # ------------------------------------------------------------------------------------------------------ other receivers
 
 
-async def test_slack_gets_words(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_slack_gets_words(store: PostgresStores, inbox: Inbox) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of <10> & more"))
     alarm = alarm_of(store, SlackNotifier(inbox.url))
     await alarm.evaluate()
@@ -707,7 +704,7 @@ class MailServer:
         writer.close()
 
 
-async def test_mails_are_taken_at_the_second_try(store: PostgresAlertStore, clock: Any) -> None:
+async def test_mails_are_taken_at_the_second_try(store: PostgresStores, clock: Any) -> None:
     server = MailServer()
     server.refusals = 1
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
@@ -726,7 +723,7 @@ async def test_mails_are_taken_at_the_second_try(store: PostgresAlertStore, cloc
 
 
 async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others_are_told_once(
-    store: PostgresAlertStore, clock: Any
+    store: PostgresStores, clock: Any
 ) -> None:
     server, outcomes = MailServer(), list[tuple[str, str]]()
     server.unknown = ("gone@example.com",)
@@ -747,7 +744,7 @@ async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others
     assert SECRET not in str(lines)
 
 
-async def test_mails_of_one_alert_are_one_thread_with_dates(store: PostgresAlertStore, clock: Any) -> None:
+async def test_mails_of_one_alert_are_one_thread_with_dates(store: PostgresStores, clock: Any) -> None:
     server = MailServer()
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
@@ -768,7 +765,7 @@ async def test_mails_of_one_alert_are_one_thread_with_dates(store: PostgresAlert
 
 
 async def test_a_mail_server_that_does_not_answer_holds_up_nobody_but_mails(
-    store: PostgresAlertStore, inbox: Inbox
+    store: PostgresStores, inbox: Inbox
 ) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     is_over = asyncio.Event()
@@ -796,7 +793,7 @@ async def test_a_mail_server_that_does_not_answer_holds_up_nobody_but_mails(
     assert len(inbox.received) == MAX_CONCURRENT_SENDS + 2
 
 
-async def test_a_webhook_needs_none_of_the_loops_threads(store: PostgresAlertStore, inbox: Inbox) -> None:
+async def test_a_webhook_needs_none_of_the_loops_threads(store: PostgresStores, inbox: Inbox) -> None:
     is_over = threading.Event()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     taken = asyncio.create_task(asyncio.to_thread(is_over.wait, 30))
@@ -814,7 +811,7 @@ async def test_a_webhook_needs_none_of_the_loops_threads(store: PostgresAlertSto
 
 
 async def test_a_command_gets_json_and_says_by_its_exit_code_whether_it_is_delivered(
-    store: PostgresAlertStore, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
+    store: PostgresStores, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "tell"
     # Fails the first time; shows what it got, and what it knows of our secrets.
@@ -832,7 +829,7 @@ async def test_a_command_gets_json_and_says_by_its_exit_code_whether_it_is_deliv
     assert (tmp_path / "env").read_text() == "\n"
 
 
-async def test_no_error_of_a_receiver_repeats_its_address(store: PostgresAlertStore, inbox: Inbox, clock: Any) -> None:
+async def test_no_error_of_a_receiver_repeats_its_address(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     inbox.refusals = 1
     url = inbox.url
     alarm = alarm_of(
@@ -844,7 +841,7 @@ async def test_no_error_of_a_receiver_repeats_its_address(store: PostgresAlertSt
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await alarm.evaluate()
     await alarm.send_due()
-    async with store._connection("reading messages") as connection:
+    async with store.database.connection("reading messages") as connection:
         errors = [row["error"] for row in await connection.fetch("select error from windlass.messages order by error")]
     assert errors == [
         "/nowhere/x did not start (No such file or directory)",

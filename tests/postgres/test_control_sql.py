@@ -9,6 +9,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from support.stores import PostgresStores
 from windlass.cost.ledger import settle
 from windlass.model.action import Adopt, Plan, Spawn
 from windlass.model.fleet import FleetConfig
@@ -16,7 +17,6 @@ from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineState
 from windlass.model.outcome import Created, Deleted, Intent
 from windlass.model.snapshot import PlannerState, Snapshot
-from windlass.store.control import PostgresControlStore
 
 FLEET = FleetConfig(max_workers=4)
 MACHINE = Machine(
@@ -40,14 +40,14 @@ async def connection(each_dsn: str) -> AsyncIterator[Any]:
         await connection.close()
 
 
-async def observed(store: PostgresControlStore, candidate: Candidate) -> tuple[int, Snapshot]:
+async def observed(store: PostgresStores, candidate: Candidate) -> tuple[int, Snapshot]:
     seen = await store.observe(candidate, "f", FLEET)
     assert not isinstance(seen, Standby)
     return seen
 
 
 async def test_of_many_who_ask_at_once_one_leads(each_dsn: str) -> None:
-    async with PostgresControlStore(each_dsn, max_connections=10) as store:
+    async with PostgresStores(each_dsn, max_connections=10) as store:
         for round_number in range(10):
             candidates = [Candidate(f"c{n}", 60.0, lease=f"lease{round_number}") for n in range(10)]
             answers = await asyncio.gather(*(store.acquire_lease(candidate) for candidate in candidates))
@@ -57,7 +57,7 @@ async def test_of_many_who_ask_at_once_one_leads(each_dsn: str) -> None:
 async def test_of_two_leaders_plans_for_the_same_slots_one_gets_each(each_dsn: str) -> None:
     """Two cycles of one holder at once, as a request beside a daemon makes them."""
     ann = Candidate("ann", 60.0)
-    async with PostgresControlStore(each_dsn, max_connections=10) as store:
+    async with PostgresStores(each_dsn, max_connections=10) as store:
         term, snapshot = await observed(store, ann)
 
         async def hire(who: int) -> frozenset[str]:
@@ -73,7 +73,7 @@ async def test_of_two_leaders_plans_for_the_same_slots_one_gets_each(each_dsn: s
 async def test_nobody_takes_the_lead_in_the_middle_of_a_leaders_plan(each_dsn: str, connection: Any) -> None:
     now = [datetime(2030, 1, 1, tzinfo=UTC)]
     ann, bob = Candidate("ann", 30.0), Candidate("bob", 30.0)
-    async with PostgresControlStore(each_dsn, virtual_now=lambda: now[0]) as store:
+    async with PostgresStores(each_dsn, virtual_now=lambda: now[0]) as store:
         term, snapshot = await observed(store, ann)
         async with connection.transaction():
             # Ann's plan is being written down while her lease runs out.
@@ -103,7 +103,7 @@ async def _waits_for_a_lock(dsn: str) -> None:
 @pytest.mark.parametrize("way", ["created", "adopted"])
 async def test_what_a_machine_is_and_costs_is_kept(each_dsn: str, connection: Any, way: str) -> None:
     ann = Candidate("ann", 60.0)
-    async with PostgresControlStore(each_dsn) as store:
+    async with PostgresStores(each_dsn) as store:
         term, snapshot = await observed(store, ann)
         await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), [Intent("w0", 0, "wanted", 30.0)])
         if way == "created":
@@ -119,7 +119,7 @@ async def test_what_a_machine_is_and_costs_is_kept(each_dsn: str, connection: An
 
 async def test_an_unknown_machine_can_be_adopted(each_dsn: str, connection: Any) -> None:
     ann = Candidate("ann", 60.0)
-    async with PostgresControlStore(each_dsn) as store:
+    async with PostgresStores(each_dsn) as store:
         term, snapshot = await observed(store, ann)
         await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), [Intent("w0", 0, "wanted", 30.0)])
         await store.commit_plan(ann, term, snapshot, Plan((Adopt("w0", "m1", "found"),), PlannerState(), "x"), [])
@@ -129,7 +129,7 @@ async def test_an_unknown_machine_can_be_adopted(each_dsn: str, connection: Any)
 async def test_of_many_who_settle_at_once_one_charges(each_dsn: str, connection: Any) -> None:
     ann, now = Candidate("ann", 100_000.0), datetime(2030, 1, 1, tzinfo=UTC)
     times = [now]
-    async with PostgresControlStore(each_dsn, virtual_now=lambda: times[0], max_connections=10) as store:
+    async with PostgresStores(each_dsn, virtual_now=lambda: times[0], max_connections=10) as store:
         term, snapshot = await observed(store, ann)
         intents = [Intent(f"w{slot}", slot, "wanted", 30.0) for slot in range(4)]
         await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), intents)

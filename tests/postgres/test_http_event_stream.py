@@ -17,7 +17,7 @@ from windlass.server.errors import ApiError
 from windlass.server.event_stream import EventStream, OverviewFeed
 from windlass.server.routes.login import create_login_link
 from windlass.server.server import listen, serving
-from windlass.store import dashboard_queries
+from windlass.store import overview as overview_store
 from windlass.store.connect import connected
 from windlass.wiring import http_server
 
@@ -252,7 +252,7 @@ async def test_changes_use_a_bounded_share_of_time_for_loading() -> None:
 
 
 async def test_sampling_continues_after_errors(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard_queries, "SAMPLE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(overview_store, "SAMPLE_INTERVAL_S", 0.01)
     async with open_api(dsn) as api, asyncio.timeout(30):
         await api.spawn_active_workers()
         errors = iter([ZeroDivisionError("a defect"), DatabaseUnavailable("unavailable")])

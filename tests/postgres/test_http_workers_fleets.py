@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from support.api_fixture import API, SECRET, ApiFixture, problem_of
+from support.stores import PostgresStores
 from windlass.model.auth import Role
 from windlass.model.worker import Registration, WorkerKind
-from windlass.store.log_sink import LogSink, PostgresLogStore
+from windlass.store.log_sink import LogSink
 
 
 async def test_worker_is_listed_paused_restarted_and_terminated(api: ApiFixture, clock: Any) -> None:
@@ -65,7 +66,7 @@ async def test_worker_page_shows_own_tasks_and_is_static_when_terminated(
 async def test_page_of_remote_worker_shows_log_lines_from_database(api: ApiFixture, dsn: str) -> None:
     await api.store.register(Registration("far", ("a",), fleet="clouds"))
     assert "This host has no log of worker far." in (await api.localhost.get("/workers/far")).text
-    async with PostgresLogStore(dsn) as logs:
+    async with PostgresStores(dsn) as logs:
         sink = LogSink(logs)
         sink.take({"level": "warning", "event": "machine refused", "worker_id": "far", "code": "NO_CAPACITY"})
         await sink.write()

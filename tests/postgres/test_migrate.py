@@ -8,11 +8,11 @@ from typing import Any
 import asyncpg
 import pytest
 
+from support.stores import PostgresStores
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
 from windlass.model.task import NewTask
 from windlass.store import migrate as module
 from windlass.store.migrate import LATEST_VERSION, MIGRATIONS, Migration, applied_migrations, migrate
-from windlass.store.postgres import PostgresStore
 
 LIMIT_S = 60.0
 ALL_VERSIONS = [migration.version for migration in MIGRATIONS]
@@ -62,7 +62,7 @@ def test_migrations_are_numbered_without_gaps() -> None:
 async def test_a_fresh_database_gets_everything(empty_dsn: str) -> None:
     assert [migration.version for migration in await migrate(empty_dsn)] == ALL_VERSIONS
     assert await versions(empty_dsn) == ALL_VERSIONS
-    async with PostgresStore(empty_dsn) as store:
+    async with PostgresStores(empty_dsn) as store:
         assert await store.enqueue(NewTask("q")) == 1
 
 
@@ -87,13 +87,13 @@ async def test_an_older_schema_is_refused_by_a_store_and_moved_by_migrating(
         await migrate(empty_dsn)
     before = await objects(empty_dsn)
     with pytest.raises(SchemaMismatch) as refusal:
-        await PostgresStore(empty_dsn).__aenter__()
+        await PostgresStores(empty_dsn).__aenter__()
     assert str(refusal.value) == (
         f"the database's schema is at version 1 and this program needs {LATEST_VERSION}: run `windlass db migrate`."
     )
     assert await objects(empty_dsn) == before
     assert [migration.version for migration in await migrate(empty_dsn)] == ALL_VERSIONS[1:]
-    async with PostgresStore(empty_dsn):
+    async with PostgresStores(empty_dsn):
         pass
 
 
@@ -108,7 +108,7 @@ async def test_a_newer_schema_is_refused_by_a_store_and_by_migrating(
         f"the database's schema is at version {LATEST_VERSION + 1} and this program knows only {LATEST_VERSION}: "
         "upgrade windlass on this machine."
     )
-    for refused in (PostgresStore(empty_dsn).__aenter__(), migrate(empty_dsn)):
+    for refused in (PostgresStores(empty_dsn).__aenter__(), migrate(empty_dsn)):
         with pytest.raises(SchemaMismatch) as refusal:
             await refused
         assert str(refusal.value) == sentence
@@ -118,7 +118,7 @@ async def test_a_newer_schema_is_refused_by_a_store_and_by_migrating(
 
 async def test_a_database_without_schema_is_refused_by_a_store(empty_dsn: str) -> None:
     with pytest.raises(SchemaMismatch, match="no windlass schema yet: run `windlass db migrate` once"):
-        await PostgresStore(empty_dsn).__aenter__()
+        await PostgresStores(empty_dsn).__aenter__()
     assert await objects(empty_dsn) == set()
 
 
@@ -160,7 +160,7 @@ async def test_a_failing_migration_leaves_the_old_schema_as_it_was(
             await migrate(empty_dsn)
     assert await objects(empty_dsn) == before
     assert await versions(empty_dsn) == ALL_VERSIONS
-    async with PostgresStore(empty_dsn):
+    async with PostgresStores(empty_dsn):
         pass
 
 

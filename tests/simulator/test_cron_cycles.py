@@ -11,7 +11,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.task import new_task
 from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.auth import MemoryAuthStore
+from windlass.store.memory.stores import MemoryStores
 
 HOUR_S = 3600.0
 FLEET = FleetConfig(
@@ -25,7 +25,7 @@ class Cron:
     def __init__(self, every_s: float) -> None:
         self.every_s = every_s
         self.rng = Random(1)  # noqa: S311
-        self.store, self.project = MemoryAuthStore(virtual_now), Bed()
+        self.store, self.project = MemoryStores(virtual_now), Bed()
 
     async def tick(self) -> None:
         """Whoever is there was heard a moment ago, and has been idle for long."""

@@ -29,7 +29,7 @@ from windlass.simulator.processes import SimulatedProcess, track_processes
 from windlass.simulator.scenario import fleet_config
 from windlass.simulator.trace import Trace
 from windlass.simulator.workers import SimWorker, WorkerFaults, WorkerHabits
-from windlass.store.memory.control import MemoryControlStore
+from windlass.store.memory.stores import MemoryStores
 
 TTL_S = 20.0
 STOP_S = 20.0
@@ -57,7 +57,7 @@ class Bed:
 
     def __init__(self) -> None:
         track_processes(asyncio.get_running_loop())
-        self.store = MemoryControlStore(virtual_now, chance=Random(1))  # noqa: S311
+        self.store = MemoryStores(virtual_now, chance=Random(1))  # noqa: S311
         self.story = Trace()
         self.fleets = {name: config(name) for name in ("red", "blue")}
         self.clouds = {name: self._cloud(name) for name in self.fleets}
@@ -297,7 +297,7 @@ def test_a_fleet_whose_settings_nobody_knows_any_more_is_told_of() -> None:
     async def live(bed: Bed) -> None:
         with capture_logs() as lines:
             await without_blue(bed)
-            bed.store._tables.cycles.rows.clear()
+            bed.store.tables.cycles.rows.clear()
             await asyncio.sleep(GRACE_S / 2 + 3 * CHECK_INTERVAL_S)
         assert len(await bed.active("blue")) == 1
         told = [line for line in lines if line["event"].startswith("shut down unconfigured fleet failed")]
@@ -502,7 +502,7 @@ def test_the_last_fleet_whose_settings_nobody_knows_any_more_is_told_of_and_it_s
     async def live(bed: Bed) -> None:
         with capture_logs() as lines:
             up = await without_any(bed)
-            rows = bed.store._tables.cycles.rows
+            rows = bed.store.tables.cycles.rows
             for row_id in [row_id for row_id, row in rows.items() if row.cycle.fleet == "blue"]:
                 del rows[row_id]
             await asyncio.sleep(GRACE_S / 2 + 5 * CHECK_INTERVAL_S)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from support.fake_control_plane import FakeControlPlane
+from support.stores import PostgresStores
 from windlass.control.cycle import FleetCycle
 from windlass.control.explain import explain
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
@@ -27,10 +28,8 @@ from windlass.server.event_stream import OverviewFeed
 from windlass.server.long_poll import LongPollHub
 from windlass.server.metrics import Metrics
 from windlass.server.routes.login import create_login_link
-from windlass.store.auth import PostgresAuthStore
 from windlass.store.connect import connected
-from windlass.store.dashboard_queries import PostgresQueryStore
-from windlass.wiring.http_server import server_stores
+from windlass.wiring import http_server
 
 API = "/api/v1"
 URL = "http://127.0.0.1:1"
@@ -72,7 +71,7 @@ class InstantProvider:
 class CyclingControlPlane(FakeControlPlane):
     """Runs real cycles of the fleet `gpus`, and explains from the store."""
 
-    def __init__(self, store: PostgresQueryStore, feed: OverviewFeed, metrics: Metrics) -> None:
+    def __init__(self, store: PostgresStores, feed: OverviewFeed, metrics: Metrics) -> None:
         super().__init__({"gpus": FLEET})
         self.health["gpus"] = LoopHealth(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)
         self._store = store
@@ -93,7 +92,7 @@ class CyclingControlPlane(FakeControlPlane):
 
 
 class ApiFixture:
-    def __init__(self, dsn: str, worker_store: PostgresAuthStore, store: PostgresQueryStore, **settings: Any) -> None:
+    def __init__(self, dsn: str, worker_store: PostgresStores, store: PostgresStores, **settings: Any) -> None:
         self.dsn = dsn
         self.store = store
         self.feed = OverviewFeed(store, lambda: frozenset({"gpus"}))
@@ -183,7 +182,15 @@ class ApiFixture:
 
 @asynccontextmanager
 async def open_api(dsn: str, clock: Any = None, **settings: Any) -> AsyncIterator[ApiFixture]:
-    async with server_stores(dsn, virtual_now=clock) as (worker_store, store):
+    async with (
+        PostgresStores(dsn, max_connections=http_server.WORKER_CONNECTIONS, virtual_now=clock) as worker_store,
+        PostgresStores(
+            dsn,
+            max_connections=http_server.USER_CONNECTIONS,
+            statement_timeout_s=http_server.USER_STATEMENT_TIMEOUT_S,
+            virtual_now=clock,
+        ) as store,
+    ):
         api = ApiFixture(dsn, worker_store, store, **settings)
         try:
             yield api

@@ -22,7 +22,7 @@ from windlass.server.app import make_app
 from windlass.server.context import LoopHealth, WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.server.wheel import Wheel
-from windlass.store.memory.auth import MemoryAuthStore
+from windlass.store.memory.stores import MemoryStores
 from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 
 URL = "http://127.0.0.1:1"
@@ -43,7 +43,7 @@ FLEET = FleetConfig(
 WHEEL = Wheel("windlass-1.0-py3-none-any.whl", "1.0", "abc", b"the wheel")
 
 
-class Flaky(MemoryAuthStore):
+class Flaky(MemoryStores):
     """While `trouble` is set, every call of a worker raises it."""
 
     trouble: Exception | None = None

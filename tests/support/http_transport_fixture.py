@@ -13,11 +13,11 @@ from uuid import UUID
 import httpx
 
 from support.fake_control_plane import FakeControlPlane
+from support.stores import AnyStore
 from windlass.model.auth import WORKER_PREFIX, Activation, ApiToken, Caller, Role, WorkerCaller, hash_of
 from windlass.model.config import WorkerConfig
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus
 from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
-from windlass.ports.store import Store
 from windlass.server.app import make_app
 from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
@@ -73,7 +73,7 @@ def worker_api_context(store: Any, auth_store: Any, long_poll_hub: LongPollHub) 
 class OverHttp:
     """Whatever workers do goes over HTTP, each with its own connection; all else goes to the store behind."""
 
-    def __init__(self, behind: Store, access: OpenAccess, app: Any) -> None:
+    def __init__(self, behind: AnyStore, access: OpenAccess, app: Any) -> None:
         self.behind = behind
         self._access = access
         self._app = app
@@ -131,7 +131,7 @@ class OverHttp:
 
 
 @asynccontextmanager
-async def over_http(store: Store) -> AsyncIterator[OverHttp]:
+async def over_http(store: AnyStore) -> AsyncIterator[OverHttp]:
     access, long_poll_hub = OpenAccess(), LongPollHub(store.wait_for_work)
     seen = OverHttp(store, access, make_app(worker_api_context(store, access, long_poll_hub)))
     try:

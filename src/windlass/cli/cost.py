@@ -43,7 +43,7 @@ async def cost(
     The columns say what the time was used for: tasks, boot, idle, and tail (billed after the machine was deleted).
     """
     when = parse_when(since, "--since")
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         if fleet is not None:
             await check_fleet_is_known(store, fleet)
         now = await store.now()

@@ -24,7 +24,7 @@ from windlass.cli.times import parse_when
 from windlass.model.errors import BadInput, WindlassError
 from windlass.model.task import NewTask, new_task, to_json
 from windlass.operations import OperationOutcome, enqueue_task
-from windlass.ports.store import Store
+from windlass.ports.tasks import TaskStore
 from windlass.wiring import stores
 
 STDIN = "-"
@@ -116,7 +116,7 @@ async def enqueue(
             await _warn_if_unserved(store, queue)
 
 
-class ServedQueueStore(Store, Protocol):
+class ServedQueueStore(TaskStore, Protocol):
     async def is_queue_served(self, queue: str, /) -> bool: ...
 
 
@@ -134,7 +134,7 @@ async def _warn_if_unserved(store: ServedQueueStore, queue: str) -> None:
     )
 
 
-async def _schedule(task: NewTask, when: datetime | timedelta | None, store: Store) -> NewTask:
+async def _schedule(task: NewTask, when: datetime | timedelta | None, store: TaskStore) -> NewTask:
     """Durations count from the database's clock, which workers use too."""
     return task._replace(run_after=await store.now() + when) if isinstance(when, timedelta) else task
 

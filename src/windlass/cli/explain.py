@@ -33,7 +33,7 @@ async def explain(
 
     For example: why a task is still queued, why a worker was terminated, why no worker was spawned.
     """
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         explanation = await explain_name(store, what)
     history = explanation.history
     if as_json:
@@ -67,7 +67,7 @@ async def replay(
 
     With unchanged settings the decision must be the same. Exit code 1 if it is not.
     """
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         stored = await store.cycle(cycle)
     if stored is None:
         raise BadInput(

@@ -46,7 +46,7 @@ async def spawn(
 
     The fleet never exceeds max_workers. Idle workers are drained later as usual.
     """
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         result = await operations.spawn_workers(store, await _choose_fleet(store, fleet, fleet_option), count)
     fields = {
         "fleet": result.fleet,
@@ -75,7 +75,7 @@ async def terminate(
     if not targets and not fleet:
         raise BadInput("nothing to terminate: pass ids of workers, or names of fleets.")
     check_reason(reason, "--reason")
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         ids, fleets = await _resolve(store, targets, fleet)
         results = [await operations.terminate_worker(store, one, reason, force=force) for one in ids]
         ids += [worker.id for worker in await store.workers() if worker.fleet in fleets and worker.id not in ids]
@@ -130,7 +130,7 @@ async def restart(
     on hold because its API key belongs to another account (OTHER_ACCOUNT), the machines that the key does not list are
     abandoned.
     """
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         name = await _choose_fleet(store, fleet, fleet_option)
         result = await operations.restart_fleet(store, name, slot)
     fields = {
@@ -149,7 +149,7 @@ async def _set_paused(
         raise BadInput("pass exactly one of: ids of workers or names of fleets, --fleet, or --all.")
     change_worker = operations.pause_worker if is_paused else operations.resume_worker
     change_fleet = operations.pause_fleet if is_paused else operations.resume_fleet
-    async with stores.control_store(loaded.config, may_create=False) as store:
+    async with stores.store(loaded.config, may_create=False) as store:
         if is_all:
             ids, fleets = list[str](), [one.name for one in await store.fleets()]
         else:

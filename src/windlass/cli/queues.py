@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from windlass.model.errors import BadInput
-from windlass.ports.store import Store
+from windlass.ports.tasks import TaskStore
 
 # A queue whose tasks have all finished is known if one of them is among this many newest tasks. This bounds the
 # search in a large table.
@@ -11,7 +11,7 @@ RECENT_TASKS = 100_000
 MAX_LISTED = 20
 
 
-class QueueStore(Store, Protocol):
+class QueueStore(TaskStore, Protocol):
     async def has_recent_task(self, queue: str, newest: int, /) -> bool: ...
 
 

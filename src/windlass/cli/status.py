@@ -59,7 +59,7 @@ async def status(
 ) -> None:
     """Show queues, fleets, workers and the results of the last hour."""
     loaded = load(config, data_dir).config
-    async with stores.control_store(loaded, may_create=False) as store:
+    async with stores.store(loaded, may_create=False) as store:
         await check_queue_is_known(store, queue)
 
         async def read() -> StatusReport:

@@ -32,7 +32,7 @@ from windlass.model.event import check_reason
 from windlass.model.money import with_currency
 from windlass.model.task import MAX_TASK_ID, Task, TaskStatus, TaskSummary
 from windlass.operations import CANCEL_REASON, OperationResult
-from windlass.ports.store import Store
+from windlass.ports.tasks import TaskStore
 from windlass.wiring import stores
 
 app = typer.Typer(help="List, retry, cancel and delete tasks.", no_args_is_help=True)
@@ -128,7 +128,7 @@ async def show(
     as_json: AsJson = False,
 ) -> None:
     """Show all fields, the cost and the events of a task."""
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         (task,) = await _find_tasks(store, [task_id])
         events = await store.events(task_id=task_id)
         cost = await task_cost(store, task_id, await store.now())
@@ -268,7 +268,7 @@ def _confirm(statuses: list[TaskStatus], older_than: str, queue: str | None) -> 
         raise BadInput("nothing was deleted. Answer yes, or add --yes.")
 
 
-async def _find_tasks(store: Store, task_ids: list[int]) -> list[Task]:
+async def _find_tasks(store: TaskStore, task_ids: list[int]) -> list[Task]:
     """All tasks with these ids. Raises BadInput for unknown ids before anything is changed."""
     tasks = {task_id: await store.task(task_id) for task_id in dict.fromkeys(task_ids)}
     if unknown := [str(task_id) for task_id, task in tasks.items() if task is None]:

@@ -29,7 +29,7 @@ async def create(
     if not is_name(name):
         raise BadInput(f"invalid token name {name!r}: use at most 63 letters, digits and _ . : -.")
     token = new_token(API_PREFIX, secrets.SystemRandom())
-    async with stores.access_store(load(config, data_dir).config) as store:
+    async with stores.auth_store(load(config, data_dir).config) as store:
         created = await store.create_token(name, role, hash_of(token))
     if as_json:
         print_json({"name": created.name, "role": created.role, "token": token})
@@ -41,7 +41,7 @@ async def create(
 @command
 async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List tokens, newest first, by name and role."""
-    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
         found = await store.tokens()
         now = await store.now()
     if as_json:
@@ -95,7 +95,7 @@ async def link(
 @command
 async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List browser sessions and unused dashboard links, newest first."""
-    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
         found = await store.sessions()
         now = await store.now()
     if as_json:
@@ -131,7 +131,7 @@ async def revoke(
     """Revoke a token, a browser session or an unused link, at once."""
     if (name is None) == (session is None):
         raise BadInput("choose what to revoke: the NAME of a token, or --session ID (see `windlass tokens sessions`).")
-    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
         if name is not None and not await store.revoke_token(name):
             raise BadInput(f"active token {name} not found. `windlass tokens list` shows all tokens.")
         if session is not None and not await store.revoke_session(session):

@@ -13,7 +13,7 @@ from windlass.cli.output import duration, print_json, print_table, printable
 from windlass.model.errors import BadInput
 from windlass.model.worker import Worker
 from windlass.operations import worker_not_found
-from windlass.ports.store import Store
+from windlass.ports.fleets import FleetQueries
 from windlass.wiring import providers, stores
 
 app = typer.Typer(help="List workers and show their logs.", no_args_is_help=True)
@@ -30,7 +30,7 @@ async def list_(
     as_json: AsJson = False,
 ) -> None:
     """List workers, oldest first."""
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         if fleet is not None:
             await check_fleet_is_known(store, fleet)
         found = [w for w in await store.workers(include_terminated=terminated) if fleet in (None, w.fleet)]
@@ -101,7 +101,7 @@ async def logs(
         print(json.dumps({"line": line}) if as_json else printable(line), flush=follow)
 
 
-async def _find_worker(store: Store, worker_id: str) -> Worker:
+async def _find_worker(store: FleetQueries, worker_id: str) -> Worker:
     found = await store.worker(worker_id)
     if found is None:
         raise BadInput(f"{worker_not_found(worker_id)}. `windlass workers list --terminated` shows all.")

@@ -221,7 +221,7 @@ def _apply(processes: list[psutil.Process], function: Callable[[psutil.Process],
 
 async def ledger_costs(environment: DemoEnvironment) -> dict[str, int]:
     """Micros by worker. The cost of deleted machines is exact, even before their accounts are settled."""
-    async with stores.control_store(environment.config) as store:
+    async with stores.store(environment.config) as store:
         now = await store.now()
         report = await build_report(store, By.WORKER, now - timedelta(hours=2), now, FLEET, MAX_COST_ROWS)
     return {str(cost.key): cost.total_micros for cost in report.costs}

@@ -14,10 +14,10 @@ from windlass.model.cycle import Explanation
 from windlass.model.fleet import FleetConfig
 from windlass.model.work_order import RayHead
 from windlass.ports.auth import AuthStore
-from windlass.ports.control import Operations
-from windlass.ports.costs import Costs
+from windlass.ports.costs import CostStore
+from windlass.ports.fleets import FleetQueries, Operations
 from windlass.ports.queries import QueryStore
-from windlass.ports.store import Store
+from windlass.ports.tasks import TaskStore
 from windlass.ports.transport import WorkerTransport
 from windlass.server.cpu_executor import SerialExecutor
 from windlass.server.event_stream import OverviewFeed
@@ -46,7 +46,7 @@ class WorkerStore(WorkerTransport, Protocol):
     async def now(self) -> datetime: ...
 
 
-class AppStore(Store, Operations, Costs, QueryStore, AuthStore, Protocol):
+class AppStore(TaskStore, FleetQueries, Operations, CostStore, QueryStore, AuthStore, Protocol):
     """The store methods behind the JSON API and the dashboard."""
 
 

@@ -11,7 +11,7 @@ import asyncpg
 from windlass.model.errors import DatabaseUnavailable
 from windlass.store.connect import connected
 from windlass.store.migrate import applied_migrations
-from windlass.store.postgres import QUERIES
+from windlass.store.tasks import QUERIES
 
 # A notification on a healthy connection takes milliseconds.
 LISTEN_TIMEOUT_S = 5.0

@@ -27,7 +27,7 @@ from windlass.model.urls import LOOPBACK
 from windlass.model.work_order import RayHead
 from windlass.wiring.background import background_task
 from windlass.wiring.providers import worker_log
-from windlass.wiring.stores import access_store
+from windlass.wiring.stores import auth_store
 
 # The modules below import FastAPI and uvicorn, which commands without a server must not load.
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from windlass.server.context import LoopHealth
     from windlass.server.event_stream import OverviewFeed
     from windlass.store.auth import PostgresAuthStore
-    from windlass.store.dashboard_queries import PostgresQueryStore
+    from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
 WORKER_CONNECTIONS = 8
 USER_CONNECTIONS = 6
@@ -77,24 +77,24 @@ class MetricHooks:
 @asynccontextmanager
 async def server_stores(
     dsn: str, retention: Retention | None = None, virtual_now: Callable[[], datetime] | None = None
-) -> "AsyncIterator[tuple[PostgresAuthStore, PostgresQueryStore]]":
+) -> "AsyncIterator[tuple[WorkerProtocolStores, DashboardStores]]":
     """The store of workers and the store of users."""
-    from windlass.store.auth import PostgresAuthStore
-    from windlass.store.dashboard_queries import PostgresQueryStore
+    from windlass.store.database import Database
+    from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
     async with (
-        PostgresAuthStore(
+        Database(
             dsn, retention=retention, max_connections=WORKER_CONNECTIONS, virtual_now=virtual_now
-        ) as worker_store,
-        PostgresQueryStore(
+        ) as worker_database,
+        Database(
             dsn,
             retention=retention,
             max_connections=USER_CONNECTIONS,
             statement_timeout_s=USER_STATEMENT_TIMEOUT_S,
             virtual_now=virtual_now,
-        ) as user_store,
+        ) as user_database,
     ):
-        yield worker_store, user_store
+        yield WorkerProtocolStores(worker_database), DashboardStores(user_database)
 
 
 class OrchestratorControlPlane:
@@ -104,7 +104,7 @@ class OrchestratorControlPlane:
         self,
         config: Config,
         orchestrator: "Orchestrator",
-        store: "PostgresQueryStore",
+        store: "DashboardStores",
         ray_head: Callable[[], RayHead | None],
     ) -> None:
         self._config = config
@@ -220,7 +220,7 @@ async def dashboard_link(config: Config, role: Role, url: str | None) -> str:
     """A login link for one browser. `url`: where the dashboard is, if it is not to be looked up."""
     from windlass.server.routes.login import create_login_link
 
-    async with access_store(config, may_create=False) as store:
+    async with auth_store(config, may_create=False) as store:
         base_url = url or config.api.url or await _recorded_url(store)
         if base_url is None:
             if not config.api.port:
@@ -273,9 +273,9 @@ def _browser_url(config: Config, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def take_samples(store: "PostgresQueryStore", overview_feed: "OverviewFeed") -> None:
+async def take_samples(store: "DashboardStores", overview_feed: "OverviewFeed") -> None:
     """Record samples for charts every few seconds, and purge links, sessions and addresses now and then."""
-    from windlass.store.dashboard_queries import SAMPLE_INTERVAL_S
+    from windlass.store.overview import SAMPLE_INTERVAL_S
 
     for number in itertools.count():
         try:

@@ -23,7 +23,9 @@ from windlass.providers.diagnostic import Diagnostic
 from windlass.providers.local import LocalProvider
 from windlass.providers.local.logs import log_folder
 from windlass.ray.versions import our_versions
-from windlass.wiring.stores import control_store, data_dir, has_embedded_database
+from windlass.store.control import PostgresControlStore
+from windlass.store.database import Database
+from windlass.wiring.stores import data_dir, database, has_embedded_database
 from windlass.worker.bootstrap import render_user_data
 
 # The SDKs of Hetzner and Runpod are imported where they are used: they are slow to load, and most processes need none.
@@ -297,8 +299,8 @@ async def _known_instance_id(config: Config) -> str | None:
     if config.database_url is None and not has_embedded_database(config):
         return None
     try:
-        async with control_store(config) as store:
-            return await store.instance_id()
+        async with database(config) as dsn, Database(dsn) as opened:
+            return await PostgresControlStore(opened).instance_id()
     except WindlassError:
         return None
 

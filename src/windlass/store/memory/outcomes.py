@@ -23,7 +23,7 @@ from windlass.store.memory.tables import Tables
 from windlass.store.memory.workers import MemoryWorker
 
 
-def write_down(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noqa: PLR0912 - one for each kind
+def record_outcome(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noqa: PLR0912 - one for each kind
     note = tables.journal.note
     match outcome:
         case Created():

@@ -12,7 +12,9 @@ from uuid import UUID
 from windlass.model.lease import Candidate
 from windlass.model.node import AliveNode, DeadNode, NodeState, NodeVerdict, NodeView, Placement
 from windlass.model.worker import LIVE, Registration, WorkerKind, WorkerStatus
-from windlass.store.memory.control import MemoryControlStore
+from windlass.store.memory.control import MemoryLeaseStore
+from windlass.store.memory.tables import Tables
+from windlass.store.memory.transport import MemoryTransport
 from windlass.store.memory.workers import MemoryWorker
 
 if TYPE_CHECKING:
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
 GONE = "it is no longer in the cluster"
 
 
-class MemoryRayStore(MemoryControlStore):
+class MemoryRayStore(MemoryLeaseStore):
+    def __init__(self, tables: Tables) -> None:
+        super().__init__(tables)
+        self._transport = MemoryTransport(tables)
+
     async def take_over_nodes(self, candidate: Candidate, term: int, fleet: str) -> int:
         self._tables.leases.require(candidate, term)
         workers = self._workers.not_terminated.values()
@@ -31,7 +37,7 @@ class MemoryRayStore(MemoryControlStore):
         taken = sum(self._tables.requeue_tasks_of(node.id, "DISPATCHER_LOST", reason) for node in nodes)
         for dispatcher in dispatchers:
             taken += len(self._tasks.running[dispatcher.id])
-            await self.deregister(dispatcher.id, "another dispatcher took its place")
+            await self._transport.deregister(dispatcher.id, "another dispatcher took its place")
         return taken
 
     async def place(self, placements: Sequence[Placement]) -> dict[UUID, NodeVerdict]:
@@ -103,7 +109,7 @@ class MemoryRayStore(MemoryControlStore):
             self._workers.forget(ended)
         if node.worker_id not in self._workers.rows:
             queues = tuple(queues)
-            await self.register(
+            await self._transport.register(
                 Registration(node.worker_id, queues, fleet, node.places, lease_s, node.host, kind=WorkerKind.NODE)
             )
 
