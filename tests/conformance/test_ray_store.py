@@ -276,7 +276,7 @@ async def test_a_node_that_was_alive_is_dead_when_it_is_not_there(world: World, 
     await world.report(*news)
     node = (await world.store.worker("n1")).node
     assert (node.state, node.since, node.node_id) == (NodeState.DEAD, world.clock(), "id-of-n1")
-    assert node.note == (death or "it is no longer in the cluster")
+    assert node.note == (death or "no longer in the Ray cluster")
     world.clock.advance(5)
     await world.report()
     assert (await world.store.worker("n1")).node.note == node.note

@@ -851,7 +851,7 @@ async def test_a_task_that_kills_a_worker_which_is_always_started_again_ends_as_
         await store.heartbeat("w1")
         await store.claim("w1", ("q",))
         clock.advance(10)
-    assert (task.worker_id, task.error_code, task.error) == ("w1", "WORKER_LOST", "its worker was started again")
+    assert (task.worker_id, task.error_code, task.error) == ("w1", "WORKER_LOST", "its worker restarted")
     assert await codes(store, task_id=poison) == ["TASK_REQUEUED", "TASK_FAILED"]
 
 

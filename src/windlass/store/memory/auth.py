@@ -74,7 +74,7 @@ class MemoryAuthStore(TableStore):
         if credentials.join_expires_at <= self._clock():
             return Activation.EXPIRED
         credentials.token_hash = token_hash
-        self._note("WORKER_JOINED", "its machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
+        self._note("WORKER_JOINED", "machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
         return Activation.ACTIVATED
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:

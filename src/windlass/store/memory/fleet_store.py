@@ -71,7 +71,7 @@ class MemoryOperations(TableStore):
         slots = row.slots
         if slot is not None and slot not in slots and not 0 <= slot < row.max_workers:
             last = row.max_workers - 1
-            raise BadInput(f"restarting slots: there is no slot {slot} in fleet {fleet}: its slots are 0 to {last}.")
+            raise BadInput(f"restarting slots: slot {slot} not found in fleet {fleet}: its slots are 0 to {last}.")
         chosen = [number for number in slots if slot in (None, number)]
         failed = sum(slots[number].is_failed for number in chosen)
         for number in chosen:

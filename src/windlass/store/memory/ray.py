@@ -20,7 +20,7 @@ from windlass.store.memory.workers import MemoryWorker
 if TYPE_CHECKING:
     from windlass.ports.ray import RayStore
 
-GONE = "it is no longer in the cluster"
+GONE = "no longer in the Ray cluster"
 
 
 class MemoryRayStore(MemoryLeaseStore):
@@ -32,12 +32,12 @@ class MemoryRayStore(MemoryLeaseStore):
         self._tables.leases.require(candidate, term)
         workers = self._workers.not_terminated.values()
         dispatchers = [w for w in workers if (w.fleet, w.kind) == (fleet, WorkerKind.DISPATCHER)]
-        reason = "the dispatcher that had placed it was lost"
+        reason = "its dispatcher was lost"
         nodes = self._workers.nodes_of(fleet)
         taken = sum(self._tables.requeue_tasks_of(node.id, "DISPATCHER_LOST", reason) for node in nodes)
         for dispatcher in dispatchers:
             taken += len(self._tasks.running[dispatcher.id])
-            await self._transport.deregister(dispatcher.id, "another dispatcher took its place")
+            await self._transport.deregister(dispatcher.id, "replaced by another dispatcher")
         return taken
 
     async def place(self, placements: Sequence[Placement]) -> dict[UUID, NodeVerdict]:

@@ -153,7 +153,7 @@ class Tables:
             self.fleets[worker.fleet].slots[worker.slot].note_restart(now)
         if attempt_refund is not None:
             self._acquit_tasks(worker_id, attempt_refund)
-            return self.release_all_of(worker_id, "its worker is to blame for failures")
+            return self.release_all_of(worker_id, "its worker was quarantined")
         return self.requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
 
     def requeue_tasks_of(self, worker_id: str, code: str, reason: str) -> int:
@@ -175,7 +175,7 @@ class Tables:
             if has_left or (row.status is TaskStatus.ERROR and row.worker_id == worker_id):
                 self.tasks.put_back(row, self.now())
                 self.bell.ring(row.queue)
-            reason = f"{count} failed attempts on worker {worker_id} do not count: it is to blame"
+            reason = f"{count} failed attempts on worker {worker_id} refunded"
             self.journal.note("ATTEMPTS_REFUNDED", reason, worker_id=worker_id, task_id=task_id)
 
     def _was_acquitted(self, task_id: int) -> bool:
@@ -200,7 +200,7 @@ class Tables:
         try:
             return self.fleets[name]
         except KeyError:
-            raise BadInput(f"{doing}: there is no fleet {name}") from None
+            raise BadInput(f"{doing}: fleet {name} not found") from None
 
     def room_for_requests(self, fleet: FleetRow) -> int:
         """In how many slots a worker that is asked for could be hired."""

@@ -48,7 +48,7 @@ class MemoryTaskStore(TableStore):
             return False
         row.attempts = 0
         self._tasks.put_back(row, self._clock())
-        self._note("TASK_RETRIED", "put back into the queue by hand", task_id=task_id)
+        self._note("TASK_RETRIED", "retried by hand", task_id=task_id)
         self._tables.bell.ring(row.queue)
         return True
 

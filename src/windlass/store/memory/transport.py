@@ -102,7 +102,7 @@ class MemoryTransport(MemoryWorkSignal):
         reason = f"registered on {where}, serving {', '.join(row.queues)}"
         self._note("WORKER_REGISTERED", reason, fleet=row.fleet, worker_id=row.id)
         if row.kind is WorkerKind.WORKER and not is_same_start:
-            self._tables.requeue_tasks_of(row.id, "WORKER_LOST", "its worker was started again")
+            self._tables.requeue_tasks_of(row.id, "WORKER_LOST", "its worker restarted")
         return row.status
 
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
@@ -202,7 +202,7 @@ class MemoryTransport(MemoryWorkSignal):
             worker.late_results += 1
         self._note(
             "LATE_RESULT",
-            "a result came after its claim was lost; it changed nothing",
+            "result rejected: its claim is no longer valid",
             fleet=worker.fleet if worker is not None else None,
             worker_id=worker_id,
             task_id=task_id,
@@ -239,7 +239,7 @@ class MemoryTransport(MemoryWorkSignal):
         own = self._tasks.run_by(worker_id) if worker.kind is not WorkerKind.NODE else []
         for row in own:
             if row.token not in named and row.started_at is not None and row.started_at < now - worker.lease:
-                self._tables.release(row, worker_id, "claimed by a worker that never received it")
+                self._tables.release(row, worker_id, "the claim did not reach its worker")
         return HeartbeatReply(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost_claims))
 
     async def deregister(self, worker_id: str, reason: str) -> None:
@@ -255,7 +255,7 @@ class MemoryTransport(MemoryWorkSignal):
                 worker.move(WorkerStatus.TERMINATING)
             worker.hired.terminating_at = worker.hired.terminating_at or self._clock()
         self._note("WORKER_DEREGISTERED", reason, fleet=worker.fleet, worker_id=worker_id)
-        self._tables.release_all_of(worker_id, "its worker left")
+        self._tables.release_all_of(worker_id, "its worker deregistered")
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         recovered = await self._maintenance.recover_lost_workers(worker_id)

@@ -1,6 +1,6 @@
--- What people and dashboards read. Views compute; nothing here is stored.
+-- Views for people and dashboards. They are computed, not stored.
 
--- Per queue: what waits, since when, and what runs. Finished rows are not counted, so it stays cheap.
+-- Per queue: queued, scheduled, retrying and running tasks. Finished tasks are not counted, so it stays cheap.
 create view windlass.queue_depth as
 select
   t.queue,
@@ -8,7 +8,7 @@ select
   count(*) filter (where t.status = 'queued' and t.run_after > windlass.now()) as scheduled,
   count(*) filter (where t.status = 'error') as retrying,
   count(*) filter (where t.status = 'running') as running,
-  -- Since when they could have been claimed: the latest of these that there is.
+  -- A task is claimable from the latest of these times.
   extract(epoch from windlass.now() - min(greatest(t.created_at, t.ready_at, t.run_after)) filter (
     where t.status = 'queued' and (t.run_after is null or t.run_after <= windlass.now())
   )) as oldest_queued_age_s
@@ -18,7 +18,7 @@ where (t.status = 'queued' and t.run_after is null)
   or t.status = 'running'
 group by t.queue;
 
--- One row: queue depth, workers by status, and how the last hour went.
+-- One row: tasks, workers by status, and the results of the last hour.
 create view windlass.orchestrator_status as
 select
   windlass.now() as at,
@@ -65,7 +65,7 @@ cross join (
   where v.status <> 'terminated'
 ) as w;
 
--- Per live worker: how long since it was heard, what it is doing, how full its GPU is.
+-- Per worker that is not terminated: age of its heartbeat, running tasks, GPU memory.
 create view windlass.active_workers_health as
 select
   w.id as worker_id,
@@ -96,8 +96,8 @@ cross join lateral (
 ) as t
 where w.status <> 'terminated';
 
--- Per worker: what became of the attempts it made, how long they took, how long it has been up. Retried attempts are
--- counted from events, since a task's row remembers only its last worker.
+-- Per worker: results and duration of its attempts, and its uptime. Failed attempts are counted from events, because a
+-- task's row keeps only its last worker.
 create view windlass.worker_performance as
 select
   w.id as worker_id,
@@ -128,7 +128,7 @@ left join (
   group by v.worker_id
 ) as e on e.worker_id = w.id;
 
--- What went wrong lately, newest first.
+-- Errors of the last day, newest first.
 create view windlass.recent_errors as
 select e.id, e.at, e.code, e.reason, e.fleet, e.worker_id, e.task_id, e.detail
 from windlass.events e
@@ -136,7 +136,7 @@ where e.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED', 'LATE_RESULT', 'W
   and e.at > windlass.now() - interval '1 day'
 order by e.id desc;
 
--- Runtime times price per worker, a rough figure while a worker lives; `charges` holds what was settled.
+-- Runtime times price per worker: an estimate while the worker lives. `charges` has the settled costs.
 create view windlass.cost_estimates as
 select
   w.id as worker_id,
@@ -154,8 +154,29 @@ cross join lateral (
 ) as r
 where w.price_micros_per_hour is not null;
 
--- What health calls a slot of a fleet that serves these queues. A fleet's row outlives the fleet: only one that has
--- something in health makes another's name longer.
+-- Settled costs by day (UTC) and fleet.
+create view windlass.daily_costs as
+select
+  (s.hour at time zone 'UTC')::date as day,
+  s.fleet,
+  s.currency,
+  sum(s.task_micros)::bigint as task_micros,
+  sum(s.boot_micros)::bigint as boot_micros,
+  sum(s.idle_micros)::bigint as idle_micros,
+  sum(s.tail_micros)::bigint as tail_micros,
+  sum(s.task_micros + s.boot_micros + s.idle_micros + s.tail_micros)::bigint as total_micros
+from windlass.spending s
+group by 1, 2, 3;
+
+-- Settled costs by task: all its attempts on all workers.
+create view windlass.task_costs as
+select c.task_id, c.queue, c.currency, sum(c.amount_micros)::bigint as cost_micros
+from windlass.charges c
+where c.task_id is not null
+group by c.task_id, c.queue, c.currency;
+
+-- The component name of a slot in the view health. A fleet's row outlives the fleet, so the name includes the fleet
+-- only if another fleet that serves the same first queue has a worker or a failed slot.
 create function windlass_internal.component_name(p_fleet text, p_queues text[], p_slot integer) returns text
 language sql
 stable
@@ -180,9 +201,9 @@ as $$
     || ':' || p_slot
 $$;
 
--- Per slot, in the words of a process supervisor: starting, healthy, stopping, crashed, failed. Times are Unix
--- seconds. Workers started by hand have no slot and are numbered by their id. A component is named by its queue and slot,
--- and by its fleet too (worker:renders@gpus:0) while another fleet serves that queue first: no two have the same name.
+-- Per slot, in the terms of a process supervisor: starting, healthy, stopping, crashed, failed. Times are Unix seconds.
+-- Workers started by hand have no slot and are named by their id. A component is named worker:QUEUE:SLOT, and
+-- worker:QUEUE@FLEET:SLOT while another fleet serves that queue first: names are unique.
 create view windlass.health as
 select
   coalesce(
@@ -192,7 +213,7 @@ select
   case
     when s.status = 'failed' then 'failed'
     when w.status = 'error' then 'crashed'
-    -- How long a machine may boot is the control loop's to judge, which ends it as an error.
+    -- The control plane decides how long a machine may boot, and sets it to error.
     when w.status = 'spawning' and w.last_heartbeat is null then 'starting'
     when coalesce(w.last_heartbeat, w.created_at) < windlass.now() - make_interval(secs => w.lease_s) then 'crashed'
     when w.status = 'terminating' then 'stopping'
@@ -232,3 +253,14 @@ where s.status = 'failed'
   and not exists (
     select from windlass.workers w where w.fleet = s.fleet and w.slot = s.slot and w.status <> 'terminated'
   );
+
+-- Whether a task matches a search: its id, the beginning of its unique key, its error code or a part of its error.
+create function windlass_internal.matches_search(p_id bigint, p_unique_key text, p_error_code text, p_error text, p_search text)
+returns boolean
+language sql immutable parallel safe
+as $$
+  select p_id::text = p_search
+    or coalesce(starts_with(p_unique_key, p_search), false)
+    or coalesce(lower(p_error_code) = lower(p_search), false)
+    or coalesce(position(lower(p_search) in lower(p_error)) > 0, false)
+$$;

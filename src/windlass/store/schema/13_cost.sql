@@ -1,12 +1,12 @@
--- The ledger: what is to be put into it, putting it there, and asking it.
+-- The ledger: accounts to settle, and settling them.
 --
--- How paid time is divided is decided in cost/ledger.py. Here it is made certain that nothing is charged twice and that
--- nothing is forgotten: what is settled, up to when, and the spans that led to it change in one transaction, and only if
--- the account is still as it was when it was read.
+-- cost/ledger.py decides how billed time is divided. These functions ensure that nothing is charged twice or lost: the
+-- charges, the time up to which a worker is settled, and the attempt spans change in one transaction, and only if the
+-- account is still as it was read.
 
--- Workers whose bill is not closed, with what they did in the time that is not: those that are due (settle_at), or all.
--- One statement, so that no attempt is between running and ended. Of a worker with more spans than anybody would look at,
--- the longest are taken.
+-- Workers whose bill is not closed, with their attempts in the unsettled time: those that are due (settle_at), or all.
+-- One statement, so that no attempt is missed between running and ended. Of a worker with more than 20,000 spans the
+-- longest are taken.
 create function windlass_internal.open_accounts(
   p_fleet text, p_worker_id text, p_is_due boolean, p_limit integer
 ) returns table (
@@ -66,10 +66,10 @@ as $$
   order by case when p_is_due then w.settle_at else w.created_at end, w.id collate "C"
 $$;
 
--- Close accounts:
+-- Settle accounts:
 --   [{"worker_id", "was_settled_until", "billed_until", "settled_until", "settle_at",
 --     "charges": [{"kind", "task_id", "queue", "from_at", "until_at", "amount_micros"}]}]
--- One that has changed since it was read is left as it is. Returns how many were closed.
+-- An account that changed since it was read is skipped. Returns how many were settled.
 create function windlass_internal.settle_accounts(p_settlements jsonb) returns integer
 language plpgsql
 as $$
@@ -110,7 +110,7 @@ begin
       coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)
     from charged c
     group by hour, coalesce(c.queue, '')
-    -- In one order for all who settle, so that two of them never wait for each other.
+    -- The same order in every transaction prevents deadlocks.
     order by hour, coalesce(c.queue, '')
     on conflict (fleet, hour, currency, queue) do update
       set task_micros = s.task_micros + excluded.task_micros,
@@ -125,27 +125,3 @@ begin
   return v_count;
 end
 $$;
-
-
--- --------------------------------------------------------------------------------------------------------- views
-
--- What is settled, by day (UTC) and fleet.
-create view windlass.daily_costs as
-select
-  (s.hour at time zone 'UTC')::date as day,
-  s.fleet,
-  s.currency,
-  sum(s.task_micros)::bigint as task_micros,
-  sum(s.boot_micros)::bigint as boot_micros,
-  sum(s.idle_micros)::bigint as idle_micros,
-  sum(s.tail_micros)::bigint as tail_micros,
-  sum(s.task_micros + s.boot_micros + s.idle_micros + s.tail_micros)::bigint as total_micros
-from windlass.spending s
-group by 1, 2, 3;
-
--- What is settled, by task: all its attempts, on whatever worker.
-create view windlass.task_costs as
-select c.task_id, c.queue, c.currency, sum(c.amount_micros)::bigint as cost_micros
-from windlass.charges c
-where c.task_id is not null
-group by c.task_id, c.queue, c.currency;

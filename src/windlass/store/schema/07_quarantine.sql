@@ -1,17 +1,8 @@
--- Whose fault a failed attempt is: what is written down when one fails, what a cycle is told of it, and what is made good
--- when it was the worker's. policy/quarantine.py judges.
---
--- Nothing is written when a task is completed, but by the first one that a worker completes after failures: the plain
--- path stays as it is.
+-- Failed attempts and whose fault they are: what is recorded when an attempt fails, what a cycle observes of it, and
+-- the refund of attempts that failed because of their worker. policy/quarantine.py decides.
 
-alter table windlass.workers
-  -- Different tasks that failed on it since it last completed one, newest last, and when the first of them did. Of a long
-  -- row the newest hundred: that is evidence enough.
-  add column failed_tasks bigint[] not null default '{}',
-  add column failing_since timestamptz;
-
-create index workers_failing on windlass.workers (fleet) where failing_since is not null;
-
+-- Add a task to its worker's streak of failures. Nothing is written when a task completes, except by the first
+-- completion after failures (record_successes): the normal path stays cheap.
 create function windlass_internal.record_failure(p_worker_id text, p_task_id bigint) returns void
 language sql
 as $$
@@ -22,7 +13,7 @@ as $$
   where id = p_worker_id
 $$;
 
--- Whoever completed one of these just now has done something right.
+-- End the streaks of the workers that completed one of these tasks at p_at.
 create function windlass_internal.record_successes(p_task_ids bigint[], p_at timestamptz) returns void
 language sql
 as $$
@@ -38,8 +29,8 @@ as $$
     )
 $$;
 
--- Every attempt of a task that failed, this last one included, since it was enqueued or a person retried it, at most
--- twenty: {"attempt", "worker_id", "error_code", "has_worked_since"}. Index events_task.
+-- All failed attempts of a task, including this last one, since it was enqueued or retried by hand; at most 20:
+-- {"attempt", "worker_id", "error_code", "has_worked_since"}. Index events_task.
 create function windlass_internal.failed_attempts(p_task_id bigint, p_worker_id text, p_attempt integer, p_code text) returns jsonb
 language sql stable
 as $$
@@ -68,25 +59,25 @@ as $$
   left join windlass.workers w on w.id = f.worker_id
 $$;
 
--- The same in words, for a task that more than one worker could not do: "; it failed on a, b, c". At most five are named.
-create function windlass_internal.failed_attempts_text(p_failed_on jsonb) returns text
+-- The same as text if more than one worker failed: "; it failed on a, b, c". At most five are named.
+create function windlass_internal.failed_attempts_text(p_attempts jsonb) returns text
 language sql immutable
 as $$
   select case when count(*) > 1
-    then '; it failed on ' || string_agg(w.worker_id, ', ' order by w.first) filter (where w.place <= 5)
+    then '; failed on ' || string_agg(w.worker_id, ', ' order by w.first) filter (where w.place <= 5)
       || case when count(*) > 5 then format(' and %s more', count(*) - 5) else '' end
     else '' end
   from (
     select a ->> 'worker_id' as worker_id, min(n) as first, row_number() over (order by min(n)) as place
-    from jsonb_array_elements(p_failed_on) with ordinality as e (a, n)
+    from jsonb_array_elements(p_attempts) with ordinality as e (a, n)
     group by 1
   ) as w
 $$;
 
--- Workers of a fleet on which at least p_min different tasks in a row have failed, and how others did meanwhile, in the
--- shape of model/snapshot.py. Without a suspect it costs one look at workers_failing. Bounded: fifty suspects; of what
--- happened since the first of them began to fail, 500 completed tasks of these queues and a thousand failures of those who
--- completed them, the newest; and for each of the two at most the last 20,000 rows are looked at, whosever they are.
+-- Workers of a fleet on which at least p_min different tasks failed in a row, and how other workers did meanwhile, in
+-- the form of model/snapshot.py. policy/quarantine.py decides. Without a suspect it costs one probe of workers_failing.
+-- Bounds: 50 suspects; 500 completed tasks of these queues since the first suspect began to fail, and 1,000 failures of
+-- the workers that completed them, newest first; each among at most the newest 20,000 rows of all queues.
 create function windlass_internal.observe_failure_streaks(p_fleet text, p_queues text[], p_min integer) returns json
 language sql stable
 as $$
@@ -162,11 +153,11 @@ as $$
   ) as others
 $$;
 
--- A worker is to blame for what failed on it since p_since: those attempts count for no task. What waits for its retry
--- because of it, or ended as a dead letter before its attempts would have been used up without it, is ready again; what
--- somebody is at goes on. At most ten thousand failures, newest first. A task that somebody has locked keeps its count.
--- p_is_trial: nobody has done better yet. A task that was acquitted before, since it was enqueued or a person retried it,
--- then stands for itself: what fails everywhere would be tried for ever. Index events_task.
+-- Failures on a worker since p_since are its fault: they do not count as attempts. A task that is retrying because of
+-- them, or that failed although it would have attempts left without them, is ready again; a running task continues. At
+-- most 10,000 failures, newest first. Locked tasks keep their count. p_is_trial: no other worker has done better yet;
+-- then a task is refunded only once since it was enqueued or retried by hand, because a task that fails everywhere
+-- would be retried without end. Index events_task.
 create function windlass_internal.refund_attempts(p_worker_id text, p_since timestamptz, p_is_trial boolean) returns void
 language plpgsql
 set enable_seqscan = off
@@ -186,7 +177,7 @@ begin
     group by f.task_id
   ),
   held as (
-    -- All that is decided by, of the row that is locked: it may have moved on since the statement began.
+    -- Everything the decision depends on, from the locked row: it may have changed since the statement began.
     select t.id, t.status, t.max_attempts, t.worker_id as last_worker_id, f.attempts as mine,
       greatest(t.attempts - f.attempts, case when t.status = 'running' then 1 else 0 end) as attempts_left
     from windlass.tasks t
@@ -227,7 +218,7 @@ begin
     returning t.id, f.mine
   )
   insert into windlass.events (code, reason, worker_id, task_id)
-  select 'ATTEMPTS_REFUNDED', format('%s failed attempts on worker %s do not count: it is to blame', m.mine, p_worker_id),
+  select 'ATTEMPTS_REFUNDED', format('%s failed attempts on worker %s refunded', m.mine, p_worker_id),
     p_worker_id, m.id
   from moved m
   order by m.id;
@@ -235,22 +226,4 @@ begin
     perform pg_notify('windlass_tasks', '');
   end if;
 end
-$$;
-
-
--- ------------------------------------------------------------------------------------------------------- storage
-
--- The newest word of a fleet's workers about how much of the storage they share is used; null if there is none. It came
--- with a heartbeat, and whatever a worker sends is kept as it is: only a whole number is one.
-create function windlass_internal.observe_storage(p_fleet text) returns json
-language sql stable
-as $$
-  select json_build_object('worker_id', w.id, 'used_bytes', w.metadata -> 'storage_used_bytes', 'at', w.last_heartbeat)
-  from windlass.workers w
-  where w.fleet = p_fleet
-    and w.status in ('spawning', 'active', 'terminating')
-    and w.last_heartbeat is not null
-    and (w.metadata -> 'storage_used_bytes')::text ~ '^-?[0-9]+$'
-  order by w.last_heartbeat desc, w.id collate "C" desc
-  limit 1
 $$;

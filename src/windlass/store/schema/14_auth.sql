@@ -1,32 +1,7 @@
--- Who may call over HTTP: machines that join, the workers they become, and people with API tokens.
---
--- Only hashes (SHA-256) are kept. Tokens are 256 random bits, so a hash need not be slow to compute to be safe.
+-- HTTP callers: machines that join, the workers they become, and people and programs with API tokens.
 
-alter table windlass.workers
-  -- What its machine exchanged its join token for. Worth something until the worker is terminated: its status is looked at, always.
-  add column token_hash bytea,
-  add column joined_at timestamptz;
-
-create unique index workers_join_token on windlass.workers (join_token_hash) where join_token_hash is not null;
-create unique index workers_token on windlass.workers (token_hash) where token_hash is not null;
-
-create table windlass.tokens (
-  id bigint generated always as identity primary key,
-  name windlass.name not null,
-  role text not null check (role in ('viewer', 'producer', 'operator', 'worker')),
-  hash bytea not null unique,
-  created_at timestamptz not null default windlass.now(),
-  last_used_at timestamptz,
-  revoked_at timestamptz
-);
-create unique index tokens_name on windlass.tokens (name) where revoked_at is null;
-
--- Who let a worker in that nobody hired. It is over when this token is revoked.
-alter table windlass.workers add column registered_by bigint references windlass.tokens (id);
-
-
--- Whose token this is: one row, or none for a token that is nobody's or revoked. Each kind is one probe of an index,
--- and workers, who call all day, come first.
+-- Authenticate a token: one row, or none if the token is unknown or revoked. Each kind of token costs one index probe;
+-- worker tokens come first because workers call all day.
 create function windlass_internal.authenticate(p_token_hash bytea) returns table (
   kind text,
   name text,
@@ -67,7 +42,7 @@ begin
     where t.hash = p_token_hash
       and t.revoked_at is null;
   if found then
-    -- To the minute: reading must not become writing.
+    -- At most one write per minute: authentication should stay a read.
     update windlass.tokens
     set last_used_at = v_now
     where hash = p_token_hash
@@ -76,10 +51,10 @@ begin
 end
 $$;
 
--- A machine exchanges the join token it was made with for a worker token of its own making. Returns 'activated', also
--- when the same two come again: the first answer may have been lost. Otherwise nothing has changed, and it returns why:
--- 'unknown' (no such worker, or not its join token), 'ended', 'used' (for another worker token), 'expired'. The worker's
--- status stays: its first heartbeat says that it works.
+-- A machine exchanges its join token for a worker token that it generated itself. Returns 'activated', also for a
+-- repeated call with the same two tokens: the first answer may have been lost. Otherwise nothing has changed, and it
+-- returns 'unknown' (no such worker, or not its join token), 'ended', 'used' (for another worker token) or 'expired'.
+-- The worker's status stays: its first heartbeat proves that it runs.
 create function windlass_internal.exchange_join_token(p_worker_id text, p_join_token_hash bytea, p_token_hash bytea) returns text
 language plpgsql
 as $$
@@ -104,13 +79,13 @@ begin
     return 'expired';
   end if;
   update windlass.workers set token_hash = p_token_hash, joined_at = windlass.now() where id = p_worker_id;
-  perform windlass_internal.add_event('WORKER_JOINED', 'its machine exchanged its join token', v_worker.fleet, p_worker_id, null);
+  perform windlass_internal.add_event('WORKER_JOINED', 'machine exchanged its join token', v_worker.fleet, p_worker_id, null);
   return 'activated';
 end
 $$;
 
--- A machine that has joined cannot start its worker, and says why. The control loop fails it with this code. Whoever has
--- been heard of works, whatever was said before; repeating it changes nothing.
+-- A joined machine cannot start its worker. The control plane fails the worker with this code. Without effect after the
+-- first heartbeat, or if a failure was reported before.
 create function windlass_internal.report_start_failure(p_worker_id text, p_code text, p_reason text) returns void
 language plpgsql
 as $$
@@ -131,9 +106,9 @@ begin
 end
 $$;
 
--- A worker that nobody hired registers with an API token of role worker and a worker token of its own making. Returns its
--- status, also when the same two come again; null if the API token is not in use or of another role; 'taken' if the name
--- is another's, whoever that is.
+-- A worker that no fleet spawned registers with an API token of role worker and a worker token that it generated
+-- itself. Returns its status, also for a repeated call with the same two tokens; null if the API token is revoked,
+-- unknown or of another role; 'taken' if the worker id belongs to another worker token.
 create function windlass_internal.self_register_worker(
   p_api_token_hash bytea,
   p_token_hash bytea,
@@ -153,7 +128,7 @@ declare
   v_token_id bigint;
   v_status text;
 begin
-  -- Shared: a revocation waits for us, and then counts for this worker too.
+  -- A concurrent revocation waits for this transaction, and then applies to this worker too.
   select t.id into v_token_id
   from windlass.tokens t
   where t.hash = p_api_token_hash
