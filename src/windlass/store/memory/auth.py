@@ -74,17 +74,19 @@ class MemoryAuthStore(TableStore):
         if credentials.join_expires_at <= self._clock():
             return Activation.EXPIRED
         credentials.token_hash = token_hash
-        self._note("WORKER_JOINED", "machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
+        self._add_event("WORKER_JOINED", "machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
         return Activation.ACTIVATED
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
         worker = self._workers.among((WorkerStatus.SPAWNING,), worker_id)
         if worker is None or worker.slot is None or worker.last_heartbeat is not None:
             return
-        if worker.hired.prepare_code is None:
+        if worker.spawned.prepare_code is None:
             reason = storable(reason)
-            worker.hired.prepare_code, worker.hired.prepare_reason = code, reason
-            self._note("WORKER_NOT_STARTED", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code})
+            worker.spawned.prepare_code, worker.spawned.prepare_reason = code, reason
+            self._add_event(
+                "WORKER_NOT_STARTED", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code}
+            )
 
     async def self_register(
         self, api_token_hash: bytes, token_hash: bytes, registration: Registration

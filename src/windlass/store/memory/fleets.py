@@ -16,7 +16,7 @@ class SlotRow:
     is_failed: bool = False
     restarts: list[datetime] = field(default_factory=list)
 
-    def note_restart(self, now: datetime) -> None:
+    def record_restart(self, now: datetime) -> None:
         self.restarts = [*self.restarts, now][-MAX_RESTARTS:]
 
 

@@ -9,7 +9,7 @@ class NotificationHub:
         self._waiters: dict[asyncio.Future[None], frozenset[str]] = {}
         self._arrived: set[str] = set()
 
-    def ring(self, queue: str) -> None:
+    def notify(self, queue: str) -> None:
         """Something arrived: whoever waits for it wakes, or whoever will wait next does not."""
         is_heard = False
         for waiter, queues in self._waiters.items():
@@ -19,14 +19,14 @@ class NotificationHub:
         if not is_heard:
             self._arrived.add(queue)
 
-    def answer(self, queues: Iterable[str]) -> None:
+    def clear(self, queues: Iterable[str]) -> None:
         """Somebody looks into these queues: what had arrived in them is seen."""
         self._arrived.difference_update(queues)
 
     async def wait(self, queues: Sequence[str], timeout_s: float) -> None:
         """Time goes by the event loop's own clock here: a simulation's loop may run ahead of the world's."""
         if not self._arrived.isdisjoint(queues):
-            self.answer(queues)
+            self.clear(queues)
             # Others get their turn even if this caller only ever waits.
             await asyncio.sleep(0)
             return
