@@ -1,4 +1,4 @@
-"""What a plan decided, as far as no provider is needed for it."""
+"""Applies the actions of a plan that need no provider."""
 
 from typing import assert_never
 
@@ -26,7 +26,7 @@ from windlass.store.memory.tables import Tables
 
 
 def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:
-    """How many tasks it took from their workers."""
+    """Returns how many tasks it requeued."""
     fleet = snapshot.fleet
     match action:
         case Fail(worker_id, code, reason, evidence, attempt_refund):

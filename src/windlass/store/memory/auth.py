@@ -1,7 +1,4 @@
-"""Who may call over HTTP: the contract of PostgresAccessStore.
-
-migrations/0006_access.sql says what is right; tests/conformance/test_access.py runs over both.
-"""
+"""Tokens, sessions and server addresses, in memory. Implements ports/auth.py."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -31,7 +28,7 @@ from windlass.store.memory.workers import Credentials
 if TYPE_CHECKING:
     from windlass.ports.auth import AuthStore
 
-# An API token's last use is noted to the minute.
+# An API token's last use is recorded to the minute.
 USE_NOTED_EVERY = timedelta(minutes=1)
 
 

@@ -1,4 +1,4 @@
-"""What happened, in the order it happened, and how a failed attempt is told."""
+"""The event log, and the text of events about failed attempts."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,6 @@
-"""What workers cost: the bill of each, what it did meanwhile, and the charges that came of both.
+"""Bills and task spans of workers, and the ledger of settled charges.
 
-Bills and spans stand in the worker's own row, and functions here write them; the Ledger holds what is settled.
+Bills and spans are part of the worker's row and are written by functions here. ChargeLedger holds settled charges.
 """
 
 from collections.abc import Iterable, Sequence

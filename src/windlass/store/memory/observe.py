@@ -1,4 +1,4 @@
-"""What the control loop sees of a fleet: a snapshot, as a function of rows. Nothing here changes any."""
+"""Builds the snapshot of a fleet from the tables. Reads only."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime

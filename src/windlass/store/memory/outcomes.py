@@ -1,4 +1,4 @@
-"""What providers did, written down. One that came too late, or is about another machine, changes nothing."""
+"""Records outcomes of provider calls. One that is late, or about another machine, changes nothing."""
 
 from typing import assert_never
 
@@ -89,7 +89,7 @@ def _deleted(tables: Tables, fleet: str, outcome: Deleted) -> None:
 
 
 def _orphan_deleted(tables: Tables, fleet: str, outcome: OrphanDeleted) -> None:
-    """Somebody pays for it too: it gets a row, so that its bill is settled like any other."""
+    """It was billed too: it gets a worker row, so that its bill is settled like any other."""
     machine, now = outcome.machine, tables.now()
     tables.event_log.add("ORPHAN_DELETED", outcome.reason, fleet=fleet, worker_id=machine.name)
     worker_id = f"orphan-{machine.id}"

@@ -1,7 +1,4 @@
-"""What a dispatcher does: the contract of PostgresEngineStore.
-
-migrations/0008_ray.sql says what is right; tests/conformance/test_engine_store.py runs over both.
-"""
+"""The Ray dispatcher's store, in memory. Implements ports/ray.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is forgotten, and when: as windlass.sweep, a bounded number of each kind at a time."""
+"""Retention, as the SQL function sweep: a bounded number of rows of each kind at a time."""
 
 from itertools import islice, takewhile
 

@@ -1,6 +1,6 @@
-"""All tables, and the steps that tasks and workers take through several of them: the SQL functions that others call.
+"""All tables, and the steps that change several of them, as the internal SQL functions do.
 
-Whoever takes a step leaves every table right and the journal told.
+Each step leaves all tables consistent and records its events.
 """
 
 from collections import Counter

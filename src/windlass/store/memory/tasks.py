@@ -1,6 +1,6 @@
-"""The tasks: their rows, and where to find them by queue, by who runs them and by when they ended.
+"""Task rows, and the table with its indexes by queue, by worker and by finish time.
 
-The table keeps its indexes right and knows nothing of workers, events or money: tables.py does.
+The table knows nothing of workers, events or costs: tables.py does.
 """
 
 import heapq

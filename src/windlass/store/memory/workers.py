@@ -1,4 +1,4 @@
-"""The workers: their rows, where a life may go, and who is lost."""
+"""Worker rows, legal status transitions, and which workers are lost."""
 
 import json
 from collections import OrderedDict
@@ -244,7 +244,7 @@ class WorkerTable:
 def lost(
     judge: MemoryWorker, workers: Iterable[MemoryWorker], leaderless_s: float, now: datetime
 ) -> list[MemoryWorker]:
-    """Whom this judge may call lost: it has itself been heard all the time in which they were silent."""
+    """Workers that this judge may declare lost: it had no heartbeat gap itself while they were silent."""
     if not judge.is_up or judge.last_heartbeat is None or judge.heartbeat_gapless_since is None:
         return []
     if judge.last_heartbeat < now - judge.max_heartbeat_gap:
