@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.http_transport_fixture import URL, face_over
+from support.http_transport_fixture import URL, worker_api_context
 from support.provider_fixtures import RETENTION, empty_tables
 from support.stores import PostgresStores
 from windlass.model.action import Plan
@@ -288,7 +288,7 @@ async def test_nobody_enlists_with_another_role_or_under_anothers_name(store: St
 async def test_workers_that_enlisted_work_and_look_after_each_other(store: Stores, clock: Any) -> None:
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
     long_poll_hub = LongPollHub(store.wait_for_work)
-    app = make_app(face_over(store, store, long_poll_hub))
+    app = make_app(worker_api_context(store, store, long_poll_hub))
     enlistments = [new_self_registration(URL, API, False, httpx.ASGITransport(app)) for _ in range(2)]
     async with SelfRegisteredTransport(enlistments[0]) as one, SelfRegisteredTransport(enlistments[1]) as other:
         await one.register(MINE)

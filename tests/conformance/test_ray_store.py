@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
+from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
 from support.stores import PostgresStores
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseLost, Standby
@@ -33,7 +33,7 @@ class World:
 
     async def hire(self, worker_id: str, slot: int, **registration: Any) -> None:
         if self._dsn is None:
-            self.store.hire(worker_id, FLEET, slot)
+            spawn_in_memory(self.store, worker_id, FLEET, slot)
         else:
             await hire_in_postgres(self._dsn, self.clock(), worker_id, FLEET, slot)
         await self.store.register(
