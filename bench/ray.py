@@ -18,7 +18,7 @@ from typing import Any
 from bench.figures import rate_table
 from windlass.model.ray import RaySettings
 from windlass.model.task import new_task
-from windlass.ray.head import HeadAddress, kept_head
+from windlass.ray.head import HeadAddress, run_head
 from windlass.store.database import Database
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
@@ -48,7 +48,7 @@ async def main() -> None:
         folder.chmod(0o711)
         with EmbeddedPostgres(folder / "data") as postgres:
             await migrate(postgres.dsn)
-            async with kept_head() as head, Database(postgres.dsn) as database:
+            async with run_head() as head, Database(postgres.dsn) as database:
                 print(await _measure(chosen, folder, postgres.dsn, head, database))
 
 

@@ -1,14 +1,13 @@
-"""Programs of ours that must go on: started, and started again when they end, until they are no longer wanted.
+"""Keeps programs running: starts them, restarts them with back-off when they exit, and stops them.
 
-Each has its own process, for Ray ends a driver's process when its head is gone. When we are ended, even by SIGKILL, so
-are they.
+Each program has its own process, because Ray kills the process of a driver whose head is gone. If this process dies,
+even by SIGKILL, its programs are killed too.
 """
 
 import asyncio
 import contextlib
 import math
 import os
-import random
 import signal
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -17,108 +16,118 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from windlass.policy.backoff import reconnect_delay_s
+from windlass.retry import Backoff
 from windlass.worker.process import ProcessGroup, describe_exit, start_group
 
-# Whoever ran for this long has started well: its next end is the first again.
-PROVEN_S = 30.0
-# Beyond the time that a program allows itself to stop: for what it does then, as giving back what it could not finish.
+# A program that ran for this long has started well: its next exit counts as the first failure.
+HEALTHY_AFTER_S = 30.0
+# In addition to the program's own stop timeout: for releasing the tasks that it could not finish.
 STOP_MARGIN_S = 15.0
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedProgram:
-    """One whose command or environment changes starts anew: it reads its settings from nowhere else."""
+    """Command and environment are all the settings of a program. If they change, it restarts."""
 
     command: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
     stop_timeout_s: float
 
 
-class ProgramSupervisor:
-    """Programs by name, which are kept running as they are wanted."""
+@dataclass(frozen=True, slots=True)
+class _Supervision:
+    program: SupervisedProgram
+    stop: asyncio.Event
+    task: asyncio.Task[None]
 
+
+class ProgramSupervisor:
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[SupervisedProgram, asyncio.Event, asyncio.Task[None]]] = {}
+        self._supervised: dict[str, _Supervision] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def arrange(self, wanted: Mapping[str, SupervisedProgram]) -> None:
-        """From here on these run: new ones start, changed ones end in good order and then start anew, others end."""
-        for name in self._kept.keys() | wanted.keys():
-            kept, program = self._kept.get(name), wanted.get(name)
-            if kept is not None and kept[0] == program:
+    @property
+    def programs(self) -> dict[str, SupervisedProgram]:
+        return {name: supervision.program for name, supervision in self._supervised.items()}
+
+    def set_programs(self, programs: Mapping[str, SupervisedProgram]) -> None:
+        """Start new programs, restart changed ones, stop the others. Returns at once."""
+        for name in self._supervised.keys() | programs.keys():
+            current, program = self._supervised.get(name), programs.get(name)
+            if current is not None and current.program == program:
                 continue
-            if kept is not None:
-                del self._kept[name]
-                kept[1].set()
+            if current is not None:
+                del self._supervised[name]
+                current.stop.set()
             if program is not None:
-                unwanted = asyncio.Event()
-                task = asyncio.create_task(_keep(name, program, unwanted, kept[2] if kept is not None else None))
-                self._kept[name] = program, unwanted, task
+                stop = asyncio.Event()
+                previous = None if current is None else current.task
+                task = asyncio.create_task(_run_until_stopped(name, program, stop, previous))
+                self._supervised[name] = _Supervision(program, stop, task)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """All end, in good order."""
-        self.arrange({})
+        """Stop all programs and wait for their end."""
+        self.set_programs({})
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def _keep(
-    name: str, program: SupervisedProgram, unwanted: asyncio.Event, before: asyncio.Task[None] | None
+async def _run_until_stopped(
+    name: str, program: SupervisedProgram, stop: asyncio.Event, previous: asyncio.Task[None] | None
 ) -> None:
-    """`before`: what keeps the one whose place it takes."""
-    if before is not None:
-        await asyncio.wait([before])
-    if not unwanted.is_set():
-        async with kept_running(name, program):
-            await unwanted.wait()
+    """Starts after `previous`, the supervision of the program that it replaces, has ended."""
+    if previous is not None:
+        await asyncio.wait([previous])
+    if not stop.is_set():
+        async with running_program(name, program):
+            await stop.wait()
 
 
 @asynccontextmanager
-async def kept_running(name: str, program: SupervisedProgram) -> AsyncIterator[None]:
-    """At the end it is asked to stop, and ended when it takes longer than it may."""
-    keeper = _ProgramKeeper(name, program)
-    task = asyncio.create_task(keeper.keep())
+async def running_program(name: str, program: SupervisedProgram) -> AsyncIterator[None]:
+    """Keep a program running inside the context. At its end send SIGTERM, and kill the program after its timeout."""
+    runner = _ProgramRunner(name, program)
+    task = asyncio.create_task(runner.run_forever())
     try:
         yield
     finally:
-        await keeper.stop(program.stop_timeout_s + STOP_MARGIN_S)
+        await runner.stop(program.stop_timeout_s + STOP_MARGIN_S)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-class _ProgramKeeper:
+class _ProgramRunner:
     def __init__(self, name: str, program: SupervisedProgram) -> None:
         self._name = name
         self._program = program
         self._group: ProcessGroup | None = None
-        # Held while one is being started: it may be at work before we know who it is.
+        # Held during a start: the program may already be working before its process is known here.
         self._starting = asyncio.Lock()
         self._is_stopping = False
 
-    async def keep(self) -> None:
-        failures = 0
+    async def run_forever(self) -> None:
+        backoff = Backoff()
         while not self._is_stopping:
             started = time.monotonic()
-            how = await self._run()
+            exit_description = await self._run_once()
             if self._is_stopping:
                 return
-            failures = 1 if time.monotonic() - started > PROVEN_S else failures + 1
-            pause_s = reconnect_delay_s(failures, random.random())  # noqa: S311
-            log.warning("ended; starting it again", program=self._name, how=how, pause_s=round(pause_s, 1))
-            await asyncio.sleep(pause_s)
+            if time.monotonic() - started > HEALTHY_AFTER_S:
+                backoff.reset()
+            delay_s = backoff.next_delay_s()
+            log.warning("program exited, restarting", program=self._name, exit=exit_description, delay_s=delay_s)
+            await asyncio.sleep(delay_s)
 
-    async def _run(self) -> str:
-        """From its start to its end. Returns how it ended."""
+    async def _run_once(self) -> str:
         try:
             async with self._starting:
                 group = self._group = await start_group(
                     self._program.command, env=self._program.env, max_output_bytes=math.inf
                 )
         except OSError as error:
-            # This host has no process, or no memory, to spare. It may have later.
+            # The host is out of processes or memory, which may be temporary.
             return f"did not start ({error})"
         try:
             code = await group.wait()
