@@ -76,7 +76,7 @@ async def until(condition: Callable[[], Awaitable[Any]], what: str, timeout_s: f
     deadline = time.monotonic() + timeout_s
     while not (found := await condition()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} took longer than {timeout_s:g} s")
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
         await asyncio.sleep(POLL_S)
     return found
 

@@ -35,7 +35,7 @@ def test_count_of_tasks_that_fit_on_a_node(free: dict[str, float], needs: dict[s
     assert count_fitting(free, needs) == count
 
 
-def test_free_slots_exclude_usage_by_others_and_our_tasks_and_include_the_margin() -> None:
+def test_free_slots_exclude_all_usage_and_include_the_margin() -> None:
     nodes = {"a": NodeCapacity({"CPU": 4.0}, {"CPU": 1.0}), "b": NodeCapacity({"CPU": 2.0})}
     assert count_free_slots(nodes, {}, CPU, margin=2) == 5 + 2
     in_flight = {InFlightKind(frozen(CPU), "a"): 2, InFlightKind(frozen(CPU)): 2}

@@ -4,7 +4,8 @@ import asyncio
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from windlass.model.errors import WindlassError
 from windlass.ray import head, supervisor, temp_dir
-from windlass.ray.supervisor import ProgramSupervisor, SupervisedProgram, running_program
+from windlass.ray.supervisor import ProgramSupervisor, SupervisedProgram
 from windlass.worker.process import ProcessGroup, start_group
 
 TIMEOUT_S = 20.0
@@ -36,6 +37,16 @@ def logging_program(file: Path, name: str, stops_in_s: float = 0.0) -> Supervise
     return SupervisedProgram(command, os.environ, stop_timeout_s=0.3)
 
 
+@asynccontextmanager
+async def running_program(program: SupervisedProgram) -> AsyncIterator[None]:
+    programs = ProgramSupervisor()
+    programs.set_programs({"a": program})
+    try:
+        yield
+    finally:
+        await programs.close()
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
@@ -49,7 +60,7 @@ def lines(file: Path) -> list[str]:
 async def test_program_gets_a_margin_after_its_stop_timeout(tmp_path: Path) -> None:
     """A dispatcher releases its remaining tasks after its stop timeout."""
     file = tmp_path / "log"
-    async with running_program("a", logging_program(file, "a", stops_in_s=0.5)):
+    async with running_program(logging_program(file, "a", stops_in_s=0.5)):
         await until(lambda: lines(file) == ["a started"])
     assert lines(file) == ["a started", "a stopped"]
 
@@ -67,7 +78,7 @@ async def test_program_that_works_before_its_start_returns_is_stopped_too(
         return group
 
     monkeypatch.setattr(supervisor, "start_group", start_slowly)
-    async with running_program("a", logging_program(file, "a")):
+    async with running_program(logging_program(file, "a")):
         await is_working.wait()
     assert lines(file) == ["a started", "a stopped"]
 
@@ -75,7 +86,7 @@ async def test_program_that_works_before_its_start_returns_is_stopped_too(
 async def test_program_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "STOP_MARGIN_S", 0.1)
     file = tmp_path / "log"
-    async with asyncio.timeout(TIMEOUT_S), running_program("a", logging_program(file, "a", stops_in_s=600)):
+    async with asyncio.timeout(TIMEOUT_S), running_program(logging_program(file, "a", stops_in_s=600)):
         await until(lambda: lines(file) == ["a started"])
     assert lines(file) == ["a started"]
 
@@ -97,7 +108,7 @@ class FullHost:
 async def test_failed_start_of_a_program_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "start_group", FullHost().start_group)
     file = tmp_path / "log"
-    async with running_program("a", logging_program(file, "a")):
+    async with running_program(logging_program(file, "a")):
         await until(lambda: lines(file) == ["a started"])
     assert lines(file) == ["a started", "a stopped"]
 

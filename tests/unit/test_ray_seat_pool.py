@@ -71,7 +71,7 @@ class PoolHarness:
         self.ray, self.nodes, self.verdict = FakeRay(), nodes, verdict
         self.placed: list[Placement] = []
         self.database: asyncio.Event | None = None
-        self.pool = SeatPool(self.ray, nodes, nodes.settings, self._place)
+        self.pool = SeatPool(self.ray, nodes, nodes.settings, self._place)  # type: ignore[arg-type]
         self.executor = RayExecutor(self.pool, nodes.settings)
         self.ray.may_kill.set()
 

@@ -66,7 +66,7 @@ def test_invalid_body_size_is_rejected(size: object) -> None:
 # ------------------------------------------------------------------------------------------------------ seat server
 
 
-class RecordingCallbacks:
+class RecordingPool:
     """Knows the seat `s` on node `n`, hands out claims, and records messages."""
 
     def __init__(self, *claims: Claim) -> None:
@@ -92,8 +92,8 @@ class RecordingCallbacks:
 
 
 @asynccontextmanager
-async def running_server(callbacks: RecordingCallbacks, max_result_bytes: int) -> AsyncIterator[tuple[str, int]]:
-    server = SeatServer(callbacks, max_result_bytes)
+async def running_server(pool: RecordingPool, max_result_bytes: int) -> AsyncIterator[tuple[str, int]]:
+    server = SeatServer(pool, max_result_bytes)  # type: ignore[arg-type]
     try:
         yield await server.open("127.0.0.1")
     finally:
@@ -113,8 +113,8 @@ async def assert_closed(reader: asyncio.StreamReader) -> None:
 async def test_server_passes_claims_and_outcomes_and_drops_bad_connections() -> None:
     first, second = make_claim({}), make_claim("x" * wire_protocol.MAX_HEADER_BYTES)
     result = json.dumps("y" * 10 * wire_protocol.MAX_HEADER_BYTES)
-    callbacks = RecordingCallbacks(first, second)
-    async with running_server(callbacks, len(result)) as address:
+    pool = RecordingPool(first, second)
+    async with running_server(pool, len(result)) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(wire_protocol.encode_started("unknown", "n"))
         assert await read_run(reader) is None
@@ -132,7 +132,7 @@ async def test_server_passes_claims_and_outcomes_and_drops_bad_connections() -> 
             bad_writer.close()
         writer.write(wire_protocol.encode_finished("s", second.token, AttemptFailure("X", "why")))
         assert await read_run(reader) is None
-        assert callbacks.received == [
+        assert pool.received == [
             ("s", "n"),
             ("s", first.token, 0.5, "half"),
             ("s", first.token, AttemptSuccess(result)),
@@ -145,7 +145,7 @@ async def test_unidentified_connections_are_limited_and_time_out(monkeypatch: py
     monkeypatch.setattr("windlass.ray.seat_server.MAX_UNIDENTIFIED", 2)
     monkeypatch.setattr("windlass.ray.seat_server.UNIDENTIFIED_TIMEOUT_S", 2.0)
     result = AttemptSuccess("9" * (1 << 20))
-    async with running_server(RecordingCallbacks(make_claim({})), 1 << 20) as address:
+    async with running_server(RecordingPool(make_claim({})), 1 << 20) as address:
         connections = [await asyncio.open_connection(*address)]
         reader, writer = connections[0]
         try:
@@ -167,18 +167,18 @@ async def test_unidentified_connections_are_limited_and_time_out(monkeypatch: py
                 each.close()
 
 
-@pytest.mark.parametrize("is_running", [True, False], ids=["the seat runs an attempt", "the seat was told to exit"])
+@pytest.mark.parametrize("is_running", [True, False], ids=["the seat runs an attempt", "the seat has to exit"])
 async def test_server_disconnects_only_a_process_that_still_runs_the_seat(is_running: bool) -> None:
     claim = make_claim({})
-    callbacks = RecordingCallbacks(claim)
-    async with running_server(callbacks, 1000) as address:
+    pool = RecordingPool(claim)
+    async with running_server(pool, 1000) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(wire_protocol.encode_started("s", "n"))
         await reader.readuntil(b"\n{}")
         if not is_running:
             writer.write(wire_protocol.encode_finished("s", claim.token, AttemptSuccess("1")))
             assert await read_run(reader) is None
-        callbacks.disconnect()
+        pool.disconnect()
         if is_running:
             await assert_closed(reader)
         else:

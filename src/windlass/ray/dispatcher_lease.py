@@ -87,8 +87,8 @@ class DispatcherLease:
             try:
                 lease = await self._request()
             except DatabaseUnavailable as error:
-                # If only this host is cut off, another dispatcher takes over, and what runs here is wasted. That cannot
-                # be told from a general outage, in which killing the tasks would cost more. Nothing is claimed.
+                # If only this host is cut off, another dispatcher takes over, and what runs here is wasted. That looks
+                # the same as a general outage, in which killing the tasks would cost more. Nothing is claimed.
                 log.warning("renew lease failed", fleet=self._fleet, error=str(error))
                 continue
             if lease != self.term:

@@ -32,11 +32,7 @@ log = structlog.get_logger(__name__)
 
 @asynccontextmanager
 async def hold_head_lease(
-    leases: LeaseStore,
-    *,
-    is_shared: bool,
-    lease_s: float = LEASE_S,
-    owner: "asyncio.Task[Any] | None" = None,
+    leases: LeaseStore, *, is_shared: bool, lease_s: float = LEASE_S, owner: "asyncio.Task[Any] | None" = None
 ) -> AsyncIterator[None]:
     """Hold the lease inside the context: shared for an external head, exclusively for a head of our own.
 

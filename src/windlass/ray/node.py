@@ -1,7 +1,7 @@
 """The program of a spawned machine: joins the machine to the Ray cluster and sends its heartbeats.
 
 It claims and runs nothing: the dispatcher does that for the tasks that Ray places here. It registers before it joins,
-so that a machine that booted and never joined can be told from one that never booted. When Ray's processes exit, so
+which distinguishes a machine that booted and never joined from one that never booted. When Ray's processes exit, so
 does the program: with success if its worker is terminating, else with NodeLost. If the program is killed, even by
 SIGKILL, Ray's processes are killed with it.
 """

@@ -16,16 +16,17 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 import structlog
 
 from windlass.model.errors import HandlerNotFound
-from windlass.model.node import NodeVerdict, Placement, Resources
+from windlass.model.node import NodeVerdict, Placement
 from windlass.model.ray import RaySettings, frozen
 from windlass.model.task import Claim
 from windlass.ray.capacity import InFlightKind, Needs, count_unplaceable
+from windlass.ray.driver import Driver
 from windlass.ray.node_table import NodeTable, Schedulability
 from windlass.ray.seat_process import DispatcherUnreachable, NodeUnusable, SeatExit
 from windlass.ray.seat_state import Seat, SeatAttempt
@@ -49,33 +50,17 @@ _SCHEDULABLE = (Schedulability.FITS, Schedulability.MAY_FIT_AFTER_GROWTH)
 log = structlog.get_logger(__name__)
 
 
-class SeatSubmitter(Protocol):
-    """The calls to Ray, implemented by driver.py. References are Ray's."""
-
-    def submit(self, seat_id: str, needs: Resources, excluded_nodes: Collection[str]) -> Any:
-        """Submit a seat and return its reference. Raises what Ray raises."""
-
-    async def wait_for_exit(self, reference: Any) -> SeatExit | AttemptFailure:
-        """A failure if the seat did not exit by itself."""
-
-    async def kill(self, reference: Any) -> None:
-        """Kill a seat, pending or running, and wait until it is gone or out of reach."""
-
-    async def cancel(self, references: Collection[Any]) -> None:
-        """Cancel seats that are not needed, started or not, and do not wait for their end."""
-
-
 class SeatPool:
     """All seats and attempts of a fleet. `place` assigns a task to a node in the database."""
 
     def __init__(
         self,
-        submitter: SeatSubmitter,
+        driver: Driver,
         nodes: NodeTable,
         settings: RaySettings,
         place: Callable[[Placement], "asyncio.Future[NodeVerdict]"],
     ) -> None:
-        self._submitter = submitter
+        self._driver = driver
         self._nodes = nodes
         self._settings = settings
         # The needs of tasks that do not state their own.
@@ -120,7 +105,7 @@ class SeatPool:
             self._wait_list.discard(attempt.needs, attempt)
             return
         seat = attempt.seat
-        await self._submitter.kill(seat.reference)
+        await self._driver.kill(seat.reference)
         # If Ray could not kill it, this does: the task is about to be retried elsewhere.
         seat.disconnect()
 
@@ -172,6 +157,7 @@ class SeatPool:
             del self.in_flight[kind]
 
     # ------------------------------------------------------------------------------- callbacks, for the seat server
+    # Messages of unknown seats, or with the token of another attempt, change nothing.
 
     def has_seat(self, seat_id: str) -> bool:
         return seat_id in self._seats
@@ -183,6 +169,7 @@ class SeatPool:
     async def on_started(
         self, seat_id: str, node_id: str, disconnect: Callable[[], None] = lambda: None
     ) -> Claim | None:
+        """Returns the claim to run; None: the seat should exit. `disconnect` ends the process if it runs this seat."""
         seat = self._seats.get(seat_id)
         if seat is None or seat.node_id is not None:
             return None
@@ -195,6 +182,7 @@ class SeatPool:
         return await self._begin_next(seat, node_id)
 
     async def on_finished(self, seat_id: str, token: UUID, outcome: Outcome) -> Claim | None:
+        """Returns the next claim; None: the seat should exit."""
         seat = self._seats.get(seat_id)
         attempt = None if seat is None else seat.attempt
         if seat is None or seat.node_id is None or attempt is None or attempt.claim.token != token:
@@ -281,7 +269,7 @@ class SeatPool:
         for _ in range(count):
             seat_id = secrets.token_hex(16)
             try:
-                reference = self._submitter.submit(seat_id, dict(kind), excluded)
+                reference = self._driver.submit(seat_id, dict(kind), excluded)
             except Exception as error:  # any error of Ray concerns this kind only
                 log.warning("submit seat failed", needs=_describe(kind), error=f"{type(error).__name__}: {error}")
                 reason = f"Ray rejects a task that needs {_describe(kind)} ({error})"
@@ -308,7 +296,7 @@ class SeatPool:
         for seat in seats:
             self._close(seat)
         if seats:
-            self._run_in_background(self._submitter.cancel([seat.reference for seat in seats]))
+            self._run_in_background(self._driver.cancel([seat.reference for seat in seats]))
 
     def _close(self, seat: Seat) -> None:
         seat.is_closed = True
@@ -316,7 +304,7 @@ class SeatPool:
         self._wait_list.discard_seat(seat.needs, seat)
 
     async def _handle_exit(self, seat: Seat) -> None:
-        seat_exit = await self._submitter.wait_for_exit(seat.reference)
+        seat_exit = await self._driver.wait_for_exit(seat.reference)
         if seat.id not in self._seats:
             return
         self._close(seat)

@@ -8,16 +8,13 @@ that is gone or cut off has been replaced, and its seats must free their resourc
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 from uuid import UUID
 
 import structlog
 
-from windlass.model.task import Claim
+from windlass.ray.seat_pool import SeatPool
 from windlass.ray.wire_protocol import MAX_ERROR_BYTES, MAX_HEADER_BYTES, PING, body_size, decode_outcome, encode_run
-from windlass.worker.executor import Outcome
 
 PING_INTERVAL_S = 2.5
 # A connection is unidentified until it names a seat of this dispatcher, which seats do at once.
@@ -27,29 +24,9 @@ SKIP_CHUNK_BYTES = 1 << 16
 log = structlog.get_logger(__name__)
 
 
-class SeatCallbacks(Protocol):
-    """Implemented by the seat pool. Messages of unknown seats change nothing and get no claim."""
-
-    def has_seat(self, seat_id: str) -> bool: ...
-
-    def on_loading(self, seat_id: str, node_id: str) -> None:
-        """The seat loads the handler on this node, which may take minutes."""
-
-    async def on_started(self, seat_id: str, node_id: str, disconnect: Callable[[], None]) -> Claim | None:
-        """The seat is ready. Returns the attempt to run; None: exit.
-
-        `disconnect` ends the seat's process, unless the process has finished this seat.
-        """
-
-    async def on_finished(self, seat_id: str, token: UUID, outcome: Outcome) -> Claim | None:
-        """The seat has run an attempt. Returns the next one; None: exit."""
-
-    def on_progress(self, seat_id: str, token: UUID, fraction: float, note: str | None) -> None: ...
-
-
 class SeatServer:
-    def __init__(self, callbacks: SeatCallbacks, max_result_bytes: int) -> None:
-        self._callbacks = callbacks
+    def __init__(self, pool: SeatPool, max_result_bytes: int) -> None:
+        self._pool = pool
         self._max_body_bytes = max(max_result_bytes, MAX_ERROR_BYTES)
         self._server: asyncio.Server | None = None
         self._pinging: asyncio.Task[None] | None = None
@@ -102,7 +79,7 @@ class SeatServer:
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: asyncio.Timeout
     ) -> None:
-        # The seat that the process runs. None once it was told to exit: its next seat may be another dispatcher's.
+        # The seat that the process runs. None once the seat has to exit: the next one may be another dispatcher's.
         current_seat: str | None = None
 
         def disconnect(seat_id: str) -> None:
@@ -112,7 +89,7 @@ class SeatServer:
         while line := await reader.readline():
             header = json.loads(line)
             seat_id = header["seat"]
-            if writer in self._unidentified and self._callbacks.has_seat(seat_id):
+            if writer in self._unidentified and self._pool.has_seat(seat_id):
                 self._unidentified.discard(writer)
                 timeout.reschedule(None)
             body = None
@@ -122,18 +99,18 @@ class SeatServer:
                 else:
                     body = await reader.readexactly(size)
             if "loading" in header:
-                self._callbacks.on_loading(seat_id, header["loading"])
+                self._pool.on_loading(seat_id, header["loading"])
                 continue
             if "progress" in header:
                 token = UUID(header["progress"])
-                self._callbacks.on_progress(seat_id, token, float(header["fraction"]), header["note"])
+                self._pool.on_progress(seat_id, token, float(header["fraction"]), header["note"])
                 continue
             if "finished" in header:
                 token = UUID(header["finished"])
-                claim = await self._callbacks.on_finished(seat_id, token, decode_outcome(header, body))
+                claim = await self._pool.on_finished(seat_id, token, decode_outcome(header, body))
             else:
                 current_seat = seat_id
-                claim = await self._callbacks.on_started(seat_id, header["started"], partial(disconnect, seat_id))
+                claim = await self._pool.on_started(seat_id, header["started"], partial(disconnect, seat_id))
             if claim is None:
                 current_seat = None
             writer.write(encode_run(claim))

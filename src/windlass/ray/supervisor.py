@@ -10,8 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -35,36 +34,28 @@ class SupervisedProgram:
     stop_timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Supervision:
-    program: SupervisedProgram
-    stop: asyncio.Event
-    task: asyncio.Task[None]
-
-
 class ProgramSupervisor:
     def __init__(self) -> None:
-        self._supervised: dict[str, _Supervision] = {}
+        self._supervised: dict[str, tuple[SupervisedProgram, asyncio.Event, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def programs(self) -> dict[str, SupervisedProgram]:
-        return {name: supervision.program for name, supervision in self._supervised.items()}
+        return {name: program for name, (program, _, _) in self._supervised.items()}
 
     def set_programs(self, programs: Mapping[str, SupervisedProgram]) -> None:
         """Start new programs, restart changed ones, stop the others. Returns at once."""
         for name in self._supervised.keys() | programs.keys():
-            current, program = self._supervised.get(name), programs.get(name)
-            if current is not None and current.program == program:
-                continue
-            if current is not None:
-                del self._supervised[name]
-                current.stop.set()
+            program, previous = programs.get(name), None
+            if name in self._supervised:
+                if self._supervised[name][0] == program:
+                    continue
+                _, stop, previous = self._supervised.pop(name)
+                stop.set()
             if program is not None:
                 stop = asyncio.Event()
-                previous = None if current is None else current.task
                 task = asyncio.create_task(_run_until_stopped(name, program, stop, previous))
-                self._supervised[name] = _Supervision(program, stop, task)
+                self._supervised[name] = program, stop, task
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -77,73 +68,41 @@ class ProgramSupervisor:
 async def _run_until_stopped(
     name: str, program: SupervisedProgram, stop: asyncio.Event, previous: asyncio.Task[None] | None
 ) -> None:
-    """Starts after `previous`, the supervision of the program that it replaces, has ended."""
+    """Starts after `previous`, the task of the program that it replaces, has ended."""
     if previous is not None:
         await asyncio.wait([previous])
-    if not stop.is_set():
-        async with running_program(name, program):
-            await stop.wait()
-
-
-@asynccontextmanager
-async def running_program(name: str, program: SupervisedProgram) -> AsyncIterator[None]:
-    """Keep a program running inside the context. At its end send SIGTERM, and kill the program after its timeout."""
-    runner = _ProgramRunner(name, program)
-    task = asyncio.create_task(runner.run_forever())
-    try:
-        yield
-    finally:
-        await runner.stop(program.stop_timeout_s + STOP_MARGIN_S)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-class _ProgramRunner:
-    def __init__(self, name: str, program: SupervisedProgram) -> None:
-        self._name = name
-        self._program = program
-        self._group: ProcessGroup | None = None
-        # Held during a start: the program may already be working before its process is known here.
-        self._starting = asyncio.Lock()
-        self._is_stopping = False
-
-    async def run_forever(self) -> None:
-        backoff = Backoff()
-        while not self._is_stopping:
-            started = time.monotonic()
-            exit_description = await self._run_once()
-            if self._is_stopping:
-                return
-            if time.monotonic() - started > HEALTHY_AFTER_S:
-                backoff.reset()
-            delay_s = backoff.next_delay_s()
-            log.warning("program exited, restarting", program=self._name, exit=exit_description, delay_s=delay_s)
-            await asyncio.sleep(delay_s)
-
-    async def _run_once(self) -> str:
+    backoff = Backoff()
+    while not stop.is_set():
+        started = time.monotonic()
         try:
-            async with self._starting:
-                group = self._group = await start_group(
-                    self._program.command, env=self._program.env, max_output_bytes=math.inf
-                )
+            group = await start_group(program.command, env=program.env, max_output_bytes=math.inf)
         except OSError as error:
             # The host is out of processes or memory, which may be temporary.
-            return f"did not start ({error})"
-        try:
-            code = await group.wait()
-        finally:
-            await group.end()
-        return describe_exit(code)
-
-    async def stop(self, timeout_s: float) -> None:
-        self._is_stopping = True
-        async with self._starting:
-            group = self._group
-        if group is None or group.returncode is not None:
+            exit_description = f"did not start ({error})"
+        else:
+            exit_description = await _wait_for_exit(group, stop, program.stop_timeout_s + STOP_MARGIN_S)
+        if stop.is_set():
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(group.pid, signal.SIGTERM)
+        if time.monotonic() - started > HEALTHY_AFTER_S:
+            backoff.reset()
+        delay_s = backoff.next_delay_s()
+        log.warning("program exited, restarting", program=name, exit=exit_description, delay_s=round(delay_s, 1))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await group.wait()
+            async with asyncio.timeout(delay_s):
+                await stop.wait()
+
+
+async def _wait_for_exit(group: ProcessGroup, stop: asyncio.Event, stop_timeout_s: float) -> str:
+    """Wait until the program exits. When `stop` is set, send SIGTERM, and kill the program after the timeout."""
+    exiting, stopping = asyncio.create_task(group.wait()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((exiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not exiting.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(group.pid, signal.SIGTERM)
+            await asyncio.wait((exiting,), timeout=stop_timeout_s)
+    finally:
+        exiting.cancel()
+        stopping.cancel()
         await group.end()
+    return "was stopped" if group.returncode is None else describe_exit(group.returncode)

@@ -75,6 +75,7 @@ def decode_outcome(header: dict[str, Any], body: bytes | None) -> Outcome:
 def encode_run(claim: Claim | None) -> bytes:
     if claim is None:
         return encode({"run": None})
+    # Not dataclasses.asdict, which takes six times as long.
     run = {
         "task_id": claim.task_id,
         "token": str(claim.token),
