@@ -1,8 +1,9 @@
 """Workers on servers of Hetzner Cloud.
 
-`provider.py` keeps the provider's contract for one fleet. `account.py` is what all fleets with one token share: the
-vendor's SDK, asked in threads, within its limits (`limiter.py`). `problems.py` says what each of the vendor's answers
-means, `naming.py` how our machines are told from all others, `catalog.py` what they cost and where there are any.
+`provider.py` implements the provider contract for one fleet; `server_list.py` lists its servers. `account.py` is shared
+by all fleets with one token: the vendor's SDK in threads, rate limited (`limiter.py`). `errors.py` classifies failed
+requests, `naming.py` names and labels servers, `catalog.py` reads prices, `primary_ips.py` deletes orphaned addresses,
+`doctor_checks.py` serves `windlass doctor`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,11 +1,10 @@
-"""What each of the vendor's answers means, and nothing about what to do then. Pure.
+"""Maps every failed request to one kind of error. It does not decide what to do about it.
 
-Only codes that are published as refusals are refusals. Whatever else comes instead of an answer (5xx, time-outs, broken
-connections, bodies that are none, codes nobody knows) is LOST: what was asked may have happened. Except where there
-was no connection at all: that is UNSENT.
+Only codes that Hetzner documents as rejections count as rejections. Everything else (5xx, timeouts, broken
+connections, unreadable bodies, unknown codes) is LOST: the request may have taken effect. Without any connection it is
+UNSENT.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -15,47 +14,40 @@ from urllib3.exceptions import NewConnectionError
 
 
 class HetznerErrorKind(StrEnum):
-    NO_CAPACITY = "no_capacity"  # not this type in this place now
-    LIMIT = "limit"  # the account may have no more
-    DENIED = "denied"  # not with this token
-    TAKEN = "taken"  # the name is in use
+    NO_CAPACITY = "no_capacity"  # this server type is unavailable in this location now
+    LIMIT = "limit"  # a limit of the account is reached
+    DENIED = "denied"  # the token is wrong or lacks a permission
+    NAME_IN_USE = "name_in_use"
     NOT_FOUND = "not_found"
-    BUSY = "busy"  # something else is going on with it; soon it will not be
-    PROTECTED = "protected"  # a person forbade it
+    BUSY = "busy"  # another action on the resource is running
+    PROTECTED = "protected"  # deletion protection is on
     THROTTLED = "throttled"
-    REFUSED = "refused"  # a request that is wrong
-    UNSENT = "unsent"  # nobody could be asked
-    LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True)
-class HetznerErrorInfo:
-    kind: HetznerErrorKind
-    # In the vendor's words where there are any.
-    words: str
-    # Of a request that is wrong: the fields that are, as far as the vendor names any.
-    fields: frozenset[str] = frozenset()
+    REFUSED = "refused"  # the request is invalid
+    UNSENT = "unsent"  # no connection: the request did not take effect
+    LOST = "lost"  # no readable response: the request may have taken effect
 
 
 class HetznerError(Exception):
-    """A request that was answered with a problem, or not at all."""
+    """A request that failed. Its text is the vendor's message where there is one."""
 
-    def __init__(self, problem: HetznerErrorInfo) -> None:
-        super().__init__(problem.words)
-        self.problem = problem
+    def __init__(self, kind: HetznerErrorKind, message: str, fields: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.kind = kind
+        # The fields of the request that are invalid, if the vendor names them.
+        self.fields = fields
 
 
-HOW_TO_BE_LET_IN = "check hetzner_api_token (HETZNER_API_TOKEN): it must be the project's and may read and write"
+TOKEN_HINT = "check hetzner_api_token (HETZNER_API_TOKEN): it must belong to the project and allow read and write"  # noqa: S105
 _BY_CODE = {
     "resource_unavailable": HetznerErrorKind.NO_CAPACITY,
     "placement_error": HetznerErrorKind.NO_CAPACITY,
-    # Of a place, for hours at the most: another one may do.
+    # Of one location, for hours at most: another one may work.
     "maintenance": HetznerErrorKind.NO_CAPACITY,
     "resource_limit_exceeded": HetznerErrorKind.LIMIT,
     "unauthorized": HetznerErrorKind.DENIED,
     "token_readonly": HetznerErrorKind.DENIED,
     "forbidden": HetznerErrorKind.DENIED,
-    "uniqueness_error": HetznerErrorKind.TAKEN,
+    "uniqueness_error": HetznerErrorKind.NAME_IN_USE,
     "not_found": HetznerErrorKind.NOT_FOUND,
     "locked": HetznerErrorKind.BUSY,
     "conflict": HetznerErrorKind.BUSY,
@@ -74,7 +66,7 @@ _BY_CODE = {
     "ip_not_available": HetznerErrorKind.REFUSED,
     "networks_overlap": HetznerErrorKind.REFUSED,
 }
-# Answers without a code: from something before the API.
+# For responses without a code, which come from a proxy in front of the API.
 _BY_STATUS = {
     401: HetznerErrorKind.DENIED,
     403: HetznerErrorKind.DENIED,
@@ -82,48 +74,48 @@ _BY_STATUS = {
     423: HetznerErrorKind.BUSY,
     429: HetznerErrorKind.THROTTLED,
 }
-MAX_WORDS = 300
+MAX_MESSAGE = 300
 
 
-def problem_of(error: Exception) -> HetznerErrorInfo:
+def to_hetzner_error(error: Exception) -> HetznerError:
+    """Classify what a call of the SDK raised."""
     if isinstance(error, APIException):
-        words = f"{' '.join(str(error.message).split())[:MAX_WORDS]} ({error.code})"
+        message = f"{_shorten(error.message)} ({error.code})"
         if isinstance(error.code, str):
-            return HetznerErrorInfo(_BY_CODE.get(error.code, HetznerErrorKind.LOST), words, _fields(error.details))
-        is_wrong = 400 <= error.code < 500 and error.code != 408
-        return HetznerErrorInfo(
-            _BY_STATUS.get(error.code, HetznerErrorKind.REFUSED if is_wrong else HetznerErrorKind.LOST), words
-        )
-    if isinstance(error, TimeoutError | requests.exceptions.Timeout):
-        return HetznerErrorInfo(
-            HetznerErrorKind.LOST, str(error) if isinstance(error, TimeoutError) and str(error) else "no answer in time"
-        )
+            kind = _BY_CODE.get(error.code, HetznerErrorKind.LOST)
+            details = error.details if isinstance(error.details, dict) else {}
+            return HetznerError(kind, message, _invalid_fields(details.get("fields")))
+        is_client_error = 400 <= error.code < 500 and error.code != 408
+        default = HetznerErrorKind.REFUSED if is_client_error else HetznerErrorKind.LOST
+        return HetznerError(_BY_STATUS.get(error.code, default), message)
+    if isinstance(error, TimeoutError):
+        return HetznerError(HetznerErrorKind.LOST, str(error) or "request timed out")
+    if isinstance(error, requests.exceptions.Timeout):
+        return HetznerError(HetznerErrorKind.LOST, "request timed out")
     if isinstance(error, requests.exceptions.RequestException):
-        kind = HetznerErrorKind.UNSENT if _is_unsent(error) else HetznerErrorKind.LOST
-        return HetznerErrorInfo(kind, f"the API cannot be reached ({_innermost(error)})")
-    return HetznerErrorInfo(
-        HetznerErrorKind.LOST, f"an answer that cannot be read ({type(error).__name__}: {str(error)[:MAX_WORDS]})"
-    )
+        # A connection that was refused, or a host that does not resolve, cannot have carried the request.
+        inner = error.args[0] if error.args else None
+        is_unsent = isinstance(getattr(inner, "reason", None), NewConnectionError)
+        kind = HetznerErrorKind.UNSENT if is_unsent else HetznerErrorKind.LOST
+        return HetznerError(kind, f"API unreachable ({_innermost_message(error)})")
+    return HetznerError(HetznerErrorKind.LOST, f"unreadable response ({type(error).__name__}: {_shorten(error)})")
 
 
-def _fields(details: Any) -> frozenset[str]:
-    fields = details.get("fields") if isinstance(details, dict) else None
+def _invalid_fields(fields: Any) -> frozenset[str]:
     named = fields if isinstance(fields, list) else []
     return frozenset(str(field["name"]) for field in named if isinstance(field, dict) and "name" in field)
 
 
-def _is_unsent(error: requests.exceptions.RequestException) -> bool:
-    """Refused, or no such host. A connection that broke, or took too long, may have carried something."""
-    inner = error.args[0] if error.args else None
-    return isinstance(getattr(inner, "reason", None), NewConnectionError)
-
-
-def _innermost(error: BaseException) -> str:
-    """requests wraps urllib3 wraps the system's own words."""
+def _innermost_message(error: BaseException) -> str:
+    """The message of the system's error, which urllib3 and requests have wrapped."""
     for _ in range(10):
         inner = error.args[0] if error.args else None
         inner = getattr(inner, "reason", None) or inner
         if not isinstance(inner, BaseException):
             break
         error = inner
-    return " ".join(str(error).split())[:MAX_WORDS] or type(error).__name__
+    return _shorten(error) or type(error).__name__
+
+
+def _shorten(message: object) -> str:
+    return " ".join(str(message).split())[:MAX_MESSAGE]

@@ -1,46 +1,42 @@
-"""What each of the vendor's answers means, and nothing about what to do then. Pure.
+"""Maps every failed request to one kind of error. It does not decide what to do about it.
 
-Only answers that are published as refusals are refusals. Whatever else comes instead of an answer (5xx, time-outs,
-broken connections, bodies that are none, statuses nobody knows) is LOST: what was asked may have happened.
+Only responses that Runpod documents as rejections count as rejections. Everything else (5xx, timeouts, broken
+connections, unreadable bodies, unknown statuses) is LOST: the request may have taken effect.
 """
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 
 import httpx
 
 
 class RunpodErrorKind(StrEnum):
-    NO_CAPACITY = "no_capacity"  # not this type in this place now
-    BALANCE = "balance"  # nothing more until somebody pays
+    NO_CAPACITY = "no_capacity"  # this GPU type is unavailable in these data centers now
+    BALANCE = "balance"  # the account has no funds
     DENIED = "denied"  # the key is wrong
-    FORBIDDEN = "forbidden"  # the key is right, and may not do this
+    FORBIDDEN = "forbidden"  # the key is valid but lacks a permission
     NOT_FOUND = "not_found"
-    BUSY = "busy"  # not in the state it is in
+    BUSY = "busy"  # not possible in the pod's current state
     THROTTLED = "throttled"
-    REFUSED = "refused"  # against a rule; another choice may not be
-    INVALID = "invalid"  # against the contract, whatever the choice
-    LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True)
-class RunpodErrorInfo:
-    kind: RunpodErrorKind
-    # In the vendor's words where there are any.
-    words: str
-    retry_after_s: float | None = None
+    REFUSED = "refused"  # against a rule; another choice may be accepted
+    INVALID = "invalid"  # against the API's contract, whatever the choice
+    LOST = "lost"  # no readable response: the request may have taken effect
 
 
 class RunpodError(Exception):
-    """A request that was answered with a problem, or not at all."""
+    """A request that failed. Its text is the vendor's message where there is one."""
 
-    def __init__(self, problem: RunpodErrorInfo) -> None:
-        super().__init__(problem.words)
-        self.problem = problem
+    def __init__(self, kind: RunpodErrorKind, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+    @property
+    def is_denied(self) -> bool:
+        return self.kind in (RunpodErrorKind.DENIED, RunpodErrorKind.FORBIDDEN)
 
 
-HOW_TO_BE_LET_IN = "check runpod_api_key (RUNPOD_API_KEY): it must be the account's and may read and write"
+TOKEN_HINT = "check runpod_api_key (RUNPOD_API_KEY): it must belong to the account and allow read and write"  # noqa: S105
 _BY_STATUS = {
     400: RunpodErrorKind.REFUSED,
     401: RunpodErrorKind.DENIED,
@@ -54,53 +50,42 @@ _BY_STATUS = {
     422: RunpodErrorKind.INVALID,
     429: RunpodErrorKind.THROTTLED,
 }
-# Of a lack of machines there is no code, only prose. Said today: "There are no longer any instances available with the
-# requested specifications. Please refresh and try again." Its likely kin mean the same.
+# There is no code for missing capacity, only prose. Today: "There are no longer any instances available with the
+# requested specifications. Please refresh and try again." Similar wordings are taken to mean the same.
 _NO_CAPACITY = re.compile(
     r"no longer any|no (?:\w+ )?(?:instances?|machines?|capacity|gpus?)\b.*\bavailable|not enough (?:free|gpus?)|"
     r"out of (?:stock|capacity)|(?:insufficient|no) capacity|currently (?:unavailable|no)|does not have the resources",
     re.IGNORECASE,
 )
-MAX_WORDS = 300
+MAX_MESSAGE = 300
 
 
-def problem_of_answer(response: httpx.Response) -> RunpodErrorInfo:
-    """Of an answer that is no success."""
-    words = _words_of(response)
-    kind = _BY_STATUS.get(response.status_code, RunpodErrorKind.LOST)
-    if kind is RunpodErrorKind.REFUSED and _NO_CAPACITY.search(words):
-        kind = RunpodErrorKind.NO_CAPACITY
-    return RunpodErrorInfo(kind, f"{words} ({response.status_code})", _retry_after_s(response))
-
-
-def problem_of_error(error: Exception) -> RunpodErrorInfo:
-    """Of a request that got no answer, or one that cannot be read."""
-    if isinstance(error, TimeoutError | httpx.TimeoutException):
-        return RunpodErrorInfo(RunpodErrorKind.LOST, "no answer in time")
-    if isinstance(error, httpx.TransportError):
-        return RunpodErrorInfo(
-            RunpodErrorKind.LOST, f"the API cannot be reached ({_in_short(str(error)) or type(error).__name__})"
-        )
-    return RunpodErrorInfo(
-        RunpodErrorKind.LOST, f"an answer that cannot be read ({type(error).__name__}: {_in_short(str(error))})"
-    )
-
-
-def _words_of(response: httpx.Response) -> str:
-    """RFC 9457: the detail, and each violation where there are some."""
+def response_error(response: httpx.Response) -> RunpodError:
+    """Classify a response that is not a success."""
     try:
+        # RFC 9457: the detail, and each violation if there are any.
         body = response.json()
-        errors = body.get("errors") or ()
-        said = "; ".join([str(body["detail"]), *(str(each) for each in errors)])
+        message = _shorten("; ".join([str(body["detail"]), *(str(each) for each in body.get("errors") or ())]))
     except (ValueError, KeyError, TypeError, AttributeError):
-        said = response.reason_phrase or "no reason was given"
-    return _in_short(said)
+        message = _shorten(response.reason_phrase or "no reason given")
+    kind = _BY_STATUS.get(response.status_code, RunpodErrorKind.LOST)
+    if kind is RunpodErrorKind.REFUSED and _NO_CAPACITY.search(message):
+        kind = RunpodErrorKind.NO_CAPACITY
+    retry_after = response.headers.get("Retry-After", "")
+    retry_after_s = float(retry_after) if retry_after.isdecimal() else None
+    return RunpodError(kind, f"{message} ({response.status_code})", retry_after_s)
 
 
-def _in_short(text: str) -> str:
-    return " ".join(text.split())[:MAX_WORDS]
+def transport_error(error: Exception) -> RunpodError:
+    """Classify a request without a response, or with an unreadable one."""
+    if isinstance(error, TimeoutError | httpx.TimeoutException):
+        message = "request timed out"
+    elif isinstance(error, httpx.TransportError):
+        message = f"API unreachable ({_shorten(error) or type(error).__name__})"
+    else:
+        message = f"unreadable response ({type(error).__name__}: {_shorten(error)})"
+    return RunpodError(RunpodErrorKind.LOST, message)
 
 
-def _retry_after_s(response: httpx.Response) -> float | None:
-    text = response.headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() else None
+def _shorten(message: object) -> str:
+    return " ".join(str(message).split())[:MAX_MESSAGE]
